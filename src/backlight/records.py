@@ -1,0 +1,271 @@
+"""The vocabulary that every floor shares: frozen records without torch, and each enumeration once.
+
+Nothing here computes. A record turns into plain JSON types by :func:`to_json` and back by its own
+``from_json``, which ignores keys that a newer backlight may have added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+
+class Severity(enum.StrEnum):
+    """How bad a finding is; ordered, so that ``severity >= error`` has a meaning."""
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+    @property
+    def rank(self) -> int:
+        """Position in the order info < warning < error."""
+        return list(Severity).index(self)
+
+
+class Phase(enum.StrEnum):
+    """What a training process is doing; every moment of a step belongs to exactly one."""
+
+    DATA = "data"
+    HOST_TO_DEVICE = "host_to_device"
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    CLIP = "clip"
+    OPTIMIZER = "optimizer"
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint"
+    OTHER = "other"
+
+
+class Verdict(enum.StrEnum):
+    """What is said of a process that does not move, or of a case in a matrix of runs."""
+
+    PASS = "PASS"
+    SLOW = "SLOW"
+    BLOCKED = "BLOCKED"
+    SPIN = "SPIN"
+    LONG_OP = "LONG_OP"
+    PHASE = "PHASE"
+    DEAD = "DEAD"
+    STOPPED = "STOPPED"
+    MISMATCH = "MISMATCH"
+    CRASH = "CRASH"
+    DID_NOT_FINISH = "DID_NOT_FINISH"
+    UNKNOWN = "UNKNOWN"
+
+
+class Made(enum.StrEnum):
+    """Who made a finding: the watched process while it ran, or a later reader of its folder."""
+
+    LIVE = "live"
+    READER = "reader"
+
+
+class Layout(enum.StrEnum):
+    """How the local tensor of one rank relates to the whole parameter."""
+
+    WHOLE = "whole"
+    SHARD = "shard"
+    REPLICATE = "replicate"
+    PARTIAL = "partial"
+
+
+class RunStatus(enum.StrEnum):
+    """How an attempt stands, as far as its folder can tell."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    KILLED = "killed"
+    UNKNOWN = "unknown"
+
+
+def to_json(record: Any) -> Any:
+    """Turn records, enumerations, tuples and mappings into what :mod:`json` writes."""
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        return {f.name: to_json(getattr(record, f.name)) for f in dataclasses.fields(record)}
+    if isinstance(record, enum.Enum):
+        return record.value
+    if isinstance(record, Mapping):
+        return {str(key): to_json(value) for key, value in record.items()}
+    if isinstance(record, (list, tuple)):
+        return [to_json(value) for value in record]
+    return record
+
+
+def _known(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in dataclasses.fields(cls)}
+    return {key: value for key, value in data.items() if key in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the local part of a parameter sits in the whole, without any torch type.
+
+    ``offset`` and ``global_shape`` are in elements per dimension. ``replicas`` counts the ranks
+    that hold the same values, so that a reader counts them once.
+    """
+
+    layout: Layout = Layout.WHOLE
+    global_shape: tuple[int, ...] = ()
+    local_shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()
+    replicas: int = 1
+    mesh: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what :func:`to_json` wrote."""
+        known = _known(cls, data)
+        for key in ("global_shape", "local_shape", "offset", "mesh"):
+            if key in known:
+                known[key] = tuple(known[key])
+        if "layout" in known:
+            known["layout"] = Layout(known["layout"])
+        return cls(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRecord:
+    """One row of a parameter table: position in the table is position on the axis of a series.
+
+    ``aliases`` are further names of the same tensor (tied weights are one row). ``group`` is the
+    optimizer and parameter group as ``"0/1"``, empty when no watched optimizer holds the tensor.
+    ``unmeasured`` says why no gradient can be expected (``"frozen"``), empty otherwise.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    numel: int
+    requires_grad: bool = True
+    module: str = ""
+    module_type: str = ""
+    aliases: tuple[str, ...] = ()
+    group: str = ""
+    unmeasured: str = ""
+    placement: Placement = field(default_factory=Placement)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what :func:`to_json` wrote."""
+        known = _known(cls, data)
+        known["shape"] = tuple(known["shape"])
+        known["aliases"] = tuple(known.get("aliases", ()))
+        known["placement"] = Placement.from_json(known.get("placement", {}))
+        return cls(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One measured number with its unit and place; ``measured`` is False where there is none."""
+
+    name: str
+    value: float | int | None
+    unit: str = "1"
+    step: int | None = None
+    measured: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a finding is about; a field is None where it does not apply or is not known."""
+
+    parameter: str | None = None
+    module: str | None = None
+    step: int | None = None
+    rank: int | None = None
+    line: str | None = None
+    verdict: str | None = None
+    phase: str | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what :func:`to_json` wrote."""
+        return cls(**_known(cls, data))
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One measurement that a finding rests on.
+
+    ``path`` names it inside the run: ``series/gradient/norm/<parameter>``, ``scalars/loss``,
+    ``events/skipped`` or a file below ``evidence/``.
+    """
+
+    path: str
+    step: int | None = None
+    value: float | int | str | None = None
+    unit: str = "1"
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what :func:`to_json` wrote."""
+        return cls(**_known(cls, data))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A claim that can be wrong: it names its evidence, a next check and what would refute it.
+
+    ``overridden`` holds the thresholds of this rule that the user changed, by name.
+    """
+
+    rule: str
+    severity: Severity
+    claim: str
+    subject: Subject
+    evidence: tuple[Evidence, ...]
+    next_check: str
+    refuted_if: str
+    version: int = 1
+    made: Made = Made.READER
+    overridden: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what :func:`to_json` wrote."""
+        known = _known(cls, data)
+        known["severity"] = Severity(known["severity"])
+        known["made"] = Made(known.get("made", Made.READER))
+        known["subject"] = Subject.from_json(known.get("subject", {}))
+        known["evidence"] = tuple(Evidence.from_json(e) for e in known.get("evidence", ()))
+        return cls(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What must agree before two runs are compared.
+
+    ``arguments`` are the script's arguments as consumed; ``flags`` are the switches of torch that
+    change numbers or speed (TF32, deterministic algorithms, threads, matmul precision).
+    """
+
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    device: str = ""
+    host: str = ""
+    module_hash: str = ""
+    modules: tuple[tuple[str, str], ...] = ()
+    parameter_count: int = 0
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    batch: str = ""
+    optimizers: tuple[str, ...] = ()
+    flags: Mapping[str, str] = field(default_factory=dict)
+    world_size: int = 1
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what :func:`to_json` wrote."""
+        known = _known(cls, data)
+        for key in ("arguments", "optimizers"):
+            if key in known:
+                known[key] = tuple(known[key])
+        known["modules"] = tuple((str(n), str(t)) for n, t in known.get("modules", ()))
+        return cls(**known)

@@ -1,0 +1,156 @@
+"""The format of a run folder as one table: every series, its columns, units and how ranks join.
+
+A series row is one recorded step: a float64 blob ``[P, floats]`` and an int64 blob ``[P, ints]``,
+with the id of the table that names its P rows. Everything that reads or writes numbers goes by
+this table; a change to it is a new ``FORMAT_VERSION`` with a migration.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+FORMAT_VERSION = 1
+"""Format that this release writes."""
+
+OLDEST_READABLE = 1
+"""Oldest format that this release still reads."""
+
+
+class Join(enum.StrEnum):
+    """How the values of one parameter on several ranks become one value."""
+
+    ROOT_SUM_SQUARES = "root_sum_squares"
+    MAX = "max"
+    SUM = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One number per row of a series. ``max`` keeps NaN: a NaN on one rank is a NaN."""
+
+    name: str
+    unit: str
+    join: Join
+    meaning: str
+    integer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A column that is not stored: ``kind`` names the formula, see the reader."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesSchema:
+    """The columns of a series; the integer column ``measured`` (0 or 1) is always the first."""
+
+    name: str
+    columns: tuple[Column, ...]
+    derived: tuple[Derived, ...] = ()
+
+    @property
+    def floats(self) -> tuple[str, ...]:
+        """Names of the float64 columns, in the order of the blob."""
+        return tuple(c.name for c in self.columns if not c.integer)
+
+    @property
+    def integers(self) -> tuple[str, ...]:
+        """Names of the int64 columns, in the order of the blob."""
+        return tuple(c.name for c in self.columns if c.integer)
+
+
+def _int(name: str, meaning: str) -> Column:
+    return Column(name, "1", Join.SUM, meaning, integer=True)
+
+
+_MEASURED = Column(
+    "measured",
+    "1",
+    Join.MAX,
+    "1 where this row was measured at this step, else 0 and every other column is void",
+    integer=True,
+)
+
+GRADIENT = SeriesSchema(
+    "gradient",
+    (
+        Column("norm", "gradient", Join.ROOT_SUM_SQUARES, "L2 norm, accumulated in float64"),
+        Column("max_abs", "gradient", Join.MAX, "largest absolute value; NaN if any value is NaN"),
+        Column("sum", "gradient", Join.SUM, "sum of the values, accumulated in float64"),
+        _MEASURED,
+        _int("numel", "scalars in the local tensor"),
+        _int("zeros", "values that are exactly zero"),
+        _int("nan", "values that are NaN"),
+        _int("inf", "values that are infinite"),
+    ),
+    (
+        Derived("rms", "gradient", "norm / sqrt(numel)"),
+        Derived("mean", "gradient", "sum / numel"),
+        Derived("non_finite", "1", "nan + inf"),
+        Derived("zero_share", "1", "zeros / numel"),
+    ),
+)
+
+UPDATE = SeriesSchema(
+    "update",
+    (
+        Column("update_norm", "weight", Join.ROOT_SUM_SQUARES, "L2 norm of the step taken, sampled"),
+        Column("weight_norm", "weight", Join.ROOT_SUM_SQUARES, "L2 norm of the same weights before"),
+        _MEASURED,
+        _int("sampled", "weights in the fixed strided sample"),
+        _int("numel", "weights in the tensor; the numbers are exact where sampled = numel"),
+    ),
+    (Derived("ratio", "1", "update_norm / weight_norm"),),
+)
+
+HISTOGRAM_LOWEST = -40
+"""Exponent of the first bin: bin i counts 2^(LOWEST+i) <= |g| < 2^(LOWEST+i+1)."""
+
+HISTOGRAM_BINS = 64
+"""Bins of the exponent histogram; the first and the last also take what lies beyond."""
+
+HISTOGRAM = SeriesSchema(
+    "histogram",
+    (
+        _MEASURED,
+        *(_int(f"b{i:02d}", f"values with exponent {HISTOGRAM_LOWEST + i}") for i in range(HISTOGRAM_BINS)),
+    ),
+)
+
+SERIES: dict[str, SeriesSchema] = {s.name: s for s in (GRADIENT, UPDATE, HISTOGRAM)}
+"""Every per-parameter series of the format, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarSchema:
+    """A scalar that backlight itself records per step. Scalars of the user have no schema."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+SCALARS: dict[str, ScalarSchema] = {
+    s.name: s
+    for s in (
+        ScalarSchema("loss", "loss", "root of the last backward of the step"),
+        ScalarSchema("lr", "1", "learning rate; one scalar lr/<optimizer>/<group> per group"),
+        ScalarSchema("total_norm", "gradient", "L2 norm over all parameters, each tensor once"),
+        ScalarSchema("clip/norm", "gradient", "total norm that clipping saw, before it"),
+        ScalarSchema("clip/limit", "gradient", "max_norm (or the clip value) in use"),
+        ScalarSchema("clip/factor", "1", "factor that clipping applied; 1 where inactive"),
+        ScalarSchema("scaler/scale", "1", "loss scale that the gradients were divided by"),
+        ScalarSchema("scaler/skipped", "1", "1 where the scaler skipped the step, else 0"),
+        ScalarSchema("batch", "1", "index of the last batch that a DataLoader gave"),
+        ScalarSchema("backwards", "1", "backward passes in the step (accumulation)"),
+        ScalarSchema("cost", "s", "host time that backlight spent in the step"),
+        ScalarSchema("time", "s", "wall-clock time at the end of the step, Unix epoch"),
+        ScalarSchema("phase", "s", "time per phase; one scalar phase/<phase> each"),
+    )
+}
+"""Scalars of backlight, by name or by the part before the first slash."""
