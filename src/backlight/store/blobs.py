@@ -1,0 +1,158 @@
+"""Numbers of one recorded step as bytes, and back: column by column, each as small as it goes without loss.
+
+A blob starts with one letter per column and continues with the columns in that order, little-endian:
+
+======  =======================================================================
+``c``   one value of 8 bytes that holds for all P rows
+``n``   nothing: the column equals the ``numel`` of the parameter table
+``f``   P float32 (only where every value of the column survives it exactly)
+``d``   P float64
+``b``   P int8; ``h`` int16; ``i`` int32; ``q`` int64
+======  =======================================================================
+
+Shapes: S steps, P parameters, K columns. A batch shares its letters, so that encoding costs a few
+vector operations per flush and not per step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from backlight.store.errors import RunFormatError
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+_WIDTHS = {"f": 4, "d": 8, "b": 1, "h": 2, "i": 4, "q": 8}
+_INTEGER_LETTERS = ("b", "h", "i", "q")
+
+
+def encode_floats(values_SPK: Floats) -> list[bytes]:
+    """Return one blob per step."""
+    S, P, K = values_SPK.shape
+    letters, parts = [], []
+    columns_KSP = np.ascontiguousarray(values_SPK.transpose(2, 0, 1))
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow_KSP = columns_KSP.astype(np.float32)
+    for k in range(K):
+        column_SP, narrow_SP = columns_KSP[k], narrow_KSP[k]
+        bits_SP = column_SP.view(np.int64)
+        if P == 0 or (bits_SP == bits_SP[0, 0]).all():
+            letters.append("c")
+            parts.append(_repeat(bits_SP[0, 0] if P else np.int64(0), S))
+        # Compared as bits, so that -0.0 and the payload of a NaN survive as well.
+        elif (narrow_SP.astype(np.float64).view(np.int64) == bits_SP).all():
+            letters.append("f")
+            parts.append(_as_bytes(narrow_SP, "<f4"))
+        else:
+            letters.append("d")
+            parts.append(_as_bytes(column_SP, "<f8"))
+    return _join(letters, parts, S)
+
+
+def encode_integers(values_SPK: Integers, numel_P: Integers | None = None) -> list[bytes]:
+    """Return one blob per step; ``numel_P`` is the column of the parameter table, where known."""
+    S, P, K = values_SPK.shape
+    letters, parts = [], []
+    columns_KSP = np.ascontiguousarray(values_SPK.transpose(2, 0, 1))
+    for k in range(K):
+        column_SP = columns_KSP[k]
+        low, high = (int(column_SP.min()), int(column_SP.max())) if P else (0, 0)
+        if low == high:
+            letters.append("c")
+            parts.append(_repeat(np.int64(low), S))
+        elif numel_P is not None and (column_SP == numel_P).all():
+            letters.append("n")
+        else:
+            letter = next(c for c in _INTEGER_LETTERS if _fits(low, high, c))
+            letters.append(letter)
+            parts.append(_as_bytes(column_SP, f"<i{_WIDTHS[letter]}"))
+    return _join(letters, parts, S)
+
+
+def decode_floats(blobs: Sequence[bytes], P: int, K: int, wanted: int) -> Floats:
+    """Return the float column ``wanted`` of ``K`` as ``[S, P]``.
+
+    Raises
+    ------
+    RunFormatError
+        If a blob has not the length or the letters that its table asks for.
+    """
+    chunks = []
+    for letter, part_SB in _parts(blobs, P, K, wanted, "cfd"):
+        if letter == "c":
+            chunks.append(_spread(part_SB.view("<f8").astype(np.float64), P))
+        else:
+            chunks.append(part_SB.view(f"<f{_WIDTHS[letter]}").reshape(-1, P).astype(np.float64))
+    return np.concatenate(chunks) if chunks else np.zeros((0, P))
+
+
+def decode_integers(
+    blobs: Sequence[bytes], P: int, K: int, wanted: int, numel_P: Integers | None = None
+) -> Integers:
+    """Return the integer column ``wanted`` of ``K`` as ``[S, P]``.
+
+    Raises
+    ------
+    RunFormatError
+        If a blob has not the length or the letters that its table asks for.
+    """
+    chunks = []
+    for letter, part_SB in _parts(blobs, P, K, wanted, "cnbhiq"):
+        if letter == "c":
+            chunks.append(_spread(part_SB.view("<i8").astype(np.int64), P))
+        elif letter != "n":
+            chunks.append(part_SB.view(f"<i{_WIDTHS[letter]}").reshape(-1, P).astype(np.int64))
+        elif numel_P is None:
+            msg = "a row of a series refers to the sizes of a parameter table that is not there"
+            raise RunFormatError(msg)
+        else:
+            chunks.append(_spread(numel_P[None, :], P, len(part_SB)))
+    return np.concatenate(chunks) if chunks else np.zeros((0, P), dtype=np.int64)
+
+
+def _parts(blobs: Sequence[bytes], P: int, K: int, wanted: int, allowed: str) -> Iterator[tuple[str, Bytes]]:
+    """Yield letter and bytes ``[S, B]`` of one column for each run of blobs of one layout."""
+    for (head, size), group in itertools.groupby(blobs, key=lambda blob: (blob[:K], len(blob))):
+        letters = head.decode("latin-1")
+        if len(letters) != K or any(letter not in allowed for letter in letters):
+            msg = f"a row of a series starts with {head!r}, expected {K} letters of {allowed!r}"
+            raise RunFormatError(msg)
+        sizes = [{"c": 8, "n": 0}.get(letter, P * _WIDTHS.get(letter, 0)) for letter in letters]
+        if K + sum(sizes) != size:
+            msg = f"a row of a series has {size} bytes, expected {K + sum(sizes)} for {P} parameters"
+            raise RunFormatError(msg)
+        start = K + sum(sizes[:wanted])
+        rows_SL = np.frombuffer(b"".join(group), dtype=np.uint8).reshape(-1, size)
+        yield letters[wanted], np.ascontiguousarray(rows_SL[:, start : start + sizes[wanted]])
+
+
+def _spread(value: npt.NDArray[Any], P: int, S: int | None = None) -> npt.NDArray[Any]:
+    return np.broadcast_to(value, (len(value) if S is None else S, P))
+
+
+def _fits(low: int, high: int, letter: str) -> bool:
+    info = np.iinfo(f"i{_WIDTHS[letter]}")
+    return bool(info.min <= low and high <= info.max)
+
+
+def _repeat(value: np.int64, S: int) -> Bytes:
+    return np.broadcast_to(np.array([value], dtype="<i8").view(np.uint8), (S, 8))
+
+
+def _as_bytes(column_SP: npt.NDArray[np.generic], dtype: str) -> Bytes:
+    narrowed = np.ascontiguousarray(column_SP.astype(dtype, casting="unsafe"))
+    return narrowed.view(np.uint8).reshape(len(narrowed), -1)
+
+
+def _join(letters: list[str], parts: list[Bytes], S: int) -> list[bytes]:
+    head = np.frombuffer("".join(letters).encode("ascii"), dtype=np.uint8)
+    whole_SL = np.concatenate([np.broadcast_to(head, (S, len(head))), *parts], axis=1)
+    length, data = whole_SL.shape[1], whole_SL.tobytes()
+    return [data[i * length : (i + 1) * length] for i in range(S)]
