@@ -1,0 +1,91 @@
+"""Groups of parameters by pattern, and the ratio of one group's gradient to another's.
+
+The source of the ratio is FORMULAS, section 1: ``(|g_A|/sqrt(n_A)) / (|g_B|/sqrt(n_B))``, with no epsilon.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.store.reader import Run
+
+
+class GroupError(ValueError):
+    """A group of parameters that matches nothing."""
+
+
+def members(names: Sequence[str], pattern: str) -> tuple[str, ...]:
+    """Return those of ``names`` that a pattern means, in their order.
+
+    A pattern holds shell-style alternatives separated by commas (``*``, ``?``, ``[...]``; ``*`` also
+    matches dots). An alternative means a parameter when it matches its name or a module above it:
+    ``encoder``, ``encoder.*`` and ``enc*`` all mean ``encoder.0.weight``.
+
+    Raises
+    ------
+    GroupError
+        If nothing matches, with the nearest names of parameters and modules.
+    """
+    wanted = [part.strip() for part in pattern.split(",") if part.strip()]
+    found = tuple(name for name in names if any(_means(part, name) for part in wanted))
+    if found:
+        return found
+    known = sorted({place for name in names for place in _places(name)})
+    near = [place for part in wanted for place in difflib.get_close_matches(part.strip("*."), known, n=3)]
+    hint = f"near it: {', '.join(dict.fromkeys(near))}" if near else f"parameters begin with: {_tops(names)}"
+    raise GroupError(f"the group pattern {pattern!r} matches none of {len(names)} parameters; {hint}")
+
+
+def ratio(rms_a: NDArray[np.float64] | float, rms_b: NDArray[np.float64] | float) -> NDArray[np.float64]:
+    """Return A over B: +inf where B is dead and A alive, NaN where both are dead or one is not measured."""
+    a, b = np.broadcast_arrays(np.asarray(rms_a, dtype=np.float64), np.asarray(rms_b, dtype=np.float64))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        return np.asarray(np.divide(a, b), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class GroupRms:
+    """The rms of a group at each recorded step, NaN where none of its parameters was measured."""
+
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+    names: tuple[str, ...]
+
+
+def group_rms(run: Run, pattern: str) -> GroupRms:
+    """Return the rms over all measured gradients of a group, per recorded step.
+
+    It can be computed once and serve any number of ratios. Tied weights count once. Raises
+    :class:`GroupError` where the pattern matches no parameter of the run.
+    """
+    frame, sizes = run.frame("gradient", "norm"), run.frame("gradient", "numel")
+    names = members(frame.names, pattern)
+    chosen = np.isin(np.asarray(frame.names, dtype=object), np.asarray(names, dtype=object))
+    measured_SP = frame.measured[:, chosen]
+    with np.errstate(over="ignore"):
+        squares_S = np.sum(np.where(measured_SP, frame.values[:, chosen], 0.0) ** 2, axis=1)
+    count_S = np.sum(np.where(measured_SP, sizes.values[:, chosen], 0), axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values_S = np.sqrt(squares_S / np.where(count_S > 0, count_S, np.nan))
+    return GroupRms(frame.steps, values_S, names)
+
+
+def _places(name: str) -> list[str]:
+    """Return a parameter's name and every module above it."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _means(pattern: str, name: str) -> bool:
+    return any(fnmatch.fnmatchcase(place, pattern) for place in _places(name))
+
+
+def _tops(names: Sequence[str]) -> str:
+    tops = list(dict.fromkeys(name.split(".")[0] for name in names))
+    return ", ".join(tops[:8]) + (", ..." if len(tops) > 8 else "")

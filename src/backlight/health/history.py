@@ -1,0 +1,138 @@
+"""What a value is compared with: causal running medians, and conditions that last.
+
+S rows are recorded steps in order, P columns are parameters. History of a row is what lies before it;
+a value that is not finite never enters a history.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+MAD_TO_DEVIATION = 1.4826
+"""Factor from the median absolute deviation to the standard deviation of a normal distribution."""
+
+
+def finite_median(values: Floats, minimum: int = 1) -> Floats:
+    """Return the median of the finite values along the last axis; NaN where fewer than ``minimum``."""
+    ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=-1)  # NaN sorts last
+    count = np.sum(~np.isnan(ordered), axis=-1)
+    if ordered.shape[-1] == 0:
+        return np.full(count.shape, np.nan)
+    low = np.take_along_axis(ordered, np.maximum((count - 1) // 2, 0)[..., None], -1)[..., 0]
+    high = np.take_along_axis(ordered, np.minimum(count // 2, ordered.shape[-1] - 1)[..., None], -1)[..., 0]
+    return np.where(count >= max(minimum, 1), low + (high - low) / 2, np.nan)
+
+
+def running_median(values_SP: Floats, window: int, refresh: int, minimum: int) -> Floats:
+    """Median of what lies before each row, per column.
+
+    Parameters
+    ----------
+    values_SP:
+        Recorded values, NaN where not measured.
+    window:
+        Number of rows that a median looks back on.
+    refresh:
+        The median is computed anew at every row below ``refresh`` and at every ``refresh``-th row
+        after it, and holds in between; at a row it never knows that row.
+    minimum:
+        Finite values needed; NaN where there are fewer.
+
+    Returns
+    -------
+    Array of the shape of ``values_SP``.
+    """
+    steps = values_SP.shape[0]
+    medians_SP = np.full(values_SP.shape, np.nan)
+    columns_PS = np.ascontiguousarray(values_SP.T)
+    rows = [*range(min(refresh, steps)), *range(refresh, steps, refresh)]
+    for row, following in zip(rows, [*rows[1:], steps], strict=True):
+        medians_SP[row:following] = finite_median(columns_PS[:, max(0, row - window) : row], minimum)
+    return medians_SP
+
+
+class RunningMedian:
+    """The same medians for a loop that learns one row at a time; see :func:`running_median`.
+
+    ``value`` is what the next row is compared with: of shape [P], None before the first row.
+    """
+
+    def __init__(self, window: int, refresh: int, minimum: int) -> None:
+        self._rows: collections.deque[Floats] = collections.deque(maxlen=window)
+        self._refresh = refresh
+        self._minimum = minimum
+        self._seen = 0
+        self.value: Floats | None = None
+
+    def add(self, values_P: Floats) -> None:
+        """Take in the next row; another number of columns than before starts a new history."""
+        if self._rows and self._rows[-1].shape != values_P.shape:
+            self._rows.clear()
+            self._seen = 0
+        self._rows.append(np.array(values_P, dtype=np.float64))
+        self._seen += 1
+        if self._seen < self._refresh or self._seen % self._refresh == 0:
+            self.value = finite_median(np.stack(self._rows, axis=-1), self._minimum)
+
+
+def median_and_deviation(history: Floats, minimum: int = 1) -> tuple[Floats, Floats]:
+    """Return median and robust standard deviation (from the MAD) along the last axis; NaN where too few."""
+    median = finite_median(history, minimum)
+    return median, MAD_TO_DEVIATION * finite_median(np.abs(history - median[..., None]), minimum)
+
+
+def ending_share(hits_SP: Bools, measured_SP: Bools, window: int) -> Floats:
+    """Return the share of hits among the last ``window`` measured rows of each column, of shape [P].
+
+    NaN where a column was measured at fewer rows than that.
+    """
+    shares_P = np.full(hits_SP.shape[1], np.nan)
+    for column in range(hits_SP.shape[1]):
+        rows = np.flatnonzero(measured_SP[:, column])
+        if len(rows) >= window:
+            shares_P[column] = hits_SP[rows[-window:], column].mean()
+    return shares_P
+
+
+def ending_streak(hits_SP: Bools, measured_SP: Bools) -> NDArray[np.int64]:
+    """Count, per column, the hits in a row up to its last measured row; of shape [P]."""
+    lengths_P = np.zeros(hits_SP.shape[1], dtype=np.int64)
+    for column in range(hits_SP.shape[1]):
+        mine = hits_SP[measured_SP[:, column], column]
+        misses = np.flatnonzero(~mine)
+        lengths_P[column] = len(mine) if len(misses) == 0 else len(mine) - 1 - misses[-1]
+    return lengths_P
+
+
+def ending_median(values_SP: Floats, measured_SP: Bools, window: int) -> Floats:
+    """Return the median of the finite ones among the last ``window`` measured rows, of shape [P]."""
+    medians_P = np.full(values_SP.shape[1], np.nan)
+    for column in range(values_SP.shape[1]):
+        medians_P[column] = finite_median(values_SP[measured_SP[:, column], column][-window:])
+    return medians_P
+
+
+def stretches(rows: NDArray[np.int64], gap: int) -> list[NDArray[np.int64]]:
+    """Split sorted row numbers into stretches whose neighbours lie at most ``gap`` rows apart."""
+    if len(rows) == 0:
+        return []
+    return np.split(rows, np.flatnonzero(np.diff(rows) > gap) + 1)
+
+
+def at_steps(
+    steps_S: NDArray[np.int64], known_K: NDArray[np.int64], values_K: Floats, missing: float = np.nan
+) -> Floats:
+    """Return the value that was recorded at each of ``steps_S``, ``missing`` where none was."""
+    found_S = np.full(len(steps_S), missing)
+    if len(known_K) == 0:
+        return found_S
+    places_S = np.minimum(np.searchsorted(known_K, steps_S), len(known_K) - 1)
+    same_S = known_K[places_S] == steps_S
+    found_S[same_S] = values_K[places_S[same_S]]
+    return found_S

@@ -1,0 +1,70 @@
+"""Rule ``always_clipped``: clipping is active at nearly every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from backlight.health import wording
+from backlight.health.thresholds import Thresholds
+from backlight.records import Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Run
+
+
+@rule(
+    "always_clipped",
+    room="health",
+    thresholds=("clipped_share", "clipped_steps", "clipped_settle", "clipped_hard"),
+)
+def always_clipped(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Find clipping that is active at nearly all steps after the first part of a run.
+
+    A mild factor is a remark: the norm then acts as a constant of the learning rate. A hard one says
+    that clip norm and gradients do not belong together.
+    """
+    factors = run.scalar("clip/factor")
+    known = np.isfinite(factors.values)
+    steps, values = factors.steps[known], factors.values[known]
+    settled = int(np.ceil(limits.clipped_settle * len(steps)))
+    steps, values = steps[settled:], values[settled:]
+    if len(steps) < limits.clipped_steps:
+        return
+    active = values < 1.0
+    if active.mean() < limits.clipped_share:
+        return
+    median = float(np.median(values))
+    hard = median < limits.clipped_hard
+    middle = int(np.argmin(np.abs(values - median)))
+    evidence = [wording.scalar("clip/factor", int(steps[middle]), values[middle])]
+    for name, unit in (("clip/norm", "gradient"), ("clip/limit", "gradient")):
+        other = run.scalar(name)
+        place = np.flatnonzero(other.steps == steps[middle])
+        if len(place):
+            evidence.append(wording.scalar(name, int(steps[middle]), other.values[place[0]], unit))
+    limit = str(evidence[-1].value) if evidence[-1].path.endswith("limit") else "the clip norm"
+    yield Finding(
+        rule="always_clipped",
+        severity=Severity.WARNING if hard else Severity.INFO,
+        claim=(
+            f"Clipping is active at {wording.share(int(active.sum()), len(steps))} of the steps from step "
+            f"{int(steps[0])} on, with a median factor of {wording.number(median)}"
+            + (
+                ": gradients are shortened more than "
+                f"{wording.number(1 / limits.clipped_hard)} times, so that the clip norm sets the length of "
+                "every gradient and the loss only its direction."
+                if hard
+                else ": the clip norm sets the length of nearly every gradient, as a learning rate would."
+            )
+        ),
+        subject=Subject(step=int(steps[0])),
+        evidence=tuple(evidence),
+        next_check=(
+            f"Compare the total norm with the limit ({limit}): set the limit near the usual norm, so that it "
+            "catches the exceptions, or lower the norm itself (mean instead of sum over a batch; the "
+            "loss scale "
+            "undone by unscale_ before clipping)."
+        ),
+        refuted_if="clipping at every step is meant, as in normalised or differentially private descent.",
+    )

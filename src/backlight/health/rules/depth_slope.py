@@ -1,0 +1,170 @@
+"""Rule ``depth_slope``: the gradient shrinks or grows geometrically from block to block."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.health import wording
+from backlight.health.thresholds import Thresholds
+from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Run
+
+SAMPLED_STEPS = 64
+"""Recorded steps, evenly spread, that the medians and the agreement are taken over."""
+
+
+@dataclass(frozen=True)
+class _Ladder:
+    """Comparable parameters along the depth: columns of the frame, and the depth of each."""
+
+    title: str
+    columns: NDArray[np.int64]
+    depths: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Line:
+    slope: float  # of log rms per block
+    explained: float
+    agreement: float
+
+
+@rule(
+    "depth_slope",
+    room="health",
+    thresholds=("depth_blocks", "depth_ratio", "depth_r2", "depth_agreement", "depth_steps"),
+    needs=("gradient",),
+)
+def depth_slope(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Fit log rms against depth over weight matrices of one kind; report the steepest that hold."""
+    frame = run.frame("gradient", "rms")
+    usable_SP = frame.measured & np.isfinite(frame.values) & (frame.values > 0)
+    rows = np.flatnonzero(usable_SP.any(axis=1))
+    if len(rows) < limits.depth_steps:
+        return
+    rows = rows[np.unique(np.linspace(0, len(rows) - 1, SAMPLED_STEPS).round().astype(int))]
+    logs_KP = np.log(np.where(usable_SP[rows], frame.values[rows], np.nan))
+    found: list[tuple[_Ladder, _Line]] = []
+    judged = 0
+    for stack in _ladders(run.parameters(), frame.names, limits.depth_blocks):
+        present = np.isfinite(logs_KP[:, stack.columns]).mean(axis=0) >= 0.5
+        ladder = _Ladder(stack.title, stack.columns[present], stack.depths[present])
+        if len(ladder.columns) < limits.depth_blocks:
+            continue
+        judged += 1
+        line = _fit(ladder, logs_KP)
+        span = float(ladder.depths[-1] - ladder.depths[0])
+        steep = abs(line.slope) * span >= np.log(limits.depth_ratio)
+        if steep and line.explained >= limits.depth_r2 and line.agreement >= limits.depth_agreement:
+            found.append((ladder, line))
+    if not found:
+        return
+    ladder, line = max(found, key=lambda f: abs(f[1].slope) * (f[0].depths[-1] - f[0].depths[0]))
+    medians = np.exp(np.nanmedian(logs_KP[:, ladder.columns], axis=0))
+    first, last = (frame.names[int(ladder.columns[i])] for i in (0, -1))
+    total = float(np.exp(abs(line.slope) * (ladder.depths[-1] - ladder.depths[0])))
+    shrinks = line.slope > 0
+    weak = first if shrinks else last
+    step = int(frame.steps[rows[-1]])
+    picked = np.unique(np.linspace(0, len(ladder.columns) - 1, wording.EVIDENCE_ROWS).round().astype(int))
+    evidence = [
+        Evidence(
+            f"series/gradient/rms/{frame.names[int(ladder.columns[i])]}",
+            step,
+            float(medians[i]),
+            "gradient, median over steps",
+        )
+        for i in picked
+    ]
+    yield Finding(
+        rule="depth_slope",
+        severity=Severity.WARNING,
+        claim=(
+            f"The gradient {'shrinks' if shrinks else 'grows'} towards the input by a factor of "
+            f"{wording.number(float(np.exp(abs(line.slope))))} per block over the {len(ladder.columns)} "
+            "weights "
+            f"{ladder.title}: {wording.number(total)} in all, from an rms of "
+            f"{wording.number(medians[-1])} in "
+            f"{last} to {wording.number(medians[0])} in {first} (a line through log rms explains "
+            f"{100 * line.explained:.0f} %; {100 * line.agreement:.0f} % of the steps agree). "
+            f"So {wording.share(len(found), judged)} of the comparable stacks."
+        ),
+        subject=Subject(
+            parameter=weak, module=wording.modules_of(run).get(weak), step=int(frame.steps[rows[0]])
+        ),
+        evidence=tuple(evidence),
+        next_check=(
+            "Look at the distribution over depth in the report. "
+            + (
+                "Try an initialisation that keeps variance (He for ReLU, Xavier for tanh), residual "
+                "connections, or a normalisation in front of every block."
+                if shrinks
+                else "Try a smaller initial scale of the blocks, a normalisation in front of every block, or "
+                "residual branches scaled by 1/sqrt(depth)."
+            )
+        ),
+        refuted_if=(
+            "the blocks differ in width, learning rate or input by design, so that equal gradients are "
+            "not to "
+            "be expected; or the slope is gone in the steps after those recorded."
+        ),
+    )
+
+
+def _ladders(records: tuple[ParameterRecord, ...], names: tuple[str, ...], blocks: int) -> Iterator[_Ladder]:
+    """Group weight matrices that differ in one number of their name; without any, by order and shape."""
+    column = {name: i for i, name in enumerate(names)}
+    matrices = [
+        p for p in records if len(p.shape) >= 2 and p.name in column and "Embedding" not in p.module_type
+    ]
+    numbered: dict[tuple[str, str, tuple[int, ...]], list[tuple[int, ParameterRecord]]] = {}
+    for record in matrices:
+        for match in re.finditer(r"\d+", record.name):
+            title = f"{record.name[: match.start()]}#{record.name[match.end() :]}"
+            key = (title, record.module_type, record.shape)
+            numbered.setdefault(key, []).append((int(match.group()), record))
+    found = False
+    for (title, _, _), rungs in numbered.items():
+        if len(rungs) >= blocks and len({number for number, _ in rungs}) == len(rungs):
+            rungs.sort(key=lambda rung: rung[0])
+            # Blocks of a Sequential are numbered with gaps (activations between): the rank is the depth.
+            yield _Ladder(
+                title, np.array([column[p.name] for _, p in rungs]), np.arange(len(rungs), dtype=float)
+            )
+            found = True
+    if found:
+        return
+    ordered: dict[tuple[str, tuple[int, ...]], list[ParameterRecord]] = {}
+    for record in matrices:
+        ordered.setdefault((record.module_type, record.shape), []).append(record)
+    for (kind, shape), group in ordered.items():
+        if len(group) >= blocks:
+            title = f"of type {kind or 'unknown'} and shape {'x'.join(map(str, shape))} in model order"
+            yield _Ladder(
+                title, np.array([column[p.name] for p in group]), np.arange(len(group), dtype=float)
+            )
+
+
+def _fit(ladder: _Ladder, logs_KP: NDArray[np.float64]) -> _Line:
+    """Fit the medians over steps by Theil and Sen: the median of the slopes of all pairs."""
+    logs_KL = logs_KP[:, ladder.columns]
+    y_L, x_L = np.nanmedian(logs_KL, axis=0), ladder.depths
+    i, j = np.triu_indices(len(x_L), k=1)
+    slope = float(np.median((y_L[j] - y_L[i]) / (x_L[j] - x_L[i])))
+    residual = y_L - slope * x_L
+    residual = residual - np.median(residual)
+    spread = y_L - y_L.mean()
+    explained = 1.0 - float(residual @ residual) / max(float(spread @ spread), 1e-30)
+    whole_K = np.isfinite(logs_KL).all(axis=1)
+    if not whole_K.any():
+        return _Line(slope, explained, 1.0)
+    centred = x_L - x_L.mean()
+    slopes_K = logs_KL[whole_K] @ centred / float(centred @ centred)
+    agreement = float(np.mean((slopes_K * np.sign(slope)) >= abs(slope) / 2))
+    return _Line(slope, explained, agreement)

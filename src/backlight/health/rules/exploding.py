@@ -1,0 +1,151 @@
+"""Rule ``exploding``: gradients that leave their own past by orders of magnitude and stay there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from backlight.health import wording
+from backlight.health.history import running_median, stretches
+from backlight.health.scoring import clip_norms, total_norms
+from backlight.health.scoring import exploding as exploding_mask
+from backlight.health.thresholds import Thresholds
+from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Frame, Run
+
+
+@rule(
+    "exploding",
+    room="health",
+    thresholds=(
+        "exploding_factor",
+        "exploding_clip_factor",
+        "exploding_steps",
+        "vanishing_rms",
+        "history_window",
+        "history_refresh",
+        "history_minimum",
+        "spike_gap",
+    ),
+    needs=("gradient",),
+)
+def exploding(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Find parameters, else the total norm, that explode for several steps or right up to Inf or NaN."""
+    frame = run.frame("gradient", "rms")
+    rms_SP = np.where(frame.measured, frame.values, np.nan)
+    medians_SP = running_median(rms_SP, limits.history_window, limits.history_refresh, limits.history_minimum)
+    hits_SP = exploding_mask(rms_SP, frame.measured, medians_SP, limits) & np.isfinite(rms_SP)
+    begins = {}
+    for column in np.flatnonzero(hits_SP.any(axis=0)):
+        begin = _lasting(hits_SP[:, column], rms_SP[:, column], frame.measured[:, column], limits)
+        if begin is not None:
+            begins[int(column)] = begin
+    if begins:
+        yield _of_parameters(run, frame, medians_SP, hits_SP, begins, limits)
+        return
+    yield from _of_total(run, frame, limits)
+
+
+def _lasting(hits_S: np.ndarray, rms_S: np.ndarray, measured_S: np.ndarray, limits: Thresholds) -> int | None:
+    """Return the row at which a lasting explosion begins, or None."""
+    rows = np.flatnonzero(measured_S)
+    places = np.flatnonzero(hits_S[rows])
+    for stretch in stretches(places, limits.spike_gap):
+        following = stretch[-1] + 1
+        broken = following < len(rows) and not np.isfinite(rms_S[rows[following]])
+        if len(stretch) >= limits.exploding_steps or broken:
+            return int(rows[stretch[0]])
+    return None
+
+
+def _of_parameters(
+    run: Run,
+    frame: Frame,
+    medians_SP: np.ndarray,
+    hits_SP: np.ndarray,
+    begins: dict[int, int],
+    limits: Thresholds,
+) -> Finding:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios_SP = np.where(hits_SP, frame.values / medians_SP, 0.0)
+    peaks = {c: int(np.argmax(ratios_SP[:, c])) for c in begins}
+    order = wording.loudest(begins, lambda c: float(ratios_SP[peaks[c], c]))
+    worst = order[0]
+    row, name = peaks[worst], frame.names[worst]
+    step, begin = int(frame.steps[row]), int(frame.steps[begins[worst]])
+    finite = np.flatnonzero(np.isfinite(frame.values[:, worst]) & frame.measured[:, worst])
+    to_the_end = bool(hits_SP[finite[-1], worst])
+    evidence = [
+        wording.series("gradient/rms", frame.names[c], int(frame.steps[peaks[c]]), frame.values[peaks[c], c])
+        for c in order
+    ]
+    evidence.append(
+        Evidence(
+            f"series/gradient/rms/{name}", begin, float(medians_SP[begins[worst], worst]), "running median"
+        )
+    )
+    return Finding(
+        rule="exploding",
+        severity=Severity.ERROR if to_the_end else Severity.WARNING,
+        claim=(
+            f"The gradient of {name}{wording.others(len(begins) - 1)} explodes from step {begin} on: its rms "
+            f"reaches {wording.number(frame.values[row, worst])} at step {step}, "
+            f"{wording.number(ratios_SP[row, worst])} times its running median of "
+            f"{wording.number(medians_SP[row, worst])}, "
+            + ("and had not come back by the last finite step." if to_the_end else "and came back later.")
+        ),
+        subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=begin),
+        evidence=tuple(evidence),
+        next_check=(
+            f"Compare loss and learning rate at the steps before {begin}; repeat from a checkpoint before it "
+            "with a tenth of the learning rate, or with clip_grad_norm_, and see whether it still happens."
+        ),
+        refuted_if=(
+            f"the median that {name} is compared with comes from steps at which it was hardly used (an "
+            "expert, "
+            "a branch, an embedding), so that its ordinary size is the later one."
+        ),
+    )
+
+
+def _of_total(run: Run, frame: Frame, limits: Thresholds) -> Iterator[Finding]:
+    """Judge the total norm against the clip norm and, since many clip low, against its own past as well."""
+    norms_S, clips_S = total_norms(run, frame.steps), clip_norms(run, frame.steps)
+    medians_S = running_median(
+        norms_S[:, None], limits.history_window, limits.history_refresh, limits.history_minimum
+    )[:, 0]
+    with np.errstate(invalid="ignore"):
+        factor = limits.exploding_clip_factor
+        hits_S = np.isfinite(norms_S) & (norms_S > factor * clips_S) & (norms_S > factor * medians_S)
+    for stretch in stretches(np.flatnonzero(hits_S), limits.spike_gap):
+        if len(stretch) < limits.exploding_steps:
+            continue
+        row = int(stretch[np.argmax(norms_S[stretch])])
+        step, begin = int(frame.steps[row]), int(frame.steps[stretch[0]])
+        yield Finding(
+            rule="exploding",
+            severity=Severity.WARNING,
+            claim=(
+                f"The total gradient norm explodes from step {begin} on: {wording.number(norms_S[row])} "
+                "at step "
+                f"{step}, {wording.number(norms_S[row] / clips_S[row])} times the clip norm of "
+                f"{wording.number(clips_S[row])} and {wording.number(norms_S[row] / medians_S[row])} "
+                "times its "
+                f"own running median, at {wording.plural(len(stretch), 'recorded step')}. Clipping hides it "
+                "from the weights."
+            ),
+            subject=Subject(step=begin),
+            evidence=(
+                wording.scalar("total_norm", step, norms_S[row], "gradient"),
+                wording.scalar("clip/limit", step, clips_S[row], "gradient"),
+            ),
+            next_check=(
+                f"Look at the parameters of step {step} in the heat map for those that carry the norm, "
+                "and at "
+                "the batches of these steps."
+            ),
+            refuted_if="the clip norm was lowered, or the loss changed its scale, at that step on purpose.",
+        )
+        return

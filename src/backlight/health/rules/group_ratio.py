@@ -1,0 +1,91 @@
+"""Rule ``group_ratio``: one group of parameters gets gradients out of proportion to another's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from backlight.health import wording
+from backlight.health.groups import GroupError, GroupRms, group_rms, ratio
+from backlight.health.thresholds import Thresholds
+from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Run
+
+
+@rule(
+    "group_ratio",
+    room="health",
+    thresholds=("group_ratio_low", "group_ratio_high", "group_window", "group_share"),
+    needs=("gradient",),
+)
+def group_ratio(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Judge each pair of the groups that the user named; a group that matches nothing is itself a finding."""
+    known: dict[str, GroupRms] = {}
+    for title, pattern in run.groups.items():
+        try:
+            known[title] = group_rms(run, pattern)
+        except GroupError as error:
+            yield _empty(title, pattern, str(error))
+    for (a, one), (b, other) in itertools.combinations(known.items(), 2):
+        with np.errstate(invalid="ignore"):
+            ratios = ratio(one.values, other.values)
+        rows = np.flatnonzero(~np.isnan(ratios))[-limits.group_window :]
+        if len(rows) < limits.group_window:
+            continue
+        low, high = ratios[rows] < limits.group_ratio_low, ratios[rows] > limits.group_ratio_high
+        if max(low.mean(), high.mean()) < limits.group_share:
+            continue
+        yield _finding(a, b, one, other, ratios, rows, limits)
+
+
+def _finding(
+    a: str, b: str, one: GroupRms, other: GroupRms, ratios: np.ndarray, rows: np.ndarray, limits: Thresholds
+) -> Finding:
+    median = float(np.median(ratios[rows]))
+    last = int(rows[-1])
+    step = int(one.steps[last])
+    small = (a, one) if median < 1 else (b, other)
+    outside = int(np.sum((ratios[rows] < limits.group_ratio_low) | (ratios[rows] > limits.group_ratio_high)))
+    return Finding(
+        rule="group_ratio",
+        severity=Severity.WARNING,
+        claim=(
+            f"The gradient of group {a!r} ({wording.plural(len(one.names), 'parameter')}) is "
+            f"{wording.number(median)} times that of {b!r} "
+            f"({wording.plural(len(other.names), 'parameter')}), rms "
+            f"against rms, median of the last {len(rows)} recorded steps; at {outside} of them it lies "
+            "outside "
+            f"{limits.group_ratio_low:g} to {limits.group_ratio_high:g}. {small[0]!r} hardly learns "
+            "beside the "
+            "other."
+        ),
+        subject=Subject(module=f"{a}/{b}", step=step),
+        evidence=(
+            Evidence(f"groups/{a}", step, wording.plain(float(one.values[last])), "gradient, rms"),
+            Evidence(f"groups/{b}", step, wording.plain(float(other.values[last])), "gradient, rms"),
+            Evidence(f"series/gradient/norm/{small[1].names[0]}", step, None, "gradient"),
+        ),
+        next_check=(
+            f"Compare the update-to-weight ratios of both groups; if {small[0]!r} also moves less, give it a "
+            "learning rate of its own, or look for what attenuates the path to it."
+        ),
+        refuted_if=(
+            "the update-to-weight ratios of the groups are alike (Adam rescales gradients), or one group is "
+            "meant to learn slowly."
+        ),
+    )
+
+
+def _empty(title: str, pattern: str, reason: str) -> Finding:
+    return Finding(
+        rule="group_ratio",
+        severity=Severity.WARNING,
+        claim=f"Group {title!r} has no parameters, so that nothing is known of its ratio: {reason}.",
+        subject=Subject(module=title),
+        evidence=(Evidence(f"groups/{title}", None, pattern, "pattern"),),
+        next_check="Correct the pattern; --group takes NAME=PATTERN with parameter or module names.",
+        refuted_if="the parameters of the group were added after the last recorded step.",
+    )

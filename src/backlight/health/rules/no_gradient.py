@@ -1,0 +1,125 @@
+"""Rule ``no_gradient``: parameters that never had a gradient to measure, with the reason where known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from backlight.health import wording
+from backlight.health.thresholds import Thresholds
+from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Run
+
+
+@dataclass(frozen=True)
+class _Reason:
+    severity: Severity
+    words: str
+    next_check: str
+    path: str
+
+
+_FROZEN = _Reason(
+    Severity.INFO,
+    "frozen (requires_grad is False)",
+    "If they were meant to train, set requires_grad_(True) before the optimizer is built.",
+    "requires_grad",
+)
+_OUTSIDE = _Reason(
+    Severity.WARNING,
+    "in no watched optimizer, and no gradient ever reached them",
+    "Compare the optimizer's parameter groups with model.named_parameters(); build the optimizer after the "
+    "last module was added.",
+    "group",
+)
+_UNUSED = _Reason(
+    Severity.WARNING,
+    "held by an optimizer and trainable, but had no gradient when it stepped: not used in forward, or cut "
+    "from the loss by detach, no_grad, .data or an integer cast",
+    "Call loss.backward() once on one batch and list the parameters whose grad is None; then search their "
+    "modules' forward for a branch not taken, detach(), torch.no_grad() or .data.",
+    "group",
+)
+
+
+@rule("no_gradient", room="health", thresholds=("no_gradient_steps",), needs=("gradient",))
+def no_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Find parameters without any measured gradient, one finding per reason."""
+    frame = run.frame("gradient", "norm")
+    rows = np.flatnonzero(frame.measured.any(axis=1))
+    if len(rows) == 0:
+        return
+    seen = {frame.names[i] for i in np.flatnonzero(frame.measured.any(axis=0))}
+    records = run.parameters()
+    missing = [p for p in records if p.name not in seen and p.numel > 0]
+    told = _told(run)
+    held = any(p.group for p in records)
+    by_reason: dict[_Reason, list[ParameterRecord]] = {}
+    for record in missing:
+        by_reason.setdefault(_reason(record, told, held), []).append(record)
+    first, last = int(frame.steps[rows[0]]), int(frame.steps[rows[-1]])
+    weights = sum(p.numel for p in records)
+    for reason, group in by_reason.items():
+        if reason is not _FROZEN and len(rows) < limits.no_gradient_steps:
+            continue
+        order = wording.loudest(group, lambda p: p.numel)
+        worst, mine = order[0], sum(p.numel for p in group)
+        stated = "is" if len(group) == 1 else "are"
+        yield Finding(
+            rule="no_gradient",
+            severity=reason.severity,
+            claim=(
+                f"{worst.name}{wording.others(len(group) - 1)} never had a gradient in {len(rows)} recorded "
+                f"steps ({first} to {last}); {wording.share(len(group), len(records))} parameters, "
+                f"{100 * mine / max(weights, 1):.2g} % of the weights, {stated} {reason.words}."
+            ),
+            subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
+            evidence=tuple(
+                [Evidence(f"series/gradient/measured/{p.name}", last, 0, "1") for p in order]
+                + [Evidence(f"parameters/{reason.path}/{worst.name}", None, _shown(worst, reason), "1")]
+            ),
+            next_check=reason.next_check,
+            refuted_if=(
+                f"a step at which {worst.name} has a gradient, or a step that was not recorded used it."
+            ),
+        )
+
+
+def _told(run: Run) -> dict[str, str]:
+    """Return what the session said it could not measure, by parameter."""
+    told = {}
+    for event in run.events("unmeasured"):
+        for name in event.payload.get("parameters") or ():
+            told[str(name)] = str(event.payload.get("reason", "backlight could not measure it"))
+    return told
+
+
+def _reason(record: ParameterRecord, told: dict[str, str], held: bool) -> _Reason:
+    if record.unmeasured == "frozen" or not record.requires_grad:
+        return _FROZEN
+    said = told.get(record.name) or record.unmeasured
+    if said:
+        return _Reason(
+            Severity.INFO, f"not measured: {said}", "Nothing is known of them; see the reason.", "unmeasured"
+        )
+    if held and not record.group:
+        return _OUTSIDE
+    return _UNUSED if record.group else _ALONE
+
+
+_ALONE = _Reason(
+    Severity.WARNING,
+    "trainable, but no gradient reached them: not used in forward, or cut from the loss by detach, no_grad, "
+    ".data or an integer cast",
+    _UNUSED.next_check,
+    "requires_grad",
+)
+
+
+def _shown(record: ParameterRecord, reason: _Reason) -> str:
+    if reason.path == "requires_grad":
+        return str(record.requires_grad)
+    return record.group or "none" if reason.path == "group" else reason.words

@@ -1,0 +1,167 @@
+"""Rule ``no_update``: a gradient is there, and the weight does not move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from backlight.health import wording
+from backlight.health.history import at_steps, ending_streak
+from backlight.health.scoring import skipped_steps
+from backlight.health.thresholds import Thresholds
+from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Run
+
+SPARSE = 0.9
+"""Share of zeros in a gradient above which a sample of the weights may miss those that moved."""
+
+_HALF = frozenset({"float16", "bfloat16"})
+
+
+@rule("no_update", room="health", thresholds=("no_update_window",), needs=("gradient",))
+def no_update(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Find weights that stood still up to the end, one finding per cause: no optimizer, rate 0, other."""
+    records = {p.name: p for p in run.parameters()}
+    streaks = _still(run, records)
+    still = [records[name] for name, streak in streaks.items() if streak >= limits.no_update_window]
+    moved = len(streaks) - len(still)
+    without = _without_optimizer(run, records, limits.no_update_window)
+    if without:
+        yield _outside(run, without, len(records))
+    zero_rate = [p for p in still if _last_rate(run, p) == 0.0]
+    for group, at_zero in ((zero_rate, True), ([p for p in still if p not in zero_rate], False)):
+        if group:
+            yield _standing(run, group, streaks, at_zero, everything=moved == 0)
+
+
+def _still(run: Run, records: dict[str, ParameterRecord]) -> dict[str, int]:
+    """Return, per parameter with a measured update, how many recorded steps up to the end had none.
+
+    Only steps count at which a gradient that is not zero was measured and no scaler skipped.
+    """
+    if not run.has("update"):
+        return {}
+    update, sampled = run.frame("update", "update_norm"), run.frame("update", "sampled")
+    norm, zeros = run.frame("gradient", "norm"), run.frame("gradient", "zero_share")
+    steps, rows_u, rows_g = np.intersect1d(update.steps, norm.steps, return_indices=True)
+    taken = ~np.isin(steps, list(skipped_steps(run)))
+    rows_u, rows_g = rows_u[taken], rows_g[taken]
+    numel_SP = run.frame("update", "numel").values[rows_u]
+    sure_SP = (sampled.values[rows_u] == numel_SP) | (zeros.values[rows_g] < SPARSE)
+    judged_SP = update.measured[rows_u] & norm.measured[rows_g] & (norm.values[rows_g] > 0) & sure_SP
+    still_SP = judged_SP & (update.values[rows_u] == 0)
+    streaks_P = ending_streak(still_SP, judged_SP)
+    return {
+        name: int(streaks_P[i])
+        for i, name in enumerate(update.names)
+        if judged_SP[:, i].any() and name in records
+    }
+
+
+def _without_optimizer(run: Run, records: dict[str, ParameterRecord], window: int) -> list[ParameterRecord]:
+    """Return trainable parameters with gradients that no watched optimizer holds, while it holds others."""
+    if not any(p.group for p in records.values()):
+        return []
+    frame = run.frame("gradient", "norm")
+    counts_P = np.sum(frame.measured & (frame.values > 0), axis=0)
+    enough = {name for name, count in zip(frame.names, counts_P, strict=True) if count >= window}
+    return [p for p in records.values() if not p.group and p.requires_grad and p.name in enough]
+
+
+def _last_rate(run: Run, record: ParameterRecord) -> float | None:
+    rate = run.scalar(f"lr/{record.group}")
+    return float(rate.values[-1]) if len(rate.values) else None
+
+
+def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
+    order = wording.loudest(group, lambda p: p.numel)
+    worst = order[0]
+    frame = run.frame("gradient", "norm")
+    column = frame.names.index(worst.name)
+    last = int(np.flatnonzero(frame.measured[:, column])[-1])
+    first = int(frame.steps[np.flatnonzero(frame.measured[:, column])[0]])
+    return Finding(
+        rule="no_update",
+        severity=Severity.WARNING,
+        claim=(
+            f"{worst.name}{wording.others(len(group) - 1)} get a gradient that is not zero, and no watched "
+            f"optimizer holds {'it' if len(group) == 1 else 'them'}: {wording.share(len(group), whole)} "
+            "of the "
+            "parameters are never updated."
+        ).replace(" get a ", " gets a " if len(group) == 1 else " get a "),
+        subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
+        evidence=(
+            wording.series(
+                "gradient/norm", worst.name, int(frame.steps[last]), float(frame.values[last, column])
+            ),
+            *(Evidence(f"parameters/group/{p.name}", None, "none", "1") for p in order),
+        ),
+        next_check=(
+            "Build the optimizer after the model is complete and where it stays (a model replaced, copied or "
+            "rebuilt later has other tensors); compare sum(p.numel()) over its groups with that of the model."
+        ),
+        refuted_if="another optimizer, which was not watched, or the script itself updates these weights.",
+    )
+
+
+def _standing(
+    run: Run, group: list[ParameterRecord], streaks: dict[str, int], at_zero: bool, everything: bool
+) -> Finding:
+    order = wording.loudest(group, lambda p: p.numel)
+    worst = order[0]
+    frame, norm = run.frame("update", "update_norm"), run.frame("gradient", "norm")
+    column = frame.names.index(worst.name)
+    rows = np.flatnonzero(frame.measured[:, column])
+    last = int(frame.steps[rows[-1]])
+    grads = norm.values[np.isin(norm.steps, frame.steps[rows]), norm.names.index(worst.name)]
+    rate = run.scalar(f"lr/{worst.group}")
+    rate_now = float(at_steps(np.array([last]), rate.steps, rate.values)[0]) if len(rate.steps) else np.nan
+    if at_zero:
+        cause = f"the learning rate of its group ({worst.group}) is 0"
+        check = (
+            "Print the schedule's rate over steps; look for a warm-up or decay that counts epochs as steps."
+        )
+    elif worst.dtype in _HALF:
+        cause = (
+            f"the learning rate is {wording.number(rate_now)}; the weight is {worst.dtype}, in which a step "
+            "smaller than half the spacing of its values is rounded away"
+        )
+        check = "Keep the weights in fp32 (autocast, or a master copy in the optimizer), or raise the rate."
+    else:
+        cause = f"the learning rate is {wording.number(rate_now)}, so that something else stops it"
+        check = (
+            "Compare id() of the parameters in the optimizer with those of the model; look for a copy "
+            "that the "
+            "optimizer holds, weights restored after each step, or a rate below the spacing of fp32."
+        )
+    who = (
+        "No weight moves"
+        if everything and len(group) == len(streaks)
+        else (
+            f"{worst.name}{wording.others(len(group) - 1)} does not move"
+            if len(group) == 1
+            else f"{worst.name}{wording.others(len(group) - 1)} do not move"
+        )
+    )
+    return Finding(
+        rule="no_update",
+        severity=Severity.ERROR if everything else Severity.WARNING,
+        claim=(
+            f"{who} though the gradient is not zero (norm {wording.number(float(np.median(grads)))}): "
+            "the step "
+            f"taken is exactly 0 at the last {streaks[worst.name]} recorded steps; {cause}."
+        ),
+        subject=Subject(parameter=worst.name, module=worst.module or None, step=last),
+        evidence=(
+            *(wording.series("update/update_norm", p.name, last, 0.0, "weight") for p in order),
+            wording.scalar(f"lr/{worst.group}", last, rate_now),
+        ),
+        next_check=check,
+        refuted_if=(
+            f"the weights of {worst.name} differ between two checkpoints of these steps: then only the "
+            "sample "
+            "of weights that was measured stood still."
+        ),
+    )

@@ -1,0 +1,127 @@
+"""Rule ``non_finite``: the first step whose gradients or loss hold NaN or Inf, and where it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from backlight.health import wording
+from backlight.health.scoring import skipped_steps, total_norms
+from backlight.health.thresholds import Thresholds
+from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Frame, Run, Scalar
+
+HISTORY = 3
+"""Recorded total norms before the event that the evidence shows."""
+
+
+@rule("non_finite", room="health", needs=())
+def non_finite(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Find the first non-finite gradient, else the first non-finite loss.
+
+    Steps that a gradient scaler skipped are left out: its search for a scale makes Inf on purpose, and
+    ``scaler_skips`` judges how often.
+    """
+    skipped = skipped_steps(run)
+    loss = run.scalar("loss")
+    bad_loss = [int(s) for s, v in zip(loss.steps, loss.values, strict=True) if not np.isfinite(v)]
+    bad_loss = [step for step in bad_loss if step not in skipped]
+    frame = run.frame("gradient", "non_finite")
+    ill_SP = frame.measured & (frame.values > 0) & ~np.isin(frame.steps, list(skipped))[:, None]
+    rows = np.flatnonzero(ill_SP.any(axis=1))
+    if len(rows):
+        yield _in_gradients(run, frame, ill_SP, rows, loss)
+    elif bad_loss:
+        value = float(loss.values[np.searchsorted(loss.steps, bad_loss[0])])
+        yield Finding(
+            rule="non_finite",
+            severity=Severity.ERROR,
+            claim=(
+                f"The loss is {wording.number(value)} for the first time at step {bad_loss[0]}, and not "
+                "finite "
+                f"at {wording.share(len(bad_loss), len(loss.steps))} of the recorded steps; no recorded "
+                "gradient holds NaN or Inf."
+            ),
+            subject=Subject(step=bad_loss[0]),
+            evidence=(wording.scalar("loss", bad_loss[0], value, "loss"),),
+            next_check=_next_check(bad_loss[0]),
+            refuted_if="the loss of that step, computed again from the same batch and weights, is finite.",
+        )
+
+
+def _in_gradients(run: Run, frame: Frame, ill_SP: np.ndarray, rows: np.ndarray, loss: Scalar) -> Finding:
+    row = int(rows[0])
+    step = int(frame.steps[row])
+    ill = np.flatnonzero(ill_SP[row])
+    measured = np.flatnonzero(frame.measured[row])
+    nearest = int(ill[-1])  # backward begins at the loss, so the last in model order is reached first
+    name = frame.names[nearest]
+    nan, inf = (int(run.frame("gradient", column).values[row, nearest]) for column in ("nan", "inf"))
+    size = int(run.frame("gradient", "numel").values[row, nearest])
+    before = f"step {int(frame.steps[row - 1])}" if row else "none"
+    after = len(frame.steps) - row - 1
+    later = len(rows) - 1
+    evidence = [
+        Evidence(f"series/gradient/nan/{name}", step, nan, "1"),
+        Evidence(f"series/gradient/inf/{name}", step, inf, "1"),
+    ]
+    evidence += [
+        Evidence(f"series/gradient/non_finite/{frame.names[i]}", step, int(frame.values[row, i]), "1")
+        for i in ill[:-1][::-1][: wording.EVIDENCE_ROWS - 1]
+    ]
+    evidence += _before(run, frame, row)
+    return Finding(
+        rule="non_finite",
+        severity=Severity.ERROR,
+        claim=(
+            f"Gradients hold NaN or Inf for the first time at step {step} (last finite recorded step: "
+            f"{before}), "
+            f"in {wording.share(len(ill), len(measured))} of the measured parameters. All parameters of "
+            "a step "
+            f"are measured together; of those, {name} lies nearest to the loss: {nan} NaN and {inf} Inf "
+            "among "
+            f"its {size} values. {_loss_words(loss, step, evidence)} "
+            f"Not finite at {later} of the {after} recorded steps after it."
+        ),
+        subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step),
+        evidence=tuple(evidence),
+        next_check=_next_check(step),
+        refuted_if=(
+            "the same batch with the weights of that step gives finite gradients when it is run again; "
+            "or the "
+            f"order of the modules in forward differs from model order, then {name} need not be the first."
+        ),
+    )
+
+
+def _before(run: Run, frame: Frame, row: int) -> list[Evidence]:
+    """Return the total norms of the recorded steps just before."""
+    steps = frame.steps[max(0, row - HISTORY) : row]
+    norms = total_norms(run, steps)
+    return [
+        wording.scalar("total_norm", int(s), float(v), "gradient")
+        for s, v in zip(steps, norms, strict=True)
+        if np.isfinite(v)
+    ]
+
+
+def _loss_words(loss: Scalar, step: int, evidence: list[Evidence]) -> str:
+    place = int(np.searchsorted(loss.steps, step))
+    if place >= len(loss.steps) or loss.steps[place] != step:
+        return "The loss of that step was not recorded."
+    value = float(loss.values[place])
+    evidence.append(wording.scalar("loss", step, value, "loss"))
+    if np.isfinite(value):
+        return f"The loss of that step is finite ({wording.number(value)}), so that backward brought it in."
+    return f"The loss of that step is {wording.number(value)} already, so that forward brought it in."
+
+
+def _next_check(step: int) -> str:
+    return (
+        f"Run again up to step {step} inside torch.autograd.detect_anomaly(), which names the operation "
+        "whose "
+        "backward made NaN; check its inputs for a division by zero, a logarithm or root of 0, an overflow "
+        "in half precision, or a batch with bad values."
+    )

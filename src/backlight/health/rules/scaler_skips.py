@@ -1,0 +1,98 @@
+"""Rule ``scaler_skips``: the gradient scaler skips more steps than the search for a scale needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.health import wording
+from backlight.health.thresholds import Thresholds
+from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Run
+
+
+@rule(
+    "scaler_skips",
+    room="health",
+    thresholds=("skips_calibration", "skips_settled", "skips_share", "skips_steps", "skips_stuck"),
+)
+def scaler_skips(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Find a scaler that is stuck at the end of the run, else one that keeps skipping."""
+    known = run.scalar("scaler/skipped")
+    steps, skipped = known.steps, known.values > 0
+    misses = np.flatnonzero(~skipped)
+    streak = len(steps) if len(misses) == 0 else len(steps) - 1 - int(misses[-1])
+    start = calibrated(skipped, limits)
+    later = skipped[start:]
+    scale = run.scalar("scaler/scale")
+    if streak >= limits.skips_stuck:
+        begin = int(steps[len(steps) - streak])
+        yield Finding(
+            rule="scaler_skips",
+            severity=Severity.ERROR,
+            claim=(
+                f"The gradient scaler skipped each of the last {streak} recorded steps, from step "
+                f"{begin} on: "
+                f"no weight is updated any more{_scale_words(scale.values)}."
+            ),
+            subject=Subject(step=begin),
+            evidence=_evidence(steps[len(steps) - streak :], scale.steps, scale.values),
+            next_check=(
+                "A scale that falls at every step means that the gradients are NaN or Inf at any scale: run "
+                f"step {begin} without autocast inside torch.autograd.detect_anomaly()."
+            ),
+            refuted_if="a later step is taken, after which the skips end.",
+        )
+    elif len(later) >= limits.skips_steps and later.mean() > limits.skips_share:
+        places = start + np.flatnonzero(later)
+        yield Finding(
+            rule="scaler_skips",
+            severity=Severity.WARNING,
+            claim=(
+                f"The gradient scaler skipped {wording.share(int(later.sum()), len(later))} of the recorded "
+                f"steps after its search for a scale (from step {int(steps[start])} on); one in 2000 is usual"
+                f"{_scale_words(scale.values)}."
+            ),
+            subject=Subject(step=int(steps[places[0]])),
+            evidence=_evidence(steps[places], scale.steps, scale.values),
+            next_check=(
+                "Look at the total norm at the skipped steps: gradients that overflow fp16 now and then "
+                "want a "
+                "longer growth_interval, clipping (after unscale_), or bfloat16."
+            ),
+            refuted_if=(
+                "growth_interval was set so short on purpose that a skip per growth is to be expected."
+            ),
+        )
+
+
+def calibrated(skipped: NDArray[np.bool_], limits: Thresholds) -> int:
+    """Return the row at which the search for a scale is over.
+
+    That is the first row of ``skips_settled`` steps without a skip, at most ``skips_calibration``.
+    """
+    good = 0
+    for row, missed in enumerate(skipped[: limits.skips_calibration]):
+        good = 0 if missed else good + 1
+        if good == limits.skips_settled:
+            return row + 1 - good
+    return min(limits.skips_calibration, len(skipped))
+
+
+def _scale_words(values: NDArray[np.float64]) -> str:
+    if len(values) == 0:
+        return ""
+    return f"; the scale went from {wording.number(values[0])} to {wording.number(values[-1])}"
+
+
+def _evidence(
+    steps: NDArray[np.int64], scale_steps: NDArray[np.int64], scales: NDArray[np.float64]
+) -> tuple[Evidence, ...]:
+    shown = [wording.scalar("scaler/skipped", int(step), 1.0) for step in steps[: wording.EVIDENCE_ROWS]]
+    place = np.flatnonzero(scale_steps == steps[-1])
+    if len(place):
+        shown.append(wording.scalar("scaler/scale", int(steps[-1]), scales[place[0]]))
+    return tuple(shown)

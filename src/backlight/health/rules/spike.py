@@ -1,0 +1,181 @@
+"""Rule ``spike``: single steps at which the total norm or the loss leaps out of its recent past."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.health import wording
+from backlight.health.history import finite_median, median_and_deviation, stretches
+from backlight.health.scoring import total_norms
+from backlight.health.thresholds import Thresholds
+from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Run
+
+CHUNK = 4096
+"""Rows whose histories are laid out at once."""
+
+
+@dataclass(frozen=True)
+class _Leaps:
+    """One scalar at its steps: how far each value lies above its history, and which are outliers."""
+
+    name: str
+    unit: str
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+    medians: NDArray[np.float64]
+    deviations: NDArray[np.float64]
+    outliers: NDArray[np.bool_]
+
+
+@rule(
+    "spike",
+    room="health",
+    thresholds=(
+        "spike_window",
+        "spike_minimum",
+        "spike_deviations",
+        "spike_norm_ratio",
+        "spike_loss_ratio",
+        "spike_gap",
+        "spike_findings",
+    ),
+    needs=(),
+)
+def spike(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Find leaps of total norm and loss; neighbours and both scalars together are one spike."""
+    recorded = run.scalar("total_norm").steps
+    norm_steps = recorded if len(recorded) else run.series_steps("gradient")
+    loss = run.scalar("loss")
+    norm = leaps(
+        "total_norm", "gradient", norm_steps, total_norms(run, norm_steps), limits.spike_norm_ratio, limits
+    )
+    both = (norm, leaps("loss", loss.unit, loss.steps, loss.values, limits.spike_loss_ratio, limits))
+    axis = np.unique(np.concatenate([s.steps for s in both]))
+    hits = np.unique(np.concatenate([s.steps[s.outliers] for s in both]))
+    groups = stretches(np.searchsorted(axis, hits), limits.spike_gap)
+    spikes = [_describe(axis[group], both) for group in groups]
+    spikes = sorted(spikes, key=lambda s: (-s.height, s.step))
+    for one in spikes[: limits.spike_findings]:
+        yield _finding(run, one, len(spikes), len(axis), limits)
+
+
+def leaps(
+    name: str,
+    unit: str,
+    steps: NDArray[np.int64],
+    values: NDArray[np.float64],
+    ratio: float,
+    limits: Thresholds,
+) -> _Leaps:
+    """Compare each value with the median and MAD of the finite values before it.
+
+    Values that are all positive are compared by their logarithms, since gradient norms and losses
+    scatter by factors; others as they are.
+    """
+    finite = values[np.isfinite(values)]
+    by_factor = len(finite) > 0 and bool((finite >= 0).all())
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scaled = np.log(values) if by_factor else values
+    scaled = np.where(np.isfinite(scaled), scaled, np.nan)
+    padded = np.concatenate([np.full(limits.spike_window, np.nan), scaled])
+    medians, spreads = np.full(len(values), np.nan), np.full(len(values), np.nan)
+    for start in range(0, len(values), CHUNK):
+        stop = min(start + CHUNK, len(values))
+        block = padded[start : stop - 1 + limits.spike_window]
+        histories = np.lib.stride_tricks.sliding_window_view(block, limits.spike_window)
+        medians[start:stop], spreads[start:stop] = median_and_deviation(histories, limits.spike_minimum)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        deviations = (scaled - medians) / spreads
+        typical = np.exp(medians) if by_factor else medians
+        far = values - typical > (ratio - 1) * np.abs(typical)
+        outliers = np.isfinite(values) & (deviations > limits.spike_deviations) & far
+    return _Leaps(name, unit, steps, values, typical, deviations, outliers)
+
+
+@dataclass(frozen=True)
+class _Spike:
+    step: int
+    last: int
+    height: float
+    peaks: tuple[tuple[_Leaps, int], ...]
+
+
+def _describe(steps: NDArray[np.int64], both: tuple[_Leaps, ...]) -> _Spike:
+    """Find the peak of each scalar among the steps of one spike; its height is in deviations."""
+    peaks = []
+    for one in both:
+        rows = np.flatnonzero(np.isin(one.steps, steps) & one.outliers)
+        if len(rows):
+            peaks.append((one, int(rows[np.argmax(one.values[rows] / np.abs(one.medians[rows]))])))
+    main, row = peaks[0]
+    height = float(main.values[row] / abs(main.medians[row])) if main.medians[row] else float("inf")
+    return _Spike(int(main.steps[row]), int(steps[-1]), height, tuple(peaks))
+
+
+def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: Thresholds) -> Finding:
+    parts, evidence = [], []
+    for leap, row in one.peaks:
+        word = "total gradient norm" if leap.name == "total_norm" else leap.name
+        step, median = int(leap.steps[row]), float(leap.medians[row])
+        times = f"{wording.number(leap.values[row] / median)} times " if median > 0 else "above "
+        parts.append(
+            f"the {word} leaps to {wording.number(leap.values[row])} at step {step}, {times}the median of "
+            f"{wording.number(median)} before it ({wording.number(leap.deviations[row])} robust deviations)"
+        )
+        evidence.append(wording.scalar(leap.name, step, leap.values[row], leap.unit))
+    batch = run.scalar("batch")
+    place = np.flatnonzero(batch.steps == one.step)
+    if len(place):
+        evidence.append(wording.scalar("batch", one.step, batch.values[place[0]]))
+    name, carriers = _carriers(run, one.step, limits)
+    evidence += carriers
+    lasting = f" It lasts until step {one.last}." if one.last != one.step else ""
+    rank = f" It is one of {count} spikes in {recorded} recorded steps." if count > 1 else ""
+    carried = f" At that step {name} grew most against its own past." if name else ""
+    claim = " and ".join(parts)
+    return Finding(
+        rule="spike",
+        severity=Severity.WARNING,
+        claim=f"{claim[0].upper()}{claim[1:]}.{lasting}{carried}{rank}",
+        subject=Subject(parameter=name, module=wording.modules_of(run).get(name or ""), step=one.step),
+        evidence=tuple(evidence),
+        next_check=(
+            f"Look at the batch of step {one.step}"
+            + (f" (batch index {int(batch.values[place[0]])})" if len(place) else "")
+            + ": a damaged or extreme sample? If several seeds spike there it is the data; otherwise "
+            "compare with "
+            "a lower learning rate, or clip the gradient norm."
+        ),
+        refuted_if=(
+            "the same batch with the weights of an earlier step gives a norm and a loss of ordinary "
+            "size, and "
+            "the steps before show a steady rise: then it is a divergence, not a spike."
+        ),
+    )
+
+
+def _carriers(run: Run, step: int, limits: Thresholds) -> tuple[str | None, list[Evidence]]:
+    """Return the parameter that grew most against its own median, and evidence for the first few."""
+    if not run.has("gradient"):
+        return None, []
+    frame = run.frame("gradient", "rms")
+    place = np.flatnonzero(frame.steps == step)
+    if len(place) == 0:
+        return None, []
+    row = int(place[0])
+    before_PW = np.where(frame.measured, frame.values, np.nan)[max(0, row - limits.spike_window) : row].T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        grown_P = frame.values[row] / finite_median(before_PW, limits.spike_minimum)
+    columns = [int(c) for c in np.flatnonzero(np.isfinite(grown_P) & frame.measured[row])]
+    if not columns:
+        return None, []
+    order = wording.loudest(columns, lambda c: float(grown_P[c]), 3)
+    return frame.names[order[0]], [
+        wording.series("gradient/rms", frame.names[c], step, frame.values[row, c]) for c in order
+    ]

@@ -1,0 +1,100 @@
+"""Rule ``underflow``: half-precision gradients that are zero because fp16 cannot hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from backlight.health import wording
+from backlight.health.history import at_steps, finite_median
+from backlight.health.scoring import skipped_steps
+from backlight.health.thresholds import Thresholds
+from backlight.records import Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Run
+
+
+@rule(
+    "underflow",
+    room="health",
+    thresholds=("underflow_zero_share", "underflow_magnitude", "underflow_window"),
+    needs=("gradient",),
+)
+def underflow(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Find matrices with many zeros whose other values, under the scale, lie at the bottom of fp16.
+
+    Zeros of other origin (a dead ReLU, tokens that did not occur) leave values of ordinary size beside
+    them. fp32 parameters are judged only under a gradient scaler: autocast computes their gradient in
+    fp16 and casts it afterwards.
+    """
+    norm = run.frame("gradient", "norm")
+    zeros, sizes = run.frame("gradient", "zeros"), run.frame("gradient", "numel")
+    scale = run.scalar("scaler/scale")
+    scale_S = at_steps(norm.steps, scale.steps, scale.values)
+    scaled = len(scale.steps) > 0
+    scale_S = np.where(np.isfinite(scale_S), scale_S, 1.0)
+    taken_S = ~np.isin(norm.steps, list(skipped_steps(run)))
+    found: dict[int, tuple[float, float, int]] = {}
+    judged = 0
+    for record in run.parameters():
+        suspect = record.dtype == "float16" or (scaled and record.dtype == "float32")
+        if not suspect or len(record.shape) < 2 or "Embedding" in record.module_type:
+            continue
+        column = norm.names.index(record.name)
+        rows = np.flatnonzero(norm.measured[:, column] & np.isfinite(norm.values[:, column]) & taken_S)
+        rows = rows[-limits.underflow_window :]
+        if len(rows) < limits.underflow_window:
+            continue
+        judged += 1
+        others = (sizes.values[rows, column] - zeros.values[rows, column]).astype(float)
+        share = float(np.median(1.0 - others / np.maximum(sizes.values[rows, column], 1)))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            magnitude = float(finite_median(norm.values[rows, column] / np.sqrt(others) * scale_S[rows]))
+        if limits.underflow_zero_share <= share < 1.0 and magnitude < limits.underflow_magnitude:
+            found[column] = (share, magnitude, int(rows[-1]))
+    if not found:
+        return
+    order = wording.loudest(found, lambda c: found[c][0])
+    worst = order[0]
+    name, (share, magnitude, last) = norm.names[worst], found[worst]
+    step = int(norm.steps[last])
+    under = (
+        f" under a loss scale of {wording.number(float(scale_S[last]))}"
+        if scaled
+        else " without a loss scale"
+    )
+    evidence = [
+        wording.series(
+            "gradient/zero_share",
+            norm.names[c],
+            int(norm.steps[found[c][2]]),
+            float(zeros.values[found[c][2], c] / sizes.values[found[c][2], c]),
+            "1",
+        )
+        for c in order
+    ]
+    evidence.append(wording.series("gradient/norm", name, step, norm.values[last, worst]))
+    if scaled:
+        evidence.append(wording.scalar("scaler/scale", step, float(scale_S[last])))
+    yield Finding(
+        rule="underflow",
+        severity=Severity.WARNING,
+        claim=(
+            f"The gradient of {name}{wording.others(len(found) - 1)} underflows in fp16: "
+            f"{100 * share:.0f} % of "
+            f"its values are exactly zero, and the rms of the others{under} is "
+            f"{wording.number(magnitude)}, below "
+            f"{wording.number(limits.underflow_magnitude)} where fp16 begins to lose bits. That concerns "
+            f"{wording.share(len(found), judged)} of the matrices judged."
+        ),
+        subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step),
+        evidence=tuple(evidence),
+        next_check=(
+            "Scale the loss (torch.amp.GradScaler; raise init_scale or lower growth_interval where one is "
+            "there), or use bfloat16, and see whether the share of zeros falls."
+        ),
+        refuted_if=(
+            "the share of zeros is the same when the same step is computed in fp32 or at a larger scale."
+        ),
+    )

@@ -1,0 +1,88 @@
+"""Rule ``vanishing``: parameters whose gradient is too small to learn from, though not zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from backlight.health import scoring, wording
+from backlight.health.history import ending_median, ending_share, finite_median
+from backlight.health.thresholds import Thresholds
+from backlight.records import Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Run
+
+
+@rule(
+    "vanishing",
+    room="health",
+    thresholds=(
+        "vanishing_rms",
+        "vanishing_relative",
+        "vanishing_window",
+        "vanishing_share",
+        "vanishing_spread",
+    ),
+    needs=("gradient",),
+)
+def vanishing(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Find parameters that vanish at nearly all of the last recorded steps.
+
+    Vectors alone are worth a remark only: a bias in front of a normalisation, or the key bias of an
+    attention, has by construction no effect on the loss.
+    """
+    frame = run.frame("gradient", "rms")
+    measured_SP = frame.measured & np.isfinite(frame.values)
+    hits_SP = scoring.vanishing(frame.values, measured_SP, limits) & (frame.values > 0)
+    shares_P = ending_share(hits_SP, measured_SP, limits.vanishing_window)
+    found = np.flatnonzero(shares_P >= limits.vanishing_share)
+    if len(found) == 0:
+        return
+    alive_SP = np.where(measured_SP & (frame.values > 0), frame.values, np.nan)
+    medians_P = ending_median(alive_SP, measured_SP, limits.vanishing_window)
+    usual = float(finite_median(finite_median(alive_SP)[-limits.vanishing_window :]))
+    shapes = {p.name: p.shape for p in run.parameters()}
+    matrices = [i for i in found if len(shapes[frame.names[i]]) >= 2]
+    worst = int(min(matrices or found, key=lambda i: (medians_P[i], i)))
+    name, size = frame.names[worst], float(medians_P[worst])
+    count, whole = len(found), int(measured_SP.any(axis=0).sum())
+    if not matrices:
+        severity, remark = Severity.INFO, "; they are vectors, which may have no effect by construction"
+    else:
+        severity = Severity.ERROR if count / whole > limits.vanishing_spread else Severity.WARNING
+        remark = ""
+    rows = wording.loudest(found.tolist(), lambda i: -float(medians_P[i]))
+    evidence = []
+    for row in rows:
+        last = int(np.flatnonzero(hits_SP[:, row])[-1])
+        evidence.append(
+            wording.series(
+                "gradient/rms", frame.names[row], int(frame.steps[last]), float(frame.values[last, row])
+            )
+        )
+    first = int(frame.steps[np.flatnonzero(hits_SP[:, worst])[0]])
+    yield Finding(
+        rule="vanishing",
+        severity=severity,
+        claim=(
+            f"The gradient of {name}{wording.others(count - 1)} vanishes: its rms is {wording.number(size)}, "
+            f"{wording.number(size / usual)} times the median over parameters, in the last "
+            f"{limits.vanishing_window} recorded steps and first at step {first}. That concerns "
+            f"{wording.share(count, whole)} of the measured parameters{remark}."
+        ),
+        subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=first),
+        evidence=tuple(evidence),
+        next_check=(
+            f"Follow the gradient over depth in the report, from the loss down to {name}: where it "
+            "falls, look "
+            "for saturated activations, a missing residual connection or normalisation, or a small "
+            "initial scale."
+        ),
+        refuted_if=(
+            f"the rms of {name} returns above {limits.vanishing_rms:g} or above "
+            f"{limits.vanishing_relative:g} "
+            "times the median over parameters, or the weight moves as much as others (series update/ratio): "
+            "an optimizer such as Adam rescales small gradients."
+        ),
+    )

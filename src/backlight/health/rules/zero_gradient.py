@@ -1,0 +1,71 @@
+"""Rule ``zero_gradient``: a dead parameter, measured at every step and zero everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from backlight.health import wording
+from backlight.health.history import ending_streak
+from backlight.health.thresholds import Thresholds
+from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Run
+
+
+@rule("zero_gradient", room="health", thresholds=("zero_window",), needs=("gradient",))
+def zero_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Find parameters whose gradient is exactly zero up to the end of the run."""
+    zeros, sizes = run.frame("gradient", "zeros"), run.frame("gradient", "numel")
+    measured_SP = zeros.measured & (sizes.values > 0)
+    dead_SP = measured_SP & (zeros.values == sizes.values)
+    streaks_P = ending_streak(dead_SP, measured_SP)
+    found = np.flatnonzero(streaks_P >= limits.zero_window)
+    if len(found) == 0:
+        return
+    whole = int(measured_SP.any(axis=0).sum())
+    scalars_P = sizes.values.max(axis=0)
+    order = wording.loudest(found.tolist(), lambda i: float(scalars_P[i]))
+    worst = order[0]
+    name = zeros.names[worst]
+    rows = np.flatnonzero(measured_SP[:, worst])
+    begin = int(rows[-int(streaks_P[worst])])
+    since = int(zeros.steps[begin])
+    alive_before = begin > rows[0]
+    everything = len(found) == whole
+    subject = (
+        f"Every measured gradient ({whole} parameters) is"
+        if everything
+        else f"The gradient of {name} ({int(scalars_P[worst])} values){wording.others(len(found) - 1)} is"
+    )
+    history = "after it had been alive" if alive_before else "as long as it was recorded"
+    yield Finding(
+        rule="zero_gradient",
+        severity=Severity.ERROR if everything else Severity.WARNING,
+        claim=(
+            f"{subject} exactly zero at each of the last {int(streaks_P[worst])} recorded steps, since step "
+            f"{since}, {history}: nothing there learns from the loss."
+        ),
+        subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=since),
+        evidence=tuple(
+            Evidence(
+                f"series/gradient/zeros/{zeros.names[row]}",
+                int(zeros.steps[np.flatnonzero(dead_SP[:, row])[-1]]),
+                int(zeros.values[np.flatnonzero(dead_SP[:, row])[-1], row]),
+                f"zeros of {int(scalars_P[row])}",
+            )
+            for row in order
+        ),
+        next_check=(
+            "Check that the loss still depends on the output (a margin that is met, a constant target, "
+            "a mask "
+            "that hides everything)."
+            if everything
+            else f"Look at the activations behind {name}: units that are never positive before a ReLU, a "
+            "multiplication by zero (a mask, a gate or an output layer initialised to zero that never "
+            "moves), "
+            "an expert that gets no tokens."
+        ),
+        refuted_if=f"a single recorded step shows a value of the gradient of {name} that is not zero.",
+    )

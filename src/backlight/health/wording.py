@@ -1,0 +1,64 @@
+"""How findings name their evidence and put numbers into sentences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from backlight.records import Evidence
+from backlight.store.reader import Run
+
+T = TypeVar("T")
+
+EVIDENCE_ROWS = 5
+"""Parameters that the evidence of one finding lists; the claim says how many there are."""
+
+
+def number(value: float) -> str:
+    """Write a number with three significant digits, as sentences need it."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "infinite" if value > 0 else "-infinite"
+    return f"{value:.3g}"
+
+
+def share(part: int, whole: int) -> str:
+    """Write ``3 of 12 (25 %)``."""
+    return f"{part} of {whole} ({100 * part / max(whole, 1):.0f} %)"
+
+
+def plural(count: int, noun: str) -> str:
+    """Write ``1 step`` or ``3 steps``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def others(count: int, noun: str = "parameter") -> str:
+    """Write what follows the worst of several: empty, `` and 1 more parameter``, `` and 4 more ...``."""
+    return f" and {plural(count, 'more ' + noun)}" if count > 0 else ""
+
+
+def series(column: str, parameter: str, step: int | None, value: float, unit: str = "gradient") -> Evidence:
+    """Point to one value of a per-parameter series; ``column`` is ``gradient/rms`` or the like."""
+    return Evidence(f"series/{column}/{parameter}", step, plain(value), unit)
+
+
+def scalar(name: str, step: int | None, value: float, unit: str = "1") -> Evidence:
+    """Point to one value of a scalar of backlight."""
+    return Evidence(f"scalars/{name}", step, plain(value), unit)
+
+
+def plain(value: float) -> float | str:
+    """Return a float that JSON can carry; what is not finite becomes its name."""
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def loudest(items: Iterable[T], size: Callable[[T], float], count: int = EVIDENCE_ROWS) -> list[T]:
+    """Return the items that the evidence lists, the largest first; ties keep their order."""
+    return sorted(items, key=lambda item: -size(item))[:count]
+
+
+def modules_of(run: Run) -> dict[str, str]:
+    """Return the module of each parameter, by name."""
+    return {p.name: p.module for p in run.parameters()}
