@@ -1,5 +1,54 @@
-"""backlight: see inside the backward pass of any PyTorch training, unchanged."""
+"""backlight: see inside the backward pass of any PyTorch training, unchanged.
+
+The public names are loaded when they are first used, so that reading a run never imports torch.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    "Evidence": "backlight.records",
+    "Finding": "backlight.records",
+    "Pending": "backlight.session.collection",
+    "Run": "backlight.store.reader",
+    "Severity": "backlight.records",
+    "Watch": "backlight.session.watch",
+    "collect": "backlight.session.collection",
+    "collect_groups": "backlight.session.collection",
+    "open_run": "backlight.store.reader",
+    "watch": "backlight.session.watch",
+}
+
+__all__ = [
+    "Evidence",
+    "Finding",
+    "Pending",
+    "Run",
+    "Severity",
+    "Watch",
+    "__version__",
+    "collect",
+    "collect_groups",
+    "open_run",
+    "watch",
+]
+
+if TYPE_CHECKING:
+    from backlight.records import Evidence, Finding, Severity
+    from backlight.session.collection import Pending, collect, collect_groups
+    from backlight.session.watch import Watch, watch
+    from backlight.store.reader import Run, open_run
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'backlight' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

@@ -6,6 +6,7 @@ which other distributions add to it. Nothing is imported until somebody asks for
 
 from __future__ import annotations
 
+import enum
 import importlib
 import importlib.metadata
 import pkgutil
@@ -182,5 +183,47 @@ def rule(
     ) -> Callable[[Any, Any], Iterable[Finding]]:
         RULES.add(name, Rule(name, room, version, evaluate, thresholds, needs))
         return evaluate
+
+    return decorate
+
+
+class Needs(enum.StrEnum):
+    """What of a capture a probe is given."""
+
+    GRADIENTS = "gradients"
+    WEIGHTS = "weights"
+    STEPS = "steps"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a room measures of a live training, declared as data.
+
+    ``make(**options)`` returns the measuring object, whose form follows ``needs``:
+    gradients: ``measure(tensors, scale) -> Pending``; weights: ``before(parameters)`` and
+    ``after() -> Pending``; steps: ``measure(summary) -> dict`` of scalars. ``series`` is the
+    series of the store that the numbers go to, empty for scalars. A probe ``on_request`` is only
+    there when an option of its name is set.
+    """
+
+    name: str
+    room: str
+    needs: Needs
+    make: Callable[..., Any]
+    series: str = ""
+    on_request: bool = False
+
+
+PROBES: Registry[Probe] = Registry("probe", part="probes", group="backlight.probes")
+
+
+def probe(
+    name: str, *, room: str, needs: Needs, series: str = "", on_request: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated class or function as the probe ``name`` of ``room``; see :class:`Probe`."""
+
+    def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
+        PROBES.add(name, Probe(name, room, needs, make, series, on_request))
+        return make
 
     return decorate

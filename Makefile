@@ -1,0 +1,48 @@
+# backlight: `make demo` to see it, `make test` to check it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# One thread per worker: tests run in parallel, and sums do not depend on the machine.
+ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+TESTS := $(ONE) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
+
+.PHONY: demo test test-full lint coverage bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo  ## install, train a small transformer on real text, show findings and report
+	$(BIN)/backlight demo
+
+test: lint  ## lint, types, import contracts, and every mechanism at least once
+	$(TESTS) -m "not full"
+
+test-full: lint  ## the whole matrices and fault suites as well
+	$(TESTS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+coverage: $(VENV)/.dev  ## line and branch coverage, watched scripts included
+	$(BIN)/coverage erase
+	$(TESTS) -m "not full" --cov --cov-report=
+	$(BIN)/coverage report
+
+bench: $(VENV)/.dev  ## every claim of speed, side by side with a peer
+	for file in bench/*.py; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$file || exit 1; done
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[torch,parquet]"
+	touch $@
+
+$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

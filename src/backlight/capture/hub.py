@@ -1,0 +1,103 @@
+"""The one place that touches a process: installs the hooks once and hands events to listeners.
+
+Hooks are installed when the first listener arrives and taken off when the last one leaves. After a
+fork the child is switched off for good: data-loader workers must not see anything of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from typing import Any
+
+import torch
+
+from backlight.capture import backward, batches, clipping, modules, optimizers, scaling
+from backlight.capture.listener import Listener
+from backlight.capture.patching import Patches
+
+
+class Hub:
+    """Keeps the listeners of this process and what is attached to torch for them."""
+
+    def __init__(self) -> None:
+        self.listeners: tuple[Listener, ...] = ()
+        self.backward_depth = 0
+        self.seen = modules.SeenModules()
+        self.optimizers = optimizers.SeenOptimizers()
+        self._patches = Patches()
+        self._handles: list[Any] = []
+        self._pid = os.getpid()
+
+    @property
+    def active(self) -> bool:
+        """Whether events are wanted, and this is not a forked child."""
+        return bool(self.listeners)
+
+    def add(self, listener: Listener) -> None:
+        """Report to ``listener`` from now on; installs the hooks if it is the first."""
+        if listener in self.listeners:
+            return
+        if not self.listeners:
+            self._install()
+        self.listeners = (*self.listeners, listener)
+
+    def remove(self, listener: Listener) -> None:
+        """Stop reporting to ``listener``; takes the hooks off if it was the last."""
+        if listener not in self.listeners:
+            return
+        self.listeners = tuple(other for other in self.listeners if other is not listener)
+        if not self.listeners:
+            self._uninstall()
+
+    def emit(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method ``event`` of every listener, shielding the training from their errors."""
+        for listener in self.listeners:
+            begin = time.perf_counter()
+            try:
+                getattr(listener, event)(*args, **kwargs)
+                listener.spent += time.perf_counter() - begin
+            except Exception as error:  # noqa: BLE001 - the user's training is sacred
+                self.remove(listener)
+                _tell(listener, error)
+
+    def _install(self) -> None:
+        self.backward_depth = 0
+        for part in (backward, clipping, scaling, batches):
+            part.install(self, self._patches)
+        self._handles = [*optimizers.install(self, self._patches), *modules.install(self.seen)]
+
+    def _uninstall(self) -> None:
+        self._patches.undo()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def switch_off(self) -> None:
+        """Forget every listener without calling any, in a forked child."""
+        self.listeners = ()
+        self.backward_depth = 0
+
+
+def _tell(listener: Listener, error: Exception) -> None:
+    try:
+        listener.dropped(error)
+    except Exception as second:  # noqa: BLE001 - nothing is left but to say so
+        warnings.warn(
+            f"backlight: stopped measuring after {type(error).__name__}: {error} "
+            f"(and could not record that: {second}). Your training goes on unchanged.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+HUB = Hub()
+"""The hub of this process."""
+
+os.register_at_fork(after_in_child=HUB.switch_off)
+
+
+def capturing_graph() -> bool:
+    """Whether a CUDA graph is being captured, where nothing of ours may run."""
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,66 @@
+"""What a capture reports while a training runs: one method per event, none of which waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Listener:
+    """Receives the raw events of every training in the process; each method does nothing here.
+
+    An exception out of a listener takes that listener off and never reaches the training; only
+    :class:`BaseException` that is no :class:`Exception` (such as a requested end of the script)
+    passes through.
+
+    Attributes
+    ----------
+    spent:
+        Host seconds that its methods have taken so far.
+    """
+
+    spent = 0.0
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Outermost backward starts from ``roots``."""
+
+    def backward_end(self) -> None:
+        """Outermost backward is over, also when it raised."""
+
+    def scaled(self, loss: torch.Tensor, result: torch.Tensor) -> None:
+        """A gradient scaler multiplied ``loss`` and returned ``result``."""
+
+    def unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients of ``optimizer`` were just divided by the loss scale."""
+
+    def clip_begin(
+        self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
+    ) -> None:
+        """Clipping of ``tensors`` (parameters or gradients) starts; ``kind`` is norm, value or refused."""
+
+    def clip_end(self) -> None:
+        """Clipping is over."""
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """``optimizer.step`` starts; with a closure the gradients are not there yet."""
+
+    def closure_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """A closure has been evaluated inside ``optimizer.step``: the gradients are there."""
+
+    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer.step`` is over."""
+
+    def scaler_begin(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.step(optimizer)`` starts."""
+
+    def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
+        """``scaler.step(optimizer)`` is over; ``stepped`` says whether the optimizer was called."""
+
+    def batch(self, index: int, seconds: float) -> None:
+        """A DataLoader gave its batch number ``index`` after ``seconds`` of waiting."""
+
+    def dropped(self, error: Exception) -> None:
+        """The listener raised ``error`` and has been taken off."""

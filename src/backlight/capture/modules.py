@@ -1,0 +1,144 @@
+"""Names of parameters, from the modules of the process.
+
+Modules are met as they are built, through torch's public registration hooks; those that were built
+earlier are found by a scan. Wrappers that put a prefix before every name are looked through.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+_WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+}
+"""Wrapper classes with the attribute that holds what they wrap."""
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter where the model holds it; ``module`` is its owner's name, ``kind`` its type."""
+
+    name: str
+    parameter: nn.Parameter
+    module: str
+    kind: str
+
+
+class SeenModules:
+    """Weak references to the modules of this process; ``changes`` counts registrations."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self.changes = 0
+
+    def note(self, module: nn.Module) -> None:
+        """Remember ``module``, to which something is being registered."""
+        self.changes += 1
+        if id(module) not in self._modules:
+            self._modules[id(module)] = weakref.ref(module)
+
+    def scan(self) -> None:
+        """Look for modules that were built before the hooks were there, or by ``deepcopy``."""
+        for candidate in gc.get_objects():
+            # type() first: isinstance() on a stranger may run its __class__ property.
+            if issubclass(type(candidate), nn.Module):
+                self._modules.setdefault(id(candidate), weakref.ref(candidate))
+
+    def roots(self) -> list[nn.Module]:
+        """Return the living modules that are no other module's child, oldest first."""
+        self._modules = {key: ref for key, ref in self._modules.items() if ref() is not None}
+        alive = [module for ref in self._modules.values() if (module := ref()) is not None]
+        children = {id(child) for module in alive for child in _children(module)}
+        return [module for module in alive if id(module) not in children]
+
+
+def install(seen: SeenModules) -> list[Any]:
+    """Note every module that registers a child or a parameter; return the handles."""
+
+    def on_module(module: nn.Module, _name: str, child: nn.Module | None) -> None:
+        seen.note(module)
+        if child is not None:
+            seen.note(child)
+
+    def on_parameter(module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
+        seen.note(module)
+
+    return [
+        register_module_module_registration_hook(on_module),
+        register_module_parameter_registration_hook(on_parameter),
+    ]
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    # A module half built by its constructor has no table of children yet.
+    yield from (c for c in (vars(module).get("_modules") or {}).values() if c is not None)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return what is inside wrappers such as those of ``torch.compile`` and DDP."""
+    while (attribute := _WRAPPERS.get(type(module).__name__)) is not None:
+        inner = (vars(module).get("_modules") or {}).get(attribute)
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+def walk(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and module of ``root`` and all below it in model order, wrappers looked through.
+
+    A module that is used under two names is yielded under both; a cycle is entered once.
+    """
+    stack: list[tuple[str, nn.Module, frozenset[int]]] = [(prefix, root, frozenset())]
+    while stack:
+        name, wrapper, above = stack.pop()
+        module = unwrapped(wrapper)
+        if id(module) in above:
+            continue
+        yield name, module
+        inside = above | {id(module)}
+        for key, child in reversed(list((vars(module).get("_modules") or {}).items())):
+            if child is not None:
+                stack.append((f"{name}.{key}" if name else key, child, inside))
+
+
+def named_parameters(root: nn.Module, prefix: str = "") -> Iterator[NamedParameter]:
+    """Yield every parameter of ``root`` in model order, a tied one under each of its names."""
+    for name, module in walk(root, prefix):
+        for key, parameter in (vars(module).get("_parameters") or {}).items():
+            if parameter is not None:
+                full = f"{name}.{key}" if name else key
+                yield NamedParameter(full, parameter, name, type(module).__name__)
+
+
+def named_roots(roots: Iterable[nn.Module], wanted: set[int]) -> list[tuple[str, nn.Module]]:
+    """Return the roots that hold a wanted parameter (by ``id``), with a prefix where there are several.
+
+    A lone root needs no prefix; several are told apart by class name, and by a number where two
+    share it.
+    """
+    holding = [r for r in roots if any(id(n.parameter) in wanted for n in named_parameters(r))]
+    if len(holding) == 1:
+        return [("", holding[0])]
+    counts: dict[str, int] = {}
+    named = []
+    for root in holding:
+        kind = type(unwrapped(root)).__name__
+        counts[kind] = counts.get(kind, 0) + 1
+        named.append((kind if counts[kind] == 1 else f"{kind}#{counts[kind]}", root))
+    return named

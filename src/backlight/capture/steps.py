@@ -1,0 +1,291 @@
+"""From raw events to steps: which gradients to collect, when, and where one step ends.
+
+A step is the first optimizer step after a backward: two optimizers on one backward are one step.
+Gradients are collected at the first of the end of unscaling, the entry into clipping and the entry
+into the optimizer's step, because after any of them they are no longer what backward gave.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from backlight.capture.hub import HUB, capturing_graph
+from backlight.capture.listener import Listener
+from backlight.capture.scaling import scale_of
+
+if TYPE_CHECKING:
+    from backlight.capture.scope import Scope
+
+
+@dataclass
+class StepSummary:
+    """What is known about a step when it ends; tensors may still be on a device."""
+
+    index: int
+    backwards: int = 0
+    loss: torch.Tensor | None = None
+    clips: list[tuple[str, float, torch.Tensor | None]] = field(default_factory=list)
+    changed_by_hand: int = 0
+    scale: torch.Tensor | None = None
+    skipped: bool | torch.Tensor | None = None
+    batch: int | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    rates: list[tuple[str, Any]] = field(default_factory=list)
+    without_gradient: list[torch.Tensor] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class StepSink(Protocol):
+    """Where a tracker sends what it finds; given by the session."""
+
+    def step_opens(self, index: int) -> bool:
+        """Return whether this step is to be recorded."""
+
+    def collect(
+        self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None, moment: str
+    ) -> None:
+        """Measure the gradients of ``parameters`` now; they are unchanged since backward."""
+
+    def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Parameters are about to be updated."""
+
+    def update_ends(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Parameters have been updated."""
+
+    def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:
+        """Backward number ``index`` of the step is over; only called where asked for."""
+
+    def step_closes(self, summary: StepSummary) -> None:
+        """Receive the summary of a recorded step."""
+
+    def parameters_changed(self) -> None:
+        """The parameter table of the scope is a new one."""
+
+
+class StepTracker(Listener):
+    """Follows the events of the optimizers in ``scope`` and drives a sink.
+
+    Parameters
+    ----------
+    scope:
+        The models and optimizers that are watched.
+    sink:
+        Receives steps.
+    per_backward:
+        Also report the end of every single backward (accumulation).
+    """
+
+    def __init__(self, scope: Scope, sink: StepSink, *, per_backward: bool = False) -> None:
+        self._scope = scope
+        self._sink = sink
+        self._per_backward = per_backward
+        self._index = -1
+        self._recording = False
+        self._summary = StepSummary(-1)
+        self._stepped: set[int] = set()
+        self._collected: set[int] = set()
+        self._inside: list[int] = []
+        self._versions: dict[int, int] = {}
+        self._refreshed = False
+        self._unscaled_loss: tuple[int, torch.Tensor] | None = None
+        self._clock = 0.0
+        self._opened = time.perf_counter()
+        self._open()
+
+    @property
+    def index(self) -> int:
+        """Number of the step that is under way, from 0."""
+        return self._index
+
+    @property
+    def done(self) -> int:
+        """Number of steps of which an optimizer step has been seen."""
+        return self._index + bool(self._stepped)
+
+    def finish(self) -> None:
+        """Close a step whose optimizer has run, at the end of watching."""
+        if self._stepped:
+            self._close()
+
+    # Steps
+
+    def _open(self) -> None:
+        self._index += 1
+        self._stepped.clear()
+        self._collected.clear()
+        self._versions.clear()
+        self._refreshed = False
+        self._summary = StepSummary(self._index)
+        self._recording = self._sink.step_opens(self._index) and not capturing_graph()
+
+    def _close(self) -> None:
+        now = time.perf_counter()
+        if self._recording:
+            self._summary.seconds = now - self._opened
+            self._sink.step_closes(self._summary)
+        self._opened = now
+        self._open()
+
+    def _spent(self, phase: str, begin: float) -> None:
+        phases = self._summary.phases
+        phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - begin
+
+    # Events
+
+    def batch(self, index: int, seconds: float) -> None:
+        """Note which batch came, and close a step that is complete: the next one begins with data."""
+        if self._stepped and not self._inside:
+            self._close()
+        self._summary.batch = index
+        phases = self._summary.phases
+        phases["data"] = phases.get("data", 0.0) + seconds
+
+    def scaled(self, loss: torch.Tensor, result: torch.Tensor) -> None:
+        """Remember the loss before scaling, to record that instead of the root of backward."""
+        self._unscaled_loss = (id(result), loss.detach())
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Open a new step if the last one is complete, and note the loss."""
+        if self._stepped and not self._inside:
+            self._close()
+        self._clock = time.perf_counter()
+        if self._recording and roots and roots[0].numel() == 1:
+            scaled = self._unscaled_loss
+            loss = scaled[1] if scaled is not None and scaled[0] == id(roots[0]) else roots[0].detach()
+            self._summary.loss = loss.reshape(()).clone()  # the user may go on adding to theirs
+        self._unscaled_loss = None
+
+    def backward_end(self) -> None:
+        """Count the backward; remember versions, by which a change by hand is seen later."""
+        self._spent("backward", self._clock)
+        self._summary.backwards += 1
+        if not self._recording:
+            return
+        self._refresh()
+        parameters = self._scope.parameters()
+        self._versions = {id(p): p.grad._version for p in parameters if p.grad is not None}
+        if self._per_backward:
+            self._sink.backward_ended(parameters, self._summary.backwards - 1)
+
+    def unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Collect: the gradients have their true size now, and nothing else has touched them."""
+        if self._recording and self._scope.holds(optimizer):
+            self._refresh()
+            self._note_scale(scaler)
+            self._collect(self._scope.parameters_of(optimizer), None, "unscale")
+
+    def clip_begin(
+        self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
+    ) -> None:
+        """Collect before clipping; ``tensors`` are parameters or their gradients."""
+        self._clock = time.perf_counter()
+        if not self._recording:
+            return
+        self._refresh()
+        parameters = [t for t in tensors if self._scope.knows(t)]
+        if not parameters:
+            wanted = {id(t) for t in tensors}
+            parameters = [p for p in self._scope.parameters() if id(p.grad) in wanted]
+        if not parameters:
+            return
+        self._collect(parameters, None, "clip")
+        self._summary.clips.append((kind, limit, None if norm is None else norm.detach().clone()))
+
+    def clip_end(self) -> None:
+        """Account the time, and forget versions that clipping has changed."""
+        self._spent("clip", self._clock)
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """Collect what is left of this optimizer's gradients, and note its learning rates."""
+        if not self._scope.holds(optimizer):
+            return
+        if id(optimizer) in self._stepped and not HUB.backward_depth:
+            self._close()  # no backward of ours in between: gradients by autograd.grad, for instance
+        self._inside.append(id(optimizer))
+        self._clock = time.perf_counter()
+        if not self._recording:
+            return
+        self._refresh()
+        number = self._scope.number(optimizer)
+        for index, group in enumerate(optimizer.param_groups):
+            rate = group.get("lr")
+            if rate is not None:
+                rate = rate.detach().clone() if isinstance(rate, torch.Tensor) else float(rate)
+                self._summary.rates.append((f"lr/{number}/{index}", rate))
+        parameters = self._scope.parameters_of(optimizer)
+        if not has_closure:
+            self._collect([*parameters, *self._scope.orphans()], self._scale_inside(optimizer), "step")
+        self._sink.update_begins(parameters)
+
+    def closure_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Collect after the first evaluation of a closure."""
+        if self._recording and self._scope.holds(optimizer):
+            parameters = self._scope.parameters_of(optimizer)
+            self._collect([*parameters, *self._scope.orphans()], None, "closure")
+
+    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Measure the update that was taken."""
+        if not self._scope.holds(optimizer):
+            return
+        if id(optimizer) in self._inside:
+            self._inside.remove(id(optimizer))
+        self._stepped.add(id(optimizer))
+        self._spent("optimizer", self._clock)
+        if self._recording:
+            self._sink.update_ends(self._scope.parameters_of(optimizer))
+
+    def scaler_begin(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Remember whose scale is in use."""
+        if self._recording and self._scope.holds(optimizer):
+            self._note_scale(scaler)
+
+    def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
+        """A step that the scaler skipped is a step, recorded as skipped."""
+        if not self._scope.holds(optimizer):
+            return
+        if not stepped:
+            self._stepped.add(id(optimizer))
+            self._summary.skipped = True
+        elif self._summary.skipped is None:
+            self._summary.skipped = False
+
+    # Collecting
+
+    def _refresh(self) -> None:
+        if not self._refreshed:
+            self._refreshed = True
+            if self._scope.refresh():
+                self._sink.parameters_changed()
+
+    def _note_scale(self, scaler: Any) -> None:
+        scale = scale_of(scaler)
+        if self._summary.scale is None and scale is not None:
+            # update() changes the scale in place before anybody reads it.
+            self._summary.scale = scale.detach().clone()
+
+    def _scale_inside(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | float | None:
+        found = getattr(optimizer, "found_inf", None)
+        if isinstance(found, torch.Tensor):
+            self._summary.skipped = found.detach()
+        scale = getattr(optimizer, "grad_scale", None)
+        return scale.detach() if isinstance(scale, torch.Tensor) else scale
+
+    def _collect(
+        self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None, moment: str
+    ) -> None:
+        fresh = [p for p in parameters if id(p) not in self._collected]
+        if not fresh:
+            return
+        self._collected.update(id(p) for p in fresh)
+        if moment == "step" and scale is None and self._versions:
+            self._summary.changed_by_hand += sum(
+                p.grad is not None and self._versions.get(id(p), p.grad._version) != p.grad._version
+                for p in fresh
+            )
+        self._summary.without_gradient.extend(p for p in fresh if p.grad is None)
+        self._sink.collect(fresh, scale, moment)

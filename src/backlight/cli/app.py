@@ -1,0 +1,78 @@
+"""The ``backlight`` command: every module of :mod:`backlight.cli.commands` is one command."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+import traceback
+from typing import Annotated
+
+import click
+import typer
+
+import backlight
+from backlight.cli import commands
+from backlight.cli.outcome import REFUSALS
+
+app = typer.Typer(
+    name="backlight",
+    help="See inside the backward pass of any PyTorch training, unchanged.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"backlight {backlight.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Print the traceback of an error, not one line.")
+    ] = False,
+) -> None:
+    """See inside the backward pass of any PyTorch training, unchanged."""
+    context.obj = {"traceback": traceback, "version": version}
+
+
+def _load() -> None:
+    for module in pkgutil.iter_modules(commands.__path__):
+        importlib.import_module(f"{commands.__name__}.{module.name}").add_to(app)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and leave with its exit code.
+
+    0 is done, 1 is what the user asked to fail on, 2 is an error that is told in one line; a watched
+    script leaves with its own code.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    _load()
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(arguments, prog_name="backlight", standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        print(f"backlight: {error.format_message()}", file=sys.stderr)
+        sys.exit(2)
+    except REFUSALS as error:
+        if "--traceback" in arguments[:1]:
+            traceback.print_exc()
+        else:
+            print(f"backlight: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)
+    sys.exit(code if isinstance(code, int) else 0)

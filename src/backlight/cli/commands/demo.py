@@ -1,0 +1,46 @@
+"""``backlight demo``: the main job on real text, from the installed package alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Run folder; without it runs/demo-<time>.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=10, help="Steps to train.")] = 120,
+) -> int:
+    """Train a small transformer on the standard library's sources, watched, and write the report."""
+    from backlight.cli.example import example_script
+    from backlight.session.reporting import write_html
+
+    target = out if out is not None else Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    script = example_script("char_gpt.py")
+    command = [
+        sys.executable,
+        "-m",
+        "backlight",
+        "run",
+        "--out",
+        str(target),
+        str(script),
+        "--steps",
+        str(steps),
+    ]
+    print("$ backlight run", *command[4:], flush=True)
+    code = subprocess.run(command, check=False).returncode
+    if code == 0:
+        print(f"report: {write_html(target, target / 'report.html').resolve()}")
+    return code
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("demo")(demo)

@@ -1,0 +1,40 @@
+"""``backlight findings``: what the rules say of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def findings(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
+    fail_on: Annotated[
+        str | None,
+        typer.Option("--fail-on", help="Exit 1 if a finding matches, as in 'non_finite or severity>=error'."),
+    ] = None,
+) -> int:
+    """Print the findings of a run; exit code 1 if --fail-on matches one."""
+    from backlight.records import to_json
+    from backlight.report.terminal import print_findings
+    from backlight.session.expression import compile_expression
+    from backlight.session.judge import findings_of
+    from backlight.store.reader import open_run
+
+    failing = compile_expression(fail_on) if fail_on is not None else None
+    run = open_run(path)
+    found = findings_of(run)
+    if as_json:
+        print(json.dumps(to_json(found), indent=2, allow_nan=True))
+    else:
+        print_findings(run, found, Console())
+    return int(failing is not None and any(map(failing, found)))
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("findings")(findings)

@@ -1,0 +1,88 @@
+"""``backlight run``: watch a script."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script; with -m, a module.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Run folder; without it runs/<script>-<time>.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    rooms: Annotated[
+        str | None, typer.Option("--rooms", help="Rooms that measure, by commas: health,steptime.")
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option("--every", min=1, help="Record every Nth step; without it 1 % of the time decides."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="End the script cleanly after N steps.")
+    ] = None,
+    group: Annotated[
+        list[str] | None, typer.Option("--group", help="A group of parameters, NAME=PATTERN; again for more.")
+    ] = None,
+    histogram: Annotated[bool, typer.Option("--histogram", help="Record exponent histograms.")] = False,
+    exact_updates: Annotated[
+        bool, typer.Option("--exact-updates", help="Measure updates over all weights, not a sample.")
+    ] = False,
+    per_backward: Annotated[
+        bool, typer.Option("--per-backward", help="Also record after every backward of an accumulation.")
+    ] = False,
+    max_disk: Annotated[
+        str | None, typer.Option("--max-disk", help="Most that the run may take: 500M, 2G.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Settings and thresholds from a TOML file.")
+    ] = None,
+) -> int:
+    """Watch a training script: backlight run [OPTIONS] SCRIPT [ITS ARGUMENTS].
+
+    The script's exit code, output and signals pass through. What backlight has to say goes to
+    standard error when the script is over.
+    """
+    from backlight.cli.summary import after_run
+    from backlight.session.config import Settings
+    from backlight.session.launcher import check, launch
+    from backlight.session.sizes import parse_groups, parse_size
+
+    check(script, module=module)
+    given: dict[str, Any] = {
+        "rooms": rooms,
+        "every": every,
+        "steps": steps,
+        "groups": parse_groups(group) if group else None,
+        "histogram": histogram or None,
+        "exact_updates": exact_updates or None,
+        "per_backward": per_backward or None,
+        "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    settings = Settings.read(config, given) if config is not None else Settings.of(given)
+    from backlight.session.watch import Watch
+
+    arguments = list(context.args)
+    watch = Watch((), (), settings, out, script=script, arguments=tuple(arguments))
+    code = launch(watch, script, arguments, module=module)
+    sys.stdout.flush()
+    after_run(watch.path)
+    return code
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to ``app``; what follows SCRIPT belongs to the script."""
+    app.command(
+        "run",
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "allow_interspersed_args": False,
+        },
+    )(run)

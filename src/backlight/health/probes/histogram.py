@@ -1,0 +1,21 @@
+"""Exponent histograms of gradients, on request and while a finding is looked at in detail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from backlight.measure.histogram import histogram
+from backlight.measure.pending import Pending
+from backlight.registry import Needs, probe
+
+
+@probe("histogram", room="health", needs=Needs.GRADIENTS, series="histogram", on_request=True)
+class HistogramProbe:
+    """Counts of values per power of two, per parameter."""
+
+    def measure(self, tensors: Sequence[Tensor | None], scale: Any) -> Pending:
+        """Count local gradients, ``None`` where there is none; see :func:`histogram`."""
+        return histogram(tensors, scale=scale)

@@ -1,0 +1,39 @@
+"""The step that an optimizer really took, relative to the weights, from a fixed sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from backlight.measure.pending import Pending
+from backlight.measure.update import Sample
+from backlight.registry import Needs, probe
+
+
+@probe("update", room="health", needs=Needs.WEIGHTS, series="update")
+class UpdateProbe:
+    """Norm of the update and of the weights before it, per parameter.
+
+    Parameters
+    ----------
+    per_tensor:
+        Weights sampled per tensor at most; None for all of them.
+    """
+
+    def __init__(self, per_tensor: int | None = 1024) -> None:
+        self._per_tensor = per_tensor
+        self._sample: Sample | None = None
+        self._ids: tuple[int, ...] = ()
+
+    def before(self, parameters: Sequence[Tensor]) -> None:
+        """Keep the sampled weights of ``parameters`` as they are before the step."""
+        ids = tuple(map(id, parameters))
+        if self._sample is None or ids != self._ids:
+            self._sample = Sample.of(parameters, per_tensor=self._per_tensor)
+            self._ids = ids
+        self._sample.before()
+
+    def after(self) -> Pending | None:
+        """Compare with the same weights after the step; None where there was no before."""
+        return None if self._sample is None else self._sample.after()

@@ -1,0 +1,298 @@
+"""``collect`` and ``collect_groups``: gradients measured by hand, for loops that no hook fits.
+
+Both start the measurement and return at once; :meth:`Pending.result` waits, once, for its own copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from backlight.capture.modules import named_parameters
+from backlight.capture.parameters import local
+from backlight.health.groups import members, ratio
+from backlight.health.scoring import exploding, health, vanishing
+from backlight.health.thresholds import Thresholds
+from backlight.measure.norms import root_sum_squares
+from backlight.measure.pending import Pending as Measured
+from backlight.measure.statistics import FLOATS, INTEGERS, statistics
+
+Parameters = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""A module, its ``parameters()``, its ``named_parameters()`` or any tensors with a ``.grad``."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorValues:
+    """What was measured of one gradient; everything but ``name`` is void where not ``measured``.
+
+    ``norm``, ``rms``, ``max_abs`` and ``mean`` are in units of the gradient; the others are counts.
+    """
+
+    name: str
+    measured: bool
+    norm: float = math.nan
+    rms: float = math.nan
+    max_abs: float = math.nan
+    mean: float = math.nan
+    numel: int = 0
+    zeros: int = 0
+    nan: int = 0
+    inf: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupValues:
+    """Norm and rms over all measured gradients of a group; NaN where none was measured."""
+
+    name: str
+    measured: bool
+    norm: float
+    rms: float
+    numel: int
+
+    def ratio(self, other: GroupValues) -> float:
+        """Return this group's rms over the other's; see :attr:`Collected.ratios` for 0 and NaN.
+
+        A group that was collected once serves any number of ratios, also with groups of other calls.
+        """
+        return float(ratio(self.rms, other.rms))
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The result of one collection.
+
+    Attributes
+    ----------
+    measured:
+        Whether there was any gradient; where there was none, nothing below is a number.
+    total_norm:
+        L2 norm over all measured gradients, each tensor once.
+    health:
+        ``clamp(1 - 0.5 share_vanishing - 0.8 share_exploding, 0, 1)``, 0 where a value is not
+        finite, None where nothing was measured.
+    vanishing, exploding, non_finite:
+        How many of the measured gradients are so.
+    values:
+        Per tensor, in the order given.
+    groups:
+        Per group; empty for :func:`collect`.
+    ratios:
+        rms of A over rms of B by ``(A, B)``, no epsilon added: +inf where B is dead and A alive,
+        NaN where both are dead or one was not measured.
+    """
+
+    measured: bool
+    total_norm: float
+    health: float | None
+    vanishing: int
+    exploding: int
+    non_finite: int
+    values: tuple[TensorValues, ...]
+    groups: Mapping[str, GroupValues] = field(default_factory=dict)
+    ratios: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+
+class Pending:
+    """A collection under way; the same type for tensors, groups and nothing at all."""
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        measuring: Measured,
+        groups: Mapping[str, tuple[int, ...]],
+        limits: Thresholds,
+        clip_norm: float,
+    ) -> None:
+        self._names = names
+        self._measuring = measuring
+        self._groups = groups
+        self._limits = limits
+        self._clip_norm = clip_norm
+        self._result: Collected | None = None
+
+    def ready(self) -> bool:
+        """Tell, without waiting, whether :meth:`result` would return at once."""
+        return self._result is not None or self._measuring.ready()
+
+    def result(self) -> Collected:
+        """Return what was measured, after waiting for it; later calls return the same object."""
+        if self._result is None:
+            self._result = self._evaluate()
+        return self._result
+
+    def _evaluate(self) -> Collected:
+        floats, integers = self._measuring.arrays()
+        norm, max_abs, total = (floats[:, FLOATS.index(c)] for c in ("norm", "max_abs", "sum"))
+        count = {c: integers[:, INTEGERS.index(c)] for c in INTEGERS}
+        measured = count["measured"] > 0
+        size = np.where(count["numel"] > 0, count["numel"], 1)
+        rms, mean = norm / np.sqrt(size), total / size
+        values = tuple(
+            TensorValues(
+                name,
+                True,
+                float(norm[i]),
+                float(rms[i]),
+                float(max_abs[i]),
+                float(mean[i]),
+                *(int(count[c][i]) for c in ("numel", "zeros", "nan", "inf")),
+            )
+            if measured[i]
+            else TensorValues(name, False)
+            for i, name in enumerate(self._names)
+        )
+        bad = measured & (count["nan"] + count["inf"] > 0)
+        whole = float(root_sum_squares(norm[measured])) if measured.any() else math.nan
+        vanishes = vanishing(rms, measured, self._limits)
+        unknown = np.full(len(rms), np.nan)
+        explodes = exploding(
+            rms, measured, unknown, self._limits, total_norm=whole, clip_norm=self._clip_norm
+        )
+        score = float(health(measured, vanishes, explodes, not bad.any(), self._limits))
+        groups = {name: self._group(name, rows, norm, count, measured) for name, rows in self._groups.items()}
+        return Collected(
+            measured=bool(measured.any()),
+            total_norm=whole,
+            health=None if math.isnan(score) else score,
+            vanishing=int(vanishes.sum()),
+            exploding=int(explodes.sum()),
+            non_finite=int(bad.sum()),
+            values=values,
+            groups=groups,
+            ratios={(a, b): groups[a].ratio(groups[b]) for a in groups for b in groups if a != b},
+        )
+
+    @staticmethod
+    def _group(
+        name: str,
+        rows: tuple[int, ...],
+        norm: np.ndarray,
+        count: Mapping[str, np.ndarray],
+        measured: np.ndarray,
+    ) -> GroupValues:
+        chosen = [row for row in rows if measured[row]]
+        if not chosen:
+            return GroupValues(name, False, math.nan, math.nan, 0)
+        numel = int(count["numel"][chosen].sum())
+        whole = float(root_sum_squares(norm[chosen]))
+        return GroupValues(name, True, whole, whole / math.sqrt(max(numel, 1)), numel)
+
+
+def collect(
+    parameters: Parameters, *, clip_norm: float | None = None, thresholds: Mapping[str, float] | None = None
+) -> Pending:
+    """Measure the gradients of ``parameters`` as they are now.
+
+    Parameters
+    ----------
+    parameters:
+        A module, or tensors with a ``.grad``, plain or with names; a tensor that comes twice counts
+        once. Empty input is allowed and gives ``measured=False``.
+    clip_norm:
+        The clip norm in use, for the judgement that gradients explode; without it, and without a
+        history, nothing is called exploding.
+    thresholds:
+        Overridden thresholds of the health room by name.
+
+    Returns
+    -------
+    Pending
+        Not waited for.
+
+    Raises
+    ------
+    TypeError
+        If something is not a tensor.
+    ValueError
+        If a threshold is unknown or out of range.
+    """
+    return _start(_named(parameters), {}, clip_norm, thresholds)
+
+
+def collect_groups(
+    groups: Mapping[str, Parameters | str],
+    *,
+    model: nn.Module | None = None,
+    clip_norm: float | None = None,
+    thresholds: Mapping[str, float] | None = None,
+) -> Pending:
+    """Measure the gradients of several groups of parameters, and their ratios.
+
+    Parameters
+    ----------
+    groups:
+        By name: parameters as for :func:`collect`, or a pattern over the names of ``model``, such as
+        ``"encoder.*"``. Groups may share tensors; each is measured once.
+    model:
+        The model that patterns refer to.
+    clip_norm, thresholds:
+        As for :func:`collect`.
+
+    Returns
+    -------
+    Pending
+        Not waited for.
+
+    Raises
+    ------
+    ValueError
+        If a group matches nothing, or is a pattern without a model.
+    TypeError
+        If something is not a tensor.
+    """
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    position: dict[int, int] = {}
+    rows: dict[str, list[int]] = {}
+    for group, given in groups.items():
+        found = _matching(group, given, model) if isinstance(given, str) else _named(given)
+        if not found:
+            raise ValueError(f"collect_groups: the group {group!r} is empty; expected at least one parameter")
+        for name, tensor in found:
+            named.setdefault(id(tensor), (name, tensor))
+            rows.setdefault(group, []).append(position.setdefault(id(tensor), len(position)))
+    return _start(list(named.values()), {g: tuple(r) for g, r in rows.items()}, clip_norm, thresholds)
+
+
+def _matching(group: str, pattern: str, model: nn.Module | None) -> list[tuple[str, torch.Tensor]]:
+    if model is None:
+        raise ValueError(
+            f"collect_groups: the group {group!r} is the pattern {pattern!r}; give model= for it"
+        )
+    by_name = dict(_named(model))
+    return [(name, by_name[name]) for name in members(tuple(by_name), pattern)]
+
+
+def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(parameters, nn.Module):
+        pairs: list[tuple[str, torch.Tensor]] = [(n.name, n.parameter) for n in named_parameters(parameters)]
+    else:
+        pairs = []
+        for position, item in enumerate(parameters):
+            name, tensor = item if isinstance(item, tuple) else (f"parameter{position}", item)
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"collect: item {position} is {type(tensor).__name__}, expected a tensor with .grad"
+                )
+            pairs.append((name, tensor))
+    seen: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in pairs:
+        seen.setdefault(id(tensor), (name, tensor))
+    return list(seen.values())
+
+
+def _start(
+    named: list[tuple[str, torch.Tensor]],
+    groups: Mapping[str, tuple[int, ...]],
+    clip_norm: float | None,
+    thresholds: Mapping[str, float] | None,
+) -> Pending:
+    limits = Thresholds().override(thresholds or {})
+    grads = [None if t.grad is None else local(t.grad) for _, t in named]
+    limit = math.nan if clip_norm is None else float(clip_norm)
+    return Pending(tuple(name for name, _ in named), statistics(grads), groups, limits, limit)

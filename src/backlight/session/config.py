@@ -1,0 +1,142 @@
+"""The settings of a session: from keywords, from a TOML file, checked in one place.
+
+A file looks like this; every key is optional::
+
+    rooms = ["health", "steptime"]
+    every = 10
+    [groups]
+    host = "encoder.*"
+    [thresholds.health]
+    vanishing_rms = 1e-9
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from backlight.session.plan import DEFAULT_ROOMS, default_thresholds
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a session measures and keeps.
+
+    Attributes
+    ----------
+    rooms:
+        Rooms that measure.
+    every:
+        Record every Nth step; None lets the budget of 1 % of the time decide.
+    steps:
+        End the training cleanly after so many steps; None for never.
+    groups:
+        Patterns over parameter names, by the name of the group.
+    histogram:
+        Record exponent histograms at every recorded step.
+    exact_updates:
+        Measure updates over all weights instead of a sample.
+    per_backward:
+        Also record the gradients after every single backward of an accumulation.
+    detail:
+        Steps recorded in full after a finding.
+    max_disk:
+        Bytes that the run may take; None for no limit.
+    flush_interval:
+        Seconds between two writes; what a kill can lose.
+    step_offset:
+        Number of the first step, for a resumed training; None continues the run.
+    thresholds:
+        Overridden thresholds by room and name.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=False)
+
+    rooms: tuple[str, ...] = DEFAULT_ROOMS
+    every: int | None = None
+    steps: int | None = None
+    groups: dict[str, str] = dataclasses.field(default_factory=dict)
+    histogram: bool = False
+    exact_updates: bool = False
+    per_backward: bool = False
+    detail: int = 20
+    max_disk: int | None = None
+    flush_interval: float = 1.0
+    step_offset: int | None = None
+    thresholds: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("every", 1),
+            ("steps", 1),
+            ("detail", 0),
+            ("max_disk", 1),
+            ("flush_interval", 0.01),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: expected {least} or more")
+        if not self.rooms:
+            raise ValueError("rooms is empty: name at least one room")
+        for room, values in self.thresholds.items():
+            defaults = default_thresholds(room)
+            if defaults is None:
+                raise ValueError(f"thresholds.{room}: no room of that name has thresholds")
+            defaults.override(values)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Check keywords.
+
+        Raises
+        ------
+        ValueError
+            If a key is unknown or a value has the wrong type or range.
+        """
+        return cls._checked(values, "settings")
+
+    @classmethod
+    def read(cls, path: Path, values: Mapping[str, Any]) -> Self:
+        """Read a TOML file; ``values`` (from the command line) win over the file.
+
+        Raises
+        ------
+        ValueError
+            If the file cannot be read, is not TOML, or holds something unknown.
+        """
+        try:
+            found = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: cannot be read: {error}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: not valid TOML: {error}") from None
+        return cls._checked({**found, **values}, str(path))
+
+    @classmethod
+    def _checked(cls, values: Mapping[str, Any], where: str) -> Self:
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known)}"
+                raise ValueError(f"{where}: unknown key {key!r}{hint}")
+        prepared = dict(values)
+        if isinstance(prepared.get("rooms"), str):
+            prepared["rooms"] = tuple(r.strip() for r in prepared["rooms"].split(",") if r.strip())
+        try:
+            return TypeAdapter(cls).validate_python(prepared)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            message = first["msg"].removeprefix("Value error, ")
+            raise ValueError(f"{where}: {f'{place}: ' if place else ''}{message}") from None
+
+    def overrides(self) -> dict[str, dict[str, float]]:
+        """Return the thresholds that differ from their defaults, by room."""
+        return {room: dict(values) for room, values in self.thresholds.items() if values}

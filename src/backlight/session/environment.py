@@ -1,0 +1,139 @@
+"""What works on this machine: one check per thing that backlight can use."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from backlight.store.filesystem import file_system_type, is_network_type
+
+OLDEST_TORCH = (2, 9)
+"""Oldest release of torch that can be watched."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing: ``state`` is ``ok``, ``limited`` or ``missing``."""
+
+    what: str
+    state: str
+    found: str
+    meaning: str
+    required: bool = False
+
+
+def examine() -> list[Check]:
+    """Run every check; none raises, and torch is imported only where it is installed."""
+    return [check() for check in _CHECKS]
+
+
+def _python() -> Check:
+    return Check(
+        "Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}", "", True
+    )
+
+
+def _torch() -> Check:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Check(
+            "torch",
+            "missing",
+            "not installed",
+            "runs can be read, not made: pip install 'backlight[torch]'",
+            True,
+        )
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if numbers < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return Check("torch", "missing", version, f"expected {oldest} or newer: upgrade torch", True)
+    return Check("torch", "ok", version, "trainings can be watched", True)
+
+
+def _device() -> Check:
+    if importlib.util.find_spec("torch") is None:
+        return Check("device", "limited", "no torch", "")
+    import torch  # noqa: PLC0415 - reading needs no torch
+
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        return Check("device", "ok", names, "one asynchronous copy per recorded step")
+    return Check(
+        "device", "ok", f"CPU, {torch.get_num_threads()} threads", "no accelerator: host measurements"
+    )
+
+
+def _compiler() -> Check:
+    found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        return Check(
+            "compiled kernel", "limited", "no C++ compiler", "large models are measured by the eager tier"
+        )
+    return Check("compiled kernel", "ok", Path(found).name, "large models are measured in one fused pass")
+
+
+def _sqlite() -> Check:
+    version = sqlite3.sqlite_version
+    return Check("SQLite", "ok", version, "run folders stand a kill")
+
+
+def _hdf5() -> Check:
+    return _optional("h5py", "arrays and .h5 export", "pip install h5py")
+
+
+def _parquet() -> Check:
+    return _optional("pyarrow", "Parquet export", "pip install 'backlight[parquet]'")
+
+
+def _optional(package: str, use: str, remedy: str) -> Check:
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(package, "limited", "not installed", f"no {use}: {remedy}")
+    return Check(package, "ok", version, use)
+
+
+def _disk() -> Check:
+    free = shutil.disk_usage(Path.cwd()).free
+    state = "ok" if free > 10**9 else "limited"
+    return Check("disk", state, f"{free / 1e9:.1f} GB free here", "" if state == "ok" else "use --max-disk")
+
+
+def _folder() -> Check:
+    kind = file_system_type(Path.cwd()) or "unknown"
+    safe = not is_network_type(kind)
+    meaning = "runs are written in place" if safe else "a network file system: see docs/format.md"
+    return Check("file system", "ok" if safe else "limited", kind, meaning)
+
+
+def _names() -> Check:
+    """Check the private names of torch that captures rely on; each has a fallback."""
+    if importlib.util.find_spec("torch") is None:
+        return Check("hooks", "limited", "no torch", "")
+    from torch.nn.utils import clip_grad  # noqa: PLC0415 - reading needs no torch
+    from torch.utils.data import dataloader  # noqa: PLC0415
+
+    wanted = {
+        "clipping by norm": hasattr(clip_grad, "_clip_grads_with_norm_"),
+        "clipping by value": hasattr(clip_grad, "_group_tensors_by_device_and_dtype"),
+        "batches of a DataLoader": hasattr(dataloader, "_BaseDataLoaderIter"),
+    }
+    gone = [name for name, there in wanted.items() if not there]
+    if gone:
+        return Check(
+            "hooks", "limited", "not in this torch: " + ", ".join(gone), "said to be not measured in runs"
+        )
+    return Check("hooks", "ok", f"{len(wanted)} private names of torch found", "")
+
+
+_CHECKS: tuple[Callable[[], Check], ...] = (
+    _python, _torch, _device, _names, _compiler, _sqlite, _hdf5, _parquet, _folder, _disk
+)  # fmt: skip

@@ -1,0 +1,84 @@
+"""The fingerprint of a live training: what must agree before two runs are compared."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+import backlight
+from backlight.capture.hub import HUB
+from backlight.capture.modules import named_roots, walk
+from backlight.records import Fingerprint
+
+if TYPE_CHECKING:
+    from backlight.capture.scope import Scope
+
+_PACKAGES = ("numpy", "transformers", "lightning", "accelerate", "datasets", "triton")
+
+
+def take_fingerprint(scope: Scope, arguments: tuple[str, ...], batch: str = "") -> Fingerprint:
+    """Describe the training in ``scope`` as it is now."""
+    records = scope.table.records
+    rows = {id(t) for t in scope.table.tensors()}
+    roots = scope.models or [root for _, root in named_roots(HUB.seen.roots(), rows)]
+    modules = tuple(entry for root in roots for entry in ((name, type(module).__name__) for name, module in walk(root)))
+    shape = repr([modules, [(r.name, r.shape) for r in records]])
+    dtypes = Counter[str]()
+    for record in records:
+        dtypes[record.dtype] += record.numel
+    return Fingerprint(
+        script=sys.argv[0] if sys.argv else "",
+        arguments=arguments,
+        versions=_versions(),
+        device=_device({record.device for record in records}),
+        host=platform.node(),
+        module_hash=hashlib.sha256(shape.encode(errors="replace")).hexdigest()[:16],
+        modules=modules,
+        parameter_count=sum(record.numel for record in records),
+        dtypes=dict(dtypes),
+        batch=batch,
+        optimizers=tuple(type(o).__name__ for o in scope.optimizers()),
+        flags=_flags(),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "backlight": backlight.__version__,
+        "cuda": str(torch.version.cuda or ""),
+    }
+    for package in _PACKAGES:
+        if package in sys.modules:
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def _device(devices: set[str]) -> str:
+    names = []
+    for device in sorted(devices):
+        if device.startswith("cuda"):
+            names.append(f"{device}: {torch.cuda.get_device_name(device)}")
+        else:
+            names.append(f"{device}: {platform.processor() or platform.machine()}")
+    return ", ".join(names)
+
+
+def _flags() -> dict[str, str]:
+    return {
+        "threads": str(torch.get_num_threads()),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
+        "tf32": str(torch.backends.cuda.matmul.allow_tf32),
+        "anomaly": str(torch.is_anomaly_enabled()),
+    }

@@ -1,0 +1,119 @@
+"""Run somebody's script as Python would, watched.
+
+The script's exit code, output, exceptions and signals are its own; what backlight has to say goes
+to standard error after it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+import traceback
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from backlight.session.watch import Watch
+
+
+class ScriptNotFoundError(ValueError):
+    """The script or module to watch does not exist."""
+
+
+def check(target: str, *, module: bool) -> None:
+    """Check that ``target`` can be started, before anything is written.
+
+    Raises
+    ------
+    ScriptNotFoundError
+        If there is no such script or module.
+    """
+    if module:
+        try:
+            found = importlib.util.find_spec(target)
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            raise ScriptNotFoundError(f"no module named {target!r} in {Path.cwd()} or on the path")
+        return
+    path = Path(target)
+    if not path.exists():
+        raise ScriptNotFoundError(f"{target}: no such script; expected a Python file, seen from {Path.cwd()}")
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise ScriptNotFoundError(f"{target}: a directory without __main__.py; expected a Python file")
+
+
+def launch(watch: Watch, target: str, arguments: list[str], *, module: bool) -> int:
+    """Run ``target`` under ``watch`` and return its exit code.
+
+    An exception that nobody caught is printed as Python prints it, without frames of ours. An
+    interrupt ends this process by the same signal, after the run is closed.
+    """
+    sys.argv = [target, *arguments]
+    code = 0
+    interrupted = False
+    try:
+        with watch:
+            _execute(target, module=module)
+    except SystemExit as leaving:
+        code = _exit_code(leaving)
+    except KeyboardInterrupt as error:
+        interrupted = True
+        _show(error)
+    except BaseException as error:  # noqa: BLE001 - as the interpreter does for a script
+        code = 1
+        _show(error)
+    if interrupted:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return code
+
+
+def _execute(target: str, *, module: bool) -> None:
+    if module:
+        sys.path[0:0] = [str(Path.cwd())]
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        return
+    path = Path(target)
+    if path.is_dir() or path.suffix in {".zip", ".pyz"}:
+        runpy.run_path(target, run_name="__main__")
+        return
+    # Not runpy: it empties the script's globals when it ends, under atexit handlers and threads.
+    main = types.ModuleType("__main__")
+    main.__file__ = target
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    main.__dict__["__spec__"] = None
+    main.__dict__["__cached__"] = None
+    sys.modules["__main__"] = main
+    sys.path[0:0] = [str(path.resolve().parent)]
+    code = compile(path.read_bytes(), target, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    if leaving.code is None:
+        return 0
+    if isinstance(leaving.code, int):
+        return leaving.code
+    print(leaving.code, file=sys.stderr)
+    return 1
+
+
+def _show(error: BaseException) -> None:
+    own = {__file__, runpy.__file__}
+    stack = error.__traceback__
+    while stack is not None and (
+        stack.tb_frame.f_code.co_filename in own
+        or stack.tb_frame.f_code.co_filename.startswith("<frozen runpy")
+    ):
+        stack = stack.tb_next
+    try:
+        sys.excepthook(type(error), error.with_traceback(stack), stack)
+    except Exception:  # noqa: BLE001 - a broken hook of the script still leaves a traceback
+        traceback.print_exception(type(error), error, stack)

@@ -1,0 +1,26 @@
+"""A stored run to its report: judge it, score it, hand both to the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from backlight.report.markdown import render_markdown
+from backlight.report.page import write_report
+from backlight.session.judge import findings_of, health_of
+from backlight.store.reader import open_run
+
+
+def write_html(path: Path, target: Path) -> Path:
+    """Write the page of the run in ``path`` to ``target`` and return where it is."""
+    run = open_run(path)
+    return write_report(run, findings_of(run), target, health=health_of(run))
+
+
+def write_markdown(path: Path, target: Path) -> Path:
+    """Write the report of the run in ``path`` as Markdown to ``target`` and return where it is."""
+    run = open_run(path)
+    text = render_markdown(run, findings_of(run))
+    partial = target.with_name(target.name + ".part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(target)
+    return target

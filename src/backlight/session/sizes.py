@@ -1,0 +1,42 @@
+"""Values of options as people write them: sizes of files, groups of parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def parse_size(text: str, where: str) -> int:
+    """Return bytes from ``"500M"``, ``"2.5G"`` or ``"1000000"``; K, M, G, T are powers of 1000.
+
+    Raises
+    ------
+    ValueError
+        If the text is no positive size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", text, re.IGNORECASE)
+    size = int(float(found[1]) * _FACTORS[found[2].upper()]) if found else 0
+    if size <= 0:
+        raise ValueError(f"{where} {text!r}: expected a size such as 500M or 2G")
+    return size
+
+
+def parse_groups(items: Iterable[str]) -> dict[str, str]:
+    """Return patterns by group name from ``NAME=PATTERN`` items.
+
+    Raises
+    ------
+    ValueError
+        If an item has another form, or a name comes twice.
+    """
+    groups: dict[str, str] = {}
+    for item in items:
+        name, separator, pattern = item.partition("=")
+        if not (name and separator and pattern):
+            raise ValueError(f"--group {item!r}: expected NAME=PATTERN, such as --group host='encoder.*'")
+        if name in groups:
+            raise ValueError(f"--group {item!r}: the group {name!r} is given twice")
+        groups[name] = pattern
+    return groups

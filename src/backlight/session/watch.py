@@ -1,0 +1,344 @@
+"""``watch``: attach the rooms to a training, record it in a run folder, take everything off again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from backlight.capture.hub import HUB
+from backlight.capture.scope import Scope
+from backlight.capture.steps import StepTracker
+from backlight.records import Finding, Made, RunStatus
+from backlight.session.cadence import Cadence
+from backlight.session.config import Settings
+from backlight.session.drain import Drain
+from backlight.session.fingerprints import take_fingerprint
+from backlight.session.judge import judge
+from backlight.session.plan import make_plan
+from backlight.session.recorder import Recorder
+from backlight.store.names import safe_name
+from backlight.store.reader import open_run
+from backlight.store.writer import RunWriter
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class StopTraining(SystemExit):
+    """Ends a script cleanly after the number of steps that was asked for; exit code 0."""
+
+
+class _Tracker(StepTracker):
+    """A tracker that tells its watch when it has been taken off."""
+
+    watch: Watch
+
+    def dropped(self, error: Exception) -> None:
+        """Say once that nothing is measured any more."""
+        self.watch.trouble(error)
+
+
+class Watch:
+    """One watched training; made by :func:`watch`, used as a context manager.
+
+    Attributes
+    ----------
+    path:
+        The run folder, once entered.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        settings: Settings,
+        run: str | os.PathLike[str] | None,
+        *,
+        script: str = "",
+        arguments: tuple[str, ...] = (),
+    ) -> None:
+        self.settings = settings
+        self.path = Path(run) if run is not None else default_path(script)
+        self._script = script or (sys.argv[0] if sys.argv else "")
+        self._arguments = arguments or tuple(sys.argv[1:])
+        self._models = list(models)
+        self._optimizers = list(optimizers)
+        self._depth = 0
+        self._warned = False
+        self._fingerprinted = 0
+        self._writer: RunWriter | None = None
+        # Everything that can be refused is refused here, before anything is attached or written.
+        probes = {"update": {"per_tensor": None}} if settings.exact_updates else {}
+        self._plan = make_plan(settings.rooms, {"histogram"} if settings.histogram else (), probes)
+        self._cadence = Cadence(settings.every)
+
+    # Life
+
+    def __enter__(self) -> Self:
+        """Open the run and attach; entering a watch that is entered already does nothing more."""
+        self._depth += 1
+        if self._depth == 1:
+            try:
+                self._start()
+            except BaseException:
+                self._depth = 0
+                raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Take everything off, judge the run and close it; an exception goes on its way."""
+        self._depth -= 1
+        if self._depth:
+            return
+        failed = error if error is not None and not _clean(error) else None
+        self._end(failed)
+
+    def _start(self) -> None:
+        settings = self.settings
+        self._writer = RunWriter.create(
+            self.path,
+            name=self.path.name,
+            script=self._script,
+            arguments=self._arguments,
+            max_disk=settings.max_disk,
+            overrides=settings.overrides(),
+            groups=settings.groups,
+            rooms=settings.rooms,
+            flush_interval=settings.flush_interval,
+            on_lost=self._lost,
+            step_offset=settings.step_offset,
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            run_id=os.environ.get("BACKLIGHT_RUN_ID"),
+        )
+        self._scope = Scope(self._models, self._optimizers)
+        self._recorder = Recorder(self._scope, self._plan, self._cadence, self._notice, self._at_step)
+        self._drain = Drain(self._recorder, self._writer, settings.flush_interval, self._alarm, self.trouble)
+        self._tracker = _Tracker(self._scope, self._recorder, per_backward=settings.per_backward)
+        self._tracker.watch = self
+        self._recorder.spent = lambda: self._tracker.spent + self._drain.spent
+        self._pid = os.getpid()
+        self._alarmed = -1
+        HUB.add(self._tracker)
+        if not self._optimizers:
+            HUB.optimizers.scan()
+        self._drain.start()
+
+    def _end(self, error: BaseException | None) -> None:
+        writer = self._writer
+        if writer is None or os.getpid() != self._pid:
+            return
+        with self._shield():
+            self._tracker.finish()
+        HUB.remove(self._tracker)
+        with self._shield():
+            self._drain.stop()
+            self._take_fingerprint()
+            if error is not None:
+                writer.event(
+                    self._tracker.index,
+                    "exception",
+                    {"type": type(error).__name__, "message": str(error)[:2000]},
+                )
+            writer.flush()
+            if writer.lost is None:
+                run = open_run(self.path)
+                for finding in judge(run, made=Made.LIVE):
+                    writer.finding(finding)
+        with self._shield():
+            writer.close(RunStatus.FINISHED if error is None else RunStatus.FAILED)
+
+    @contextlib.contextmanager
+    def _shield(self) -> Any:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            self.trouble(error)
+
+    # What the user calls
+
+    def log(self, step: int | None = None, **scalars: Any) -> None:
+        """Record scalars of your own at the current step.
+
+        Parameters
+        ----------
+        step:
+            Your own number for the step, where it is not the count of optimizer steps.
+        **scalars:
+            Numbers or tensors with one element; a tensor is read later, off the step's path.
+
+        Raises
+        ------
+        RuntimeError
+            If the watch is not entered.
+        TypeError
+            If a value is neither a number nor a tensor with one element.
+        """
+        if self._writer is None or not self._depth:
+            raise RuntimeError(
+                "watch.log: this watch is not entered; call it inside `with backlight.watch(...)`"
+            )
+        values = {name: _loggable(name, value) for name, value in scalars.items()}
+        done = self._tracker.done
+        at = max(done - 1, 0)
+        if step is not None:
+            values["step"] = float(step)
+        self._recorder.user.append((at, values))
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps seen so far."""
+        return self._tracker.done if self._writer is not None else 0
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the rules say of the run as it stands; while it runs, of what has been flushed."""
+        if self._writer is None:
+            return []
+        if self._depth:
+            self._drain.settle()
+        run = open_run(self.path)
+        return judge(run, made=Made.LIVE)
+
+    # What happens on the way
+
+    def _at_step(self, index: int) -> None:
+        limit = self.settings.steps
+        if limit is not None and index >= limit:
+            raise StopTraining(0)
+        if index == self._fingerprinted + 1 or index == 1:
+            self._take_fingerprint()
+
+    def _take_fingerprint(self) -> None:
+        if self._writer is not None and self._scope.table.records and not self._fingerprinted:
+            self._fingerprinted = 1
+            self._writer.fingerprint(take_fingerprint(self._scope, self._arguments))
+            self._unmeasured()
+
+    def _unmeasured(self) -> None:
+        devices = {record.device.split(":")[0] for record in self._scope.table.records} - {"cpu"}
+        if devices and "steptime" in self.settings.rooms:
+            reason = "phases are host times; what the device does meanwhile is not separated"
+            self._notice(
+                "unmeasured", {"what": f"device time on {', '.join(sorted(devices))}", "reason": reason}, None
+            )
+
+    def _alarm(self, step: int, cause: str) -> None:
+        if step > self._alarmed:
+            self._alarmed = step + self.settings.detail
+            self._cadence.detail(self._tracker.index, self.settings.detail)
+            self._notice("detail", {"steps": self.settings.detail, "cause": cause}, step)
+
+    def _notice(self, kind: str, payload: Mapping[str, Any], step: int | None) -> None:
+        if self._writer is not None:
+            self._writer.event(step, kind, payload)
+
+    def _lost(self, reason: str) -> None:
+        self._warn(
+            f"the run in {self.path} can no longer be written ({reason}); what follows is not measured"
+        )
+
+    def trouble(self, error: Exception) -> None:
+        """Say once what went wrong in backlight; the training goes on."""
+        what = f"{type(error).__name__}: {error}"
+        self._warn(f"stopped measuring after {what}")
+        with contextlib.suppress(Exception):
+            self._notice("unmeasured", {"what": "everything from here on", "reason": what}, None)
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            # Not through the warnings module alone: a filter that makes them errors must not end a training.
+            try:
+                warnings.warn(
+                    f"backlight: {text}. Your training goes on unchanged.", RuntimeWarning, stacklevel=3
+                )
+            except RuntimeWarning as warning:
+                print(warning, file=sys.stderr)
+
+
+def _clean(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in {None, 0}
+
+
+def _loggable(name: str, value: Any) -> Any:
+    try:
+        if hasattr(value, "detach") and value.numel() == 1:
+            return value.detach().reshape(()).clone()
+        return float(value)
+    except (TypeError, ValueError, AttributeError):
+        kind = type(value).__name__
+        raise TypeError(
+            f"watch.log({name}=...): expected a number or a tensor with one element, got {kind}"
+        ) from None
+
+
+def default_path(script: str) -> Path:
+    """Return ``runs/<script>-<time>``, with a number where that exists."""
+    stem = safe_name(Path(script or (sys.argv[0] if sys.argv else "")).stem or "training")
+    base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = base, 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def watch(
+    model: nn.Module | Sequence[nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    run: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> Watch:
+    """Watch a training; use the result as a context manager around your loop.
+
+    Parameters
+    ----------
+    model:
+        The model, or several; None for every model that an optimizer of the process holds.
+    optimizer:
+        The optimizer, or several; None for every one that holds a parameter of ``model``.
+    run:
+        The run folder; None for ``runs/<script>-<time>``. A folder that holds a run gets a new
+        attempt of it.
+    **settings:
+        Fields of :class:`backlight.session.config.Settings`: ``rooms``, ``every``, ``groups``,
+        ``histogram``, ``thresholds``, ``max_disk`` and others.
+
+    Returns
+    -------
+    Watch
+        Not yet attached.
+
+    Raises
+    ------
+    ValueError
+        If a setting is out of range or unknown.
+    """
+    models = _listed(model, "model", "torch.nn.Module", "parameters")
+    optimizers = _listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
+    return Watch(models, optimizers, Settings.of(settings), run)
+
+
+def _listed(given: Any, what: str, expected: str, attribute: str) -> list[Any]:
+    if given is None:
+        return []
+    listed = list(given) if isinstance(given, (list, tuple)) else [given]
+    for item in listed:
+        if not hasattr(item, attribute):
+            raise ValueError(f"watch: {what} is {type(item).__name__}, expected {expected} or a list of them")
+    return listed

@@ -1,0 +1,76 @@
+"""A sink that keeps what a tracker hands over, as clones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from backlight.capture.hub import HUB
+from backlight.capture.scope import Scope
+from backlight.capture.steps import StepSummary, StepTracker
+
+
+@dataclass
+class Sink:
+    """Implements ``StepSink``; ``grads`` holds one dictionary by parameter name per step."""
+
+    scope: Scope
+    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
+    summaries: list[StepSummary] = field(default_factory=list)
+    moments: list[str] = field(default_factory=list)
+    updates: int = 0
+    error: Exception | None = None
+
+    def step_opens(self, index: int) -> bool:
+        self.grads.append({})
+        return True
+
+    def collect(self, parameters: Sequence[Tensor], scale: Tensor | float | None, moment: str) -> None:
+        self.moments.append(moment)
+        if self.error is not None:
+            raise self.error
+        for parameter in parameters:
+            name = self.scope.table.records[self.scope.table.row(parameter)].name
+            grad = None if parameter.grad is None else parameter.grad.detach().clone()
+            if grad is not None and scale is not None:
+                grad = grad / scale
+            assert name not in self.grads[-1], f"{name} was collected twice in one step"
+            self.grads[-1][name] = grad
+
+    def update_begins(self, parameters: Sequence[Tensor]) -> None:
+        self.updates += 1
+
+    def update_ends(self, parameters: Sequence[Tensor]) -> None:
+        pass
+
+    def backward_ended(self, parameters: Sequence[Tensor], index: int) -> None:
+        pass
+
+    def step_closes(self, summary: StepSummary) -> None:
+        self.summaries.append(summary)
+
+    def parameters_changed(self) -> None:
+        pass
+
+
+@contextmanager
+def tracking(*, models: Sequence[torch.nn.Module] = (), optimizers: Sequence[torch.optim.Optimizer] = ()) -> Iterator[Sink]:
+    scope = Scope(models, optimizers)
+    sink = Sink(scope)
+    tracker = StepTracker(scope, sink)
+    tracker.raised = []
+    tracker.dropped = tracker.raised.append
+    HUB.add(tracker)
+    if not optimizers:
+        HUB.optimizers.scan()
+    try:
+        yield sink
+    finally:
+        tracker.finish()
+        HUB.remove(tracker)
+    if sink.error is None:
+        assert not tracker.raised, tracker.raised

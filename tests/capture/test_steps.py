@@ -1,0 +1,193 @@
+"""Every case of the matrix: its steps are counted, its gradients are those that backward gave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import CASES, Case, build, loop
+from recording import tracking
+from torch import Tensor
+
+from backlight.capture.hub import HUB
+
+EVERY = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+
+# Where .grad is not what backward left: gradients set by hand, or consumed inside backward.
+NOT_FROM_BACKWARD = {"functional_gradients", "gradients_by_grad", "optimizer_in_backward"}
+
+
+@pytest.fixture
+def truth(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[int, Tensor]]]:
+    """Gradients of all parameters after each backward, taken without any of our hooks."""
+    seen: list[dict[int, Tensor]] = []
+    original = torch.Tensor.backward
+    depth = [0]
+
+    def backward(self: Tensor, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        leaves = leaves_of(self)
+        seen.append({id(p): p.grad.detach().clone() for p in leaves if p.grad is not None})
+
+    monkeypatch.setattr(torch.Tensor, "backward", backward)
+    yield seen
+    assert depth == [0]
+
+
+def leaves_of(root: Tensor) -> list[Tensor]:
+    import gc
+
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Parameter)]
+
+
+@EVERY
+def test_steps_and_names(case: Case) -> None:
+    with tracking() as sink:
+        case.train()
+    assert len(sink.summaries) == case.steps
+    assert [s.index for s in sink.summaries] == list(range(case.steps))
+    measured = {name for step in sink.grads for name, grad in step.items() if grad is not None}
+    for name in case.unmeasured:
+        assert name not in measured
+    assert measured, "no gradient was seen at all"
+    assert not any(name.startswith(("_orig_mod", "optimizer")) for name in measured)
+
+
+@EVERY
+def test_training_is_bit_identical(case: Case) -> None:
+    alone = case.train()
+    with tracking():
+        watched = case.train()
+    again = case.train()
+    for one, two, three in zip(alone, watched, again, strict=True):
+        assert torch.equal(one.nan_to_num(), two.nan_to_num())
+        assert torch.equal(one.nan_to_num(), three.nan_to_num())
+
+
+def test_hooks_come_off() -> None:
+    import torch.nn.modules.module as modules
+    from torch.nn.utils import clip_grad
+    from torch.optim import optimizer
+
+    def state() -> tuple[object, ...]:
+        return (
+            torch.autograd.backward,
+            clip_grad._clip_grads_with_norm_,
+            clip_grad._get_total_norm,
+            clip_grad._group_tensors_by_device_and_dtype,
+            torch.amp.GradScaler.step,
+            torch.amp.GradScaler.unscale_,
+            torch.optim.Optimizer.__init__,
+            len(optimizer._global_optimizer_pre_hooks),
+            len(optimizer._global_optimizer_post_hooks),
+            len(modules._global_module_registration_hooks),
+            len(modules._global_parameter_registration_hooks),
+        )
+
+    before = state()
+    with tracking():
+        assert state() != before
+    assert state() == before
+
+
+@pytest.mark.parametrize("name", ["plain", "clipped_by_norm", "clipped_by_imported_name", "clipped_in_two_halves",
+                                  "clipped_by_value", "adamw_fused", "closure_by_keyword", "tied"])  # fmt: skip
+def test_gradients_are_those_of_backward(name: str, truth: list[dict[int, Tensor]]) -> None:
+    with tracking() as sink:
+        CASES[name].train()
+    for step, expected in zip(sink.grads, truth, strict=False):
+        kept = [g for g in step.values() if g is not None]
+        assert len(kept) >= 1
+        for grad in kept:
+            assert any(e.shape == grad.shape and torch.equal(e, grad) for e in expected.values())
+
+
+@pytest.mark.parametrize("name", ["scaler", "scaler_with_clipping", "scaler_with_fused"])
+def test_scaled_gradients_are_divided(name: str, truth: list[dict[int, Tensor]]) -> None:
+    with tracking() as sink:
+        CASES[name].train()
+    for step, scaled in zip(sink.grads, truth, strict=False):
+        for grad in step.values():
+            assert any(e.shape == grad.shape and torch.allclose(e / 1024, grad) for e in scaled.values())
+    assert all(float(s.scale) == 1024 for s in sink.summaries)
+
+
+def test_loss_is_recorded_before_scaling() -> None:
+    with tracking() as plain:
+        CASES["plain"].train()
+    with tracking() as scaled:
+        CASES["scaler"].train()
+    assert float(plain.summaries[0].loss) == pytest.approx(float(scaled.summaries[0].loss), rel=0.05)
+
+
+def test_skipped_steps_are_said() -> None:
+    with tracking() as sink:
+        CASES["scaler_skips"].train()
+    assert [s.skipped for s in sink.summaries] == [False, True, False, False]
+    with tracking() as sink:
+        CASES["scaler_skips_with_fused"].train()
+    assert [bool(s.skipped) for s in sink.summaries] == [False, True, False, False]
+
+
+def test_change_by_hand_is_seen() -> None:
+    with tracking() as sink:
+        CASES["clipped_by_hand"].train()
+    assert all(s.changed_by_hand == 6 for s in sink.summaries)
+    with tracking() as sink:
+        CASES["plain"].train()
+    assert all(s.changed_by_hand == 0 for s in sink.summaries)
+
+
+def test_an_error_of_ours_never_reaches_the_training() -> None:
+    alone = CASES["plain"].train()
+    with tracking() as sink:
+        sink.error = ZeroDivisionError("ours")
+        watched = CASES["plain"].train()
+    assert sink.moments == ["step"], "the listener was not taken off after its error"
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+
+
+def test_only_the_given_optimizer_counts() -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tracking(models=[model], optimizers=[optimizer]) as sink:
+        CASES["plain"].train()
+        loop(model, optimizer)
+    assert len(sink.summaries) == 4
+    assert set(sink.grads[0]) == {n for n, _ in model.named_parameters()}
+
+
+def test_two_listeners_see_the_same() -> None:
+    with tracking() as outer, tracking() as inner:
+        CASES["clipped_by_norm"].train()
+    assert len(outer.summaries) == len(inner.summaries) == 4
+    for one, two in zip(outer.grads, inner.grads, strict=True):
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_a_model_is_freed_as_without_us() -> None:
+    import gc
+    import weakref
+
+    with tracking():
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop(model, optimizer)
+        dead = weakref.ref(model.first.weight)
+        del model, optimizer
+        gc.collect()
+        assert dead() is None
+        CASES["plain"].train()
+
+
+def test_events_after_a_fork_are_none() -> None:
+    import os
+
+    with tracking():
+        child = os.fork()
+        if child == 0:
+            os._exit(int(HUB.active))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert HUB.active

@@ -1,0 +1,613 @@
+"""The matrix of trainings that watching must neither change nor misread.
+
+Each case trains a small model for a few steps and returns the tensors that it ends with. A case knows
+nothing of backlight; what a watch must say of it stands beside it as data.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_ as clip_by_imported_name
+from torch.nn.utils import clip_grad_value_ as clip_value_by_imported_name
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+STEPS = 4
+
+Train = Callable[[], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training and what is to be recorded of it.
+
+    ``steps`` optimizer steps; parameters by name that are never measured; scalars that must be there.
+    """
+
+    name: str
+    train: Train
+    steps: int = STEPS
+    unmeasured: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ("lr/0/0",)
+    events: tuple[str, ...] = ()
+    backwards: int = 1
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(**expected: object) -> Callable[[Train], Train]:
+    """Register a training under its function's name."""
+
+    def decorate(train: Train) -> Train:
+        CASES[train.__name__] = Case(train.__name__, train, **expected)  # type: ignore[arg-type]
+        return train
+
+    return decorate
+
+
+class Net(nn.Module):
+    """Two linear layers with a norm between them."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.norm = nn.LayerNorm(width)
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+def batches(count: int, seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randn(6, 4, generator=generator), torch.randint(0, 3, (6,), generator=generator)
+
+
+def build(make: Callable[[], nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def ends(*models: nn.Module) -> list[Tensor]:
+    return [t.detach().clone() for m in models for t in m.state_dict().values() if isinstance(t, Tensor)]
+
+
+def loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    before_step: Callable[[nn.Module], object] = lambda _model: None,
+    steps: int = STEPS,
+) -> list[Tensor]:
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        before_step(model)
+        optimizer.step()
+    return ends(model)
+
+
+@case(scalars=("lr/0/0", "loss", "total_norm"))
+def plain() -> list[Tensor]:
+    model = build()
+    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@case()
+def adamw_foreach() -> list[Tensor]:
+    model = build()
+    return loop(model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True))
+
+
+@case()
+def adamw_fused() -> list[Tensor]:
+    model = build()
+    return loop(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+
+
+@case(scalars=("lr/0/0", "lr/0/1"))
+def parameter_groups() -> list[Tensor]:
+    model = build()
+    groups = [{"params": model.first.parameters(), "lr": 0.1}, {"params": [*model.norm.parameters(), *model.last.parameters()]}]
+    return loop(model, torch.optim.SGD(groups, lr=0.01))
+
+
+@case(scalars=("lr/0/0", "lr/1/0"))
+def two_optimizers_one_backward() -> list[Tensor]:
+    model = build()
+    one = torch.optim.SGD([*model.first.parameters(), *model.norm.parameters()], lr=0.1)
+    two = torch.optim.Adam(model.last.parameters(), lr=0.01)
+    for x, y in batches(STEPS):
+        one.zero_grad()
+        two.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        one.step()
+        two.step()
+    return ends(model)
+
+
+@case(steps=2 * STEPS, scalars=("lr/0/0", "lr/1/0"))
+def adversarial() -> list[Tensor]:
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    of_critic = torch.optim.Adam(critic.parameters(), lr=1e-2)
+    of_generator = torch.optim.Adam(generator.parameters(), lr=1e-2)
+    for x, _ in batches(STEPS):
+        fake = generator(x[:, :2])
+        of_critic.zero_grad()
+        (critic(fake.detach()).mean() - critic(x).mean()).backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        (-critic(fake).mean()).backward()
+        of_generator.step()
+    return ends(generator, critic)
+
+
+@case(steps=2, backwards=2)
+def accumulation() -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(batches(4)):
+        (F.cross_entropy(model(x), y) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return ends(model)
+
+
+@case(scalars=("clip/norm", "clip/limit", "clip/factor"))
+def clipped_by_norm() -> list[Tensor]:
+    model = build()
+    return loop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+    )
+
+
+@case(scalars=("clip/norm", "clip/limit", "clip/factor"))
+def clipped_by_imported_name() -> list[Tensor]:
+    model = build()
+    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m: clip_by_imported_name(m.parameters(), 0.1))
+
+
+@case(scalars=("clip/norm", "clip/limit", "clip/factor"))
+def clipped_in_two_halves() -> list[Tensor]:
+    model = build()
+
+    def clip(model: nn.Module) -> None:
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+
+    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1), clip)
+
+
+@case(scalars=("clip/limit",))
+def clipped_by_value() -> list[Tensor]:
+    model = build()
+    return loop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m: clip_value_by_imported_name(m.parameters(), 0.01)
+    )
+
+
+@case(scalars=("clip/by_hand",), events=("clip_by_hand",))
+def clipped_by_hand() -> list[Tensor]:
+    model = build()
+
+    def clip(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad.clamp_(-0.01, 0.01)
+
+    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1), clip)
+
+
+def scaled(make: Callable[..., torch.optim.Optimizer], *, clip: bool = False, overflow_at: int = -1) -> list[Tensor]:
+    model = build()
+    optimizer = make(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number, (x, y) in enumerate(batches(STEPS)):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        if number == overflow_at:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    return ends(model)
+
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+SCALED = ("loss", "scaler/scale", "scaler/skipped")
+
+
+@case(scalars=SCALED)
+def scaler() -> list[Tensor]:
+    return scaled(SGD)
+
+
+@case(scalars=(*SCALED, "clip/norm"))
+def scaler_with_clipping() -> list[Tensor]:
+    return scaled(SGD, clip=True)
+
+
+@case(scalars=SCALED)
+def scaler_with_fused() -> list[Tensor]:
+    return scaled(FUSED)
+
+
+@case(scalars=SCALED, events=("scaler_skip",))
+def scaler_skips() -> list[Tensor]:
+    return scaled(SGD, overflow_at=1)
+
+
+@case(scalars=SCALED, events=("scaler_skip",))
+def scaler_skips_with_fused() -> list[Tensor]:
+    return scaled(FUSED, overflow_at=1)
+
+
+@case(backwards=3)
+def lbfgs() -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    for x, y in batches(STEPS):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return ends(model)
+
+
+@case()
+def closure_by_keyword() -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for x, y in batches(STEPS):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure=closure)
+    return ends(model)
+
+
+class Tied(nn.Module):
+    """Embedding and head share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.embedding((x.abs() * 3).long().clamp(max=9))))[:, 0]
+
+
+@case()
+def tied() -> list[Tensor]:
+    model = build(Tied)
+    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@case(unmeasured=("first.weight", "first.bias"))
+def frozen() -> list[Tensor]:
+    model = build()
+    model.first.requires_grad_(False)
+    return loop(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+
+
+class WithSpare(Net):
+    """Has a layer that forward never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+@case(unmeasured=("spare.weight", "spare.bias"), events=("no_grad_at_step",))
+def unused() -> list[Tensor]:
+    model = build(WithSpare)
+    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@case()
+def group_added() -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.SGD([*model.norm.parameters(), *model.last.parameters()], lr=0.1)
+    for number, (x, y) in enumerate(batches(STEPS)):
+        if number == 2:
+            optimizer.add_param_group({"params": model.first.parameters(), "lr": 0.01})
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return ends(model)
+
+
+@case(events=("parameters_changed",))
+def head_replaced() -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(batches(STEPS)):
+        if number == 2:
+            model.last = nn.Linear(8, 5)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return ends(model)
+
+
+@case()
+def sparse() -> list[Tensor]:
+    torch.manual_seed(0)
+    table, head = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3)
+    one, two = torch.optim.SparseAdam(table.parameters(), lr=0.01), torch.optim.SGD(head.parameters(), lr=0.1)
+    for x, y in batches(STEPS):
+        one.zero_grad()
+        two.zero_grad()
+        F.cross_entropy(head(table((x[:, 0].abs() * 9).long().clamp(max=19))), y).backward()
+        one.step()
+        two.step()
+    return ends(table, head)
+
+
+class Transposing(nn.Module):
+    """Its weight's gradient is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@case()
+def non_contiguous() -> list[Tensor]:
+    model = build(Transposing)
+    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class ComplexNet(nn.Module):
+    """One complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+@case()
+def complex_weights() -> list[Tensor]:
+    model = build(ComplexNet)
+    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def typed(dtype: torch.dtype) -> list[Tensor]:
+    model = build().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.to(dtype)).float(), y).backward()
+        optimizer.step()
+    return ends(model)
+
+
+@case()
+def bfloat16_weights() -> list[Tensor]:
+    return typed(torch.bfloat16)
+
+
+@case()
+def float16_weights() -> list[Tensor]:
+    return typed(torch.float16)
+
+
+@case()
+def float64_weights() -> list[Tensor]:
+    return typed(torch.float64)
+
+
+@case()
+def compiled() -> list[Tensor]:
+    torch._dynamo.reset()
+    model = torch.compile(build(), backend="aot_eager")
+    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Checkpointed(Net):
+    """Recomputes its body in backward."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self._body, self.first(x), use_reentrant=self.reentrant)
+        return self.last(hidden)
+
+    def _body(self, x: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(self.norm(x)), 0.1)
+
+
+class CheckpointedReentrant(Checkpointed):
+    """Recomputes by a backward inside backward."""
+
+    reentrant = True
+
+
+@case()
+def checkpointing() -> list[Tensor]:
+    model = build(Checkpointed)
+    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@case()
+def checkpointing_reentrant() -> list[Tensor]:
+    model = build(CheckpointedReentrant)
+    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@case()
+def exception_in_the_middle() -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(batches(STEPS)):
+        optimizer.zero_grad()
+        try:
+            if number == 1:
+                F.cross_entropy(model(x), y).backward()
+                raise ArithmeticError("in the middle")
+        except ArithmeticError:
+            optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return ends(model)
+
+
+class Failing(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+
+@case()
+def exception_in_backward() -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(batches(STEPS)):
+        optimizer.zero_grad()
+        if number == 1:
+            try:
+                Failing.apply(F.cross_entropy(model(x), y)).backward()
+            except ArithmeticError:
+                optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return ends(model)
+
+
+@case(scalars=("batch", "loss"))
+def forked_workers() -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.cat([x for x, _ in batches(STEPS)])
+    targets = torch.cat([y for _, y in batches(STEPS)])
+    for x, y in DataLoader(TensorDataset(inputs, targets), batch_size=6, num_workers=1, multiprocessing_context="fork"):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return ends(model)
+
+
+@case(scalars=("loss",))
+def optimizer_in_backward() -> list[Tensor]:
+    model = build()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for x, y in batches(STEPS):
+        F.cross_entropy(model(x), y).backward()
+    return ends(model)
+
+
+@case()
+def copied_and_saved() -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    twin = model
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        twin = copy.deepcopy(model)
+        torch.save(model, io.BytesIO())
+    return ends(model, twin)
+
+
+class EditsItsOutput(Net):
+    """The caller edits what it returns in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clone()
+
+
+@case()
+def in_place_edit_of_output() -> list[Tensor]:
+    model = build(EditsItsOutput)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        logits = model(x)
+        logits += 1.0
+        logits[:, 0].mul_(2.0)
+        F.cross_entropy(logits, y).backward()
+        optimizer.step()
+    return ends(model)
+
+
+@case()
+def saved_tensor_hooks() -> list[Tensor]:
+    model = build()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@case()
+def functional_gradients() -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = [name for name, _ in model.named_parameters()]
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, parameters, (x,)), y)
+
+    for x, y in batches(STEPS):
+        grads = torch.func.grad(loss)({n: p.detach() for n, p in model.named_parameters()}, x, y)
+        for name, parameter in zip(names, model.parameters(), strict=True):
+            parameter.grad = grads[name]
+        optimizer.step()
+    return ends(model)
+
+
+@case()
+def gradients_by_grad() -> list[Tensor]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(STEPS):
+        found = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+        for parameter, grad in zip(model.parameters(), found, strict=True):
+            parameter.grad = grad
+        optimizer.step()
+    return ends(model)
