@@ -2,32 +2,76 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import sys
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from backlight.records import RunStatus
-from backlight.store.errors import RunExistsError, RunFormatError, StoreError
-from backlight.store.manifest import MANIFEST, AttemptEntry, Manifest, attempt_folder, read_manifest
+from backlight.store import documents
+from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.store.manifest import MANIFEST, AttemptEntry, Manifest, Progress, attempt_folder, read_manifest
 from backlight.store.process import ProcessIdentity
+
+if sys.platform != "win32":
+    import fcntl
 
 JOIN_TIMEOUT = 60.0
 """Seconds that a further rank waits for rank 0 to open the attempt."""
 
+LOCK_TIMEOUT = 5.0
+"""Seconds that a process waits for another one that is just entering the same folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a process says of the attempt that it opens as rank 0; ``launch`` is shared by its ranks."""
+
+    name: str = ""
+    launch: str | None = None
+    world_size: int = 1
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    rooms: tuple[str, ...] = ()
+    groups: dict[str, str] = field(default_factory=dict)
+    overrides: dict[str, dict[str, float]] = field(default_factory=dict)
+    flush_interval: float = 1.0
+    step_offset: int | None = None
+
 
 @dataclass(slots=True)
 class Entry:
-    """What a writer needs to know of its place; ``made`` is removed again if opening fails."""
+    """The place of a writer: its attempt's folder and its own progress.
 
+    ``made`` are folders and ``previous`` the manifest from before, for :meth:`undo`.
+    """
+
+    path: Path
     manifest: Manifest
     attempt: AttemptEntry
-    folder: Path
+    progress: Progress
     made: list[Path] = field(default_factory=list)
+    previous: bytes | None = None
+    first: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the attempt."""
+        return self.path / attempt_folder(self.attempt.index)
 
     def undo(self) -> None:
-        """Remove what entering the folder created."""
+        """Take back what entering the folder did, as far as the file system lets us."""
+        if self.first:
+            with contextlib.suppress(OSError):
+                if self.previous is None:
+                    (self.path / MANIFEST).unlink(missing_ok=True)
+                else:
+                    documents.write_atomically(self.path / MANIFEST, self.previous)
         for path in reversed(self.made):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -42,74 +86,72 @@ def document_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def enter_as_first(
-    path: Path,
-    *,
-    name: str,
-    launch: str | None,
-    world_size: int,
-    script: str,
-    arguments: tuple[str, ...],
-    rooms: tuple[str, ...],
-    groups: dict[str, str],
-    overrides: dict[str, dict[str, float]],
-    flush_interval: float,
-    step_offset: int | None,
-) -> Entry:
-    """Open a new attempt as rank 0; nothing is left behind where that fails.
+def enter_as_first(path: Path, opening: Opening) -> Entry:
+    """Open a new attempt as rank 0; where that fails, nothing stays behind.
 
     Raises
     ------
-    RunExistsError
-        If the folder holds something else, or a living process still writes the run.
-    RunFormatError
-        If the folder is a run that this release cannot read.
-    OSError
+    RunWriteError
         If the file system does not let us.
+    RunExistsError
+        If the folder holds something else, or a living process writes the run. One that this
+        release cannot read passes a RunFormatError through.
     """
     made: list[Path] = []
+    try:
+        for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
+            missing.mkdir(exist_ok=True)
+            made.append(missing)
+        if not path.is_dir():
+            raise RunExistsError(f"{path}: is a file, expected a folder; choose another --out")
+        with locked(path):
+            return _open_attempt(path, opening, made)
+    except OSError as error:
+        _remove(made)
+        reason = error.strerror or str(error)
+        raise RunWriteError(f"{path}: cannot be written: {reason}; choose another --out") from error
+    except BaseException:
+        _remove(made)
+        raise
+
+
+def _open_attempt(path: Path, opening: Opening, made: list[Path]) -> Entry:
     manifest = _existing(path)
+    previous = None if manifest is None else (path / MANIFEST).read_bytes()
+    offset = opening.step_offset
     if manifest is None:
-        manifest = Manifest.new(name, launch)
-        if not path.exists():
-            path.mkdir(parents=True)
-            made.append(path)
+        manifest = Manifest.new(opening.name, opening.launch)
+    elif offset is None:
+        offset = _next_step(path)
     index = max((entry.index for entry in manifest.attempts), default=-1) + 1
-    offset = _next_step(path) if step_offset is None and manifest.attempts else step_offset or 0
+    while (path / attempt_folder(index)).exists() and any((path / attempt_folder(index)).iterdir()):
+        index += 1
     now = time.time()
+    progress = Progress(RunStatus.RUNNING, ProcessIdentity.of_this_process(), updated=now)
     attempt = AttemptEntry(
         index=index,
-        step_offset=offset,
-        status=RunStatus.RUNNING,
+        step_offset=offset or 0,
         started=now,
-        updated=now,
-        ended=None,
-        world_size=world_size,
-        launch=launch or uuid.uuid4().hex,
-        script=script,
-        argv=arguments,
-        rooms=rooms,
-        flush_interval=flush_interval,
-        process=ProcessIdentity.of_this_process(),
+        world_size=opening.world_size,
+        launch=opening.launch or uuid.uuid4().hex,
+        script=opening.script,
+        argv=opening.arguments,
+        rooms=opening.rooms,
+        flush_interval=opening.flush_interval,
+        progress=progress,
     )
     for earlier in manifest.attempts:
-        if earlier.status is RunStatus.RUNNING:
-            earlier.status = RunStatus.KILLED
+        if earlier.progress.status is RunStatus.RUNNING:
+            earlier.progress.status = earlier.progress.status_now()
     manifest.attempts.append(attempt)
-    manifest.groups.update(groups)
-    manifest.overrides.update(overrides)
-    entry = Entry(manifest, attempt, path / attempt_folder(index), made)
-    try:
-        # The one step that two processes cannot both do.
+    manifest.groups.update(opening.groups)
+    manifest.overrides.update(opening.overrides)
+    entry = Entry(path, manifest, attempt, progress, made, previous, first=True)
+    if not entry.folder.exists():
         entry.folder.mkdir()
-    except FileExistsError as error:
-        entry.undo()
-        msg = f"{path}: another process has just opened attempt {index} of this run; choose another --out"
-        raise RunExistsError(msg) from error
-    except BaseException:
-        entry.undo()
-        raise
-    made.append(entry.folder)
+        made.append(entry.folder)
+    # The manifest comes before the files: whenever a kill falls, the folder is empty or a run.
+    manifest.write(path)
     return entry
 
 
@@ -128,16 +170,18 @@ def enter_as_further(path: Path, *, rank: int, launch: str | None, timeout: floa
         raise ValueError(msg)
     deadline = time.monotonic() + timeout
     while True:
-        try:
+        with contextlib.suppress(RunFormatError):
             manifest = read_manifest(path)
-        except RunFormatError:
-            manifest = None
-        if manifest is not None and manifest.attempts:
-            attempt = manifest.attempts[-1]
-            folder = path / attempt_folder(attempt.index)
-            ours = attempt.launch == launch and attempt.status_now() is RunStatus.RUNNING
-            if ours and not (folder / database_name(rank)).exists():
-                return Entry(manifest, attempt, folder)
+            newest = manifest.attempts[-1] if manifest.attempts else None
+            # An attempt that already has this rank is an earlier start of the same launch.
+            if (
+                newest is not None
+                and newest.launch == launch
+                and newest.progress.status_now() is RunStatus.RUNNING
+                and not (path / attempt_folder(newest.index) / document_name(rank)).exists()
+            ):
+                progress = Progress(RunStatus.RUNNING, ProcessIdentity.of_this_process(), updated=time.time())
+                return Entry(path, manifest, newest, progress)
         if time.monotonic() > deadline:
             msg = (
                 f"{path}: rank {rank} found no running attempt of launch {launch!r} within {timeout:g} s;"
@@ -147,30 +191,76 @@ def enter_as_further(path: Path, *, rank: int, launch: str | None, timeout: floa
         time.sleep(0.02)
 
 
+@contextlib.contextmanager
+def locked(path: Path, timeout: float = LOCK_TIMEOUT) -> Iterator[None]:
+    """Keep other processes of this machine from entering or compacting the run meanwhile.
+
+    The lock is the kernel's and on the folder itself: it leaves no file and ends with the process. Where the
+    file system has no locks, the check of the manifest alone must do.
+
+    Raises
+    ------
+    RunExistsError
+        If another process holds it for longer than ``timeout`` seconds.
+    """
+    if sys.platform == "win32":
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    msg = f"{path}: another process is just opening or compacting this run; try again"
+                    raise RunExistsError(msg) from None
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _existing(path: Path) -> Manifest | None:
-    """Return the manifest of the run at ``path``, or None where a new run may begin."""
-    if not path.exists():
-        return None
-    if not path.is_dir():
-        raise RunExistsError(f"{path}: is a file, expected a folder; choose another --out")
+    """Return the manifest of the run at ``path``, or None where a new run may begin.
+
+    Raises
+    ------
+    RunExistsError
+        If the folder holds something else, or a living process writes the run.
+    """
     if not (path / MANIFEST).exists():
-        if any(path.iterdir()):
+        if any(not _leftover(child) for child in path.iterdir()):
             raise RunExistsError(f"{path}: is not a backlight run and not empty; choose another --out")
         return None
     manifest = read_manifest(path)
     for entry in manifest.attempts:
-        if entry.status_now() is RunStatus.RUNNING:
-            who = f"process {entry.process.pid} on {entry.process.host}"
+        progress = entry.progress
+        if progress.status_now() is RunStatus.RUNNING:
+            who = f"process {progress.process.pid} on {progress.process.host}"
             msg = f"{path}: is still being written by {who} (attempt {entry.index}); choose another --out"
             raise RunExistsError(msg)
     return manifest
 
 
+def _leftover(child: Path) -> bool:
+    """Tell whether a kill between the first two moments of a run left this behind."""
+    if documents.is_temporary(child.name):
+        return True
+    return child.name == attempt_folder(0) and child.is_dir() and not any(child.iterdir())
+
+
 def _next_step(path: Path) -> int:
     """Return the global step after the last one that any attempt recorded."""
-    from backlight.store.reader import open_run  # noqa: PLC0415 - the reader is only needed to go on
+    from backlight.store.reader import open_run  # noqa: PLC0415 - needed only where a run goes on
 
-    try:
-        return open_run(path).last_step() + 1
-    except StoreError:
-        return 0
+    return open_run(path).last_step() + 1
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in reversed(folders):
+        shutil.rmtree(folder, ignore_errors=True)

@@ -77,13 +77,7 @@ def encode_integers(values_SPK: Integers, numel_P: Integers | None = None) -> li
 
 
 def decode_floats(blobs: Sequence[bytes], P: int, K: int, wanted: int) -> Floats:
-    """Return the float column ``wanted`` of ``K`` as ``[S, P]``.
-
-    Raises
-    ------
-    RunFormatError
-        If a blob has not the length or the letters that its table asks for.
-    """
+    """Return the float column ``wanted`` of ``K`` as ``[S, P]``; a damaged blob passes a RunFormatError."""
     chunks = []
     for letter, part_SB in _parts(blobs, P, K, wanted, "cfd"):
         if letter == "c":
@@ -118,7 +112,13 @@ def decode_integers(
 
 
 def _parts(blobs: Sequence[bytes], P: int, K: int, wanted: int, allowed: str) -> Iterator[tuple[str, Bytes]]:
-    """Yield letter and bytes ``[S, B]`` of one column for each run of blobs of one layout."""
+    """Yield letter and bytes ``[S, B]`` of one column for each run of blobs of one layout.
+
+    Raises
+    ------
+    RunFormatError
+        If a blob has not the length or the letters that its table asks for.
+    """
     for (head, size), group in itertools.groupby(blobs, key=lambda blob: (blob[:K], len(blob))):
         letters = head.decode("latin-1")
         if len(letters) != K or any(letter not in allowed for letter in letters):

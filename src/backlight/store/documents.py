@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from backlight.records import to_json
 from backlight.store.errors import RunFormatError
@@ -15,43 +18,72 @@ LARGEST = 256 * 1024 * 1024
 
 
 def dump(document: Any) -> str:
-    """Return JSON in plain ASCII, so that no name, however hostile, breaks an encoding."""
-    return json.dumps(to_json(document), ensure_ascii=True, default=str)
+    """Return JSON in plain ASCII, so that no name, however hostile, breaks an encoding.
 
-
-def write_atomically(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Replace ``path`` by ``data``: a reader sees the old or the new, never a part.
-
-    Raises
-    ------
-    OSError
-        If the file system does not let us; the old content is then still there.
+    Numbers of numpy become numbers, arrays become lists, and what JSON does not know becomes its text.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    return json.dumps(to_json(document), ensure_ascii=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(to_json(list(value)), key=str)
+    return str(value)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data``, synced: a reader sees the old or the new, never a part.
+
+    An OSError passes through; the old content is then still there.
+    """
+    temporary = temporary_name(path)
     try:
         with temporary.open("wb") as file:
             file.write(data)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
-    if sync:
-        sync_folder(path.parent)
+
+
+def temporary_name(path: Path) -> Path:
+    """Return the hidden name beside ``path`` under which this process prepares it."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def is_temporary(name: str) -> bool:
+    """Tell whether a name is one of :func:`temporary_name`, left behind by a kill."""
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a file that is complete and synced its name, so that the name survives a power cut."""
+    temporary.replace(path)
+    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
     """Make the names inside a folder survive a power cut, where the system can do that."""
-    try:
+    with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    except OSError:
-        return
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the content of a file is on the disk; an OSError passes through."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:
-        return
     finally:
         os.close(descriptor)
 

@@ -13,3 +13,11 @@ class RunFormatError(StoreError):
 
 class RunExistsError(StoreError):
     """The folder cannot take this run: it holds something else, or a living process writes it."""
+
+
+class RunWriteError(StoreError):
+    """The file system does not let us create or change what was asked for."""
+
+
+class ExportError(StoreError):
+    """An export cannot be made: unknown kind of file, a missing library, or a target that exists."""

@@ -58,7 +58,7 @@ def needs(schema: SeriesSchema, column: str) -> tuple[str, ...]:
 
 def unit(schema: SeriesSchema, column: str) -> str | None:
     """Return the unit of a stored or derived column, None where the series has no such column."""
-    units = {c.name: c.unit for c in (*schema.columns, *schema.derived)}
+    units = {c.name: c.unit for c in schema.columns} | {d.name: d.unit for d in schema.derived}
     return units.get(column)
 
 
@@ -102,21 +102,26 @@ def rank_block(file: RankFile, series: str, columns: Sequence[str], names: Seque
     schema = SERIES[series]
     place = {name: i for i, name in enumerate(names)}
     wanted = list(dict.fromkeys((*columns, "measured")))
-    steps, ids, found = file.columns(series, wanted, part)
-    S, P = len(steps), len(names)
+    stored = file.columns(series, wanted, part)
+    S, P = len(stored.steps), len(names)
     out: dict[str, Array] = {}
     for name in wanted:
         kind = np.int64 if name in schema.integers else np.float64
         out[name] = np.zeros((S, P), dtype=kind)
-    for table in dict.fromkeys(ids.tolist()):
+    for table in dict.fromkeys(stored.tables.tolist()):
         at_P = np.array([place[p.name] for p in file.tables()[table]], dtype=np.int64)
-        rows_S = np.flatnonzero(ids == table)
+        whole = len(at_P) == P and bool((at_P == np.arange(P)).all())
+        rows_S = np.flatnonzero(stored.tables == table)
         for name in wanted:
-            out[name][np.ix_(rows_S, at_P)] = found[f"{table}/{name}"]
+            if whole and len(rows_S) == S:
+                out[name] = stored.values[table, name]
+            else:
+                out[name][np.ix_(rows_S, at_P)] = stored.values[table, name]
     measured = out["measured"] != 0
-    for name in columns:
-        out[name][~measured] = 0 if name in schema.integers else np.nan
-    return Block(steps, {name: out[name] for name in columns}, measured)
+    if not measured.all():
+        for name in columns:
+            out[name][~measured] = 0 if name in schema.integers else np.nan
+    return Block(stored.steps, {name: out[name] for name in columns}, measured)
 
 
 def join_ranks(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from backlight.records import RunStatus
-from backlight.store import documents
+from backlight.records import RunStatus, to_json
+from backlight.store import documents, migrations
 from backlight.store.errors import RunFormatError
 from backlight.store.process import ProcessIdentity
 from backlight.store.schema import FORMAT_VERSION, OLDEST_READABLE
@@ -18,53 +18,48 @@ from backlight.store.schema import FORMAT_VERSION, OLDEST_READABLE
 MANIFEST = "manifest.json"
 FORMAT_NAME = "backlight run"
 
-HEARTBEAT = 60.0
-"""Seconds after which a writer on another host, silent since, is no longer called running."""
+HEARTBEAT = 15.0
+"""Seconds after which a writer says that it lives, also when nothing is recorded."""
+
+SILENCE = 60.0
+"""Seconds of silence after which a writer on another host is no longer called running."""
 
 
 @dataclass(slots=True)
-class AttemptEntry:
-    """One attempt as the manifest holds it; ``files`` gives the last rows known of each file."""
+class Progress:
+    """How far one rank of an attempt got, as it says itself at each flush.
 
-    index: int
-    step_offset: int
+    ``files`` gives, by path below the run folder, the highest row of each table of a database or the
+    size of another file, so that a later loss is stated and not guessed. ``step`` is the last
+    attempt-local step. ``local`` is the folder on ``process.host`` with what is not yet published from
+    there, empty where everything is written into the run folder directly.
+    """
+
     status: RunStatus
-    started: float
-    updated: float
-    ended: float | None
-    world_size: int
-    launch: str
-    script: str
-    argv: tuple[str, ...]
-    rooms: tuple[str, ...]
-    flush_interval: float
     process: ProcessIdentity
+    updated: float
+    ended: float | None = None
+    step: int = -1
     files: dict[str, dict[str, int]] = field(default_factory=dict)
     lost: str = ""
+    local: str = ""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read what :func:`backlight.records.to_json` wrote."""
         ended = data.get("ended")
         return cls(
-            index=int(data["index"]),
-            step_offset=int(data["step_offset"]),
             status=RunStatus(data.get("status", RunStatus.UNKNOWN)),
-            started=float(data.get("started", 0.0)),
+            process=ProcessIdentity.from_json(data.get("process", {})),
             updated=float(data.get("updated", 0.0)),
             ended=None if ended is None else float(ended),
-            world_size=int(data.get("world_size", 1)),
-            launch=str(data.get("launch", "")),
-            script=str(data.get("script", "")),
-            argv=tuple(str(a) for a in data.get("argv", ())),
-            rooms=tuple(str(r) for r in data.get("rooms", ())),
-            flush_interval=float(data.get("flush_interval", 1.0)),
-            process=ProcessIdentity.from_json(data.get("process", {})),
+            step=int(data.get("step", -1)),
             files={
                 str(name): {str(key): int(value) for key, value in last.items()}
                 for name, last in data.get("files", {}).items()
             },
             lost=str(data.get("lost", "")),
+            local=str(data.get("local", "")),
         )
 
     def status_now(self, now: float | None = None) -> RunStatus:
@@ -73,9 +68,41 @@ class AttemptEntry:
             return self.status
         alive = self.process.alive()
         if alive is None:
-            fresh = (time.time() if now is None else now) - self.updated < HEARTBEAT
+            fresh = (time.time() if now is None else now) - self.updated < SILENCE
             return RunStatus.RUNNING if fresh else RunStatus.UNKNOWN
         return RunStatus.RUNNING if alive else RunStatus.KILLED
+
+
+@dataclass(slots=True)
+class AttemptEntry:
+    """One attempt as the manifest holds it; ``progress`` is that of rank 0."""
+
+    index: int
+    step_offset: int
+    started: float
+    world_size: int
+    launch: str
+    script: str
+    argv: tuple[str, ...]
+    rooms: tuple[str, ...]
+    flush_interval: float
+    progress: Progress
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what :func:`backlight.records.to_json` wrote."""
+        return cls(
+            index=int(data["index"]),
+            step_offset=int(data["step_offset"]),
+            started=float(data.get("started", 0.0)),
+            world_size=int(data.get("world_size", 1)),
+            launch=str(data.get("launch", "")),
+            script=str(data.get("script", "")),
+            argv=tuple(str(a) for a in data.get("argv", ())),
+            rooms=tuple(str(r) for r in data.get("rooms", ())),
+            flush_interval=float(data.get("flush_interval", 1.0)),
+            progress=Progress.from_json(data.get("progress", {})),
+        )
 
 
 @dataclass(slots=True)
@@ -95,16 +122,26 @@ class Manifest:
         """Return the manifest of a run that begins now."""
         return cls(run_id=run_id or uuid.uuid4().hex, name=name, created=time.time())
 
-    def write(self, folder: Path, *, sync: bool = True) -> None:
-        """Put the manifest into ``folder`` in one step.
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what :meth:`write` wrote; unknown keys are ignored."""
+        return cls(
+            run_id=str(data["run_id"]),
+            name=str(data.get("name", "")),
+            format=int(data["format"]),
+            created=float(data.get("created", 0.0)),
+            groups={str(k): str(v) for k, v in data.get("groups", {}).items()},
+            overrides={
+                str(room): {str(k): float(v) for k, v in fields.items()}
+                for room, fields in data.get("overrides", {}).items()
+            },
+            attempts=[AttemptEntry.from_json(entry) for entry in data.get("attempts", ())],
+        )
 
-        Raises
-        ------
-        OSError
-            If the file system does not let us.
-        """
-        text = documents.dump({"kind": FORMAT_NAME, **_fields(self)})
-        documents.write_atomically(folder / MANIFEST, text.encode("ascii"), sync=sync)
+    def write(self, folder: Path) -> None:
+        """Put the manifest into ``folder`` in one step; an OSError passes through."""
+        text = documents.dump({"kind": FORMAT_NAME, **to_json(self)})
+        documents.write_atomically(folder / MANIFEST, text.encode("ascii"))
 
 
 def attempt_folder(index: int) -> str:
@@ -121,30 +158,24 @@ def read_manifest(folder: Path) -> Manifest:
         If the folder is no run, its manifest is damaged, or its format is one that this release cannot read.
     """
     path = folder / MANIFEST
-    if not folder.exists():
-        raise RunFormatError(f"{folder}: there is no such folder; expected the folder of a backlight run")
-    if not path.is_file():
-        msg = f"{folder}: is not a backlight run (it has no {MANIFEST}); give the folder that --out named"
-        raise RunFormatError(msg)
+    try:
+        if not folder.is_dir():
+            what = "is a file" if folder.exists() else "there is no such folder"
+            raise RunFormatError(f"{folder}: {what}; expected the folder of a backlight run")
+        if not path.is_file():
+            what = f"it has no {MANIFEST}" if any(folder.iterdir()) else "it is empty: no run began in it"
+            msg = f"{folder}: is not a backlight run ({what}); give the folder that --out named"
+            raise RunFormatError(msg)
+    except OSError as error:
+        raise RunFormatError(f"{folder}: cannot be read: {error.strerror or error}") from error
     data = documents.read_document(path)
     if data.get("kind") != FORMAT_NAME:
-        msg = f"{path}: says kind {data.get('kind')!r}, expected {FORMAT_NAME!r}; this is another program's file"
+        msg = f"{path}: says kind {data.get('kind')!r}, expected {FORMAT_NAME!r}; another program wrote it"
         raise RunFormatError(msg)
     check_format(path, data.get("format"))
     try:
-        return Manifest(
-            run_id=str(data["run_id"]),
-            name=str(data.get("name", "")),
-            format=int(data["format"]),
-            created=float(data.get("created", 0.0)),
-            groups={str(k): str(v) for k, v in data.get("groups", {}).items()},
-            overrides={
-                str(room): {str(k): float(v) for k, v in fields.items()}
-                for room, fields in data.get("overrides", {}).items()
-            },
-            attempts=[AttemptEntry.from_json(entry) for entry in data.get("attempts", ())],
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return Manifest.from_json(migrations.migrate_manifest(data))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         msg = f"{path}: is damaged: {type(error).__name__}: {error}; restore it from a copy of the run"
         raise RunFormatError(msg) from error
 
@@ -168,18 +199,6 @@ def check_format(path: Path, found: object) -> None:
     if found < OLDEST_READABLE:
         msg = (
             f"{path}: format {found}, this release of backlight reads {OLDEST_READABLE} to {FORMAT_VERSION}."
-            " Open it with an older release"
+            " Open it with the release that wrote it, and export what you need"
         )
         raise RunFormatError(msg)
-
-
-def _fields(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "run_id": manifest.run_id,
-        "name": manifest.name,
-        "format": manifest.format,
-        "created": manifest.created,
-        "groups": manifest.groups,
-        "overrides": manifest.overrides,
-        "attempts": list(manifest.attempts),
-    }

@@ -1,149 +1,181 @@
-"""What one rank recorded in one attempt: its tables, rows and documents, read with care."""
+"""What one rank recorded in one attempt: its tables and rows, read with care.
+
+What is damaged is left out and said in ``losses``; what is readable is given.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from backlight.records import Finding, Fingerprint, ParameterRecord
-from backlight.store import blobs, documents
-from backlight.store.attempt import document_name
+from backlight.records import Finding, ParameterRecord
+from backlight.store import blobs
+from backlight.store.batch import checksum
 from backlight.store.database import COUNTED
 from backlight.store.errors import RunFormatError
 from backlight.store.schema import SERIES
 from backlight.store.snapshot import Snapshot
 
 Table = tuple[ParameterRecord, ...]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Columns:
+    """Columns of a series as stored: ``tables[s]`` names the parameters of row s.
+
+    ``values[(table, column)]`` is ``[rows with that table, P]``, in the order of ``steps``.
+    """
+
+    steps: npt.NDArray[np.int64]
+    tables: npt.NDArray[np.int64]
+    values: dict[tuple[int, str], npt.NDArray[Any]] = field(default_factory=dict)
 
 
 class RankFile:
-    """The database of one rank of one attempt, as far as it went when it was opened.
+    """One database of one rank of one attempt, as far as it went when it was opened.
 
     Rows that a living writer adds later are not seen: all that one reader says belongs together.
     """
 
-    def __init__(self, path: Path, *, attempt: int, rank: int, step_offset: int, live: bool) -> None:
+    def __init__(self, path: Path, snapshot: Snapshot, *, attempt: int, rank: int, step_offset: int) -> None:
         self.path = path
         self.attempt = attempt
         self.rank = rank
         self.step_offset = step_offset
-        self._snapshot = Snapshot(path, live=live)
-        union = " UNION ALL ".join(f"SELECT '{name}', max(id) FROM {name}" for name in COUNTED)
-        self.last = {name: int(last or 0) for name, last in self._snapshot.rows(union)}
+        self.losses: dict[str, None] = {}
+        self._snapshot = snapshot
         self._tables: dict[int, Table] | None = None
+        self.last = {name: self._last_row(name) for name in COUNTED}
+
+    def meta(self) -> dict[str, str]:
+        """Return what the file says of itself."""
+        return {str(k): str(v) for k, v in self._snapshot.rows("SELECT key, value FROM meta")}
 
     def tables(self) -> dict[int, Table]:
         """Return the parameter tables by id, in the order in which they came up."""
         if self._tables is None:
-            rows = self._snapshot.rows(
-                "SELECT id, json FROM parameter_table WHERE id <= ? ORDER BY id",
-                (self.last["parameter_table"],),
-            )
-            try:
-                self._tables = {
-                    int(table): tuple(ParameterRecord.from_json(row) for row in json.loads(text))
-                    for table, text in rows
-                }
-            except (ValueError, TypeError, KeyError) as error:
-                raise RunFormatError(f"{self.path}: a parameter table is damaged: {error}") from error
+            self._tables = {}
+            for table, text in self._rows("SELECT id, json FROM parameter_table", "parameter_table"):
+                parsed = self._parsed("parameter_table", text, _table)
+                if parsed is not None:
+                    self._tables[int(table)] = parsed
         return self._tables
 
     def steps(self, series: str, part: int | None = None) -> npt.NDArray[np.int64]:
         """Return the global steps of a series, sorted, each once."""
-        condition, values = ("", ()) if part is None else (" AND part = ?", (part,))
-        rows = self._snapshot.rows(
-            f"SELECT DISTINCT step FROM series_{series} WHERE id <= ?{condition} ORDER BY step",
-            (self.last[f"series_{series}"], *values),
-        )
-        return np.array([step for (step,) in rows], dtype=np.int64) + self.step_offset
+        where = "" if part is None else f" AND part = {int(part)}"
+        rows = self._rows(f"SELECT step FROM series_{series}", f"series_{series}", where)
+        return np.unique(np.array([step for (step,) in rows], dtype=np.int64)) + self.step_offset
 
-    def columns(
-        self, series: str, names: Sequence[str], part: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
-        """Return steps ``[S]``, table ids ``[S]`` and for each table id and column its values.
-
-        The last mapping is keyed ``"<table>/<column>"`` with values ``[rows of that table, P]``.
-        """
+    def columns(self, series: str, names: Sequence[str], part: int) -> Columns:
+        """Return the named stored columns of a series at every step of one part."""
         schema = SERIES[series]
-        rows = self._snapshot.rows(
-            f"SELECT step, parameters, floats, ints FROM series_{series} WHERE part = ? AND id <= ?"
-            " ORDER BY id",
-            (part, self.last[f"series_{series}"]),
+        rows = self._rows(
+            f"SELECT step, parameters, crc, floats, ints FROM series_{series}",
+            f"series_{series}",
+            f" AND part = {int(part)}",
         )
-        # A step that was written twice counts as written last.
-        last = {row[0]: i for i, row in enumerate(rows)}
-        if len(last) != len(rows) or any(a[0] >= b[0] for a, b in zip(rows, rows[1:], strict=False)):
-            rows = [rows[last[step]] for step in sorted(last)]
-        steps = np.array([row[0] for row in rows], dtype=np.int64) + self.step_offset
-        ids = np.array([row[1] for row in rows], dtype=np.int64)
-        out: dict[str, npt.NDArray[Any]] = {}
-        tables = self.tables()
-        for table in dict.fromkeys(ids.tolist()):
-            if table not in tables:
-                msg = f"{self.path}: rows of series {series!r} name parameter table {table}, which is missing"
-                raise RunFormatError(msg)
-            numel = np.array([p.numel for p in tables[table]], dtype=np.int64)
-            mine = [row for row in rows if row[1] == table]
-            P, floats, integers = len(numel), schema.floats, schema.integers
+        sizes = {
+            table: np.array([p.numel for p in records], dtype=np.int64)
+            for table, records in self.tables().items()
+        }
+        good = [row for row in rows if row[2] == checksum(row[3], row[4]) and row[1] in sizes]
+        if len(good) != len(rows):
+            self._lose(f"{len(rows) - len(good)} rows of series {series!r} are damaged and left out")
+        if any(a[0] >= b[0] for a, b in itertools.pairwise(good)):
+            # A step that was written twice counts as written last.
+            good = sorted({row[0]: row for row in good}.values())
+        out = Columns(
+            np.array([row[0] for row in good], dtype=np.int64) + self.step_offset,
+            np.array([row[1] for row in good], dtype=np.int64),
+        )
+        for table in dict.fromkeys(out.tables.tolist()):
+            mine = [row for row in good if row[1] == table]
+            P, floats, integers = len(sizes[table]), schema.floats, schema.integers
             for name in names:
                 if name in integers:
-                    ints = [row[3] for row in mine]
-                    found = blobs.decode_integers(ints, P, len(integers), integers.index(name), numel)
-                    out[f"{table}/{name}"] = found
+                    ints, place = [row[4] for row in mine], integers.index(name)
+                    out.values[table, name] = blobs.decode_integers(
+                        ints, P, len(integers), place, sizes[table]
+                    )
                 else:
-                    data = [row[2] for row in mine]
-                    out[f"{table}/{name}"] = blobs.decode_floats(data, P, len(floats), floats.index(name))
-        return steps, ids, out
+                    data, place = [row[3] for row in mine], floats.index(name)
+                    out.values[table, name] = blobs.decode_floats(data, P, len(floats), place)
+        return out
 
     def scalar_names(self) -> list[tuple[int, str, str]]:
-        """Return id, source and name of each scalar."""
-        sql = "SELECT id, source, name FROM scalar_name WHERE id <= ? ORDER BY id"
-        return [(int(i), str(s), str(n)) for i, s, n in self._snapshot.rows(sql, (self.last["scalar_name"],))]
+        """Return id, source and name of each scalar, in the order of their first use."""
+        rows = self._rows("SELECT id, source, name FROM scalar_name", "scalar_name")
+        return [(int(i), str(source), str(name)) for i, source, name in rows]
 
     def scalar(self, identifier: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Return the global steps and values of a scalar in the order in which they were logged."""
-        rows = self._snapshot.rows(
-            "SELECT step, value FROM scalar WHERE name = ? AND id <= ? ORDER BY id",
-            (identifier, self.last["scalar"]),
-        )
+        rows = self._rows("SELECT step, value FROM scalar", "scalar", f" AND name = {int(identifier)}")
         steps = np.array([row[0] for row in rows], dtype=np.int64) + self.step_offset
-        values = np.array([np.nan if row[1] is None else row[1] for row in rows], dtype=np.float64)
-        return steps, values
+        return steps, np.array([np.nan if row[1] is None else row[1] for row in rows], dtype=np.float64)
 
-    def events(self, kind: str | None) -> list[tuple[int | None, float, str, dict[str, Any]]]:
+    def events(self, kind: str | None = None) -> list[tuple[int | None, float, str, dict[str, Any]]]:
         """Return global step, time, kind and payload of the events, in the order of writing."""
-        sql = "SELECT step, time, kind, payload FROM event WHERE id <= ? AND (?2 IS NULL OR kind = ?2) ORDER BY id"
         out = []
-        for step, when, what, payload in self._snapshot.rows(
-            sql.replace("?,", "?1,").replace("<= ?", "<= ?1"), (self.last["event"], kind)
-        ):
-            out.append((None if step is None else step + self.step_offset, when, what, json.loads(payload)))
+        for step, when, what, text in self._rows("SELECT step, time, kind, payload FROM event", "event"):
+            payload = self._parsed("event", text, _mapping) if kind in {None, what} else None
+            if payload is not None:
+                out.append((None if step is None else step + self.step_offset, when, what, payload))
         return out
 
     def findings(self) -> list[Finding]:
         """Return the findings that were stored, in the order of writing."""
-        rows = self._snapshot.rows(
-            "SELECT json FROM finding WHERE id <= ? ORDER BY id", (self.last["finding"],)
-        )
-        return [Finding.from_json(json.loads(text)) for (text,) in rows]
-
-    def fingerprint(self) -> Fingerprint | None:
-        """Return the fingerprint of this rank, or None where none was stored."""
-        path = self.path.with_name(document_name(self.rank))
-        if not path.exists():
-            return None
-        data = documents.read_document(path).get("fingerprint")
-        return None if data is None else Fingerprint.from_json(data)
+        rows = self._rows("SELECT json FROM finding", "finding")
+        parsed = [self._parsed("finding", text, Finding.from_json) for (text,) in rows]
+        return [finding for finding in parsed if finding is not None]
 
     def last_step(self) -> int:
         """Return the highest global step of any series or scalar, -1 where there is none."""
-        union = " UNION ALL ".join(
-            f"SELECT max(step) FROM {name}" for name in ("scalar", *(f"series_{s}" for s in SERIES))
-        )
-        steps = [row[0] for row in self._snapshot.rows(union) if row[0] is not None]
-        return max(steps) + self.step_offset if steps else -1
+        steps: list[int] = []
+        for table in ("scalar", *(f"series_{name}" for name in SERIES)):
+            try:
+                steps += [row[0] for row in self._snapshot.rows(f"SELECT max(step) FROM {table}")]
+            except RunFormatError:
+                steps += [row[0] for row in self._rows(f"SELECT step FROM {table}", table)]
+        found = [step for step in steps if step is not None]
+        return max(found) + self.step_offset if found else -1
+
+    def _last_row(self, table: str) -> int:
+        try:
+            return int(self._snapshot.rows(f"SELECT max(id) FROM {table}")[0][0] or 0)
+        except RunFormatError as error:
+            self._lose(f"table {table} is not readable: {error}")
+            return 0
+
+    def _rows(self, select: str, table: str, condition: str = "") -> list[tuple[Any, ...]]:
+        last = self.last[table]
+        rows, lost = self._snapshot.salvage(f"{select} WHERE 1{condition}", table, last)
+        if lost:
+            self._lose(f"{lost} of {last} rows of table {table} are damaged and left out")
+        return rows
+
+    def _parsed(self, table: str, text: str, parse: Callable[[Any], T]) -> T | None:
+        try:
+            return parse(json.loads(text))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            self._lose(f"a row of table {table} is damaged: {type(error).__name__}: {error}")
+            return None
+
+    def _lose(self, what: str) -> None:
+        self.losses[f"{self.path}: {what}"] = None
+
+
+def _table(data: Any) -> Table:
+    return tuple(ParameterRecord.from_json(row) for row in data)
+
+
+def _mapping(data: Any) -> dict[str, Any]:
+    return dict(data)

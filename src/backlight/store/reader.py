@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +12,25 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
-from backlight.store import frames
+from backlight.store import frames, holdings
 from backlight.store.errors import RunFormatError
 from backlight.store.frames import Block, Frame
-from backlight.store.manifest import AttemptEntry, attempt_folder, read_manifest
+from backlight.store.manifest import read_manifest
+from backlight.store.names import storable
+from backlight.store.opening import OpenedAttempt, open_attempt
+from backlight.store.pieces import ArrayInfo
 from backlight.store.ranks import RankFile
-from backlight.store.schema import SCALARS, SERIES
+from backlight.store.schema import SCALARS, SERIES, SeriesSchema
 
-__all__ = ["Attempt", "Event", "Frame", "Run", "RunFormatError", "Scalar", "open_run"]
+__all__ = ["ArrayInfo", "Attempt", "Event", "Frame", "Run", "RunFormatError", "Scalar", "open_run"]
+
+CACHE_BYTES = 256 * 1024 * 1024
+"""Bytes of frames that a run keeps, because many rules ask for the same ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One start of the training: ``ended`` is None where it is not known."""
+    """One start of the training; ``ended`` is None where not known, ``ranks`` are those that can be read."""
 
     index: int
     step_offset: int
@@ -33,6 +40,7 @@ class Attempt:
     world_size: int
     argv: tuple[str, ...]
     ranks: tuple[int, ...]
+    script: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +70,15 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._manifest = read_manifest(path)
-        self._losses: list[str] = []
-        self._files: list[RankFile] = []
-        attempts = []
-        for entry in self._manifest.attempts:
-            files = self._open_files(entry)
-            self._files += files
-            attempts.append(
-                Attempt(
-                    entry.index,
-                    entry.step_offset,
-                    entry.status_now(),
-                    entry.started,
-                    entry.ended,
-                    entry.world_size,
-                    entry.argv,
-                    tuple(file.rank for file in files),
-                )
-            )
-        self.attempts = tuple(attempts)
+        self._opened: list[OpenedAttempt] = [open_attempt(path, entry) for entry in self._manifest.attempts]
+        self._files: list[RankFile] = [file for opened in self._opened for file in opened.files]
+        self._lost: dict[str, None] = {}
+        self._order: tuple[str, ...] | None = None
+        self._cache: OrderedDict[tuple[Any, ...], Frame] = OrderedDict()
+        if not self._files and any(opened.unreadable for opened in self._opened):
+            reasons = "; ".join(loss for opened in self._opened for loss in opened.losses)
+            raise RunFormatError(f"{path}: nothing in this run can be read: {reasons}")
+        self.attempts = tuple(_attempt(opened) for opened in self._opened)
 
     @property
     def name(self) -> str:
@@ -114,8 +112,14 @@ class Run:
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """Return in words what is known to be lost or unreadable; empty when the run is whole."""
-        return tuple(self._losses)
+        """Return in words what is known to be lost or unreadable; empty when the run is whole.
+
+        Damage inside a file is found where it is read, so this may grow as a run is used.
+        """
+        said = dict.fromkeys(loss for opened in self._opened for loss in opened.losses)
+        for file in self._files:
+            said |= file.losses
+        return tuple(said | self._lost)
 
     def parameters(self) -> tuple[ParameterRecord, ...]:
         """Return every parameter of any table, in model order, as its newest table describes it."""
@@ -126,14 +130,15 @@ class Run:
         return tuple(newest[name] for name in self._names())
 
     def series_steps(self, series: str) -> npt.NDArray[np.int64]:
-        """Return the global steps at which any rank recorded the series."""
-        self._schema(series)
+        """Return the global steps at which any rank recorded the series, in any part."""
+        _schema(series)
         steps = [file.steps(series) for file in self._files]
         return np.unique(np.concatenate(steps)) if steps else np.zeros(0, dtype=np.int64)
 
     def has(self, series: str) -> bool:
         """Tell whether the series was recorded at all."""
-        return len(self.series_steps(series)) > 0
+        _schema(series)
+        return any(file.last[f"series_{series}"] for file in self._files)
 
     def last_step(self) -> int:
         """Return the last global step of anything recorded, -1 where there is nothing."""
@@ -142,12 +147,25 @@ class Run:
     def frame(
         self, series: str, column: str, *, attempt: int | None = None, rank: int | None = None, part: int = 0
     ) -> Frame:
-        """Return one column of a series over global steps and all parameters."""
-        schema = self._schema(series)
+        """Return one column of a series, stored or derived, over global steps and all parameters.
+
+        Ranks are joined as the schema says unless one is named; where two attempts hold a step, the later
+        one counts. The arrays are shared between calls: do not write into them.
+
+        Raises
+        ------
+        KeyError
+            If there is no such series or column.
+        """
+        schema = _schema(series)
         unit = frames.unit(schema, column)
         if unit is None:
-            known = ", ".join(c.name for c in (*schema.columns, *schema.derived))
+            known = ", ".join([c.name for c in schema.columns] + [d.name for d in schema.derived])
             raise KeyError(f"series {series!r} has no column {column!r}; it has {known}")
+        key = (series, column, attempt, rank, part)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
         wanted = frames.needs(schema, column)
         names = self._names()
         blocks = []
@@ -159,27 +177,28 @@ class Run:
             empty = np.zeros((0, len(names)))
             blocks = [Block(np.zeros(0, dtype=np.int64), dict.fromkeys(wanted, empty), empty != 0)]
         joined = frames.join_attempts(blocks)
-        return Frame(joined.steps, names, frames.derive(column, joined.columns), joined.measured, unit)
+        values = frames.derive(column, joined.columns)
+        return self._kept(key, Frame(joined.steps, names, values, joined.measured, unit))
 
     def scalar(
         self, name: str, source: str = "backlight", *, attempt: int | None = None, rank: int | None = None
     ) -> Scalar:
         """Return a scalar over global steps; without a rank, the lowest rank that logged a step counts."""
         merged: dict[int, float] = {}
+        wanted = (storable(source), storable(name))
         for files in self._by_attempt(attempt, rank):
             mine: dict[int, float] = {}
             for file in reversed(files):
                 for identifier, of, called in file.scalar_names():
-                    if (of, called) == (source, name):
+                    if (of, called) == wanted:
                         steps, values = file.scalar(identifier)
                         mine.update(zip(steps.tolist(), values.tolist(), strict=True))
             merged.update(mine)
         schema = SCALARS.get(name) or SCALARS.get(name.split("/", maxsplit=1)[0])
         unit = schema.unit if schema is not None and source == "backlight" else "1"
         order = sorted(merged)
-        return Scalar(
-            np.array(order, dtype=np.int64), np.array([merged[s] for s in order], dtype=np.float64), unit
-        )
+        values_S = np.array([merged[step] for step in order], dtype=np.float64)
+        return Scalar(np.array(order, dtype=np.int64), values_S, unit)
 
     def scalar_names(self, source: str | None = None) -> tuple[str, ...]:
         """Return the names of the scalars of a source, or of all, in the order of their first use."""
@@ -201,60 +220,100 @@ class Run:
 
     def fingerprint(self, attempt: int = -1, rank: int = 0) -> Fingerprint | None:
         """Return the fingerprint of one rank of one attempt (-1: the newest), None where none was stored."""
-        if not self.attempts:
-            return None
-        index = self.attempts[attempt].index if attempt < 0 else attempt
-        for file in self._files:
-            if (file.attempt, file.rank) == (index, rank):
-                return file.fingerprint()
-        return None
+        chosen = self._opened[-1:] if attempt == -1 else [o for o in self._opened if o.entry.index == attempt]
+        return chosen[0].fingerprints.get(rank) if chosen else None
 
-    def _schema(self, series: str) -> Any:
-        if series not in SERIES:
-            raise KeyError(f"no series is called {series!r}; there are {', '.join(SERIES)}")
-        return SERIES[series]
+    def array_names(self) -> tuple[str, ...]:
+        """Return the names of the stored arrays, sorted."""
+        return tuple(sorted({info.name for info in holdings.infos(self._opened, self._lost)}))
+
+    def array_info(self, name: str) -> ArrayInfo:
+        """Return dims, type, unit and encoding of a stored array, as it was recorded last.
+
+        Raises
+        ------
+        KeyError
+            If there is no array of that name.
+        """
+        found = [info for info in holdings.infos(self._opened, self._lost) if info.name == storable(name)]
+        if not found:
+            raise KeyError(
+                f"no array is called {name!r}; there are {', '.join(self.array_names()) or 'none'}"
+            )
+        return found[-1]
+
+    def array(
+        self, name: str, *, attempt: int | None = None, rank: int | None = None
+    ) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[Any]]]:
+        """Return the global steps of a stored array and its value at each; bfloat16 comes as float32.
+
+        A later attempt wins a step, then the lowest rank. Nothing of that name gives no steps.
+        """
+        return holdings.values(self._opened, storable(name), attempt, rank, self._lost)
+
+    def evidence(self) -> tuple[str, ...]:
+        """Return the paths, below the run folder, of the files that findings may cite."""
+        return holdings.evidence(self.path, self._opened)
+
+    def read_evidence(self, path: str) -> bytes:
+        """Return the content of one of :meth:`evidence`.
+
+        Raises
+        ------
+        KeyError
+            If the run has no such file; no other path is ever opened.
+        """
+        if path not in self.evidence():
+            raise KeyError(
+                f"{self.path} has no evidence {path!r}; it has {', '.join(self.evidence()) or 'none'}"
+            )
+        return (self.path / path).read_bytes()
 
     def _names(self) -> tuple[str, ...]:
-        return frames.model_order([[p.name for p in t] for f in self._files for t in f.tables().values()])
+        if self._order is None:
+            tables = [[p.name for p in table] for file in self._files for table in file.tables().values()]
+            self._order = frames.model_order(tables)
+        return self._order
 
     def _by_attempt(self, attempt: int | None, rank: int | None) -> list[Sequence[RankFile]]:
-        out: list[Sequence[RankFile]] = []
-        for known in self.attempts:
-            if attempt is None or known.index == attempt:
-                files = [f for f in self._files if f.attempt == known.index and rank in {None, f.rank}]
-                if files:
-                    out.append(files)
-        return out
+        chosen = [o for o in self._opened if attempt is None or o.entry.index == attempt]
+        groups = [[file for file in opened.files if rank in {None, file.rank}] for opened in chosen]
+        return [files for files in groups if files]
 
-    def _open_files(self, entry: AttemptEntry) -> list[RankFile]:
-        folder = self.path / attempt_folder(entry.index)
-        live = entry.status is RunStatus.RUNNING and entry.process.alive() is True
-        files = []
-        for path in sorted(folder.glob("rank-*.db")):
-            digits = path.stem.removeprefix("rank-")
-            if not digits.isdecimal():
-                continue
-            try:
-                files.append(
-                    RankFile(
-                        path,
-                        attempt=entry.index,
-                        rank=int(digits),
-                        step_offset=entry.step_offset,
-                        live=live,
-                    )
-                )
-            except RunFormatError as error:
-                self._losses.append(str(error))
-        return files
+    def _kept(self, key: tuple[Any, ...], frame: Frame) -> Frame:
+        frame.values.flags.writeable = frame.measured.flags.writeable = False
+        self._cache[key] = frame
+        while sum(f.values.nbytes + f.measured.nbytes for f in self._cache.values()) > CACHE_BYTES:
+            self._cache.popitem(last=False)
+        return frame
 
 
 def open_run(path: str | Path) -> Run:
-    """Open the run in a folder for reading.
+    """Open the run in a folder for reading; nothing in the folder is changed, and nothing in it is executed.
 
-    Raises
-    ------
-    RunFormatError
-        If the folder is not there, is no run, is damaged, or has a newer format.
+    A folder that is not there, is no run, is damaged beyond reading or has a newer format raises a
+    :class:`RunFormatError` that says which, and what to do. Where only a part is lost, the rest is given and
+    ``losses`` says what is missing.
     """
     return Run(Path(path))
+
+
+def _attempt(opened: OpenedAttempt) -> Attempt:
+    entry = opened.entry
+    return Attempt(
+        index=entry.index,
+        step_offset=entry.step_offset,
+        status=entry.progress.status_now(),
+        started=entry.started,
+        ended=entry.progress.ended,
+        world_size=entry.world_size,
+        argv=entry.argv,
+        ranks=opened.ranks,
+        script=entry.script,
+    )
+
+
+def _schema(series: str) -> SeriesSchema:
+    if series not in SERIES:
+        raise KeyError(f"no series is called {series!r}; there are {', '.join(SERIES)}")
+    return SERIES[series]

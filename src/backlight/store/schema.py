@@ -154,3 +154,11 @@ SCALARS: dict[str, ScalarSchema] = {
     )
 }
 """Scalars of backlight, by name or by the part before the first slash."""
+
+
+ARRAY_ENCODINGS: dict[str, int] = {"plain": 1, "bf16": 1}
+"""Encodings of a stored array with the version that this release writes.
+
+``plain`` is the array as it is; ``bf16`` are the 16 bits of bfloat16 in uint16, because HDF5 and
+numpy know no such type.
+"""

@@ -1,38 +1,43 @@
 """Writing a run: buffered, thread-safe, and never in the way of the training.
 
-One writer per process and rank. Calls on the path of a step only copy into buffers; :meth:`RunWriter.flush`,
-called by a thread of the session, writes them as one transaction. A disk that fails stops the
-recording, not the training: the writer keeps the reason in ``lost`` and drops what follows.
+One writer per process and rank. Calls on the path of a step only copy into buffers;
+:meth:`RunWriter.flush`, called by a thread of the session, writes them as one transaction. A disk that
+fails stops the recording, not the training: the writer keeps the reason in ``lost``, says it once to
+``on_lost``, drops what follows and raises nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus, to_json
-from backlight.store import blobs, database, documents
-from backlight.store.attempt import (
-    Entry,
-    database_name,
-    document_name,
-    enter_as_first,
-    enter_as_further,
-)
-from backlight.store.errors import RunExistsError, RunFormatError
-from backlight.store.schema import FORMAT_VERSION, SERIES
+from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
+from backlight.store import documents, filesystem
+from backlight.store.arrays import ArrayWriter
+from backlight.store.attempt import Entry, Opening, database_name, enter_as_first, enter_as_further
+from backlight.store.batch import Batch
+from backlight.store.budget import DiskBudget
+from backlight.store.database import RankDatabase
+from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.store.evidence import write_evidence
+from backlight.store.ledger import Ledger
+from backlight.store.names import storable
+from backlight.store.schema import SERIES
+from backlight.store.segments import SegmentedDatabase
 
-__all__ = ["RunExistsError", "RunFormatError", "RunWriter"]
+__all__ = ["RunExistsError", "RunFormatError", "RunWriteError", "RunWriter"]
 
-_Row = tuple[int, int, int, npt.NDArray[np.float64], npt.NDArray[np.int64]]
+BUFFER_LIMIT = 256 * 1024 * 1024
+"""Bytes that may wait for a flush; what comes while a stuck disk holds more is counted and dropped."""
 
 
 class RunWriter:
@@ -40,45 +45,57 @@ class RunWriter:
 
     Attributes
     ----------
-    path, attempt, step_offset:
-        The folder, the number of this attempt, and what is added to its steps for the global step.
+    path, attempt, step_offset, rank:
+        The folder, the number of this attempt, what is added to its steps for the global step, the rank.
     lost:
-        Why recording stopped, or None. ``on_lost`` is called once when it is set.
+        Why recording stopped, or None.
     """
 
     def __init__(
         self,
-        path: Path,
         entry: Entry,
         *,
         rank: int,
-        max_disk: int | None,
-        on_lost: Callable[[str], None] | None,
+        max_disk: int | None = None,
+        on_lost: Callable[[str], None] | None = None,
+        on_limit: Callable[[str], None] | None = None,
     ) -> None:
-        self.path = path
+        self.path = entry.path
         self.attempt = entry.attempt.index
         self.step_offset = entry.attempt.step_offset
         self.rank = rank
         self.lost: str | None = None
-        self._entry = entry
         self._on_lost = on_lost
-        self._max_disk = max_disk
+        self._on_limit = on_limit
         self._pid = os.getpid()
         self._buffers = threading.Lock()
         self._disk = threading.RLock()
         self._closed = False
+        self._batch = Batch()
+        self._dropped: dict[str, int] = {}
         self._tables: dict[tuple[ParameterRecord, ...], int] = {}
         self._sizes: dict[int, npt.NDArray[np.int64]] = {}
-        self._new_tables: list[tuple[int, str]] = []
         self._names: dict[tuple[str, str], int] = {}
-        self._new_names: list[tuple[int, str, str]] = []
-        self._series: dict[str, list[_Row]] = {name: [] for name in SERIES}
-        self._scalars: list[tuple[int, int, float]] = []
-        self._events: list[tuple[int | None, float, str, str]] = []
-        self._findings: list[tuple[float, str]] = []
-        self._fingerprint: Fingerprint | None = None
-        self._db_path = entry.folder / database_name(rank)
-        self._db = database.create(self._db_path)
+        self._entry = entry
+        self._ledger = Ledger(self.path, entry, rank)
+        share = entry.attempt.world_size
+        self._before = _folder_size(self.path) // share if max_disk is not None else 0
+        self._budget = DiskBudget(None if max_disk is None else max_disk // share)
+        self._evidence_bytes = 0
+        self._arrays = ArrayWriter(entry.folder / "arrays", rank)
+        meta = {
+            "run_id": entry.manifest.run_id,
+            "rank": str(rank),
+            "attempt": str(self.attempt),
+            "launch": entry.attempt.launch,
+        }
+        self._db: RankDatabase | SegmentedDatabase
+        if filesystem.on_network(entry.folder):
+            self._db = SegmentedDatabase(entry.folder, rank, meta)
+            self._ledger.progress.local = str(self._db.local)
+        else:
+            self._db = RankDatabase(entry.folder / database_name(rank), meta)
+        _writers.add(self)
 
     @classmethod
     def create(
@@ -90,62 +107,103 @@ class RunWriter:
         world_size: int = 1,
         run_id: str | None = None,
         script: str = "",
-        arguments: tuple[str, ...] = (),
+        arguments: Sequence[str] = (),
         max_disk: int | None = None,
         overrides: Mapping[str, Mapping[str, float]] | None = None,
         groups: Mapping[str, str] | None = None,
-        rooms: tuple[str, ...] = (),
+        rooms: Sequence[str] = (),
         flush_interval: float = 1.0,
         step_offset: int | None = None,
         on_lost: Callable[[str], None] | None = None,
+        on_limit: Callable[[str], None] | None = None,
     ) -> RunWriter:
-        """Open a new run, or a new attempt of the run that is already at ``path``."""
-        path = Path(path)
+        """Open a new run, or a new attempt of the run that is already at ``path``.
+
+        Parameters
+        ----------
+        path:
+            The run folder; missing folders are created, an empty one is used.
+        run_id:
+            What all ranks of one launch have in common; ranks above 0 need it to find the attempt that
+            rank 0 opens. None on rank 0 makes one up.
+        max_disk:
+            Bytes that the whole folder may take; near it the series become sparser.
+        step_offset:
+            Added to the steps of this attempt. None continues after the last recorded step of the run.
+        on_lost, on_limit:
+            Called once with a reason: recording stopped; ``max_disk`` made the series sparser.
+
+        Raises
+        ------
+        ValueError
+            If an argument is out of range.
+        RunWriteError
+            If the file system does not let us. RunExistsError and RunFormatError come from
+            a folder that cannot take this run. In each case nothing half-written stays behind.
+        """
+        if not 0 <= rank < world_size or flush_interval < 0 or (max_disk is not None and max_disk <= 0):
+            msg = f"got rank {rank} of {world_size}, flush_interval {flush_interval}, max_disk {max_disk}"
+            raise ValueError(f"{msg}; expected 0 <= rank < world_size, an interval >= 0, a limit > 0 or None")
         if rank == 0:
-            entry = enter_as_first(
-                path,
-                name=name,
+            opening = Opening(
+                name=storable(name),
                 launch=run_id,
                 world_size=world_size,
-                script=script,
-                arguments=tuple(arguments),
+                script=storable(script),
+                arguments=tuple(storable(a) for a in arguments),
                 rooms=tuple(rooms),
                 groups=dict(groups or {}),
                 overrides={room: dict(fields) for room, fields in (overrides or {}).items()},
                 flush_interval=flush_interval,
                 step_offset=step_offset,
             )
+            entry = enter_as_first(Path(path), opening)
         else:
-            entry = enter_as_further(path, rank=rank, launch=run_id)
+            entry = enter_as_further(Path(path), rank=rank, launch=run_id)
+        writer = None
         try:
-            writer = cls(path, entry, rank=rank, max_disk=max_disk, on_lost=on_lost)
-            writer._db.executemany(
-                "INSERT INTO meta VALUES (?, ?)",
-                [("format", str(FORMAT_VERSION)), ("run_id", entry.manifest.run_id), ("rank", str(rank))],
-            )
-            writer._write_document()
+            writer = cls(entry, rank=rank, max_disk=max_disk, on_lost=on_lost, on_limit=on_limit)
+            writer._ledger.publish_document()
             if rank == 0:
-                entry.manifest.write(path)
-        except BaseException:
+                writer._ledger.publish()
+        except Exception as error:
+            if writer is not None:
+                writer._discard()
             entry.undo()
-            raise
+            raise RunWriteError(f"{path}: cannot be written: {error}; choose another --out") from error
         return writer
 
     def fingerprint(self, fingerprint: Fingerprint) -> None:
         """Store the fingerprint of this rank, replacing an earlier one."""
-        self._fingerprint = fingerprint
-        self._write_document()
+        if self._off():
+            return
+        with self._disk, self._losing():
+            self._ledger.set_fingerprint(fingerprint)
 
     def parameter_table(self, parameters: tuple[ParameterRecord, ...]) -> int:
-        """Return the id of a table of parameters; an equal table has the same id."""
+        """Return the id of a table of parameters; an equal table has the same id.
+
+        Raises
+        ------
+        ValueError
+            If two rows have one name: a series could not tell them apart.
+        """
+        if self._pid != os.getpid():
+            return 0
         with self._buffers:
             known = self._tables.get(parameters)
             if known is not None:
                 return known
+            names = [p.name for p in parameters]
+            if len(set(names)) != len(names):
+                twice = next(n for n in names if names.count(n) > 1)
+                raise ValueError(
+                    f"the parameter table names {twice!r} twice; every row needs a name of its own"
+                )
             table = len(self._tables) + 1
             self._tables[parameters] = table
             self._sizes[table] = np.array([p.numel for p in parameters], dtype=np.int64)
-            self._new_tables.append((table, documents.dump(parameters)))
+            self._batch.tables.append((table, documents.dump(parameters)))
             return table
 
     def append(
@@ -153,15 +211,25 @@ class RunWriter:
         series: str,
         step: int,
         table: int,
-        floats_PF: npt.NDArray[np.float64],
-        ints_PI: npt.NDArray[np.int64],
+        floats_PF: npt.ArrayLike,
+        ints_PI: npt.ArrayLike,
         part: int = 0,
     ) -> None:
-        """Buffer one recorded step of a per-parameter series."""
+        """Buffer one recorded step of a per-parameter series; the arrays are copied.
+
+        Raises
+        ------
+        ValueError
+            If the arrays do not have the shape that the schema and the table ask for.
+        KeyError
+            If there is no such series or table.
+        """
+        if self._off():
+            return
         schema = SERIES[series]
         P = len(self._sizes[table])
-        floats = np.array(floats_PF, dtype=np.float64, copy=True)
-        ints = np.array(ints_PI, dtype=np.int64, copy=True)
+        floats = np.array(floats_PF, dtype=np.float64)
+        ints = np.array(ints_PI, dtype=np.int64)
         if floats.shape != (P, len(schema.floats)) or ints.shape != (P, len(schema.integers)):
             msg = (
                 f"series {series!r}: got floats {floats.shape} and integers {ints.shape}, expected"
@@ -169,72 +237,109 @@ class RunWriter:
             )
             raise ValueError(msg)
         with self._buffers:
-            if not self._off():
-                self._series[series].append((part, int(step), table, floats, ints))
+            if self._budget.keeps(step) and self._has_room(series, floats.nbytes + ints.nbytes):
+                self._batch.series[series].append((part, int(step), table, floats, ints))
 
     def scalar(self, step: int, name: str, value: float, source: str = "backlight") -> None:
-        """Buffer one scalar."""
+        """Buffer one scalar; ``source`` is ``"backlight"`` or ``"user"``."""
         self.scalars(step, {name: value}, source)
 
     def scalars(self, step: int, values: Mapping[str, float], source: str = "backlight") -> None:
         """Buffer several scalars of one step."""
+        if self._off():
+            return
         with self._buffers:
-            if self._off():
-                return
             for name, value in values.items():
                 known = self._names.get((source, name))
                 if known is None:
                     known = self._names[source, name] = len(self._names) + 1
-                    self._new_names.append((known, source, name))
-                self._scalars.append((known, int(step), float(value)))
+                    self._batch.names.append((known, storable(source), storable(name)))
+                if self._has_room("scalar", 100):
+                    self._batch.scalars.append((known, int(step), float(value)))
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
-        """Buffer one event."""
+        """Buffer one event; ``payload`` becomes JSON."""
+        if self._off():
+            return
+        text = documents.dump(payload)
         with self._buffers:
-            if not self._off():
-                self._events.append((step, time.time(), kind, documents.dump(payload)))
+            if self._has_room("event", len(text)):
+                self._batch.events.append((step, time.time(), storable(kind), text))
 
     def finding(self, finding: Finding) -> None:
         """Store a finding at once."""
+        if self._off():
+            return
+        text = documents.dump(finding)
         with self._buffers:
-            if not self._off():
-                self._findings.append((time.time(), documents.dump(finding)))
+            self._batch.findings.append((time.time(), text))
         self.flush()
 
+    def array(
+        self,
+        name: str,
+        step: int,
+        values: npt.ArrayLike,
+        *,
+        dims: Sequence[str] = (),
+        unit: str = "1",
+        encoding: str = "plain",
+    ) -> None:
+        """Buffer one array; ``dims`` names its axes, ``encoding="bf16"`` takes bfloat16 bits as uint16.
+
+        A ValueError comes from an array that does not fit its description.
+        """
+        if self._off():
+            return
+        with self._disk:
+            size = np.asarray(values).nbytes
+            if not self._budget.fits(self._arrays.pending_bytes + size):
+                with self._buffers:
+                    self._dropped[f"array {name}"] = self._dropped.get(f"array {name}", 0) + 1
+                return
+            self._arrays.add(storable(name), step, values, dims, storable(unit), encoding)
+            full = self._arrays.pending_bytes > BUFFER_LIMIT
+        if full:
+            self.flush()
+
+    def evidence(self, name: str, data: bytes | str) -> str:
+        """Store a file for findings to cite; return its path below the run folder, empty where it is lost."""
+        if self._off():
+            return ""
+        raw = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+        stored = ""
+        with self._disk, self._losing():
+            path = write_evidence(self._entry.folder, name, raw)
+            self._evidence_bytes += len(raw)
+            stored = path.relative_to(self.path).as_posix()
+        return stored
+
     def flush(self) -> None:
-        """Write what is buffered as one transaction."""
-        if self._pid != os.getpid():
+        """Write what is buffered as one transaction, and state the progress."""
+        if self._off():
             return
         with self._disk:
             with self._buffers:
                 if self._off():
                     return
-                series, self._series = self._series, {name: [] for name in SERIES}
-                tables, self._new_tables = self._new_tables, []
-                names, self._new_names = self._new_names, []
-                scalars, self._scalars = self._scalars, []
-                events, self._events = self._events, []
-                findings, self._findings = self._findings, []
-            try:
-                self._db.execute("BEGIN IMMEDIATE")
-                many = self._db.executemany
-                many("INSERT INTO parameter_table VALUES (?, ?)", tables)
-                many("INSERT INTO scalar_name VALUES (?, ?, ?)", names)
-                many("INSERT INTO scalar (name, step, value) VALUES (?, ?, ?)", scalars)
-                many("INSERT INTO event (step, time, kind, payload) VALUES (?, ?, ?, ?)", events)
-                many("INSERT INTO finding (time, json) VALUES (?, ?)", findings)
-                for name, rows in series.items():
-                    many(
-                        f"INSERT INTO series_{name} (part, step, parameters, floats, ints)"
-                        " VALUES (?, ?, ?, ?, ?)",
-                        self._encoded(rows),
-                    )
-                self._db.execute("COMMIT")
-            except (sqlite3.Error, OSError) as error:
-                self._lose(f"{type(error).__name__}: {error}")
+                batch, self._batch = self._batch, Batch()
+                dropped, self._dropped = self._dropped, {}
+            if dropped:
+                text = documents.dump({"rows": dropped, "reason": "disk too slow, or max_disk reached"})
+                batch.events.append((None, time.time(), "not_stored", text))
+            with self._losing():
+                if batch:
+                    self._db.write(batch, self._sizes)
+                else:
+                    self._db.check_there()
+                wrote_arrays = self._arrays.flush()
+                if batch or wrote_arrays:
+                    self._ledger.note(self._last_rows(), batch.last_step())
+                self._ledger.publish_if_due()
+                self._watch_size()
 
     def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
-        """Flush, state how the attempt ended, and close the files."""
+        """Flush, state how the attempt ended, and close the files; further calls do nothing."""
         if self._pid != os.getpid():
             return
         self.flush()
@@ -242,43 +347,89 @@ class RunWriter:
             if self._closed:
                 return
             self._closed = True
-            attempt = self._entry.attempt
-            try:
+            with self._losing():
                 self._db.close()
-                attempt.status, attempt.ended = status, time.time()
-                if self.rank == 0:
-                    self._entry.manifest.write(self.path)
-            except (sqlite3.Error, OSError) as error:
-                self._lose(f"{type(error).__name__}: {error}")
+                if self.lost is None:
+                    self._ledger.progress.local = ""
+                    self._ledger.note(self._last_rows(), -1)
+            self._ledger.progress.status, self._ledger.progress.ended = status, time.time()
+            with self._losing():
+                self._ledger.publish()
 
     def _off(self) -> bool:
         return self._closed or self.lost is not None or self._pid != os.getpid()
 
+    def _has_room(self, what: str, size: int) -> bool:
+        if self._batch.bytes + size > BUFFER_LIMIT:
+            self._dropped[what] = self._dropped.get(what, 0) + 1
+            return False
+        self._batch.bytes += size
+        return True
+
+    def _last_rows(self) -> dict[str, dict[str, int]]:
+        folder = self._entry.folder.name
+        rows: dict[str, dict[str, int]] = {}
+        if isinstance(self._db, SegmentedDatabase):
+            rows.update(self._db.published)
+        else:
+            rows[self._db.path.name] = {name: last for name, last in self._db.last.items() if last}
+        rows.update({f"arrays/{name}": size for name, size in self._arrays.files().items()})
+        return {f"{folder}/{name}": last for name, last in rows.items()}
+
+    def _watch_size(self) -> None:
+        used = self._before + self._db.size() + self._arrays.size() + self._evidence_bytes
+        first = self._budget.stride == 1
+        if not self._budget.update(used):
+            return
+        stride, limit = self._budget.stride, self._budget.limit
+        what = f"every {stride}th recorded step" if stride else "nothing more"
+        payload = {"bytes": used, "limit": limit, "stride": stride, "keeps": what}
+        self.event(None, "disk_limit", payload)
+        if first and self._on_limit is not None:
+            with contextlib.suppress(Exception):
+                self._on_limit(f"{self.path}: {used} of {limit} bytes used; of the series, {what} is stored")
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Turn whatever the disk raises into a loss that is stated once."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - nothing that breaks here may break the training
+            self._lose(f"{self.path}: {type(error).__name__}: {error}")
+
     def _lose(self, reason: str) -> None:
-        if self.lost is None:
-            self.lost = reason
-            if self._on_lost is not None:
+        if self.lost is not None:
+            return
+        self.lost = reason
+        with self._buffers:
+            self._batch = Batch()
+        self._ledger.progress.lost = reason
+        with contextlib.suppress(Exception):
+            self._ledger.publish()
+        if self._on_lost is not None:
+            with contextlib.suppress(Exception):
                 self._on_lost(reason)
 
-    def _encoded(self, rows: list[_Row]) -> list[tuple[int, int, int, bytes, bytes]]:
-        out: list[tuple[int, int, int, bytes, bytes]] = []
-        first = 0
-        for i in range(1, len(rows) + 1):
-            if i == len(rows) or rows[i][2] != rows[first][2]:
-                group = rows[first:i]
-                floats = blobs.encode_floats(np.stack([row[3] for row in group]))
-                ints = blobs.encode_integers(np.stack([row[4] for row in group]), self._sizes[group[0][2]])
-                out += [(*row[:3], f, n) for row, f, n in zip(group, floats, ints, strict=True)]
-                first = i
-        return out
+    def _discard(self) -> None:
+        self._closed = True
+        with contextlib.suppress(Exception):
+            self._db.close()
 
-    def _write_document(self) -> None:
-        document = {
-            "kind": "backlight rank",
-            "rank": self.rank,
-            "process": to_json(self._entry.attempt.process),
-            "fingerprint": to_json(self._fingerprint),
-        }
-        documents.write_atomically(
-            self._entry.folder / document_name(self.rank), documents.dump(document).encode("ascii")
-        )
+    def _after_fork(self) -> None:
+        self._db.abandon()
+
+
+_writers: weakref.WeakSet[RunWriter] = weakref.WeakSet()
+
+
+def _folder_size(path: Path) -> int:
+    return sum(p.lstat().st_size for p in path.rglob("*") if p.is_file())
+
+
+def _abandon_in_child() -> None:
+    for writer in list(_writers):
+        writer._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_in_child)

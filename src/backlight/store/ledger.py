@@ -1,0 +1,79 @@
+"""What a rank states of its own progress, so that a reader can tell a loss from a short run.
+
+Rank 0 states it in ``manifest.json``, which no other rank writes; a further rank in its own
+``rank-NNNNN.json``.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from backlight.records import Fingerprint
+from backlight.store import documents
+from backlight.store.attempt import Entry, document_name
+from backlight.store.manifest import HEARTBEAT
+from backlight.store.schema import FORMAT_VERSION
+
+RANK_KIND = "backlight rank"
+
+DUTY = 20.0
+"""Stating may take one part in so many of the recording thread's time, whatever the disk."""
+
+
+class Ledger:
+    """Publishes the progress of one rank, not more often than it is worth."""
+
+    def __init__(self, path: Path, entry: Entry, rank: int) -> None:
+        self.progress = entry.progress
+        self._path = path
+        self._entry = entry
+        self._rank = rank
+        self._fingerprint = "null"
+        self._published = 0.0
+        self._cost = 0.0
+        self._stale = True
+
+    def set_fingerprint(self, fingerprint: Fingerprint) -> None:
+        """Store the fingerprint of the rank; an OSError passes through."""
+        self._fingerprint = documents.dump(fingerprint)
+        self.publish_document()
+
+    def note(self, files: dict[str, dict[str, int]], step: int) -> None:
+        """Take note of the last rows of each file and of the last attempt-local step."""
+        self.progress.files = files
+        self.progress.step = max(self.progress.step, step)
+        self._stale = True
+
+    def publish_if_due(self) -> None:
+        """Publish what was noted, or a sign of life, where it is time; an OSError passes through."""
+        waited = time.monotonic() - self._published
+        pause = max(self._entry.attempt.flush_interval * 0.9, DUTY * self._cost)
+        if (self._stale and waited >= pause) or waited >= HEARTBEAT:
+            self.publish()
+
+    def publish(self) -> None:
+        """Publish the progress now; an OSError passes through."""
+        began = time.monotonic()
+        self.progress.updated = time.time()
+        if self._rank == 0:
+            self._entry.manifest.write(self._path)
+        else:
+            self.publish_document()
+        self._published = time.monotonic()
+        self._cost = self._published - began
+        self._stale = False
+
+    def publish_document(self) -> None:
+        """Write ``rank-NNNNN.json``; an OSError passes through."""
+        head = {
+            "kind": RANK_KIND,
+            "format": FORMAT_VERSION,
+            "run_id": self._entry.manifest.run_id,
+            "attempt": self._entry.attempt.index,
+            "rank": self._rank,
+            "progress": None if self._rank == 0 else self.progress,
+        }
+        # The fingerprint may hold thousands of modules; it is turned into text once.
+        text = f'{documents.dump(head)[:-1]}, "fingerprint": {self._fingerprint}}}'
+        documents.write_atomically(self._entry.folder / document_name(self._rank), text.encode("ascii"))

@@ -1,0 +1,167 @@
+"""Finding the files of a run and saying what of them is missing: the first half of reading."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from backlight.records import Fingerprint, RunStatus
+from backlight.store import documents
+from backlight.store.attempt import document_name
+from backlight.store.errors import RunFormatError
+from backlight.store.manifest import AttemptEntry, Progress, attempt_folder
+from backlight.store.pieces import parse_piece
+from backlight.store.ranks import RankFile
+from backlight.store.segments import current, parse_name
+from backlight.store.snapshot import Snapshot
+
+
+@dataclass(slots=True)
+class OpenedAttempt:
+    """The readable files of an attempt, the progress that each rank states, and what is lost of it."""
+
+    entry: AttemptEntry
+    folder: Path
+    files: list[RankFile] = field(default_factory=list)
+    progress: dict[int, Progress] = field(default_factory=dict)
+    fingerprints: dict[int, Fingerprint] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
+    unreadable: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks of which something can be read."""
+        return tuple(sorted({file.rank for file in self.files}))
+
+
+def open_attempt(path: Path, entry: AttemptEntry) -> OpenedAttempt:
+    """Open what there is of one attempt of the run at ``path``."""
+    out = OpenedAttempt(entry, path / attempt_folder(entry.index))
+    out.progress[0] = entry.progress
+    if not out.folder.is_dir():
+        out.losses.append(f"attempt {entry.index}: its folder {out.folder.name} is missing")
+        return out
+    found = {p.name: parsed for p in out.folder.iterdir() if (parsed := parse_name(p.name)) is not None}
+    names = current((name, rank, first, last) for name, (rank, first, last) in found.items())
+    for rank in sorted({0, *(rank for rank, _, _ in found.values())}):
+        _open_document(out, rank)
+    for name in names:
+        rank = found[name][0]
+        progress = out.progress.get(rank)
+        live = (
+            progress is not None and progress.status is RunStatus.RUNNING and progress.process.alive() is True
+        )
+        own = live and progress is not None and progress.process.pid == os.getpid()
+        file = out.folder / name
+        try:
+            snapshot = Snapshot(file, live=live, own=own)
+            out.files.append(
+                RankFile(file, snapshot, attempt=entry.index, rank=rank, step_offset=entry.step_offset)
+            )
+        except RunFormatError as error:
+            out.unreadable += 1
+            out.losses.append(str(error))
+    _state_losses(out)
+    return out
+
+
+def _open_document(out: OpenedAttempt, rank: int) -> None:
+    path = out.folder / document_name(rank)
+    if not path.exists():
+        return
+    try:
+        data = documents.read_document(path)
+        if data.get("fingerprint") is not None:
+            out.fingerprints[rank] = Fingerprint.from_json(data["fingerprint"])
+        if rank and data.get("progress") is not None:
+            out.progress[rank] = Progress.from_json(data["progress"])
+    except RunFormatError as error:
+        out.losses.append(str(error))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        out.losses.append(f"{path}: is damaged: {type(error).__name__}: {error}")
+
+
+def _state_losses(out: OpenedAttempt) -> None:
+    """Compare what each rank said of its files with what is there."""
+    entry = out.entry
+    present = {file.rank for file in out.files}
+    for rank in range(entry.world_size):
+        progress = out.progress.get(rank)
+        if progress is None:
+            if rank not in present:
+                out.losses.append(f"attempt {entry.index}: rank {rank} of {entry.world_size} left no file")
+            continue
+        out.losses += _said(entry, rank, progress)
+        rows: dict[str, Mapping[str, int]] = {f.path.name: f.last for f in out.files if f.rank == rank}
+        for name, stated in progress.files.items():
+            loss = _compared(out.folder, PurePosixPath(name), stated, rows)
+            if loss:
+                out.losses.append(f"attempt {entry.index}, rank {rank}: {loss}")
+        if not progress.files and rank not in present and not out.unreadable and not progress.local:
+            out.losses.append(
+                f"attempt {entry.index}: rank {rank} left no data, it ended before its first flush"
+            )
+
+
+def _said(entry: AttemptEntry, rank: int, progress: Progress) -> list[str]:
+    who = f"attempt {entry.index}, rank {rank}"
+    after = (
+        f"after step {entry.step_offset + progress.step}" if progress.step >= 0 else "from its first step on"
+    )
+    out = []
+    if progress.lost:
+        out.append(f"{who}: recording stopped {after}: {progress.lost}")
+    status = progress.status_now()
+    interval = f"up to one flush interval ({entry.flush_interval:g} s)"
+    if status is RunStatus.KILLED:
+        out.append(f"{who}: its process was killed; {interval} of what it recorded last is lost")
+    elif status is RunStatus.UNKNOWN:
+        where = f"process {progress.process.pid} on {progress.process.host}"
+        out.append(
+            f"{who}: it cannot be told from here whether {where} still runs; if not, {interval} is lost"
+        )
+    if progress.local and status is not RunStatus.RUNNING:
+        out.append(
+            f"{who}: what it had not yet published is on {progress.process.host} in {progress.local};"
+            " run `backlight compact` there to bring it in"
+        )
+    return out
+
+
+def _compared(
+    folder: Path, name: PurePosixPath, stated: Mapping[str, int], rows: Mapping[str, Mapping[str, int]]
+) -> str:
+    """Say in words what one file lacks of what was stated, empty where it lacks nothing."""
+    if name.parts[1:] == (name.name,) and parse_name(name.name) is not None:
+        if name.name not in rows:
+            there = (folder / name.name).exists() or _replaced(folder / name.name)
+            return "" if there else f"{name} is missing"
+        short = [
+            f"{rows[name.name].get(table, 0)} of {last} rows of {table}"
+            for table, last in stated.items()
+            if rows[name.name].get(table, 0) < last
+        ]
+        why = "it was copied without its -wal file, or truncated"
+        return f"{name} holds only {', '.join(short)}: {why}" if short else ""
+    if name.parts[1:] == ("arrays", name.name) and parse_piece(name.name) is not None:
+        path = folder / "arrays" / name.name
+        if path.exists():
+            size, expected = path.stat().st_size, stated.get("bytes", 0)
+            return "" if size >= expected else f"{name} has only {size} of {expected} bytes"
+        return "" if _replaced(path) else f"{name} is missing"
+    return ""
+
+
+def _replaced(path: Path) -> bool:
+    """Tell whether a merged file stands for this one."""
+    parse = parse_name if path.suffix == ".db" else parse_piece
+    mine = parse(path.name)
+    if mine is None or not path.parent.is_dir():
+        return False
+    for other in path.parent.iterdir():
+        theirs = parse(other.name)
+        if theirs is not None and theirs[0] == mine[0] and theirs[1] <= mine[1] and mine[2] <= theirs[2]:
+            return other != path
+    return False
