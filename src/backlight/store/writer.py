@@ -307,12 +307,11 @@ class RunWriter:
         if self._off():
             return ""
         raw = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
-        stored = ""
+        path: Path | None = None
         with self._disk, self._losing():
             path = write_evidence(self._entry.folder, name, raw)
             self._evidence_bytes += len(raw)
-            stored = path.relative_to(self.path).as_posix()
-        return stored
+        return "" if path is None else path.relative_to(self.path).as_posix()
 
     def flush(self) -> None:
         """Write what is buffered as one transaction, and state the progress."""

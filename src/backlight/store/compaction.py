@@ -1,0 +1,309 @@
+"""Tidying a run that nobody writes any more: fewer, closed files, and a manifest that says how it ended.
+
+Each step leaves a run that opens: SQLite itself moves a log into its file, a new file is complete
+before it is renamed, a merged file says in its name which ones it replaces, and those go last. Interrupted
+at any point, compaction can simply be run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sqlite3
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backlight.records import RunStatus
+from backlight.store import documents
+from backlight.store.arrays import ROLL_SIZE
+from backlight.store.attempt import document_name, locked
+from backlight.store.database import COUNTED, PAGE_SIZE, SYNC_INTERVAL, connect, create_tables
+from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.store.holdings import pieces
+from backlight.store.manifest import Manifest, Progress, read_manifest
+from backlight.store.opening import OpenedAttempt, open_attempt
+from backlight.store.pieces import merged, parse_piece, piece_name, read_piece, write_piece
+from backlight.store.schema import FORMAT_VERSION, SERIES
+from backlight.store.segments import bring, current, parse_name, segment_name
+from backlight.store.snapshot import Snapshot, beside, size_of
+
+__all__ = ["Compaction", "compact"]
+
+_SHARED = ("parameter_table", "scalar_name")
+
+
+@dataclass(slots=True)
+class Compaction:
+    """What compaction did: bytes before and after, and in words what it found."""
+
+    before: int = 0
+    after: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def compact(path: str | Path, *, every: int | None = None, force: bool = False) -> Compaction:
+    """Tidy the run at ``path``: after a kill, or to save space.
+
+    Parameters
+    ----------
+    every:
+        Keep only every Nth recorded step of each series; None keeps all. Scalars, events and
+        findings always stay.
+    force:
+        Also where it cannot be told from this machine whether the writer still lives.
+
+    Raises
+    ------
+    RunExistsError
+        If a process writes the run, or may do so.
+    RunWriteError
+        If the file system does not let us; what is there then still opens.
+    RunFormatError
+        If the folder is no run, or has an older format.
+    ValueError
+        If ``every`` is not positive.
+    """
+    path = Path(path)
+    if every is not None and every < 1:
+        raise ValueError(f"every is {every}, expected at least 1")
+    result = Compaction()
+    manifest = read_manifest(path)
+    if manifest.format != FORMAT_VERSION:
+        raise RunFormatError(f"{path}: has an older format; only reading it is supported")
+    try:
+        with locked(path):
+            manifest = read_manifest(path)
+            opened = [open_attempt(path, entry) for entry in manifest.attempts]
+            for attempt in opened:
+                _refuse_running(path, attempt, force=force)
+            result.before = _size(path)
+            for attempt in opened:
+                _compact_attempt(path, attempt, manifest, every, result)
+            _sweep(path)
+            manifest.write(path)
+            result.after = _size(path)
+    except (OSError, sqlite3.Error) as error:
+        raise RunWriteError(f"{path}: cannot be compacted: {error}; what was recorded still opens") from error
+    return result
+
+
+def _refuse_running(path: Path, attempt: OpenedAttempt, *, force: bool) -> None:
+    for rank, progress in attempt.progress.items():
+        status = progress.status_now()
+        who = f"rank {rank} of attempt {attempt.entry.index} (process {progress.process.pid}"
+        who = f"{who} on {progress.process.host})"
+        if status is RunStatus.RUNNING:
+            raise RunExistsError(f"{path}: {who} is still writing; compact the run when it has ended")
+        if status is RunStatus.UNKNOWN and progress.status is RunStatus.RUNNING and not force:
+            msg = f"{path}: it cannot be told from here whether {who} still writes"
+            raise RunExistsError(f"{msg}; compact the run there, or force it")
+
+
+def _compact_attempt(
+    path: Path, attempt: OpenedAttempt, manifest: Manifest, every: int | None, result: Compaction
+) -> None:
+    folder = attempt.folder
+    if not folder.is_dir():
+        return
+    _sweep(folder)
+    for rank, progress in attempt.progress.items():
+        _recover_local(folder, rank, progress, manifest.run_id, result)
+        _databases(folder, rank, every, result)
+        _pieces(folder, rank, result)
+        _finish(path, folder, rank, progress)
+        if rank:
+            _rewrite_document(folder / document_name(rank), progress)
+
+
+def _recover_local(folder: Path, rank: int, progress: Progress, run_id: str, result: Compaction) -> None:
+    """Bring in what a killed writer on network storage had not yet published from its local disk."""
+    if not progress.local:
+        return
+    local = Path(progress.local)
+    source = local / f"rank-{rank:05d}.db"
+    if progress.process.host != socket.gethostname() or not source.is_file():
+        result.notes.append(
+            f"{source} on {progress.process.host} is not here; what is in it is not brought in"
+        )
+        return
+    try:
+        meta = dict(Snapshot(source).rows("SELECT key, value FROM meta"))
+    except RunFormatError as error:
+        result.notes.append(str(error))
+        return
+    if (meta.get("run_id"), meta.get("rank")) != (run_id, str(rank)):
+        result.notes.append(f"{source} belongs to another run and is left alone")
+        return
+    _fold_log(source)
+    taken = [span for p in folder.iterdir() if (span := parse_name(p.name)) is not None and span[0] == rank]
+    bring(source, folder / segment_name(rank, max((last for _, _, last in taken), default=-1) + 1))
+    progress.local = ""
+    # The folder's name came from the manifest: nothing but this file and an empty folder is removed.
+    source.unlink()
+    with contextlib.suppress(OSError):
+        local.rmdir()
+    result.notes.append(f"brought in {source}")
+
+
+def _databases(folder: Path, rank: int, every: int | None, result: Compaction) -> None:
+    """Make one closed database of those of a rank."""
+    found = {p.name: s for p in folder.iterdir() if (s := parse_name(p.name)) is not None and s[0] == rank}
+    names = current((name, *span) for name, span in found.items())
+    for name in set(found) - set(names):
+        (folder / name).unlink()
+    for group in ([n for n in names if found[n][1] < 0], [n for n in names if found[n][1] >= 0]):
+        logs = [name for name in group if beside(folder / name, "-wal").exists()]
+        if not group or (len(group) == 1 and not logs and every is None):
+            continue
+        spans = [found[name] for name in group]
+        whole = group[0] if spans[0][1] < 0 else segment_name(rank, spans[0][1], spans[-1][2])
+        try:
+            for name in group:
+                Snapshot(folder / name)
+                _fold_log(folder / name)
+            _merge(folder, group, whole, every)
+        except (RunFormatError, sqlite3.DatabaseError) as error:
+            result.notes.append(f"{folder.name}: {', '.join(group)} stay as they are: {error}")
+            continue
+        for name in group:
+            if name != whole:
+                (folder / name).unlink()
+
+
+def _fold_log(path: Path) -> None:
+    """Let SQLite move a log into its file; only then may the file be replaced by another one.
+
+    Raises
+    ------
+    RunWriteError
+        If another program has the file open.
+    """
+    connection = connect(path)
+    try:
+        connection.execute(f"PRAGMA busy_timeout = {int(1000 * SYNC_INTERVAL / 10)}")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        mode = connection.execute("PRAGMA journal_mode = DELETE").fetchone()[0]
+    except sqlite3.OperationalError as error:
+        raise RunWriteError(f"{path}: is in use: {error}; close what reads it and try again") from error
+    finally:
+        connection.close()
+    if mode != "delete" or size_of(beside(path, "-wal")):
+        raise RunWriteError(f"{path}: is in use by another program; close it and try again")
+
+
+def _merge(folder: Path, names: list[str], whole: str, every: int | None) -> None:
+    temporary = documents.temporary_name(folder / whole)
+    temporary.unlink(missing_ok=True)
+    connection = connect(temporary)
+    try:
+        connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
+        connection.execute("PRAGMA journal_mode = OFF")
+        connection.execute("PRAGMA synchronous = OFF")
+        for i, name in enumerate(names):
+            place = (folder / name).absolute().as_uri()
+            connection.execute("ATTACH ? AS source", (f"{place}?mode=ro",))
+            if i == 0:
+                create_tables(connection, dict(connection.execute("SELECT key, value FROM source.meta")))
+            for table in COUNTED:
+                _copy_rows(connection, table)
+            connection.execute("DETACH source")
+        if every is not None and every > 1:
+            for series in SERIES:
+                connection.execute(
+                    f"DELETE FROM series_{series} WHERE step NOT IN (SELECT step FROM (SELECT step,"
+                    f" row_number() OVER (ORDER BY step) - 1 AS n FROM (SELECT DISTINCT step FROM"
+                    f" series_{series})) WHERE n % ? = 0)",
+                    (every,),
+                )
+            connection.execute("VACUUM")
+        check = connection.execute("PRAGMA integrity_check").fetchone()[0]
+        if check != "ok":
+            raise sqlite3.DatabaseError(f"the merged file fails its check: {check}")
+        connection.close()
+        documents.sync_file(temporary)
+        documents.publish(temporary, folder / whole)
+    finally:
+        connection.close()
+        temporary.unlink(missing_ok=True)
+
+
+def _copy_rows(connection: sqlite3.Connection, table: str) -> None:
+    columns = [row[1] for row in connection.execute(f"PRAGMA source.table_info({table})")]
+    if table in _SHARED:
+        # Segments repeat these with the same ids.
+        named = ", ".join(columns)
+        connection.execute(
+            f"INSERT OR IGNORE INTO main.{table} ({named}) SELECT {named} FROM source.{table} ORDER BY id"
+        )
+        return
+    named = ", ".join(column for column in columns if column != "id")
+    connection.execute(f"INSERT INTO main.{table} ({named}) SELECT {named} FROM source.{table} ORDER BY id")
+
+
+def _pieces(folder: Path, rank: int, result: Compaction) -> None:
+    """Merge neighbouring pieces of arrays up to the size at which pieces roll."""
+    arrays = folder / "arrays"
+    if not arrays.is_dir():
+        return
+    _sweep(arrays)
+    mine = [path for owner, path in pieces(folder) if owner == rank]
+    for path in arrays.iterdir():
+        span = parse_piece(path.name)
+        if span is not None and span[0] == rank and path not in mine:
+            path.unlink()
+    group: list[Path] = []
+    for piece in [*mine, None]:
+        if piece is not None and sum(p.stat().st_size for p in [*group, piece]) <= ROLL_SIZE:
+            group.append(piece)
+            continue
+        if len(group) > 1:
+            spans = [parse_piece(p.name) or (rank, 0, 0) for p in group]
+            whole = arrays / piece_name(rank, spans[0][1], spans[-1][2])
+            try:
+                write_piece(whole, merged([stack for p in group for stack in read_piece(p)]))
+            except RunFormatError as error:
+                result.notes.append(f"{arrays.name} of {folder.name} stay as they are: {error}")
+            else:
+                for old in group:
+                    old.unlink()
+        group = [] if piece is None else [piece]
+
+
+def _finish(path: Path, folder: Path, rank: int, progress: Progress) -> None:
+    """State how the attempt ended, and the last rows of the files as they are now."""
+    if progress.status is RunStatus.RUNNING:
+        progress.status = RunStatus.KILLED
+        progress.ended = progress.updated
+    files: dict[str, dict[str, int]] = {}
+    for child in sorted(folder.iterdir()):
+        span = parse_name(child.name)
+        if span is not None and span[0] == rank:
+            try:
+                snapshot = Snapshot(child)
+                rows = {t: snapshot.rows(f"SELECT max(id) FROM {t}")[0][0] for t in COUNTED}
+            except RunFormatError:
+                # What was stated of a damaged file stays stated: it is the measure of the loss.
+                key = child.relative_to(path).as_posix()
+                rows = dict(progress.files.get(key, {}))
+            files[child.relative_to(path).as_posix()] = {t: int(n) for t, n in rows.items() if n}
+    for owner, piece in pieces(folder):
+        if owner == rank:
+            files[piece.relative_to(path).as_posix()] = {"bytes": piece.stat().st_size}
+    progress.files = files
+
+
+def _rewrite_document(path: Path, progress: Progress) -> None:
+    document = documents.read_document(path)
+    document["progress"] = progress
+    documents.write_atomically(path, documents.dump(document).encode("ascii"))
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what was being prepared when its process was killed."""
+    for child in folder.iterdir():
+        if documents.is_temporary(child.name) and child.is_file():
+            child.unlink()
+
+
+def _size(path: Path) -> int:
+    return sum(p.lstat().st_size for p in path.rglob("*") if p.is_file())
