@@ -6,9 +6,8 @@ import importlib
 import pkgutil
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 
 import backlight
@@ -23,6 +22,10 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+# Newer releases of typer carry a click of their own: the class is found by its name.
+_USAGE: type[Any] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def _version(wanted: bool) -> None:
@@ -61,9 +64,9 @@ def main(arguments: list[str] | None = None) -> None:
     command = typer.main.get_command(app)
     try:
         code = command.main(arguments, prog_name="backlight", standalone_mode=False)
-    except click.exceptions.Abort:
+    except typer.Abort:
         sys.exit(130)
-    except click.ClickException as error:
+    except _USAGE as error:
         print(f"backlight: {error.format_message()}", file=sys.stderr)
         sys.exit(2)
     except REFUSALS as error:

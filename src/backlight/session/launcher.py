@@ -86,13 +86,13 @@ def _execute(target: str, *, module: bool) -> None:
         return
     # Not runpy: it empties the script's globals when it ends, under atexit handlers and threads.
     main = types.ModuleType("__main__")
-    main.__file__ = target
+    main.__file__ = str(path.absolute())
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     main.__dict__["__spec__"] = None
     main.__dict__["__cached__"] = None
     sys.modules["__main__"] = main
     sys.path[0:0] = [str(path.resolve().parent)]
-    code = compile(path.read_bytes(), target, "exec", dont_inherit=True)
+    code = compile(path.read_bytes(), main.__file__, "exec", dont_inherit=True)
     exec(code, main.__dict__)
 
 

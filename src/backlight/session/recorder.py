@@ -57,6 +57,7 @@ class Recorder:
         self._told_missing: set[int] = set()
         self._sampled: list[int] = []
         self._step = 0
+        self._spent = 0.0
         self.queue: deque[Draft] = deque()
         self.user: deque[tuple[int, dict[str, Any]]] = deque()
         self.dropped = 0
@@ -140,7 +141,9 @@ class Recorder:
         scalars = draft.scalars
         scalars["time"] = time.time()
         scalars["backwards"] = summary.backwards
-        scalars["cost"] = self.spent()
+        spent = self.spent()
+        scalars["cost"] = spent - self._spent
+        self._spent = spent
         if summary.loss is not None:
             scalars["loss"] = summary.loss
         if summary.batch is not None:

@@ -6,14 +6,17 @@ from pathlib import Path
 
 from backlight.report.markdown import render_markdown
 from backlight.report.page import write_report
-from backlight.session.judge import findings_of, health_of
+from backlight.health.scoring import health_series
+from backlight.session.judge import findings_of
 from backlight.store.reader import open_run
 
 
 def write_html(path: Path, target: Path) -> Path:
     """Write the page of the run in ``path`` to ``target`` and return where it is."""
     run = open_run(path)
-    return write_report(run, findings_of(run), target, health=health_of(run))
+    health = health_series(run)
+    scored = (health.steps, health.score) if len(health.steps) else None
+    return write_report(run, findings_of(run), target, health=scored)
 
 
 def write_markdown(path: Path, target: Path) -> Path:

@@ -21,11 +21,11 @@ def findings(
     """Print the findings of a run; exit code 1 if --fail-on matches one."""
     from backlight.records import to_json
     from backlight.report.terminal import print_findings
-    from backlight.session.expression import compile_expression
+    from backlight.session import expression
     from backlight.session.judge import findings_of
     from backlight.store.reader import open_run
 
-    failing = compile_expression(fail_on) if fail_on is not None else None
+    failing = expression.compile(fail_on) if fail_on is not None else None
     run = open_run(path)
     found = findings_of(run)
     if as_json:

@@ -1,0 +1,167 @@
+"""A watched script behaves as under Python: output, exit code, arguments, exceptions, signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import backlight
+from backlight.records import RunStatus
+
+TRAIN = """
+import sys, torch
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+"""
+
+
+def write(folder: Path, text: str, name: str = "train.py") -> Path:
+    script = folder / name
+    script.write_text(TRAIN + text)
+    return script
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def watched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return python(folder, "-m", "backlight", "run", "--out", "run", *arguments)
+
+
+def test_output_arguments_and_exit_code_are_the_scripts_own(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "train(3)\nimport atexit, __main__\natexit.register(lambda: print('at exit', model is not None))\n"
+        "print(sys.argv, __name__, __file__, __main__.model is model, sys.path[0] != '')\n"
+        "print('to stderr', file=sys.stderr)\nsys.exit(7)\n",
+    )
+    alone = python(tmp_path, "train.py", "--lr", "3", "--out", "x", "-h")
+    seen = watched(tmp_path, "train.py", "--lr", "3", "--out", "x", "-h")
+    assert seen.stdout == alone.stdout
+    assert "['train.py', '--lr', '3', '--out', 'x', '-h'] __main__" in seen.stdout
+    assert "at exit True" in seen.stdout
+    assert seen.returncode == alone.returncode == 7
+    assert seen.stderr.startswith("to stderr\n")
+    run = backlight.open_run(tmp_path / "run")
+    assert run.attempts[-1].argv[-4:] == ("3", "--out", "x", "-h")
+    assert len(run.series_steps("gradient")) == 3
+
+
+def test_an_exception_is_printed_as_python_prints_it(tmp_path: Path) -> None:
+    write(tmp_path, "train(2)\ndef fail():\n    raise ValueError('of the script')\nfail()\n")
+    alone, seen = python(tmp_path, "train.py"), watched(tmp_path, "train.py")
+    assert seen.returncode == alone.returncode == 1
+    assert seen.stderr.startswith(alone.stderr)
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status is RunStatus.FAILED
+    assert run.events("exception")[0].payload == {"type": "ValueError", "message": "of the script"}
+    assert len(run.series_steps("gradient")) == 2
+
+
+def test_an_interrupt_ends_the_process_by_its_signal(tmp_path: Path) -> None:
+    write(tmp_path, "import time\ntrain(5)\nprint('trained', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "backlight", "run", "--out", "run", "train.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "trained\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in errors
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status is RunStatus.FAILED
+    assert len(run.series_steps("gradient")) == 5
+
+
+def test_a_kill_leaves_a_readable_run(tmp_path: Path) -> None:
+    write(tmp_path, "import time\ntrain(50)\nprint('trained', flush=True)\ntime.sleep(60)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "backlight", "run", "--out", "run", "train.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "trained\n"
+    time.sleep(2.5)  # two flush intervals
+    process.kill()
+    process.wait()
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status is RunStatus.KILLED
+    # The last step closes when the next begins; one step is what stays open.
+    assert len(run.series_steps("gradient")) >= 49
+
+
+def test_a_module_and_a_package_import_of_its_own(tmp_path: Path) -> None:
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(TRAIN + "from mine import other\ntrain(2)\nprint(__name__, __package__)\n")
+    (package / "other.py").write_text("")
+    seen = watched(tmp_path, "-m", "mine.train", "--flag")
+    assert seen.stdout == "__main__ mine\n", seen.stderr
+    assert seen.returncode == 0
+
+
+def test_steps_ends_the_script_cleanly(tmp_path: Path) -> None:
+    write(tmp_path, "try:\n    train(10**9)\nfinally:\n    print('cleaned up')\n")
+    seen = watched(tmp_path, "--steps", "5", "train.py")
+    assert (seen.returncode, seen.stdout) == (0, "cleaned up\n"), seen.stderr
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status is RunStatus.FINISHED
+    assert list(run.series_steps("gradient")) == [0, 1, 2, 3, 4]
+
+
+def test_workers_started_by_spawn_run_unwatched(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "import multiprocessing\ndef square(x):\n    return x * x\nif __name__ == '__main__':\n    train(2)\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        print(pool.map(square, [1, 2, 3]))\n",
+    )
+    seen = watched(tmp_path, "train.py")
+    assert seen.stdout == "[1, 4, 9]\n", seen.stderr
+    assert len(backlight.open_run(tmp_path / "run").attempts) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py"], "nowhere.py: no such script"),
+        (["-m", "nowhere.train"], "no module named 'nowhere.train'"),
+        (["--rooms", "kitchen", "train.py"], "no room is called 'kitchen'"),
+        (["--group", "host", "train.py"], "--group 'host': expected NAME=PATTERN"),
+        (["--max-disk", "lots", "train.py"], "--max-disk 'lots': expected a size"),
+        (["--config", "none.toml", "train.py"], "none.toml: cannot be read"),
+        (["--config", "broken.toml", "train.py"], "broken.toml: not valid TOML"),
+        (["--config", "unknown.toml", "train.py"], "unknown.toml: unknown key 'colour'"),
+        (["--evry", "1", "train.py"], "No such option: --evry"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from backlight.cli.app import main
+
+    write(tmp_path, "train(1)\n")
+    (tmp_path / "broken.toml").write_text("rooms = [")
+    (tmp_path / "unknown.toml").write_text("colour = 1")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(SystemExit) as leaving:
+        main(["run", *arguments])
+    errors = capsys.readouterr().err
+    assert leaving.value.code == 2
+    assert message in errors
+    assert errors.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,272 @@
+"""``watch`` over the matrix of trainings: nothing changes, and the run holds what it should."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES, STEPS, Case, batches, build, ends, loop
+
+import backlight
+from backlight.capture.hub import HUB
+from backlight.records import RunStatus
+
+EVERY = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+
+
+@EVERY
+def test_case(case: Case, tmp_path: Path) -> None:
+    alone = case.train()
+    with backlight.watch(run=tmp_path / "run", every=1):
+        watched = case.train()
+    for one, two in zip(alone, watched, strict=True):
+        assert torch.equal(one.nan_to_num(), two.nan_to_num())
+
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status is RunStatus.FINISHED
+    assert run.losses == ()
+    frame = run.frame("gradient", "norm")
+    assert list(frame.steps) == list(range(case.steps))
+    ever = dict(zip(frame.names, frame.measured.any(axis=0), strict=True))
+    for name in case.unmeasured:
+        assert not ever[name]
+    assert sum(ever.values()) >= 1
+    assert all(measured for name, measured in ever.items() if name not in case.unmeasured)
+    logged = run.scalar_names()
+    for scalar in case.scalars:
+        assert scalar in logged, f"{scalar} is missing from {logged}"
+    for kind in case.events:
+        assert run.events(kind), f"no event {kind}: {run.events()}"
+    assert not run.events("unmeasured")
+    assert set(run.scalar("backwards").values) >= {case.backwards}
+
+
+def test_numbers_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, exact_updates=True):
+        for x, y in batches(STEPS):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            whole = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+            before = {n: p.detach().double().clone() for n, p in model.named_parameters()}
+            grads = {n: p.grad.double().clone() for n, p in model.named_parameters()}
+            optimizer.step()
+            moved = {n: float((p.detach().double() - before[n]).norm()) for n, p in model.named_parameters()}
+            weights = {n: float(b.norm()) for n, b in before.items()}
+            expected.append((float(loss), float(whole), grads, moved, weights))
+    run = backlight.open_run(tmp_path / "run")
+    names = run.frame("gradient", "norm").names
+    for column, of in (("norm", torch.Tensor.norm), ("sum", torch.Tensor.sum), ("mean", torch.Tensor.mean)):
+        values = run.frame("gradient", column).values
+        for step, (_, _, grads, _, _) in enumerate(expected):
+            for p, name in enumerate(names):
+                assert values[step, p] == pytest.approx(float(of(grads[name])), rel=1e-6, abs=1e-9)
+    assert run.scalar("loss").values == pytest.approx([e[0] for e in expected], rel=1e-7)
+    assert run.scalar("clip/norm").values == pytest.approx([e[1] for e in expected], rel=1e-6)
+    assert run.scalar("total_norm").values == pytest.approx([e[1] for e in expected], rel=1e-6)
+    assert set(run.scalar("clip/factor").values) == {1.0}
+    ratios = run.frame("update", "ratio").values
+    for step, (_, _, _, moved, weights) in enumerate(expected):
+        for p, name in enumerate(names):
+            wanted = np.inf if weights[name] == 0 else moved[name] / weights[name]
+            assert ratios[step, p] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_scalars_of_the_user(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1) as watch:
+        for number, (x, y) in enumerate(batches(STEPS)):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            watch.log(train_accuracy=number / 10, test_loss=torch.tensor(2.0), step=100 + number)
+        with pytest.raises(TypeError, match=r"watch.log\(text=...\): expected a number"):
+            watch.log(text="no")
+    with pytest.raises(RuntimeError, match="this watch is not entered"):
+        watch.log(train_accuracy=1.0)
+    run = backlight.open_run(tmp_path / "run")
+    assert list(run.scalar("train_accuracy", source="user").values) == [0.0, 0.1, 0.2, 0.3]
+    assert list(run.scalar("train_accuracy", source="user").steps) == [0, 1, 2, 3]
+    assert list(run.scalar("step", source="user").values) == [100, 101, 102, 103]
+    assert set(run.scalar("test_loss", source="user").values) == {2.0}
+    assert len(run.scalar("train_accuracy", source="backlight").values) == 0
+
+
+def test_entered_twice_nested_and_left_by_an_exception(tmp_path: Path) -> None:
+    outer = backlight.watch(run=tmp_path / "outer", every=1)
+    with outer, outer:
+        with pytest.raises(ArithmeticError, match="mine"), backlight.watch(run=tmp_path / "inner", every=1):
+            CASES["plain"].train()
+            raise ArithmeticError("mine")
+        CASES["plain"].train()
+        assert HUB.active
+    assert not HUB.active
+    assert outer.step == 2 * STEPS
+    inner = backlight.open_run(tmp_path / "inner")
+    assert inner.status is RunStatus.FAILED
+    assert inner.events("exception")[0].payload["message"] == "mine"
+    assert len(inner.series_steps("gradient")) == STEPS
+    assert backlight.open_run(tmp_path / "outer").status is RunStatus.FINISHED
+
+
+def test_a_second_use_is_a_new_attempt(tmp_path: Path) -> None:
+    watch = backlight.watch(run=tmp_path / "run", every=1)
+    for _ in range(2):
+        with watch:
+            CASES["plain"].train()
+    run = backlight.open_run(tmp_path / "run")
+    assert [a.index for a in run.attempts] == [0, 1]
+    assert list(run.series_steps("gradient")) == list(range(2 * STEPS))
+
+
+def test_every_and_steps(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SystemExit) as leaving, backlight.watch(model, optimizer, run=tmp_path / "run", every=3, steps=7):
+        loop(model, optimizer, steps=100)
+    assert leaving.value.code == 0
+    run = backlight.open_run(tmp_path / "run")
+    assert list(run.series_steps("gradient")) == [0, 3, 6]
+    assert run.status is RunStatus.FINISHED
+
+
+def test_an_error_of_ours_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = CASES["plain"].train()
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("backlight.health.probes.gradient.statistics", lambda *_a, **_k: broken())
+    with pytest.warns(RuntimeWarning, match="stopped measuring after ZeroDivisionError: ours") as told:
+        with backlight.watch(run=tmp_path / "run", every=1):
+            watched = CASES["plain"].train()
+    assert len(told) == 1
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+    assert "ZeroDivisionError" in backlight.open_run(tmp_path / "run").events("unmeasured")[0].payload["reason"]
+
+
+def test_a_warning_made_an_error_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("backlight.health.probes.gradient.statistics", lambda *_a, **_k: 1 / 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with backlight.watch(run=tmp_path / "run", every=1):
+            CASES["plain"].train()
+    assert "stopped measuring after ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_folder_that_vanishes_is_one_warning(tmp_path: Path) -> None:
+    import shutil
+
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(RuntimeWarning, match="can no longer be written") as told:
+        with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, flush_interval=0.05) as watch:
+            loop(model, optimizer)
+            assert watch.findings == []
+            shutil.rmtree(tmp_path / "run")
+            loop(model, optimizer)
+            loop(model, optimizer)
+    assert len(told) == 1
+
+
+def test_a_finding_asks_for_detail(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def spoil(model: torch.nn.Module) -> None:
+        if watch.step == 8:
+            model.first.weight.grad[0, 0] = float("nan")
+
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=8, detail=5) as watch:
+        for _ in range(10):
+            loop(model, optimizer, spoil, steps=1)
+            if watch.step == 9:
+                assert any(f.rule == "non_finite" for f in watch.findings)
+        loop(model, optimizer, steps=20)
+    run = backlight.open_run(tmp_path / "run")
+    assert [e.payload["cause"] for e in run.events("detail")] == ["non_finite"]
+    assert list(run.series_steps("gradient")) == [0, 8, 9, 10, 11, 12, 13, 14, 16, 24]
+    assert list(run.series_steps("histogram")) == [9, 10, 11, 12, 13, 14]
+    live = {f.rule: f for f in run.stored_findings()}
+    assert live["non_finite"].made == "live"
+    assert live["non_finite"].subject.parameter == "first.weight"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rooms": "health,kitchen"}, "no room is called 'kitchen'; expected some of: health, steptime"),
+        ({"every": 0}, "every=0: expected 1 or more"),
+        ({"evry": 3}, "unknown key 'evry'; did you mean 'every'"),
+        ({"every": "often"}, "every: Input should be a valid integer"),
+        ({"thresholds": {"health": {"vanishing": 1}}}, "vanishing"),
+        ({"thresholds": {"kitchen": {"hot": 1}}}, "no room of that name has thresholds"),
+        ({"rooms": ()}, "rooms is empty"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_written(
+    settings: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        backlight.watch(run=tmp_path / "run", **settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="optimizer is Linear, expected torch.optim.Optimizer"):
+        backlight.watch(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "photo.png").write_bytes(b"mine")
+    with pytest.raises(Exception, match="not a backlight run"), backlight.watch(run=tmp_path):
+        pass
+    assert not HUB.active
+    assert [p.name for p in tmp_path.iterdir()] == ["photo.png"]
+
+
+def test_the_fingerprint(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=tmp_path / "run"):
+        loop(model, optimizer)
+    fingerprint = backlight.open_run(tmp_path / "run").fingerprint()
+    assert fingerprint.parameter_count == sum(p.numel() for p in model.parameters())
+    assert ("first", "Linear") in fingerprint.modules
+    assert fingerprint.optimizers == ("SGD",)
+    assert fingerprint.versions["torch"] == torch.__version__
+    assert len(fingerprint.module_hash) == 16
+    json.dumps(fingerprint.flags)
+
+
+def test_per_backward(tmp_path: Path) -> None:
+    with backlight.watch(run=tmp_path / "run", every=1, per_backward=True):
+        CASES["accumulation"].train()
+    run = backlight.open_run(tmp_path / "run")
+    whole = run.frame("gradient", "norm")
+    first, second = (run.frame("gradient", "norm", part=n) for n in (1, 2))
+    assert list(whole.steps) == list(first.steps) == list(second.steps) == [0, 1]
+    assert np.array_equal(second.values, whole.values)
+    assert not np.allclose(first.values, whole.values)
+
+
+def test_ends_leave_the_model_alone(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=tmp_path / "run"):
+        loop(model, optimizer)
+    assert not model._forward_hooks
+    assert not model._backward_hooks
+    assert all(p._backward_hooks is None for p in model.parameters())
+    assert len(ends(model)) == len(model.state_dict())

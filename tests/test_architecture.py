@@ -1,0 +1,80 @@
+"""Laws of the house that import-linter cannot see."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import backlight
+
+SOURCE = Path(backlight.__file__).parent
+
+WITHOUT_TORCH = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" or name.startswith("torch."):
+            raise ImportError("torch is blocked here")
+sys.meta_path.insert(0, Block())
+import importlib, pkgutil
+import backlight.records, backlight.registry, backlight.store, backlight.report
+from backlight.registry import RULES
+names = [m.name for p in (backlight.store, backlight.report) for m in pkgutil.walk_packages(p.__path__, p.__name__ + ".")]
+names += ["backlight.session.judge", "backlight.session.comparison", "backlight.session.expression",
+          "backlight.session.reporting", "backlight.session.environment", "backlight.cli.app"]
+names += [m.name for m in pkgutil.walk_packages(importlib.import_module("backlight.cli").__path__, "backlight.cli.")]
+for name in names:
+    importlib.import_module(name)
+print(len(list(RULES)), len(names), "torch" in sys.modules)
+backlight.open_run
+"""
+
+
+def test_what_reads_runs_never_reaches_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rules, modules, torch = done.stdout.split()
+    assert int(rules) >= 14
+    assert int(modules) >= 30
+    assert torch == "False"
+
+
+def test_help_does_not_pay_for_torch() -> None:
+    code = (
+        "import sys\nfrom backlight.cli.app import main\n"
+        "try:\n    main(['report', '--help'])\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "offline" in done.stdout
+
+
+def test_no_file_is_long_and_no_name_is_empty() -> None:
+    for path in SOURCE.rglob("*.py"):
+        lines = path.read_text().count("\n")
+        assert lines <= 500, f"{path.relative_to(SOURCE)}: {lines} lines"
+        assert path.stem not in {"util", "utils", "helper", "helpers", "common", "core", "misc", "manager"}
+
+
+def test_room_packages_are_empty() -> None:
+    for init in SOURCE.rglob("__init__.py"):
+        if init.parent != SOURCE:
+            assert init.read_text() == "", f"{init}: importing a child would run this"
+
+
+def test_every_module_imports() -> None:
+    for module in pkgutil.walk_packages([str(SOURCE)], "backlight."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+
+def test_the_public_surface() -> None:
+    assert sorted(backlight.__all__) == [
+        "Evidence", "Finding", "Pending", "Run", "Severity", "Watch", "__version__",
+        "collect", "collect_groups", "open_run", "watch",
+    ]  # fmt: skip
+    for name in backlight.__all__:
+        assert getattr(backlight, name) is not None
