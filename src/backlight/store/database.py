@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from backlight.store import documents
 from backlight.store.batch import Batch, stored_rows
 from backlight.store.schema import FORMAT_VERSION, SERIES
 
@@ -67,6 +68,23 @@ def connect(path: Path) -> sqlite3.Connection:
     )
 
 
+def lay_out(path: Path, meta: Mapping[str, str]) -> None:
+    """Create an empty database that appears complete; a sqlite3.Error or OSError passes through."""
+    temporary = documents.temporary_name(path)
+    try:
+        connection = connect(temporary)
+        try:
+            connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
+            connection.execute("PRAGMA journal_mode = OFF")
+            create_tables(connection, meta)
+        finally:
+            connection.close()
+        documents.publish(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def create_tables(connection: sqlite3.Connection, meta: Mapping[str, str]) -> None:
     """Lay out an empty database in one transaction; a sqlite3.Error passes through."""
     connection.execute("BEGIN IMMEDIATE")
@@ -83,14 +101,13 @@ class RankDatabase:
     def __init__(self, path: Path, meta: Mapping[str, str]) -> None:
         self.path = path
         self.last: dict[str, int] = dict.fromkeys(COUNTED, 0)
+        lay_out(path, meta)
         self._connection = connect(path)
         self._synced = time.monotonic()
         try:
-            self._connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
-            create_tables(self._connection, meta)
             self._inode = self.path.stat().st_ino
         except BaseException:
             self._connection.close()

@@ -36,6 +36,8 @@ from backlight.store.segments import SegmentedDatabase
 
 __all__ = ["RunExistsError", "RunFormatError", "RunWriteError", "RunWriter"]
 
+_WIDTHS = {name: (len(schema.floats), len(schema.integers)) for name, schema in SERIES.items()}
+
 BUFFER_LIMIT = 256 * 1024 * 1024
 """Bytes that may wait for a flush; what comes while a stuck disk holds more is counted and dropped."""
 
@@ -226,16 +228,12 @@ class RunWriter:
         """
         if self._off():
             return
-        schema = SERIES[series]
-        P = len(self._sizes[table])
+        P, (F, K) = len(self._sizes[table]), _WIDTHS[series]
         floats = np.array(floats_PF, dtype=np.float64)
         ints = np.array(ints_PI, dtype=np.int64)
-        if floats.shape != (P, len(schema.floats)) or ints.shape != (P, len(schema.integers)):
-            msg = (
-                f"series {series!r}: got floats {floats.shape} and integers {ints.shape}, expected"
-                f" {(P, len(schema.floats))} and {(P, len(schema.integers))} for table {table}"
-            )
-            raise ValueError(msg)
+        if floats.shape != (P, F) or ints.shape != (P, K):
+            msg = f"series {series!r}: got floats {floats.shape} and integers {ints.shape}"
+            raise ValueError(f"{msg}, expected {(P, F)} and {(P, K)} for parameter table {table}")
         with self._buffers:
             if self._budget.keeps(step) and self._has_room(series, floats.nbytes + ints.nbytes):
                 self._batch.series[series].append((part, int(step), table, floats, ints))
