@@ -114,12 +114,17 @@ def main() -> None:
     }
     for name, settings in rows.items():
         if settings is None:
-            ratios = [training.steps(options.block) / training.steps(options.block) for _ in range(options.pairs)]
+            ratios = [
+                training.steps(options.block) / training.steps(options.block) for _ in range(options.pairs)
+            ]
         else:
             ratios = compare(training, options.pairs, options.block, **settings)
         low, middle, high = statistics.quantiles(ratios, n=4)
         table.add_row(
-            name, f"{(middle - 1) * 100:+.2f} %", f"{(low - 1) * 100:+.2f} … {(high - 1) * 100:+.2f} %", str(len(ratios))
+            name,
+            f"{(middle - 1) * 100:+.2f} %",
+            f"{(low - 1) * 100:+.2f} … {(high - 1) * 100:+.2f} %",
+            str(len(ratios)),
         )
     Console().print(table)
 

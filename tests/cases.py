@@ -117,7 +117,10 @@ def adamw_fused() -> list[Tensor]:
 @case(scalars=("lr/0/0", "lr/0/1"))
 def parameter_groups() -> list[Tensor]:
     model = build()
-    groups = [{"params": model.first.parameters(), "lr": 0.1}, {"params": [*model.norm.parameters(), *model.last.parameters()]}]
+    groups = [
+        {"params": model.first.parameters(), "lr": 0.1},
+        {"params": [*model.norm.parameters(), *model.last.parameters()]},
+    ]
     return loop(model, torch.optim.SGD(groups, lr=0.01))
 
 
@@ -168,14 +171,20 @@ def accumulation() -> list[Tensor]:
 def clipped_by_norm() -> list[Tensor]:
     model = build()
     return loop(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1),
     )
 
 
 @case(scalars=("clip/norm", "clip/limit", "clip/factor"))
 def clipped_by_imported_name() -> list[Tensor]:
     model = build()
-    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m: clip_by_imported_name(m.parameters(), 0.1))
+    return loop(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda m: clip_by_imported_name(m.parameters(), 0.1),
+    )
 
 
 @case(scalars=("clip/norm", "clip/limit", "clip/factor"))
@@ -193,7 +202,9 @@ def clipped_in_two_halves() -> list[Tensor]:
 def clipped_by_value() -> list[Tensor]:
     model = build()
     return loop(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m: clip_value_by_imported_name(m.parameters(), 0.01)
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda m: clip_value_by_imported_name(m.parameters(), 0.01),
     )
 
 
@@ -208,7 +219,9 @@ def clipped_by_hand() -> list[Tensor]:
     return loop(model, torch.optim.SGD(model.parameters(), lr=0.1), clip)
 
 
-def scaled(make: Callable[..., torch.optim.Optimizer], *, clip: bool = False, overflow_at: int = -1) -> list[Tensor]:
+def scaled(
+    make: Callable[..., torch.optim.Optimizer], *, clip: bool = False, overflow_at: int = -1
+) -> list[Tensor]:
     model = build()
     optimizer = make(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -519,7 +532,9 @@ def forked_workers() -> list[Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.cat([x for x, _ in batches(STEPS)])
     targets = torch.cat([y for _, y in batches(STEPS)])
-    for x, y in DataLoader(TensorDataset(inputs, targets), batch_size=6, num_workers=1, multiprocessing_context="fork"):
+    for x, y in DataLoader(
+        TensorDataset(inputs, targets), batch_size=6, num_workers=1, multiprocessing_context="fork"
+    ):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()

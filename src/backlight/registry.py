@@ -81,7 +81,6 @@ class Registry(Generic[T]):
     def _discover(self) -> None:
         if self._discovered:
             return
-        self._discovered = True
         for package_name in _packages(self.part) if self.part else ():
             package = importlib.import_module(package_name)
             for module in pkgutil.iter_modules(package.__path__):
@@ -96,6 +95,7 @@ class Registry(Generic[T]):
                         f"not be loaded and is left out: {type(error).__name__}: {error}",
                         stacklevel=2,
                     )
+        self._discovered = True
 
     def __getitem__(self, name: str) -> T:
         """Return the entry called ``name``.

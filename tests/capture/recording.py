@@ -58,7 +58,9 @@ class Sink:
 
 
 @contextmanager
-def tracking(*, models: Sequence[torch.nn.Module] = (), optimizers: Sequence[torch.optim.Optimizer] = ()) -> Iterator[Sink]:
+def tracking(
+    *, models: Sequence[torch.nn.Module] = (), optimizers: Sequence[torch.optim.Optimizer] = ()
+) -> Iterator[Sink]:
     scope = Scope(models, optimizers)
     sink = Sink(scope)
     tracker = StepTracker(scope, sink)

@@ -107,7 +107,9 @@ def test_a_module_and_a_package_import_of_its_own(tmp_path: Path) -> None:
     package = tmp_path / "mine"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "train.py").write_text(TRAIN + "from mine import other\ntrain(2)\nprint(__name__, __package__)\n")
+    (package / "train.py").write_text(
+        TRAIN + "from mine import other\ntrain(2)\nprint(__name__, __package__)\n"
+    )
     (package / "other.py").write_text("")
     seen = watched(tmp_path, "-m", "mine.train", "--flag")
     assert seen.stdout == "__main__ mine\n", seen.stderr
@@ -149,7 +151,11 @@ def test_workers_started_by_spawn_run_unwatched(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_done_is_one_line(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from backlight.cli.app import main
 

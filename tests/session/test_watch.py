@@ -131,12 +131,23 @@ def test_a_second_use_is_a_new_attempt(tmp_path: Path) -> None:
 def test_every_and_steps(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(SystemExit) as leaving, backlight.watch(model, optimizer, run=tmp_path / "run", every=3, steps=7):
+    with (
+        pytest.raises(SystemExit) as leaving,
+        backlight.watch(model, optimizer, run=tmp_path / "run", every=3, steps=7),
+    ):
         loop(model, optimizer, steps=100)
     assert leaving.value.code == 0
     run = backlight.open_run(tmp_path / "run")
     assert list(run.series_steps("gradient")) == [0, 3, 6]
     assert run.status is RunStatus.FINISHED
+
+
+def test_a_training_of_just_the_steps_asked_for_ends_by_itself(tmp_path: Path) -> None:
+    with backlight.watch(run=tmp_path / "run", every=1, steps=STEPS):
+        CASES["plain"].train()
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status is RunStatus.FINISHED
+    assert list(run.series_steps("gradient")) == list(range(STEPS))
 
 
 def test_an_error_of_ours_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,12 +157,14 @@ def test_an_error_of_ours_is_one_warning(tmp_path: Path, monkeypatch: pytest.Mon
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr("backlight.health.probes.gradient.statistics", lambda *_a, **_k: broken())
-    with pytest.warns(RuntimeWarning, match="stopped measuring after ZeroDivisionError: ours") as told:
+    with pytest.warns(RuntimeWarning, match="not measured: everything from here on, after ZeroDivisionError: ours") as told:
         with backlight.watch(run=tmp_path / "run", every=1):
             watched = CASES["plain"].train()
     assert len(told) == 1
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
-    assert "ZeroDivisionError" in backlight.open_run(tmp_path / "run").events("unmeasured")[0].payload["reason"]
+    assert (
+        "ZeroDivisionError" in backlight.open_run(tmp_path / "run").events("unmeasured")[0].payload["reason"]
+    )
 
 
 def test_a_warning_made_an_error_does_not_end_the_training(
@@ -162,7 +175,7 @@ def test_a_warning_made_an_error_does_not_end_the_training(
         warnings.simplefilter("error")
         with backlight.watch(run=tmp_path / "run", every=1):
             CASES["plain"].train()
-    assert "stopped measuring after ZeroDivisionError" in capsys.readouterr().err
+    assert "not measured: everything from here on, after ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_a_folder_that_vanishes_is_one_warning(tmp_path: Path) -> None:
@@ -221,6 +234,20 @@ def test_bad_settings_are_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         backlight.watch(run=tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()
+
+
+def test_groups(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="'frist' matches none of 6 parameters; near it: first"):
+        backlight.watch(model, optimizer, run=tmp_path / "run", groups={"host": "frist"})
+    assert not (tmp_path / "run").exists()
+    with pytest.warns(RuntimeWarning, match="the group 'host' is not measured: .* near it: first"):
+        with backlight.watch(run=tmp_path / "run", groups={"host": "frist", "head": "last"}):
+            loop(model, optimizer)
+    run = backlight.open_run(tmp_path / "run")
+    assert run.groups == {"host": "frist", "head": "last"}
+    assert [e.payload["what"] for e in run.events("unmeasured")] == ["group host"]
 
 
 def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:

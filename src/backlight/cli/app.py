@@ -12,7 +12,7 @@ import typer
 
 import backlight
 from backlight.cli import commands
-from backlight.cli.outcome import REFUSALS
+from backlight.cli.outcome import REFUSALS, told
 
 app = typer.Typer(
     name="backlight",
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
         if "--traceback" in arguments[:1]:
             traceback.print_exc()
         else:
-            print(f"backlight: {error}", file=sys.stderr)
+            print(f"backlight: {told(error)}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         sys.stderr.close()

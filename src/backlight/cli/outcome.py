@@ -13,3 +13,12 @@ REFUSALS: tuple[type[Exception], ...] = (
     ModuleNotFoundError,
 )
 """Errors whose message tells what, where, expected, got and the way out."""
+
+_EXTRAS = {"torch": "torch", "pyarrow": "parquet"}
+
+
+def told(error: Exception) -> str:
+    """Return the one line for ``error``; for a missing package, how to install it."""
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        return f"{error.name} is not installed here: pip install 'backlight[{_EXTRAS[error.name]}]'"
+    return str(error) or type(error).__name__

@@ -13,8 +13,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight.capture.hub import HUB
+from backlight.capture.parameters import build_table
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepTracker
+from backlight.health.groups import GroupError, members
 from backlight.records import Finding, Made, RunStatus
 from backlight.session.cadence import Cadence
 from backlight.session.config import Settings
@@ -72,13 +74,18 @@ class Watch:
         self._models = list(models)
         self._optimizers = list(optimizers)
         self._depth = 0
-        self._warned = False
-        self._fingerprinted = 0
+        self._warned: set[str] = set()
+        self._fingerprinted = False
+        self._ending = False
         self._writer: RunWriter | None = None
         # Everything that can be refused is refused here, before anything is attached or written.
         probes = {"update": {"per_tensor": None}} if settings.exact_updates else {}
         self._plan = make_plan(settings.rooms, {"histogram"} if settings.histogram else (), probes)
         self._cadence = Cadence(settings.every)
+        if self._models:
+            table = build_table(self._models, self._optimizers, HUB.seen)
+            for pattern in settings.groups.values():
+                members([record.name for record in table.records], pattern)
 
     # Life
 
@@ -132,6 +139,7 @@ class Watch:
         self._recorder.spent = lambda: self._tracker.spent + self._drain.spent
         self._pid = os.getpid()
         self._alarmed = -1
+        self._ending = self._fingerprinted = False
         HUB.add(self._tracker)
         if not self._optimizers:
             HUB.optimizers.scan()
@@ -141,6 +149,7 @@ class Watch:
         writer = self._writer
         if writer is None or os.getpid() != self._pid:
             return
+        self._ending = True
         with self._shield():
             self._tracker.finish()
         HUB.remove(self._tracker)
@@ -217,18 +226,28 @@ class Watch:
 
     def _at_step(self, index: int) -> None:
         limit = self.settings.steps
-        if limit is not None and index >= limit:
+        if limit is not None and index >= limit and not self._ending:
             raise StopTraining(0)
-        if index == self._fingerprinted + 1 or index == 1:
+        if index:
             self._take_fingerprint()
 
     def _take_fingerprint(self) -> None:
         if self._writer is not None and self._scope.table.records and not self._fingerprinted:
-            self._fingerprinted = 1
-            self._writer.fingerprint(take_fingerprint(self._scope, self._arguments))
-            self._unmeasured()
+            self._fingerprinted = True
+            try:
+                self._writer.fingerprint(take_fingerprint(self._scope, self._arguments))
+                self._unmeasured()
+            except Exception as error:  # noqa: BLE001 - the rest of the run is worth having without it
+                self.trouble(error, "the fingerprint")
 
     def _unmeasured(self) -> None:
+        names = [record.name for record in self._scope.table.records]
+        for group, pattern in self.settings.groups.items():
+            try:
+                members(names, pattern)
+            except GroupError as error:
+                self._notice("unmeasured", {"what": f"group {group}", "reason": str(error)}, None)
+                self._warn(f"group {group}", f"the group {group!r} is not measured: {error}")
         devices = {record.device.split(":")[0] for record in self._scope.table.records} - {"cpu"}
         if devices and "steptime" in self.settings.rooms:
             reason = "phases are host times; what the device does meanwhile is not separated"
@@ -248,19 +267,20 @@ class Watch:
 
     def _lost(self, reason: str) -> None:
         self._warn(
-            f"the run in {self.path} can no longer be written ({reason}); what follows is not measured"
+            "lost",
+            f"the run in {self.path} can no longer be written ({reason}); what follows is not measured",
         )
 
-    def trouble(self, error: Exception) -> None:
-        """Say once what went wrong in backlight; the training goes on."""
+    def trouble(self, error: Exception, lost: str = "everything from here on") -> None:
+        """Say once what went wrong in backlight, and what is lost by it; the training goes on."""
         what = f"{type(error).__name__}: {error}"
-        self._warn(f"stopped measuring after {what}")
+        self._warn(lost, f"not measured: {lost}, after {what}")
         with contextlib.suppress(Exception):
-            self._notice("unmeasured", {"what": "everything from here on", "reason": what}, None)
+            self._notice("unmeasured", {"what": lost, "reason": what}, None)
 
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
+    def _warn(self, about: str, text: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
             # Not through the warnings module alone: a filter that makes them errors must not end a training.
             try:
                 warnings.warn(

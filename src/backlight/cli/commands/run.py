@@ -80,9 +80,5 @@ def add_to(app: typer.Typer) -> None:
     """Add the command to ``app``; what follows SCRIPT belongs to the script."""
     app.command(
         "run",
-        context_settings={
-            "allow_extra_args": True,
-            "ignore_unknown_options": True,
-            "allow_interspersed_args": False,
-        },
+        context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
     )(run)

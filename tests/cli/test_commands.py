@@ -1,0 +1,171 @@
+"""Every command on a stored run, as a user would type it; and the surface that is frozen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from cases import CASES, build, loop
+
+import backlight
+from backlight.cli import app as application
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call the command line and return exit code, output and errors."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as leaving:
+            application.main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return int(leaving.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "healthy"
+    with backlight.watch(run=path, every=1):
+        CASES["clipped_by_norm"].train()
+    return path
+
+
+@pytest.fixture(scope="module")
+def sick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "sick"
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def spoil(model: torch.nn.Module) -> None:
+        if watch.step == 2:
+            model.last.weight.grad[0, 0] = float("nan")
+
+    with backlight.watch(model, optimizer, run=path, every=1) as watch:
+        loop(model, optimizer, spoil, steps=5)
+    return path
+
+
+def test_findings(command: Run, sick: Path, healthy: Path) -> None:
+    code, out, _ = command("findings", sick)
+    assert code == 0
+    assert "last.weight" in out
+    code, out, _ = command("findings", sick, "--json")
+    finding = next(f for f in json.loads(out) if f["rule"] == "non_finite")
+    assert finding["severity"] == "error"
+    assert finding["subject"]["parameter"] == "last.weight"
+    assert finding["subject"]["step"] == 2
+    for key in ("claim", "next_check", "refuted_if"):
+        assert finding[key]
+    assert {"path", "step", "value", "unit"} <= set(finding["evidence"][0])
+    assert command("findings", sick, "--fail-on", "non_finite or severity>=error")[0] == 1
+    assert command("findings", healthy, "--fail-on", "non_finite or severity>=error")[0] == 0
+    code, _, errors = command("findings", sick, "--fail-on", "nonfinite")
+    assert code == 2
+    assert "non_finite" in errors
+
+
+def test_report(command: Run, sick: Path, tmp_path: Path) -> None:
+    code, out, _ = command("report", sick, "--out", tmp_path / "page.html")
+    assert code == 0
+    assert out.strip() == str(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "last.weight" in page
+    assert "Content-Security-Policy" in page
+    code, out, _ = command("report", sick, "--format", "md", "--out", tmp_path / "page.md")
+    assert "last.weight" in (tmp_path / "page.md").read_text()
+
+
+def test_export(command: Run, healthy: Path, tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    for suffix in ("csv", "parquet", "h5"):
+        code, out, errors = command("export", healthy, tmp_path / f"out.{suffix}")
+        assert code == 0, errors
+        assert all(Path(line).is_file() for line in out.split())
+    table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
+    assert table.num_rows == 4 * 6
+    code, _, errors = command("export", healthy, tmp_path / "out.csv")
+    assert code == 2
+    assert "out.csv" in errors
+    assert command("export", healthy, tmp_path / "out.csv", "--overwrite")[0] == 0
+    code, _, errors = command("export", healthy, tmp_path / "out.xls")
+    assert code == 2
+    assert ".parquet" in errors
+
+
+def test_compare(command: Run, healthy: Path, sick: Path, tmp_path: Path) -> None:
+    twin = tmp_path / "twin"
+    with backlight.watch(run=twin, every=1):
+        CASES["clipped_by_norm"].train()
+    code, out, _ = command("compare", healthy, twin)
+    assert code == 0
+    assert "loss" in out
+    other = tmp_path / "other"
+    with backlight.watch(run=other, every=1):
+        CASES["tied"].train()
+    code, out, _ = command("compare", healthy, other)
+    assert code == 1
+    assert "not comparable" in out
+    code, out, _ = command("compare", healthy, twin, "--json")
+    assert json.loads(out)["comparable"] is True
+
+
+def test_compact_and_doctor(command: Run, healthy: Path) -> None:
+    code, out, _ = command("compact", healthy)
+    assert code == 0
+    assert "MB after" in out
+    assert len(backlight.open_run(healthy).series_steps("gradient")) == 4
+    code, out, _ = command("doctor")
+    assert code == 0
+    assert torch.__version__ in out
+    code, out, _ = command("doctor", "--json")
+    assert {"what", "state", "found", "meaning"} <= set(json.loads(out)[0])
+
+
+@pytest.mark.parametrize("name", ["findings", "report", "compact"])
+def test_what_is_no_run_is_refused(name: str, command: Run, tmp_path: Path) -> None:
+    code, _, errors = command(name, tmp_path / "nowhere")
+    assert code == 2
+    assert str(tmp_path / "nowhere") in errors
+    assert errors.count("\n") == 1
+    assert "Traceback" not in errors
+
+
+def test_traceback_on_request(command: Run, tmp_path: Path) -> None:
+    _, _, errors = command("--traceback", "findings", tmp_path / "nowhere")
+    assert "Traceback" in errors
+
+
+def test_version(command: Run) -> None:
+    assert command("--version")[1] == f"backlight {backlight.__version__}\n"
+
+
+def test_the_surface_is_frozen() -> None:
+    application._load()
+    commands = typer.main.get_command(application.app).commands
+    surface = {
+        name: sorted(
+            option for parameter in command.params for option in parameter.opts if option.startswith("--")
+        )
+        for name, command in commands.items()
+    }
+    expected = {
+        "compact": ["--every", "--force"],
+        "compare": ["--factor", "--json"],
+        "demo": ["--out", "--steps"],
+        "doctor": ["--json"],
+        "export": ["--overwrite"],
+        "findings": ["--fail-on", "--json"],
+        "report": ["--format", "--out"],
+        "run": ["--config", "--every", "--exact-updates", "--group", "--histogram", "--max-disk", "--out",
+                "--per-backward", "--rooms", "--steps"],
+    }  # fmt: skip
+    assert {name: surface[name] for name in expected} == expected

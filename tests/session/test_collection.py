@@ -1,0 +1,123 @@
+"""``collect`` and ``collect_groups``."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import backlight
+
+
+def net(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
+    """Parameters with the given gradients."""
+    parameters = []
+    for gradient in gradients:
+        parameter = nn.Parameter(torch.zeros(3 if gradient is None else gradient.shape))
+        parameter.grad = gradient
+        parameters.append(parameter)
+    return parameters
+
+
+def test_values_against_torch() -> None:
+    gradients = [torch.randn(4, 5), torch.randn(7), torch.randn(2, 2, 2, dtype=torch.float64)]
+    result = backlight.collect(net(*gradients)).result()
+    assert result.measured
+    assert result.total_norm == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-6)
+    assert result.health == 1.0
+    assert (result.vanishing, result.exploding, result.non_finite) == (0, 0, 0)
+    for values, gradient in zip(result.values, gradients, strict=True):
+        assert values.norm == pytest.approx(float(gradient.double().norm()), rel=1e-7)
+        assert values.rms == pytest.approx(float(gradient.double().square().mean().sqrt()), rel=1e-7)
+        assert values.mean == pytest.approx(float(gradient.double().mean()), rel=1e-7)
+        assert values.max_abs == pytest.approx(float(gradient.abs().max()), rel=1e-7)
+
+
+def test_nothing_is_not_measured() -> None:
+    for pending in (backlight.collect([]), backlight.collect_groups({}), backlight.collect(net(None))):
+        result = pending.result()
+        assert isinstance(pending, backlight.Pending)
+        assert not result.measured
+        assert result.health is None
+        assert math.isnan(result.total_norm)
+
+
+def test_a_value_that_is_not_finite_means_no_health() -> None:
+    result = backlight.collect(net(torch.ones(3), torch.tensor([1.0, float("nan")]))).result()
+    assert result.health == 0.0
+    assert result.non_finite == 1
+    assert result.values[1].nan == 1
+
+
+def test_a_vanishing_gradient_costs_half() -> None:
+    parameters = net(torch.full((10,), 1e-12), *(torch.ones(10) for _ in range(3)))
+    result = backlight.collect(parameters).result()
+    assert result.vanishing == 1
+    assert result.health == pytest.approx(1 - 0.5 / 4)
+
+
+def test_exploding_is_judged_by_the_clip_norm() -> None:
+    parameters = net(torch.full((4,), 100.0))
+    assert backlight.collect(parameters).result().exploding == 0
+    result = backlight.collect(parameters, clip_norm=1.0).result()
+    assert result.exploding == 1
+    assert result.health == pytest.approx(0.2)
+
+
+def test_the_result_is_made_once() -> None:
+    pending = backlight.collect(net(torch.ones(2)))
+    assert pending.result() is pending.result()
+    assert pending.ready()
+
+
+def test_a_tensor_that_comes_twice_counts_once() -> None:
+    (parameter,) = net(torch.full((4,), 2.0))
+    assert backlight.collect([parameter, parameter]).result().total_norm == 4.0
+
+
+def test_groups_and_ratios() -> None:
+    model = nn.ModuleDict({"host": nn.Linear(2, 2, bias=False), "graft": nn.Linear(8, 8, bias=False)})
+    model["host"].weight.grad = torch.full((2, 2), 0.5)
+    model["graft"].weight.grad = torch.full((8, 8), 2.0)
+    by_pattern = backlight.collect_groups({"host": "host.*", "graft": "graft"}, model=model).result()
+    by_module = backlight.collect_groups({"host": model["host"], "graft": model["graft"]}).result()
+    for result in (by_pattern, by_module):
+        assert result.ratios["graft", "host"] == 4.0  # no epsilon, and tensors of any size compare
+        assert result.ratios["host", "graft"] == 0.25
+        assert result.groups["graft"].norm == pytest.approx(16.0)
+    # A group computed once serves many ratios, also against groups of another call.
+    assert by_pattern.groups["graft"].ratio(by_module.groups["graft"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"), [(1.0, 0.0, math.inf), (0.0, 1.0, 0.0), (0.0, 0.0, math.nan)]
+)
+def test_a_dead_group(a: float, b: float, expected: float) -> None:
+    one, other = net(torch.full((3,), a), torch.full((3,), b))
+    ratio = backlight.collect_groups({"a": [one], "b": [other]}).result().ratios["a", "b"]
+    assert ratio == expected or (math.isnan(ratio) and math.isnan(expected))
+
+
+def test_an_unmeasured_group_has_no_ratio() -> None:
+    one, other = net(torch.ones(3), None)
+    result = backlight.collect_groups({"a": [one], "b": [other]}).result()
+    assert math.isnan(result.ratios["a", "b"])
+    assert not result.groups["b"].measured
+
+
+def test_bad_groups_are_refused() -> None:
+    model = nn.ModuleDict({"encoder": nn.Linear(2, 2)})
+    with pytest.raises(
+        ValueError, match=r"pattern 'encodr\.\*' matches none of 2 parameters; near it: encoder"
+    ):
+        backlight.collect_groups({"host": "encodr.*"}, model=model)
+    with pytest.raises(ValueError, match="the group 'host' is empty; expected at least one parameter"):
+        backlight.collect_groups({"host": []})
+    with pytest.raises(ValueError, match="give model= for it"):
+        backlight.collect_groups({"host": "encoder.*"})
+    with pytest.raises(TypeError, match="item 0 is int, expected a tensor"):
+        backlight.collect([3])
+    with pytest.raises(ValueError, match="vanishing_rmss"):
+        backlight.collect([], thresholds={"vanishing_rmss": 1.0})

@@ -1,0 +1,94 @@
+"""What a user installs: the wheel carries its demo, and reads runs where there is no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from cases import CASES
+
+import backlight
+
+ROOT = Path(__file__).parents[1]
+READER = ("numpy", "numpy.libs", "h5py", "h5py.libs", "pydantic", "pydantic_core", "annotated_types", "rich",
+          "typer", "typing_inspection", "typing_extensions.py", "markdown_it", "mdurl", "pygments", "shellingham",
+          "click", "annotated_doc", "pyarrow")  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return next(folder.glob("*.whl"))
+
+
+def environment(folder: Path, wheel: Path, *, torch: bool) -> Path:
+    """Make an environment with the wheel, and of ours only what a reader needs, or everything."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    install = [str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, check=True, capture_output=True)
+    ours = Path(sysconfig.get_path("purelib"))
+    theirs = next((folder / "lib").glob("python*")) / "site-packages"
+    for item in ours.iterdir():
+        if item.name.startswith(("backlight", "_backlight", "__editable__")) or (theirs / item.name).exists():
+            continue
+        name = item.name.split("-")[0].lower()
+        if torch or item.name in READER or name in READER:
+            (theirs / item.name).symlink_to(item)
+    return python
+
+
+def test_a_reader_without_torch(wheel: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with backlight.watch(run=run, every=1):
+        CASES["clipped_by_norm"].train()
+    python = environment(tmp_path / "venv", wheel, torch=False)
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(python), "-m", "backlight", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            check=False,
+        )
+
+    missing = subprocess.run([str(python), "-c", "import torch"], capture_output=True, text=True, check=False)
+    assert "No module named 'torch'" in missing.stderr
+    for arguments in (
+        ("findings", str(run), "--json"),
+        ("report", str(run), "--out", "page.html"),
+        ("export", str(run), "out.parquet"),
+        ("export", str(run), "out.h5"),
+        ("compare", str(run), str(run)),
+    ):
+        done = call(*arguments)
+        assert done.returncode == 0, (arguments, done.stderr)
+    assert (tmp_path / "page.html").stat().st_size > 50_000
+    done = call("doctor")
+    assert done.returncode == 1
+    assert "runs can be read, not made" in " ".join(done.stdout.split())
+    (tmp_path / "train.py").write_text("")
+    done = call("run", "train.py")
+    assert done.returncode == 2
+    assert "torch" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv", wheel, torch=True)
+    done = subprocess.run(
+        [str(python), "-m", "backlight", "demo", "--steps", "10", "--out", "demo"],
+        capture_output=True, text=True, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = Path(done.stdout.strip().splitlines()[-1].removeprefix("report: "))
+    assert report == (tmp_path / "demo" / "report.html").resolve()
+    assert report.is_file()
+    assert len(backlight.open_run(tmp_path / "demo").series_steps("gradient")) == 10
