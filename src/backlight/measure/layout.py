@@ -1,7 +1,7 @@
 """Any local tensor as flat pieces of bounded size, without a copy where its memory allows that.
 
-M scalars in all. A statistic that does not depend on the order of the values (all of ours) may read
-them in the order of memory.
+N stored places of a sparse tensor with D sparse dimensions. A statistic that does not depend on the
+order of the values (all of ours) may read them in the order of memory.
 """
 
 from __future__ import annotations
@@ -12,24 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 2**17
-"""Elements of a piece: a float64 copy of one (1 MiB) still fits a second-level cache."""
-
-_SPARSE_ROWS = (torch.sparse_csr, torch.sparse_bsr)
-_SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class Flat(NamedTuple):
-    """The stored values of a tensor.
+    """The stored values of a tensor; each stands for ``times`` equal scalars (expanded memory repeats).
 
-    ``values`` has every stored value once; each stands for ``times`` equal scalars of the tensor
-    (an expanded tensor repeats its memory). ``absent`` scalars are zeros that no memory holds
-    (the structural zeros of a sparse tensor).
+    Scalars that are stored nowhere, in a sparse tensor, are zeros.
     """
 
     values: Tensor
     times: int = 1
-    absent: int = 0
 
 
 def stored(tensor: Tensor) -> Flat:
@@ -48,41 +41,19 @@ def stored(tensor: Tensor) -> Flat:
             f"statistics are for floating-point and complex tensors, got {tensor.dtype} of shape "
             f"{tuple(tensor.shape)}; leave it out or convert it with .float()"
         )
-    tensor = tensor.detach()
-    absent = 0
     if tensor.layout is not torch.strided:
-        scalars = tensor.numel()
-        if tensor.layout is torch.sparse_coo:
-            tensor = tensor.coalesce().values()
-        elif tensor.layout in _SPARSE_ROWS or tensor.layout in _SPARSE_COLUMNS:
-            tensor = tensor.values()
-        else:
-            tensor = tensor.to_dense()
-        absent = scalars - tensor.numel()
+        tensor = _stored_sparse(tensor)
     if tensor.is_contiguous():
-        return Flat(tensor.view(-1), 1, absent)
+        return Flat(tensor.view(-1))
     times = 1
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             times *= size
             tensor = tensor.narrow(dim, 0, 1)
-    return Flat(_in_memory_order(tensor), times, absent)
+    return Flat(_in_memory_order(tensor), times)
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a one-dimensional view where the values lie densely in memory, else the tensor."""
-    order = sorted(
-        (dim for dim in range(tensor.dim()) if tensor.shape[dim] != 1), key=tensor.stride, reverse=True
-    )
-    dense = 1
-    for dim in reversed(order):
-        if tensor.stride(dim) != dense:
-            return tensor
-        dense *= tensor.shape[dim]
-    return tensor.permute(order + [d for d in range(tensor.dim()) if tensor.shape[d] == 1]).view(-1)
-
-
-def pieces(values: Tensor, size: int = CHUNK) -> Iterator[Tensor]:
+def pieces(values: Tensor, size: int) -> Iterator[Tensor]:
     """Yield one-dimensional pieces of at most ``size`` scalars that together are ``values``.
 
     Where the values do not lie densely in memory a piece is a copy, of that size at most.
@@ -90,13 +61,49 @@ def pieces(values: Tensor, size: int = CHUNK) -> Iterator[Tensor]:
     scalars = values.numel()
     if scalars == 0:
         return
-    if scalars <= size or values.dim() <= 1:
-        flat = values.reshape(-1)
-        if scalars <= size:
-            yield flat
-        else:
-            yield from torch.split(flat, size)
-        return
-    dim = max(range(values.dim()), key=values.shape.__getitem__)
-    for part in values.chunk(-(-scalars // size), dim):
-        yield from pieces(part, size)
+    if scalars <= size:
+        yield values.reshape(-1)
+    elif values.dim() == 1 and values.is_contiguous():
+        yield from torch.split(values, size)
+    else:
+        longest = max(range(values.dim()), key=values.shape.__getitem__)
+        for part in values.chunk(-(-scalars // size), longest):
+            yield from pieces(part, size)
+
+
+def add_duplicates(tensor: Tensor) -> Tensor:
+    """Return values of a sparse COO tensor in which duplicates are added, in a shape that the host knows.
+
+    ``coalesce`` asks the device how many values remain. Here there are as many as before, and those
+    that were added to another one leave zeros at the end.
+    """
+    indices_DN, values = tensor._indices(), tensor._values()
+    place_N = torch.zeros(indices_DN.shape[1], dtype=torch.int64, device=tensor.device)
+    for dim in range(tensor.sparse_dim()):
+        place_N = place_N * tensor.shape[dim] + indices_DN[dim]
+    place_N, order_N = place_N.sort(stable=True)
+    first_N = torch.ones_like(place_N)
+    first_N[1:] = place_N[1:] != place_N[:-1]
+    return torch.zeros_like(values).index_add_(0, first_N.cumsum(0) - 1, values[order_N])
+
+
+def _stored_sparse(tensor: Tensor) -> Tensor:
+    if tensor.layout in _COMPRESSED:
+        return tensor.values()
+    if tensor.layout is not torch.sparse_coo:
+        return tensor.to_dense()
+    if tensor.is_coalesced():
+        return tensor.values()
+    return tensor.coalesce().values() if tensor.device.type == "cpu" else add_duplicates(tensor)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a one-dimensional view where the values lie densely in memory, else the tensor."""
+    real = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != 1]
+    order = sorted(real, key=tensor.stride, reverse=True)
+    dense = 1
+    for dim in reversed(order):
+        if tensor.stride(dim) != dense:
+            return tensor
+        dense *= tensor.shape[dim]
+    return tensor.permute(order + [dim for dim in range(tensor.dim()) if dim not in real]).view(-1)

@@ -1,57 +1,93 @@
-"""Results that may still be on their way from a device."""
+"""Results that may still be on their way from a device to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Arrays = tuple[NDArray[np.float64], NDArray[np.int64]]
+"""float64 ``[P, F]`` and int64 ``[P, I]``: a row per tensor, a column per number."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Rows of one device: ``bits`` is an int64 host tensor ``[k, F + I]`` that a copy may still be filling.
+class Flight:
+    """A table on its way to the host.
 
-    The first F columns are the bit patterns of float64 numbers. ``done`` was recorded behind the copy;
-    it is None where the values were on the host from the beginning. ``source`` is kept until then, so
-    that the allocator does not hand its memory to somebody else while the copy still reads it.
+    ``done`` was recorded behind the copy and is None where the values were on the host from the
+    beginning. ``source`` keeps the memory on the device alive until then.
     """
 
-    rows: np.ndarray
-    bits: Tensor
+    host: Tensor
     done: torch.Event | None = None
     source: Tensor | None = None
+
+    def landed(self) -> bool:
+        """Tell, without waiting, whether the host may read."""
+        return self.done is None or bool(self.done.query())
+
+    def read(self) -> NDArray[np.generic]:
+        """Wait for this copy alone, and return what it brought."""
+        if self.done is not None:
+            self.done.synchronize()
+        array: NDArray[np.generic] = self.host.numpy()
+        return array
+
+
+def send(table: Tensor) -> Flight:
+    """Start the copy of a small table to the host and return at once.
+
+    On an accelerator the copy goes into pinned memory, behind the work of the current stream.
+    """
+    if table.device.type == "cpu":
+        return Flight(table)
+    pinned = table.device.type == "cuda"
+    host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=pinned)
+    host.copy_(table, non_blocking=pinned)
+    if not pinned:
+        return Flight(host)
+    done = torch.Event(table.device)
+    done.record(torch.accelerator.current_stream(table.device))
+    return Flight(host, done, table)
 
 
 class Pending:
     """Numbers per tensor, possibly in flight; nothing waits until :meth:`arrays` is called.
 
-    Rows of tensors that were not measured hold zeros, ``measured`` included.
+    Parameters
+    ----------
+    flights
+        What the host still has to receive.
+    finish
+        Turns what the flights brought, in their order, into the two arrays. It runs once, in the thread
+        that asks first.
     """
 
-    def __init__(self, rows: int, floats: int, integers: int, parts: Sequence[Part]) -> None:
-        self._shape = (rows, floats, integers)
-        self._parts = tuple(parts)
-        self._arrays: tuple[np.ndarray, np.ndarray] | None = None
+    def __init__(
+        self, flights: Sequence[Flight], finish: Callable[[list[NDArray[np.generic]]], Arrays]
+    ) -> None:
+        self._flights = tuple(flights)
+        self._finish: Callable[[list[NDArray[np.generic]]], Arrays] | None = finish
+        self._arrays: Arrays | None = None
+        self._lock = threading.Lock()
 
     def ready(self) -> bool:
         """Tell, without waiting, whether :meth:`arrays` would return at once."""
-        return self._arrays is not None or all(part.done is None or part.done.query() for part in self._parts)
+        return all(flight.landed() for flight in self._flights)
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return float64 ``[P, F]`` and int64 ``[P, I]``, after waiting for this result's own copies only."""
-        if self._arrays is None:
-            rows, floats, integers = self._shape
-            values = np.zeros((rows, floats), dtype=np.float64)
-            counts = np.zeros((rows, integers), dtype=np.int64)
-            for part in self._parts:
-                if part.done is not None:
-                    part.done.synchronize()
-                bits = part.bits.numpy()
-                values[part.rows] = bits[:, :floats].copy().view(np.float64)
-                counts[part.rows] = bits[:, floats:]
-            self._arrays = (values, counts)
-            self._parts = ()
-        return self._arrays
+    def arrays(self) -> Arrays:
+        """Return float64 ``[P, F]`` and int64 ``[P, I]``, after waiting for this result's own copies only.
+
+        Rows of tensors that were not measured hold zeros, ``measured`` included.
+        """
+        with self._lock:
+            if self._arrays is None:
+                assert self._finish is not None
+                self._arrays = self._finish([flight.read() for flight in self._flights])
+                self._flights, self._finish = (), None
+            return self._arrays

@@ -1,21 +1,27 @@
 """Norm, largest magnitude, sum and counts of every tensor of a list, in one pass over the memory.
 
-P tensors. What fp32 cannot hold (squares overflow above 1.8e19 and vanish below 1e-23) is accumulated
-in float64, and float64 itself with scaled squares, so that no value has to be looked at twice.
+P tensors, cut into N rows in all. Squares are summed in float64, those of float64 and complex values
+after scaling by a power of two: what fp32 cannot hold needs no second look. A device is only ever given
+work; the host puts the rows together after their one copy, when it is asked to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure.layout import CHUNK, Flat, pieces, stored
-from backlight.measure.norms import root_sum_squares
-from backlight.measure.pending import Part, Pending
+from backlight.measure.compiled import DTYPES, KERNELS, Patience
+from backlight.measure.layout import stored
+from backlight.measure.norms import max_by, root_sum_squares_by
+from backlight.measure.packing import Owned, large_share
+from backlight.measure.pending import Arrays, Pending
+from backlight.measure.table import COLUMNS, Arrived, Table
 
 FLOATS = ("norm", "max_abs", "sum")
 """Names of the float64 columns, in order."""
@@ -25,7 +31,7 @@ INTEGERS = ("measured", "numel", "zeros", "nan", "inf")
 
 Tier = Literal["auto", "eager", "compiled"]
 
-_LARGE, _SMALL = 1e140, 1e-140
+_PATIENCE = Patience()
 
 
 def statistics(
@@ -39,11 +45,13 @@ def statistics(
         P local tensors of any floating or complex type, layout, stride and device; None where there is
         nothing to measure.
     tier
-        ``"eager"`` uses torch's own operations, ``"compiled"`` a kernel of ``torch.compile`` (eager
-        where that fails, see :func:`why_not_compiled`), ``"auto"`` the faster one for this list.
+        ``"eager"`` uses torch's own operations, ``"compiled"`` a kernel of ``torch.compile`` for large
+        tensors of at most 32 bits (eager where that fails, see :func:`why_not_compiled`). ``"auto"``
+        begins eagerly and compiles once the eager work of this process has cost as much as compiling
+        would, so that it never costs twice the better choice.
     scale
         What all values are to be divided by, a loss scale for example. The results are divided, not
-        the tensors; a tensor on a device is not read by the host.
+        the tensors; a tensor on a device comes to the host with the results.
 
     Returns
     -------
@@ -52,50 +60,108 @@ def statistics(
         ``norm`` and ``max_abs`` are NaN where any value is NaN, else infinite where any is infinite.
         Of complex values they are those of the magnitude, and ``sum`` is the sum of the real parts.
         An empty tensor is measured: norm, max_abs and sum are 0.
+
+    Raises
+    ------
+    TypeError
+        If a tensor holds integers.
     """
-    rows = len(tensors)
-    bits = torch.zeros((rows, len(FLOATS) + len(INTEGERS)), dtype=torch.int64)
-    table = bits.numpy()
-    floats = table[:, : len(FLOATS)].view(np.float64)
+    if torch.compiler.is_compiling():  # a pass inside somebody's graph would become a part of it
+        tensors = [None] * len(tensors)
+    times_P = np.zeros(len(tensors), dtype=np.int64)
+    numel_P = np.zeros(len(tensors), dtype=np.int64)
+    kinds: dict[tuple[torch.device, torch.dtype], Owned] = {}
+    tables: dict[torch.device, Table] = {}
     with torch.no_grad():
-        for row, tensor in enumerate(tensors):
-            if tensor is None:
+        for position, tensor in enumerate(tensors):
+            if tensor is None or tensor.is_meta:
                 continue
-            floats[row], table[row, len(FLOATS) :] = _eager(stored(tensor), tensor.numel())
-        if scale is not None:
-            floats /= float(scale)
-    return Pending(rows, len(FLOATS), len(INTEGERS), [Part(np.arange(rows), bits)])
+            values, times_P[position] = stored(tensor)
+            numel_P[position] = tensor.numel()
+            kinds.setdefault((values.device, values.dtype), []).append((position, values))
+        for (device, dtype), owned in kinds.items():
+            table = _table(tables, device)
+            rest = table.compiled(owned) if _compiles(tier, dtype) else owned
+            begin = perf_counter()
+            table.eager(rest)
+            if dtype in DTYPES:
+                _PATIENCE.spend((perf_counter() - begin) * large_share(rest))
+        if isinstance(scale, Tensor):
+            _table(tables, scale.device).carry(scale)
+        flights = [table.send() for table in tables.values()]
+    unpack = [table.unpack() for table in tables.values()]
+    divisor = 1.0 if scale is None or isinstance(scale, Tensor) else float(scale)
+
+    def finish(arrived: list[NDArray[np.generic]]) -> Arrays:
+        parts = [unpacked(numbers) for unpacked, numbers in zip(unpack, arrived, strict=True)]
+        return _finish(times_P, numel_P, parts, divisor)
+
+    return Pending(flights, finish)
 
 
-def _eager(flat: Flat, scalars: int) -> tuple[tuple[float, float, float], tuple[int, int, int, int, int]]:
-    norms, largest, total, nonzero, nan, inf = [], 0.0, 0.0, 0, 0, 0
-    scratch = torch.empty(min(CHUNK, flat.values.numel()), dtype=torch.float64)
-    for piece in pieces(flat.values):
-        real = torch.view_as_real(piece.resolve_conj()) if piece.is_complex() else piece
-        if real.is_cuda or real.dtype.itemsize == 1:
-            real = real.float()
-        values = scratch[: piece.numel()].copy_(piece.real if piece.is_complex() else piece)
-        total += float(values.sum())
-        if piece.is_complex():
-            values = scratch[: piece.numel()].copy_(piece.to(torch.complex128).abs())
-        low, high = (float(v) for v in values.aminmax())
-        top = float(np.maximum(-low, high))
-        if not np.isfinite(top):
-            bad_nan, bad_inf = torch.isnan(real), torch.isinf(real)
-            if piece.is_complex():
-                bad_nan, bad_inf = bad_nan.any(-1), bad_inf.any(-1)
-            nan += int(bad_nan.sum())
-            inf += int(bad_inf.sum())
-            norms.append(top)
-        elif top and not _SMALL < top < _LARGE:
-            unit = 2.0 ** np.frexp(top)[1]
-            norms.append(float(torch.linalg.vector_norm(values / unit)) * unit)
-        else:
-            norms.append(float(torch.dot(values, values)) ** 0.5)
-        largest = float(np.maximum(largest, top))
-        nonzero += int(torch.count_nonzero(values))
-    norm = float(root_sum_squares(np.array(norms))) * flat.times**0.5
-    if nan:
-        norm = largest = float("nan")
-    zeros = flat.times * (flat.values.numel() - nonzero) + flat.absent
-    return (norm, largest, total * flat.times), (1, scalars, zeros, nan * flat.times, inf * flat.times)
+def tier_in_use(tier: Tier = "auto") -> Literal["eager", "compiled"]:
+    """Return the tier that the next large float32 tensor is measured by, if ``tier`` is asked for."""
+    return "compiled" if _compiles(tier, torch.float32) else "eager"
+
+
+def why_not_compiled() -> str:
+    """Return why the compiled tier is not available in this process; empty while nothing has failed."""
+    return KERNELS.reason
+
+
+def _compiles(tier: Tier, dtype: torch.dtype) -> bool:
+    if dtype not in DTYPES or KERNELS.reason:
+        return False
+    return tier == "compiled" or (tier == "auto" and _PATIENCE.exhausted())
+
+
+def _synchronous(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _table(tables: dict[torch.device, Table], device: torch.device) -> Table:
+    if device not in tables:
+        tables[device] = Table(device, synchronous=_synchronous(device))
+    return tables[device]
+
+
+def _finish(
+    times_P: NDArray[np.int64], numel_P: NDArray[np.int64], parts: list[Arrived], divisor: float
+) -> Arrays:
+    """Put the rows of all devices together."""
+    size = len(times_P)
+    owner = np.concatenate([np.empty(0, dtype=np.int64), *(part.owner for part in parts)])
+    norm, top, total, nonzero, nan, inf = np.concatenate(
+        [np.empty((len(COLUMNS), 0)), *(part.numbers for part in parts)], axis=1
+    )
+    for part in parts:
+        divisor = divisor if part.carried is None else part.carried
+    counts = np.stack(
+        (
+            times_P > 0,
+            numel_P,
+            numel_P - times_P * _count(owner, nonzero, size),
+            times_P * _count(owner, nan, size),
+            times_P * _count(owner, inf, size),
+        ),
+        axis=1,
+    )
+    with np.errstate(all="ignore"):
+        values = np.stack(
+            (
+                root_sum_squares_by(owner, norm, size) * np.sqrt(times_P),
+                max_by(owner, top, size),
+                np.bincount(owner, total, size) * times_P,
+            ),
+            axis=1,
+        )
+        # Which of NaN and infinity a norm ends as must not depend on how the tensor was cut.
+        values[counts[:, 4] > 0, :2] = np.inf
+        values[counts[:, 3] > 0, :2] = np.nan
+        values /= divisor
+    values[times_P == 0] = 0.0
+    return values, counts
+
+
+def _count(owner: NDArray[np.int64], numbers: NDArray[np.float64], size: int) -> NDArray[np.int64]:
+    return np.asarray(np.bincount(owner, numbers, size), dtype=np.int64)

@@ -1,0 +1,103 @@
+"""The eager kernels: a matrix goes in, numbers per row come out. Nothing here reads a value on the host.
+
+R rows, W scalars in each. Rows may be padded with zeros, which change no number here: non-zero values
+are counted, not zeros.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_COUNTED = 2**22  # scalars whose booleans are in memory at once
+
+
+class Partials(NamedTuple):
+    """Numbers per row, each of shape ``[R]``; of complex rows they are those of the magnitudes.
+
+    ``total`` is the sum of the values, of complex ones the sum of the real parts.
+    """
+
+    norm: Tensor
+    max_abs: Tensor
+    total: Tensor
+    nonzero: Tensor
+
+
+class Scratch:
+    """Buffers that one pass reuses for every piece: 12 bytes for each scalar of the largest piece."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._double = torch.empty(0, dtype=torch.float64, device=device)
+        self._single = torch.empty(0, dtype=torch.float32, device=device)
+
+    def double(self, rows: int, width: int) -> Tensor:
+        """Return a float64 buffer ``[rows, width]``."""
+        if self._double.numel() < rows * width:
+            self._double = self._double.new_empty(rows * width)
+        return self._double[: rows * width].view(rows, width)
+
+    def single(self, rows: int, width: int) -> Tensor:
+        """Return a float32 buffer ``[rows, width]``."""
+        if self._single.numel() < rows * width:
+            self._single = self._single.new_empty(rows * width)
+        return self._single[: rows * width].view(rows, width)
+
+
+def narrow(x_RW: Tensor, scratch: Scratch) -> Partials:
+    """Measure rows of float32 or less: the square of such a value always fits float64."""
+    if x_RW.dtype is not torch.float32:
+        x_RW = x_RW.to(torch.float32)
+    wide_RW = scratch.double(*x_RW.shape).copy_(x_RW)
+    norm_R = torch.linalg.vector_norm(wide_RW, dim=1)
+    total_R = wide_RW.sum(1)
+    max_R = torch.maximum(x_RW.amax(1), x_RW.amin(1).neg_())
+    # A comparison into a float buffer is vectorised, one into booleans is not: a third of the time.
+    nonzero_R = torch.ne(x_RW, 0, out=scratch.single(*x_RW.shape)).sum(1)
+    return Partials(norm_R, max_R, total_R, nonzero_R)
+
+
+def wide(x_RW: Tensor, accumulator: torch.dtype = torch.float64) -> Partials:
+    """Measure rows whose squares the accumulator may not hold: float64, complex, or a device without float64.
+
+    Each row is multiplied by a power of two that brings its largest value near 1, so no square that
+    matters is lost at either end.
+    """
+    if x_RW.is_complex():
+        parts_RWC = torch.view_as_real(x_RW.resolve_conj()).to(accumulator)
+    else:
+        parts_RWC = x_RW.to(accumulator).unsqueeze(-1)
+    top_R = parts_RWC.abs().amax((1, 2))
+    down_R = _reciprocal_power_of_two(top_R)
+    scaled_RWC = parts_RWC * down_R[:, None, None]
+    norm_R = torch.linalg.vector_norm(scaled_RWC, dim=(1, 2)) / down_R
+    total_R = scaled_RWC[..., 0].sum(1) / down_R
+    nonzero_R = (parts_RWC != 0).any(-1).sum(1)
+    if x_RW.is_complex():
+        top_R = scaled_RWC.square().sum(-1).amax(1).sqrt() / down_R
+    return Partials(norm_R, top_R, total_R, nonzero_R)
+
+
+def non_finite(x_RW: Tensor) -> tuple[Tensor, Tensor]:
+    """Count NaN and infinite values per row; a complex value is NaN or infinite if either part is."""
+    rows, width = x_RW.shape
+    nan_R = torch.zeros(rows, dtype=torch.int64, device=x_RW.device)
+    inf_R = torch.zeros_like(nan_R)
+    for x_RV in torch.split(x_RW, max(1, min(width, _COUNTED // rows)), 1):
+        part_RV = x_RV.to(torch.float32) if x_RV.dtype.itemsize == 1 else x_RV
+        nan_R += torch.isnan(part_RV).sum(1)
+        inf_R += torch.isinf(part_RV).sum(1)
+    return nan_R, inf_R
+
+
+def _reciprocal_power_of_two(top_R: Tensor) -> Tensor:
+    """Return 2^-e with 2^(e-1) <= top < 2^e, kept within normal numbers; 1 for infinity and NaN."""
+    exponent_R = torch.frexp(torch.nan_to_num(top_R, nan=1.0, posinf=1.0)).exponent
+    # The power is put together from its bits: torch.ldexp overflows on the way for subnormal values.
+    if top_R.dtype is torch.float64:
+        bits_R = (1023 - exponent_R.to(torch.int64).clamp(-1000, 1000)) << 52
+    else:
+        bits_R = (127 - exponent_R.to(torch.int32).clamp(-120, 120)) << 23
+    return bits_R.view(top_R.dtype)

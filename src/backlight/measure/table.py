@@ -1,0 +1,124 @@
+"""The numbers of all tensors of one device, row by row, until one copy takes them to the host.
+
+P tensors are cut into N rows in all; R rows and W scalars are in one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from backlight.measure.compiled import KERNELS, WORTHWHILE
+from backlight.measure.packing import Owned, batches
+from backlight.measure.pending import Flight, send
+from backlight.measure.rows import Scratch, narrow, non_finite, wide
+
+COLUMNS = ("norm", "max_abs", "sum", "nonzero", "nan", "inf")
+"""Numbers per row, in the order in which a table sends them."""
+
+
+class Arrived(NamedTuple):
+    """Numbers ``[6, N]`` in the order of :data:`COLUMNS`, and the tensor that owns each row ``[N]``."""
+
+    owner: NDArray[np.int64]
+    numbers: NDArray[np.float64]
+    carried: float | None
+
+
+class Table:
+    """What one device has measured so far.
+
+    Parameters
+    ----------
+    device
+        Where the tensors are and the numbers stay.
+    synchronous
+        Whether the host may look at a number without waiting for anybody.
+    """
+
+    def __init__(self, device: torch.device, *, synchronous: bool) -> None:
+        self._device = device
+        self._synchronous = synchronous
+        self._columns: tuple[list[Tensor], ...] = tuple([] for _ in COLUMNS)
+        self._owners: list[tuple[int, int]] = []
+        self._carried: Tensor | None = None
+        # Only Apple's device has no float64.
+        self._float = torch.float32 if device.type == "mps" else torch.float64
+
+    def eager(self, values: Owned) -> None:
+        """Measure tensors of one dtype with torch's own operations."""
+        if not values:
+            return
+        dtype = values[0][1].dtype
+        plain = not dtype.is_complex and dtype is not torch.float64 and self._float is torch.float64
+        scratch = Scratch(self._device)
+        for matrix, owners in batches(values, *self._piece()):
+            found = narrow(matrix, scratch) if plain else wide(matrix, self._float)
+            self._add((*found, *self._non_finite(found.norm, matrix)), owners)
+
+    def compiled(self, values: Owned) -> Owned:
+        """Measure large tensors of one dtype with the compiled kernel; return what that leaves over."""
+        rest: Owned = []
+        rows = KERNELS.rows(self._device)
+        for owner, tensor in values:
+            matrix = found = None
+            if tensor.dim() == 1 and tensor.numel() >= WORTHWHILE and not tensor.is_neg():
+                whole = tensor.numel() // rows * rows
+                matrix = tensor[:whole].view(rows, -1)
+                found = KERNELS.call(matrix)
+            if matrix is None or found is None:
+                rest.append((owner, tensor))
+                continue
+            columns = found.unbind()
+            if len(columns) < len(COLUMNS):
+                columns = (*columns, *self._non_finite(columns[0], matrix))
+            self._add(columns, [(owner, rows)])
+            if matrix.numel() < tensor.numel():
+                rest.append((owner, tensor[matrix.numel() :]))
+        return rest
+
+    def carry(self, number: Tensor) -> None:
+        """Send a single number of this device, a loss scale for example, with the same copy."""
+        self._carried = number.detach().reshape(1).to(self._float)
+
+    def send(self) -> Flight:
+        """Start the one copy of this device: the columns behind one another, then what is carried."""
+        parts = [part for column in self._columns for part in column]
+        if self._carried is not None:
+            parts.append(self._carried)
+        return send(torch.cat(parts) if parts else torch.empty(0, dtype=self._float))
+
+    def unpack(self) -> Callable[[NDArray[np.generic]], Arrived]:
+        """Return what makes of the numbers on the host what they mean; it holds nothing of the device."""
+        owners, carries = self._owners, self._carried is not None
+
+        def unpacked(numbers: NDArray[np.generic]) -> Arrived:
+            flat = numbers.astype(np.float64, copy=False)
+            table = (flat[:-1] if carries else flat).reshape(len(COLUMNS), -1)
+            owner, rows = np.array(owners, dtype=np.int64).reshape(-1, 2).T
+            return Arrived(np.repeat(owner, rows), table, float(flat[-1]) if carries else None)
+
+        return unpacked
+
+    def _non_finite(self, norm_R: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        # A finite norm leaves nothing to count. The host of another device does not ask.
+        if self._synchronous and np.isfinite(norm_R.numpy()).all():
+            zero_R = torch.zeros_like(norm_R)
+            return zero_R, zero_R
+        return non_finite(matrix)
+
+    def _add(self, columns: Sequence[Tensor], owners: list[tuple[int, int]]) -> None:
+        for column, values_R in zip(self._columns, columns, strict=True):
+            column.append(values_R.to(self._float))
+        self._owners += owners
+
+    def _piece(self) -> tuple[int, int]:
+        """Return scalars per piece and per row: a piece in float64 stays in the caches of the threads."""
+        if self._device.type != "cpu":
+            return 2**22, 2**16
+        return min(max(2**16 * torch.get_num_threads(), 2**17), 2**20), 2**12
