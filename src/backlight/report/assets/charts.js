@@ -1,0 +1,281 @@
+// Line charts over steps, on uPlot: one look, one range of steps, a legend that names what is under the cursor.
+
+// What charts tell one another: where the pointer is, not what it does; the range of steps is the view's.
+const FOLLOWED = new Set(["mousemove", "mouseleave"]);
+
+const DASH = { dashed: [7, 5] };
+
+const axisFont = () => `12px ${css("font")}`;
+
+// Values as uPlot wants them: undefined where a line has no point here, null where a point cannot be drawn.
+const drawable = (line, log) => {
+  const breaks = new Set([...line.odd, ...(line.gap ?? [])]);
+  return Array.from(line.values, (value, i) => {
+    if (breaks.has(i)) return null;
+    if (Number.isNaN(value)) return undefined;
+    return log && value <= 0 ? null : value;
+  });
+};
+
+// The ticks of a logarithmic axis that are worth a line and a label: whole powers, thinned out where they are
+// many; the numbers between them where there are too few.
+const logSplits = (base) => (plot, axis, low, high) => {
+  const room = Math.max(2, Math.floor(plot.bbox.height / devicePixelRatio / 30));
+  const [from, to] = [Math.log(low) / Math.log(base), Math.log(high) / Math.log(base)];
+  const every = Math.max(1, Math.ceil((to - from) / room));
+  const powers = [];
+  for (let exponent = Math.ceil(from - 1e-9); exponent <= to + 1e-9; exponent += 1) if (exponent % every === 0) powers.push(base ** exponent);
+  if (powers.length > 1) return powers;
+  const between = [];
+  for (let exponent = Math.floor(from); exponent <= to; exponent += 1) for (const times of [1, 2, 5]) between.push(times * base ** exponent);
+  const inside = between.filter((value) => value >= low && value <= high);
+  return inside.length > 1 ? inside : [low, (low + high) / 2, high];
+};
+
+const axisRange = (axis) => {
+  const { log, low, high } = axis;
+  if (log) {
+    return (plot, min, max) => {
+      if (!(min > 0)) return [0.1, 10];
+      const room = Math.max(1.15, (max / min) ** 0.05);
+      return [min / room, max * room];
+    };
+  }
+  return (plot, min, max) => {
+    if (axis.top) return [low ?? 0, axis.top]; // read anew at each drawing, for a reader may lift it
+    if (min === null) return [low ?? 0, high ?? 1];
+    const room = (max - min || Math.abs(max) || 1) * 0.06;
+    const from = low === null ? min - room : Math.min(low, min);
+    const to = high === null ? max + room : Math.max(high, max);
+    return [low === null ? from : from - (high === null ? 0 : (to - from) * 0.02), high === null ? to : to + (to - from) * 0.02];
+  };
+};
+
+const verticalAxis = (axis, scale, side) => ({
+  scale,
+  side,
+  label: axis.label || undefined,
+  labelSize: axis.label ? 22 : 0,
+  labelFont: axisFont(),
+  font: axisFont(),
+  size: (plot, values) => {
+    const widest = Math.max(0, ...(values ?? []).map((value) => String(value ?? "").length));
+    return Math.max(34, 14 + widest * 7);
+  },
+  stroke: () => css("ink-soft"),
+  ticks: { show: false },
+  grid: side === 3 ? { stroke: () => css("line"), width: 1, filter: (plot, splits) => splits } : { show: false },
+  space: 28,
+  ...(axis.log ? { splits: logSplits(axis.base ?? 10), filter: (plot, splits) => splits } : {}),
+  values: (plot, splits) => splits.map((value) => (axis.log && (axis.base ?? 10) === 10 ? logTick(value) : number(value, 4))),
+});
+
+const stepAxis = (label = "step") => ({
+  label: label || undefined,
+  labelSize: label ? 20 : 0,
+  labelFont: axisFont(),
+  font: axisFont(),
+  stroke: () => css("ink-soft"),
+  size: 28,
+  gap: 4,
+  grid: { show: false },
+  ticks: { stroke: () => css("line-strong"), width: 1, size: 4 },
+  space: 90,
+  incrs: [1, 2, 5].flatMap((times) => [...Array(12).keys()].map((zeros) => times * 10 ** zeros)).sort((a, b) => a - b),
+  values: (plot, splits) => splits.map((value) => number(Math.round(value))),
+});
+
+// What lines cannot show: a restart, the step in focus, values that are not finite, marked steps.
+const annotate = (plot, spec) => {
+  const { ctx, bbox } = plot;
+  const ratio = devicePixelRatio;
+  const x = (step) => Math.round(plot.valToPos(step, "x", true)) + 0.5;
+  const within = (step) => step >= plot.scales.x.min && step <= plot.scales.x.max;
+  const upright = (step, colour, dash) => {
+    ctx.strokeStyle = colour;
+    ctx.lineWidth = ratio;
+    ctx.setLineDash(dash.map((length) => length * ratio));
+    ctx.beginPath();
+    ctx.moveTo(x(step), bbox.top);
+    ctx.lineTo(x(step), bbox.top + bbox.height);
+    ctx.stroke();
+    ctx.setLineDash([]);
+  };
+  const wedge = (step, colour) => {
+    ctx.fillStyle = colour;
+    ctx.beginPath();
+    ctx.moveTo(x(step), bbox.top + 9 * ratio);
+    ctx.lineTo(x(step) - 5 * ratio, bbox.top);
+    ctx.lineTo(x(step) + 5 * ratio, bbox.top);
+    ctx.fill();
+  };
+  ctx.save();
+  if (spec.overSteps) {
+    for (const step of report.attempts) if (within(step)) upright(step, css("ink-faint"), [2, 4]);
+    if (view.focus !== null && within(view.focus)) upright(view.focus, css("accent"), []);
+  }
+  for (const line of spec.lines) {
+    line.odd.forEach((place, i) => {
+      const joined = i > 0 && line.odd[i - 1] === place - 1;
+      const [before, step] = [spec.steps[Math.max(0, place - 1)], spec.steps[place]];
+      if (!joined && within(step)) wedge(step, css("cell-broken"));
+      if (!joined || step < plot.scales.x.min || before > plot.scales.x.max) return;
+      // Neighbours without a finite value are one bar, not a row of wedges.
+      const from = Math.floor(Math.max(bbox.left, x(before)));
+      ctx.fillStyle = css("cell-broken");
+      ctx.fillRect(from, bbox.top, Math.ceil(Math.min(bbox.left + bbox.width, x(step))) - from, Math.round(4 * ratio));
+    });
+  }
+  for (const mark of spec.marks) {
+    ctx.fillStyle = css("cell-broken");
+    for (const step of mark.steps) {
+      if (within(step)) ctx.fillRect(x(step) - ratio, bbox.top + bbox.height - 9 * ratio, 2 * ratio, 9 * ratio);
+    }
+  }
+  ctx.restore();
+};
+
+const legendOf = (spec, toggle) => {
+  const at = el("span", { class: "legend-step" });
+  const alone = spec.lines.length === 1 && Boolean(spec.title);
+  const bottoms = new Map(spec.lines.filter(({ downTo }) => downTo).map(({ downTo }) => [downTo, spec.lines.find(({ label }) => label === downTo)]));
+  const entries = spec.lines.map((line, i) => {
+    const value = el("span", { class: "legend-value" });
+    const swatch = el("span", { class: `swatch ${line.style}` });
+    swatch.style.setProperty("--swatch", `var(--tone-${line.tone || TONES[i % TONES.length]})`);
+    const side = spec.right ? el("span", { class: "legend-side" }, line.axis === "right" ? " (right)" : " (left)") : null;
+    const button = el(
+      "button",
+      { type: "button", class: "legend-entry", "aria-pressed": "true", title: `Show or hide ${line.label}`, onclick: () => toggle(i, button) },
+      swatch,
+      el("span", { class: "legend-name" }, line.label),
+      side,
+      value,
+    );
+    // The lower border of a band speaks through the band; a lone line through its title.
+    if (bottoms.has(line.label) && line.style === "edge") button.hidden = true;
+    if (alone) button.classList.add("alone");
+    return { button, value };
+  });
+  const odd = spec.lines.reduce((sum, line) => sum + line.odd.length, 0);
+  const extra = [];
+  if (odd) extra.push(el("span", { class: "legend-mark broken" }, "NaN or Inf"));
+  for (const mark of spec.marks) extra.push(el("span", { class: "legend-mark tick" }, `${mark.label} (${number(mark.steps.length)})`));
+  if (spec.overSteps && report.attempts.length && !alone) extra.push(el("span", { class: "legend-mark restart" }, "restart"));
+  const host = el("div", { class: "legend" }, entries.map(({ button }) => button), extra, at);
+  const show = (plot) => {
+    const { idx, idxs } = plot.cursor;
+    const here = idx === null || idx === undefined;
+    at.textContent = here ? "" : spec.says ? spec.says(idx) : `step ${number(spec.steps[idx])}`;
+    entries.forEach(({ value }, i) => {
+      const place = here ? null : idxs[i + 1];
+      const line = spec.lines[i];
+      const told = (of) => (of.odd.includes(place) ? "NaN or Inf" : number((of.says ?? of.values)[place], 6));
+      const none = place === null || place === undefined;
+      const bottom = line.style === "edge" ? bottoms.get(line.downTo) : null;
+      value.textContent = none ? "" : bottom ? `${told(bottom)} to ${told(line)}` : told(line);
+    });
+  };
+  return { host, show };
+};
+
+// spec: { title, steps, lines: [{label, axis, style, tone, downTo, values, odd, gap}], left, right, marks,
+//         overSteps, xAxis, xRange, says(idx) }; `odd` and `gap` are places of a line: not finite, not measured
+const drawChart = (host, spec, height = 240) => {
+  const box = el("div", { class: "plot" });
+  const finite = spec.lines.some((line) => line.values.some((value) => Number.isFinite(value) && (value > 0 || !spec[line.axis].log)));
+  const places = Object.fromEntries(spec.lines.map((line, i) => [line.label, i + 1]));
+  let plot = null;
+  const legend = legendOf(spec, (i, button) => {
+    const shown = button.getAttribute("aria-pressed") !== "true";
+    button.setAttribute("aria-pressed", String(shown));
+    plot?.setSeries(i + 1, { show: shown });
+    const { style, downTo } = spec.lines[i];
+    if (style === "edge" && downTo) plot?.setSeries(places[downTo], { show: shown });
+  });
+  const head = el("div", { class: "chart-head" }, spec.title ? el("figcaption", {}, spec.title) : null, legend.host);
+  host.append(el("figure", { class: "chart" }, head, box));
+  if (!finite) {
+    box.append(el("p", { class: "empty" }, spec.left.log ? "No value here is finite and above zero." : "No value here is finite."));
+    return null;
+  }
+  const colour = (line, i) => () => tone(line.tone || TONES[i % TONES.length]);
+  const options = {
+    width: Math.max(120, box.clientWidth),
+    height,
+    padding: [10, spec.right ? 4 : 14, 0, 0],
+    scales: {
+      x: { time: false, range: spec.xRange ?? (() => [...view.range]) },
+      left: { distr: spec.left.log ? 3 : 1, log: spec.left.base ?? 10, range: axisRange(spec.left) },
+      ...(spec.right ? { right: { distr: spec.right.log ? 3 : 1, log: spec.right.base ?? 10, range: axisRange(spec.right) } } : {}),
+    },
+    axes: [
+      spec.xAxis ?? stepAxis(height < 190 ? "" : "step"),
+      verticalAxis(spec.left, "left", 3),
+      ...(spec.right ? [verticalAxis(spec.right, "right", 1)] : []),
+    ],
+    series: [
+      {},
+      ...spec.lines.map((line, i) => ({
+        scale: line.axis,
+        label: line.label,
+        stroke: line.style === "edge" ? () => "transparent" : colour(line, i),
+        width: line.style === "edge" ? 0 : 1.5,
+        dash: DASH[line.style],
+        paths: line.style === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined,
+        ...(line.fill ? { fill: () => faded(tone(line.tone), line.fill) } : {}),
+        points: line.style === "edge" || line.fill ? { show: false } : { ...(spec.steps.length <= 40 ? { show: true } : {}), size: 4, fill: colour(line, i) },
+      })),
+    ],
+    bands: spec.lines.flatMap((line, i) =>
+      line.downTo ? [{ series: [i + 1, places[line.downTo]], fill: () => faded(tone(line.tone || TONES[i % TONES.length]), line.opacity ?? 0.22) }] : [],
+    ),
+    legend: { show: false },
+    cursor: {
+      y: false,
+      points: { size: 7 },
+      drag: { x: true, y: false, setScale: false },
+      ...(spec.overSteps ? { sync: { key: "steps", setSeries: false, filters: { pub: (type) => FOLLOWED.has(type) } } } : {}),
+      bind: { dblclick: () => () => (spec.overSteps ? view.reset() : null) },
+    },
+    hooks: {
+      draw: [(drawn) => annotate(drawn, spec)],
+      setCursor: [(drawn) => legend.show(drawn)],
+      setSelect: [
+        (drawn) => {
+          const { left, width } = drawn.select;
+          if (width > 3 && spec.overSteps) view.zoom(Math.floor(drawn.posToVal(left, "x")), Math.ceil(drawn.posToVal(left + width, "x")));
+          drawn.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+        },
+      ],
+    },
+  };
+  const data = [spec.steps, ...spec.lines.map((line) => drawable(line, (line.axis === "right" ? spec.right : spec.left).log))];
+  plot = new uPlot(options, data, box);
+  new ResizeObserver(() => {
+    const width = Math.max(120, box.clientWidth);
+    if (width !== plot.width) plot.setSize({ width, height });
+  }).observe(box);
+  if (spec.overSteps) {
+    view.on("range", () => plot.setScale("x", { min: view.range[0], max: view.range[1] }));
+    view.on("focus", () => plot.redraw(false));
+  }
+  view.on("theme", () => plot.redraw(false));
+  return plot;
+};
+
+// A chart as Python sends it, with its arrays unpacked.
+const readChart = async (chart) => ({
+  ...chart,
+  overSteps: true,
+  steps: await unpack(chart.steps),
+  marks: await Promise.all(chart.marks.map(async (mark) => ({ ...mark, steps: await unpack(mark.steps) }))),
+  lines: await Promise.all(
+    chart.lines.map(async (line) => ({
+      ...line,
+      values: await unpack(line.values),
+      odd: Array.from(await unpack(line.odd)),
+      gap: Array.from(await unpack(line.gap)),
+    })),
+  ),
+});

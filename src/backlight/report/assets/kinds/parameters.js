@@ -1,0 +1,234 @@
+// The parameters: a heat map of steps by layers, the chosen one in detail, and all of them in a table.
+
+// The data behind the heat map, which the depth chart reads as well.
+class ParameterGrid {
+  constructor(data, first, last, recorded, measured, broken, stats) {
+    Object.assign(this, { first, last, recorded, measured, broken, stats });
+    this.columns = data.columns;
+    this.exact = data.exact;
+    this.precise = data.precise;
+    this.amount = report.parameters.length;
+  }
+
+  column(name) {
+    return this.columns.find((column) => column.name === name);
+  }
+
+  async planes(name) {
+    const column = this.column(name);
+    const high = await unpack(column.high);
+    return { high, low: column.low ? await unpack(column.low) : high };
+  }
+}
+
+// The range of colours: what lies beyond the outermost thousandth of the cells is clamped, and said to be.
+const rangeOf = ({ scale }, { high, low }) => {
+  if (scale === "count") return null;
+  if (scale === "share") return { low: 0, high: 1, log: false, clamped: [false, false] };
+  const values = [];
+  const stride = Math.max(1, Math.floor(high.length / 40000));
+  let [least, most] = [Infinity, 0];
+  for (let i = 0; i < high.length; i += 1) {
+    if (high[i] > 0 && Number.isFinite(high[i])) most = Math.max(most, high[i]);
+    if (low[i] > 0 && Number.isFinite(low[i])) least = Math.min(least, low[i]);
+    if (i % stride === 0) {
+      if (low[i] > 0 && Number.isFinite(low[i])) values.push(low[i]);
+      if (high[i] > 0 && Number.isFinite(high[i])) values.push(high[i]);
+    }
+  }
+  if (!values.length) return { low: 1, high: 10, log: true, clamped: [false, false] };
+  values.sort((a, b) => a - b);
+  const at = (share) => values[Math.min(values.length - 1, Math.floor(share * values.length))];
+  let [from, to] = [Math.log10(at(0.001)), Math.log10(at(0.999))];
+  if (to - from > 4) [from, to] = [Math.floor(from), Math.ceil(to)];
+  if (to - from < 0.1) [from, to] = [from - 0.5, to + 0.5];
+  return { low: 10 ** from, high: 10 ** to, log: true, clamped: [least < 0.99 * 10 ** from, most > 1.01 * 10 ** to] };
+};
+
+const codesOf = (grid, column, values, range) => {
+  const measured = grid.measured[column.series];
+  const codes = new Uint8Array(values.length);
+  const [from, span] = !range ? [0, 1] : range.log ? [Math.log10(range.low), Math.log10(range.high / range.low)] : [range.low, range.high - range.low];
+  for (let i = 0; i < values.length; i += 1) {
+    const value = values[i];
+    if (!measured[i]) codes[i] = UNMEASURED;
+    else if (column.series === "gradient" && grid.broken[i]) codes[i] = BROKEN;
+    else if (Number.isNaN(value)) codes[i] = BROKEN;
+    else if (column.scale === "count") codes[i] = value > 0 ? BROKEN : NONE;
+    else if (value === 0 && column.scale === "log") codes[i] = ZERO;
+    else {
+      const share = range.log ? (value > 0 ? (Math.log10(value) - from) / span : 0) : (value - from) / span;
+      codes[i] = RAMP + Math.round(Math.min(Math.max(share, 0), 1) * (STEPS - 1));
+    }
+  }
+  return codes;
+};
+
+// Where cells share a pixel: what is not finite wins, then the larger or the smaller value, then a zero.
+const mergeBy = (largest) => (a, b) => {
+  if (a === b || b === UNMEASURED) return a;
+  if (a === UNMEASURED || b === BROKEN) return b;
+  if (a === BROKEN) return a;
+  return largest === a > b ? a : b;
+};
+
+KINDS.parameters = async (host, data) => {
+  const [first, last, recorded, broken, measured, stats] = await Promise.all([
+    unpack(data.first), unpack(data.last), unpack(data.recorded), unpack(data.broken), unpackAll(data.measured), unpackAll(data.stats),
+  ]);
+  const grid = new ParameterGrid(data, first, last, recorded, measured, broken, stats);
+  view.grid = grid;
+  view.column = grid.columns[0].name;
+  view.reaches(first[0], last.at(-1));
+  return async () => {
+    await heatMap(host, grid);
+    parameterTable(host, grid);
+  };
+};
+
+const heatMap = async (host, grid) => {
+  const amount = grid.first.length;
+  const choice = el(
+    "select",
+    { id: "column", onchange: () => view.set("column", choice.value) },
+    grid.columns.map(({ name, label }) => el("option", { value: name }, label)),
+  );
+  const which = el("select", { id: "which", onchange: () => show() }, el("option", { value: "high" }, "largest"), el("option", { value: "low" }, "smallest"));
+  const only = el("input", { type: "checkbox", id: "only", checked: true, onchange: () => view.set("onlyMatches", only.checked) });
+  const rowsChip = el("button", { type: "button", class: "chip", hidden: true, onclick: () => zoomRows(null) });
+  const noMatch = el("p", { class: "empty", hidden: true }, "No parameter matches the search.");
+  const meaning = el("span", { class: "hint" });
+  const legend = el("div", { class: "map-legend" });
+  const box = el("div", { class: "map", id: "heat-map" });
+  const detail = el("div", { class: "detail" });
+  const onlyLabel = el("label", { for: "only", class: "check", hidden: true }, only, " only rows that match the search");
+  host.append(
+    el(
+      "div",
+      { class: "controls" },
+      el("label", { for: "column" }, "Colour ", choice),
+      grid.exact ? null : el("label", { for: "which" }, "of each range the ", which),
+      onlyLabel,
+      rowsChip,
+      meaning,
+    ),
+    legend,
+    box,
+    noMatch,
+    detail,
+  );
+  let zoomed = null;
+  let state = null;
+  const rows = () => {
+    if (!state) return []; // asked for the first time before the colours are there
+    const from = zoomed ?? Array.from({ length: grid.amount }, (_, row) => row);
+    if (!view.matches || !view.onlyMatches) return from;
+    const wanted = new Set(view.matches);
+    return from.filter((row) => wanted.has(row));
+  };
+  const map = new Grid(box, {
+    name: "Heat map of steps by parameters. Arrow keys move from cell to cell, Enter chooses the parameter, Escape shows everything.",
+    first: grid.first,
+    last: grid.last,
+    rows,
+    height: (shown) => Math.min(Math.max(shown * (shown <= 12 ? 26 : shown <= 30 ? 18 : shown <= 60 ? 13 : 3), 60), 760),
+    label: (row) => report.parameters[row].name,
+    group: (row) => report.parameters[row].name.split("."),
+    code: (row, bucket) => state.codes[row * amount + bucket],
+    merge: (a, b) => state.merge(a, b),
+    describe: (row, bucket) => describeCell(grid, state, row, bucket),
+    pick: (row, bucket) => {
+      view.set("row", row);
+      if (bucket !== null) view.set("bucket", bucket);
+    },
+    zoomRows: (chosen) => zoomRows(chosen),
+  });
+  const zoomRows = (chosen) => {
+    zoomed = chosen && chosen.length < grid.amount ? chosen : null;
+    rowsChip.hidden = !zoomed;
+    rowsChip.textContent = zoomed ? `${count(zoomed.length, "row")} of ${number(grid.amount)} · show all` : "";
+    map.draw();
+  };
+  const show = async () => {
+    const column = grid.column(view.column);
+    const planes = await grid.planes(column.name);
+    const range = rangeOf(column, planes);
+    const values = planes[which.value];
+    state = { column, planes, range, codes: codesOf(grid, column, values, range), merge: mergeBy(which.value === "high") };
+    choice.value = column.name;
+    meaning.textContent = column.meaning;
+    const found = new Uint8Array(256);
+    for (const code of state.codes) found[code] = 1;
+    legendBar(legend, range, (code) => found[code]);
+    map.draw();
+    await showDetail(detail, grid, state);
+  };
+  view.on("column", show);
+  view.on("theme", () => legendBar(legend, state.range, (code) => state.codes.includes(code)));
+  view.on("row", () => showDetail(detail, grid, state));
+  view.on("matches onlyMatches", () => {
+    onlyLabel.hidden = !view.matches;
+    noMatch.hidden = !(view.matches && view.onlyMatches && rows().length === 0);
+    box.hidden = !noMatch.hidden;
+    if (!box.hidden) map.draw();
+  });
+  await show();
+};
+
+// What one cell holds, in words: the extremes of its range, and every column that was measured there.
+const describeCell = (grid, { column, planes }, row, bucket) => {
+  const at = row * grid.first.length + bucket;
+  const rows = [[between(grid.first[bucket], grid.last[bucket]), grid.recorded[bucket] > 1 ? `${number(grid.recorded[bucket])} recorded` : ""]];
+  const measured = grid.measured[column.series][at];
+  if (!measured) rows.push([column.label, "not measured"]);
+  else {
+    const [low, high] = [planes.low[at], planes.high[at]];
+    const shown = (value) => (column.scale === "share" ? `${number(100 * value, 4)} %` : number(value, grid.precise ? 6 : 3));
+    const none = Number.isNaN(high) && Number.isNaN(low);
+    rows.push([column.label, none ? "no finite value" : low === high ? shown(high) : `${shown(low)} to ${shown(high)}`]);
+    if (measured < grid.recorded[bucket]) rows.push(["measured at", `${number(measured)} of ${number(grid.recorded[bucket])} steps`]);
+    if (grid.broken[at]) rows.push(["NaN or Inf", grid.recorded[bucket] > 1 ? "in this range" : "at this step"]);
+  }
+  return { title: report.parameters[row].name, rows };
+};
+
+const showDetail = async (host, grid, { column, planes }) => {
+  const { row } = view;
+  for (const plot of host.plots ?? []) plot.destroy();
+  host.plots = [];
+  if (row === null) {
+    host.replaceChildren(el("p", { class: "hint" }, "Choose a row, here or in the table below, to see its values over steps. Drag to zoom, double-click to see everything."));
+    return;
+  }
+  const parameter = report.parameters[row];
+  const amount = grid.first.length;
+  const part = (values) => Float64Array.from(values.subarray(row * amount, (row + 1) * amount), (value) => (Number.isFinite(value) ? value : NaN));
+  const measured = grid.measured[column.series].subarray(row * amount, (row + 1) * amount);
+  const bad = grid.broken.subarray(row * amount, (row + 1) * amount);
+  const places = [...measured.keys()];
+  const odd = column.series === "gradient" ? places.filter((i) => bad[i]) : [];
+  const breaks = { odd, gap: places.filter((i) => !measured[i]) };
+  const log = column.scale === "log";
+  const lines = grid.exact
+    ? [{ label: column.label, axis: "left", style: "line", tone: "first", values: part(planes.high), ...breaks }]
+    : [
+        { label: "largest", axis: "left", style: "line", tone: "first", values: part(planes.high), downTo: "smallest", ...breaks },
+        { label: "smallest", axis: "left", style: "line", tone: "third", values: part(planes.low), ...breaks, odd: [] },
+      ];
+  const facts = [parameter.shape, parameter.dtype, `${number(parameter.numel)} values`, parameter.module, parameter.group && `group ${parameter.group}`, parameter.aliases.length ? `also ${parameter.aliases.join(", ")}` : ""];
+  const body = el("div", {});
+  host.replaceChildren(
+    el("div", { class: "detail-head" }, el("h3", {}, parameter.name), el("button", { type: "button", class: "quiet", onclick: () => view.set("row", null) }, "clear")),
+    el("p", { class: "hint" }, facts.filter(Boolean).join(" · ")),
+    body,
+  );
+  if (!measured.some(Boolean)) {
+    body.append(el("p", { class: "empty" }, `${column.label}: not measured. ${report.reasons[parameter.name] ?? ""}`));
+    return;
+  }
+  const left = { label: column.label, log, low: column.scale === "share" ? 0 : null, high: column.scale === "share" ? 1 : null };
+  const steps = Float64Array.from(grid.first);
+  const says = (i) => between(grid.first[i], grid.last[i]);
+  const plot = drawChart(body, { title: "", steps, lines, left, right: null, marks: [], overSteps: true, says }, 190);
+  if (plot) host.plots.push(plot);
+};

@@ -1,0 +1,74 @@
+// Rows of names and values, and the tree of modules behind a fold.
+
+KINDS.table = async (host, { rows, tree }) => () => {
+  host.append(
+    el("dl", { class: "pairs" }, rows.map(([label, value]) => [el("dt", {}, label), el("dd", {}, value)])),
+  );
+  if (!tree.length) return;
+  host.append(
+    el(
+      "details",
+      {},
+      el("summary", {}, `Module tree (${count(tree.length, "module")})`),
+      el(
+        "div",
+        { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Module tree" },
+        el("table", { class: "plain" }, el("tbody", {}, tree.map(([name, kind]) => el("tr", {}, el("th", { scope: "row" }, name), el("td", {}, kind))))),
+      ),
+    ),
+  );
+};
+
+KINDS.words = async (host, { text }) => () => host.append(el("p", {}, text));
+
+KINDS.thresholds = async (host, { rows }) => () => {
+  host.append(
+    el(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Thresholds" },
+      el(
+        "table",
+        { class: "plain" },
+        el("thead", {}, el("tr", {}, ["Room", "Threshold", "Value", ""].map((text, i) => el("th", { scope: "col", class: i === 2 ? "figure" : "" }, text)))),
+        el(
+          "tbody",
+          {},
+          rows.map(({ room, name, value, changed }) =>
+            el("tr", {}, el("td", {}, room), el("th", { scope: "row" }, name), el("td", { class: "figure" }, value), el("td", {}, changed ? el("span", { class: "chip" }, "overridden") : "")),
+          ),
+        ),
+      ),
+    ),
+  );
+};
+
+KINDS.events = async (host, { rows }) => () => {
+  const step = ({ step: first, until, times }) => {
+    if (first === null) return "–";
+    return times > 1 && until !== null && until !== first ? `${number(first)} to ${number(until)}` : number(first);
+  };
+  host.append(
+    el(
+      "div",
+      { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "Events" },
+      el(
+        "table",
+        { class: "plain" },
+        el("thead", {}, el("tr", {}, ["Step", "Event", "What"].map((text, i) => el("th", { scope: "col", class: i ? "" : "figure narrow" }, text)))),
+        el(
+          "tbody",
+          {},
+          rows.map((row) =>
+            el(
+              "tr",
+              {},
+              el("td", { class: "figure" }, step(row)),
+              el("th", { scope: "row" }, row.kind.replaceAll("_", " ")),
+              el("td", {}, row.text, row.times > 1 ? el("span", { class: "chip" }, `${number(row.times)} times`) : ""),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
+};

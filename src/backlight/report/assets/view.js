@@ -1,0 +1,76 @@
+// What the parts of the page share: the range of steps, the step in focus, the chosen parameter, the search.
+
+const report = JSON.parse(document.getElementById("report").textContent);
+
+// Drawers by kind; each file in `kinds` adds its own.
+const KINDS = {};
+
+const view = {
+  full: [0, 1],
+  range: [0, 1],
+  focus: null, // the step that a finding points to
+  row: null, // the chosen parameter
+  column: null, // the column that the heat map shows
+  bucket: null, // the range of steps that the depth chart shows
+  search: "",
+  matches: null, // rows that match the search; null where nothing is searched for
+  onlyMatches: true,
+  listeners: {},
+
+  on(topics, listener) {
+    for (const topic of topics.split(" ")) (this.listeners[topic] ??= []).push(listener);
+  },
+
+  tell(topic) {
+    for (const listener of this.listeners[topic] ?? []) listener();
+  },
+
+  set(topic, value) {
+    if (this[topic] === value) return;
+    this[topic] = value;
+    this.tell(topic);
+  },
+
+  // Everything with a step axis says how far it reaches, before anything is drawn.
+  reaches(first, last) {
+    if (!this.known) [this.full, this.known] = [[first, last], true];
+    else this.full = [Math.min(this.full[0], first), Math.max(this.full[1], last)];
+    if (this.full[0] === this.full[1]) this.full = [this.full[0] - 0.5, this.full[1] + 0.5];
+    this.range = [...this.full];
+  },
+
+  zoom(from, to) {
+    const least = Math.min(2, this.full[1] - this.full[0]);
+    let [low, high] = from < to ? [from, to] : [to, from];
+    if (high - low < least) {
+      const middle = (low + high) / 2;
+      [low, high] = [middle - least / 2, middle + least / 2];
+    }
+    low = Math.max(this.full[0], Math.min(low, this.full[1] - least));
+    high = Math.min(this.full[1], Math.max(high, this.full[0] + least));
+    if (low === this.range[0] && high === this.range[1]) return;
+    this.range = [low, high];
+    this.tell("range");
+  },
+
+  reset() {
+    this.focus = null;
+    this.zoom(...this.full);
+    this.tell("range");
+  },
+
+  get zoomed() {
+    return this.range[0] > this.full[0] || this.range[1] < this.full[1];
+  },
+
+  find(text) {
+    this.search = text.trim();
+    const words = this.search.toLowerCase().split(/\s+/).filter(Boolean);
+    const has = ({ name, aliases }) =>
+      words.every((word) => [name, ...aliases].some((known) => known.toLowerCase().includes(word)));
+    this.matches = words.length
+      ? report.parameters.flatMap((parameter, row) => (has(parameter) ? [row] : []))
+      : null;
+    this.tell("matches");
+  },
+};

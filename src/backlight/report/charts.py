@@ -1,0 +1,102 @@
+"""Charts over steps: scalars of different cadence on one axis, reduced to what the eye can tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.report.reduction import keep
+
+NUMBERS = 80_000
+"""Numbers that one chart may hold before it is reduced to the extremes of its buckets."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: ``values`` [S] at ``steps`` [S].
+
+    ``axis`` is ``left`` or ``right``; ``style`` is ``line``, ``dashed``, ``steps`` or ``edge`` (the border
+    of a band that the legend names, filled down to the line whose label is ``down_to``); ``tone`` names a
+    colour of the page. With ``gaps`` a NaN means "not measured"; without, it is a measured value that is not
+    finite.
+    """
+
+    label: str
+    steps: NDArray[np.int64]
+    values: NDArray[np.float64]
+    axis: str = "left"
+    style: str = "line"
+    tone: str = ""
+    down_to: str = ""
+    gaps: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A vertical axis: its label with the unit, its scale, and limits where they are given by the matter."""
+
+    label: str
+    log: bool = False
+    base: int = 10
+    low: float | None = None
+    high: float | None = None
+
+
+def chart(
+    lines: Sequence[Line],
+    left: Axis,
+    right: Axis | None = None,
+    *,
+    title: str = "",
+    marks: Mapping[str, NDArray[np.int64]] | None = None,
+    numbers: int = NUMBERS,
+) -> dict[str, Any]:
+    """Return a chart as the page's drawer ``lines`` takes it; ``marks`` are steps to point out, by label."""
+    steps = np.unique(np.concatenate([line.steps for line in lines]))
+    columns, present = [], []
+    for line in lines:
+        at = np.searchsorted(steps, line.steps)
+        column, there = np.full(len(steps), np.nan), np.zeros(len(steps), np.bool_)
+        column[at], there[at] = line.values, True
+        columns.append(column)
+        present.append(there)
+    kept = keep(columns, present, max(64, numbers // (len(lines) + 1)))
+    drawn = []
+    for line, column, there in zip(lines, columns, present, strict=True):
+        values = column[kept]
+        without = np.flatnonzero(there[kept] & ~np.isfinite(values))
+        drawn.append(
+            {
+                "label": line.label,
+                "axis": line.axis,
+                "style": line.style,
+                "tone": line.tone,
+                "downTo": line.down_to,
+                "values": np.where(np.isfinite(values), values, np.nan),
+                "odd": without[:0] if line.gaps else without,
+                "gap": without if line.gaps else without[:0],
+            }
+        )
+    return {
+        "title": title,
+        "steps": steps[kept],
+        "of": len(steps),
+        "lines": drawn,
+        "left": _axis(left),
+        "right": _axis(right) if right else None,
+        "marks": [{"label": label, "steps": at} for label, at in (marks or {}).items() if len(at)],
+    }
+
+
+def _axis(axis: Axis) -> dict[str, Any]:
+    return {"label": axis.label, "log": axis.log, "base": axis.base, "low": axis.low, "high": axis.high}
+
+
+def spans_decades(*columns: NDArray[np.float64], factor: float = 100.0) -> bool:
+    """Tell whether positive values spread so widely that only a logarithmic axis shows them all."""
+    joined = np.concatenate([column[np.isfinite(column)] for column in columns])
+    return bool(len(joined)) and bool(joined.min() > 0) and bool(joined.max() / joined.min() > factor)

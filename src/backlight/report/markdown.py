@@ -1,0 +1,84 @@
+"""The verdict and the findings of a run as Markdown, for a ticket or a pull request."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from backlight.records import Finding
+from backlight.report.source import Source
+from backlight.report.text import number, visible
+from backlight.report.verdict import Outcome, by_severity, measurements, outcome, where
+from backlight.store.reader import Run
+
+MOST_NAMES = 20
+"""Names that a list of unmeasured parameters spells out."""
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~$^])")
+_BULLET = re.compile(r"^(\d*)([-+=.)])")
+_ADDRESS = re.compile(r"(?i)\b(https?|ftp)(?=:)|\bwww(?=\.)|@")
+
+
+def render_markdown(run: Run, findings: Sequence[Finding]) -> str:
+    """Return the verdict, the findings and what was not measured; no text of the run acts as markup."""
+    source = Source(run, tuple(findings))
+    said = outcome(source)
+    lines = [f"# {escape(run.name) or 'unnamed run'}: {said.headline}", "", said.detail, ""]
+    lines.append(" · ".join(part for part in (run.status.value, escape(said.status)) if part))
+    lines += [f"\n**Lost:** {escape(loss)}" for loss in said.losses]
+    for finding in by_severity(findings):
+        lines += ["", *_finding(finding)]
+    lines += _unmeasured(said)
+    fingerprint = run.fingerprint()
+    if fingerprint is not None:
+        versions = ", ".join(f"{escape(name)} {escape(v)}" for name, v in fingerprint.versions.items())
+        script = code(" ".join((fingerprint.script, *fingerprint.arguments)))
+        lines += ["", "## Run", "", f"- script: {script}", f"- parameters: {fingerprint.parameter_count:,}"]
+        lines += [f"- device: {escape(fingerprint.device)}", f"- versions: {versions}"]
+    return "\n".join(lines) + "\n"
+
+
+def _finding(finding: Finding) -> list[str]:
+    lines = [f"## {finding.severity.value}: {escape(finding.claim)}", ""]
+    lines += [f"- {label}: {code(value)}" for label, value in where(finding)]
+    for path, step, value in measurements(finding):
+        at = f" at step {step}" if step else ""
+        lines.append(f"- evidence: {code(path)}{at}{': ' if value else ''}{escape(value)}")
+    lines.append(f"- next check: {escape(finding.next_check)}")
+    lines.append(f"- refuted if: {escape(finding.refuted_if)}")
+    lines += [f"- overridden: {code(name)} = {number(v, 6)}" for name, v in finding.overridden.items()]
+    lines.append(f"- rule: {code(finding.rule)} version {finding.version}, made {_made(finding)}")
+    return lines
+
+
+def _made(finding: Finding) -> str:
+    return "while training" if finding.made.value == "live" else "on reading"
+
+
+def _unmeasured(said: Outcome) -> list[str]:
+    if not said.unmeasured:
+        return []
+    lines = ["", "## Not measured", ""]
+    for item in said.unmeasured:
+        shown = ", ".join(code(name) for name in item.names[:MOST_NAMES])
+        more = f" and {len(item.names) - MOST_NAMES:,} more" if len(item.names) > MOST_NAMES else ""
+        lines.append(f"- {escape(item.what)}: {escape(item.reason)}{': ' if shown else ''}{shown}{more}")
+    return lines
+
+
+def escape(text: str) -> str:
+    """Return ``text`` as Markdown that shows it: no emphasis, link, mention, table cell or HTML."""
+    safe = visible(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    safe = _SPECIAL.sub(r"\\\1", safe)
+    safe = _BULLET.sub(r"\1\\\2", safe)
+    # A bare address or a mention would become a link: an invisible joiner keeps it from being one.
+    return _ADDRESS.sub(lambda found: found.group(0) + "&#8203;", safe)
+
+
+def code(text: str) -> str:
+    """Return ``text`` as inline code, with a fence longer than any run of backticks in it."""
+    shown = visible(text)
+    longest = max((len(run) for run in re.findall(r"`+", shown)), default=0)
+    fence = "`" * (longest + 1)
+    pad = " " if shown.startswith("`") or shown.endswith("`") or not shown.strip() else ""
+    return f"{fence}{pad}{shown}{pad}{fence}"

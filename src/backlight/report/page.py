@@ -1,0 +1,280 @@
+"""A stored run as one HTML file that works offline: no request leaves it, no name in it becomes markup."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import importlib.metadata
+import os
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.records import Finding
+from backlight.report import verdict
+from backlight.report.encoding import PRECISION, script_json
+from backlight.report.panel import Drawn, NotMeasured, Panel, in_order
+from backlight.report.places import Place, place_of
+from backlight.report.source import Source
+from backlight.report.text import number, visible
+from backlight.store.reader import Run
+
+ASSETS = files("backlight.report") / "assets"
+VENDOR = files("backlight.report") / "vendor"
+
+SCRIPTS = ("words.js", "data.js", "view.js", "palette.js", "grid.js", "charts.js")
+"""What the drawers in ``assets/kinds`` stand on, in the order of their needs; ``page.js`` comes last."""
+
+
+def write_report(
+    run: Run,
+    findings: Sequence[Finding],
+    target: Path,
+    *,
+    health: tuple[NDArray[np.int64], NDArray[np.float64]] | None = None,
+    attempt: int | None = None,
+    thresholds: Mapping[str, Mapping[str, float]] | None = None,
+) -> Path:
+    """Write the report of ``run`` to ``target`` and return its path.
+
+    Parameters
+    ----------
+    run:
+        The stored run; it is only read.
+    findings:
+        Findings to show, made live or by rules that the caller evaluated.
+    target:
+        The HTML file; a file that is there is replaced as a whole, or not at all.
+    health:
+        Steps ``[S]`` and health score ``[S]``, NaN where it was not measured; None where the caller has
+        none.
+    attempt:
+        Index of the attempt to show; None shows all, joined by their global steps.
+    thresholds:
+        Thresholds in use, by room and name.
+
+    Raises
+    ------
+    ValueError
+        If the run has no attempt with that index.
+    """
+    if attempt is not None and attempt not in {a.index for a in run.attempts}:
+        known = ", ".join(str(a.index) for a in run.attempts) or "none"
+        raise ValueError(f"{run.path}: there is no attempt {attempt}; the run has {known}")
+    text = render_page(Source(run, tuple(findings), health, attempt, thresholds or {}))
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return target
+
+
+def render_page(source: Source) -> str:
+    """Return the page as text."""
+    style = _read(VENDOR / "uPlot.min.css") + _read(ASSETS / "page.css")
+    program = _program()
+    library = _read(VENDOR / "uPlot.iife.min.js")
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {_hash(library)} {_hash(program)}",
+            f"style-src {_hash(style)}",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    )
+    title = html.escape(f"{visible(source.run.name)} · backlight".encode("utf-8", "replace").decode())
+    return "\n".join(
+        (
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{title}</title>",
+            f"<style>{style}</style>",
+            "</head>",
+            "<body>",
+            "<noscript>This report draws its charts with JavaScript, which is switched off here. "
+            "<code>backlight findings RUN</code> prints the findings.</noscript>",
+            f'<script type="application/json" id="report">{script_json(model(source))}</script>',
+            f"<script>{library}</script>",
+            f"<script>{program}</script>",
+            "</body>",
+            "</html>",
+            "",
+        )
+    )
+
+
+def model(source: Source) -> dict[str, Any]:
+    """Return everything that the page shows, as JSON types and numpy arrays."""
+    drawn: list[tuple[Panel, Drawn | NotMeasured]] = [(p, p.render(source)) for p in in_order()]
+    shown = [panel for panel, result in drawn if isinstance(result, Drawn)]
+    rows = _rows(source)
+    said = verdict.outcome(source)
+    return {
+        "run": {
+            "name": visible(source.run.name) or "unnamed run",
+            "status": source.run.status.value,
+            "rooms": [visible(room) for room in source.run.rooms],
+        },
+        "verdict": {
+            "tone": said.tone,
+            "headline": said.headline,
+            "detail": said.detail,
+            "status": said.status,
+            "losses": said.losses,
+            "unmeasured": _unmeasured(said, drawn),
+            "figures": _figures(source),
+        },
+        "findings": [_finding(f, shown, rows) for f in verdict.by_severity(source.findings)],
+        "attempts": [a.step_offset for a in source.run.attempts[1:] if source.attempt is None],
+        "parameters": [
+            {
+                "name": visible(record.name),
+                "shape": " \N{MULTIPLICATION SIGN} ".join(map(str, record.shape)) or "scalar",
+                "numel": record.numel,
+                "dtype": visible(record.dtype),
+                "module": visible(record.module_type),
+                "aliases": [visible(alias) for alias in record.aliases],
+                "group": visible(record.group),
+            }
+            for record in source.parameters
+        ],
+        "reasons": {
+            visible(name): visible(reason)
+            for reason, names in source.unmeasured_parameters.items()
+            for name in names
+        },
+        "panels": [_panel(panel, result) for panel, result in drawn],
+        "precision": f"{100 * PRECISION:.2f} %",
+        "version": _version(),
+    }
+
+
+def _unmeasured(
+    said: verdict.Outcome, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]
+) -> list[dict[str, Any]]:
+    """Return what was not measured, panels without data among it; what has one reason stands together."""
+    gaps: dict[str, dict[str, Any]] = {}
+    told: list[tuple[str, str | None, str, tuple[str, ...]]] = [
+        (item.what, None, item.reason, item.names) for item in said.unmeasured
+    ]
+    told += [(p.title, p.name, visible(r.reason), ()) for p, r in drawn if isinstance(r, NotMeasured)]
+    for what, panel, reason, names in told:
+        key = reason.rstrip(".").casefold() if not names else f"{what} {reason}"
+        gap = gaps.setdefault(key, {"what": [], "reason": reason, "names": names})
+        if panel is not None and any(known["text"].casefold() == what.casefold() for known in gap["what"]):
+            continue
+        gap["what"].append({"text": what, "panel": panel})
+    return list(gaps.values())
+
+
+def _panel(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
+    head = {"name": panel.name, "title": panel.title, "note": panel.note}
+    if isinstance(result, NotMeasured):
+        return {**head, "missing": visible(result.reason)}
+    facts = [{"label": fact.label, "value": fact.value} for fact in result.facts]
+    return {**head, "kind": result.kind, "facts": facts, "remarks": result.remarks, "data": dict(result.data)}
+
+
+def _figures(source: Source) -> list[dict[str, str]]:
+    """Return the handful of numbers under the verdict; what was not measured says so."""
+    frames = source.frames
+    gradient = source.coverage.steps
+    span = f"{number(int(gradient[0]))} to {number(int(gradient[-1]))}" if len(gradient) else ""
+    broken = frames.stats.get("non_finite_sum", np.empty(0))
+    odd = int((np.nan_to_num(broken) > 0).sum())
+    worst = "not measured"
+    if source.health is not None and not np.isnan(source.health[1]).all():
+        worst = number(float(np.nanmin(source.health[1])), 3)
+    loss = source.scalar("loss")
+    return [
+        {"label": "steps recorded", "value": number(len(gradient)), "note": span},
+        {
+            "label": "parameters measured",
+            "value": number(int(source.coverage.measured.sum())),
+            "note": f"of {number(len(source.parameters))}",
+        },
+        {"label": "lowest health", "value": worst, "note": "1 is the best, 0 the worst"},
+        {
+            "label": "with NaN or Inf",
+            "value": number(odd) if len(broken) else "not measured",
+            "note": "parameters",
+        },
+        {
+            "label": "last loss",
+            "value": number(float(loss.values[-1])) if len(loss.values) else "not measured",
+            "note": f"at step {number(int(loss.steps[-1]))}" if len(loss.steps) else "",
+        },
+    ]
+
+
+def _rows(source: Source) -> dict[str, int]:
+    rows = {alias: row for row, record in enumerate(source.parameters) for alias in record.aliases}
+    return rows | {record.name: row for row, record in enumerate(source.parameters)}
+
+
+def _finding(finding: Finding, panels: Sequence[Panel], rows: Mapping[str, int]) -> dict[str, Any]:
+    places = [place_of(evidence, finding, panels, rows) for evidence in finding.evidence]
+    return {
+        "rule": visible(finding.rule),
+        "version": finding.version,
+        "severity": finding.severity.value,
+        "claim": visible(finding.claim),
+        "made": finding.made.value,
+        "where": [{"label": label, "value": value} for label, value in verdict.where(finding)],
+        "evidence": [
+            {"path": path, "step": step, "value": value, "place": _place(place)}
+            for (path, step, value), place in zip(verdict.measurements(finding), places, strict=True)
+        ],
+        "next": visible(finding.next_check),
+        "refuted": visible(finding.refuted_if),
+        "overridden": [f"{visible(name)} = {number(value, 6)}" for name, value in finding.overridden.items()],
+    }
+
+
+def _place(place: Place | None) -> dict[str, Any] | None:
+    if place is None:
+        return None
+    return {"panel": place.panel, "row": place.row, "column": place.column, "step": place.step}
+
+
+def _program() -> str:
+    """Return the page's own script: one scope, the drawers of ``assets/kinds`` between base and page."""
+    kinds = sorted(entry.name for entry in (ASSETS / "kinds").iterdir() if entry.name.endswith(".js"))
+    parts = [_read(ASSETS / name) for name in SCRIPTS]
+    parts += [_read(ASSETS / "kinds" / name) for name in kinds]
+    parts.append(_read(ASSETS / "page.js"))
+    return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();\n"
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("backlight")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _read(file: Traversable) -> str:
+    return file.read_text(encoding="utf-8").strip() + "\n"
+
+
+def _hash(content: str) -> str:
+    digest = hashlib.sha256(content.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"

@@ -1,0 +1,83 @@
+"""What a panel is: one file in ``report/panels`` that turns series of a stored run into data to draw.
+
+A panel names the paths of the run that it shows, so that the evidence of a finding leads to it. It
+returns either what to draw, or why there is nothing: a panel never draws an empty chart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from backlight.registry import Registry
+
+if TYPE_CHECKING:
+    from backlight.report.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One number beside a chart, already written out for people."""
+
+    label: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a panel shows: ``kind`` names the drawer in ``assets/kinds``, ``data`` is what it takes.
+
+    ``data`` holds JSON types and numpy arrays. ``remarks`` are sentences about what is missing or
+    reduced in the drawing.
+    """
+
+    kind: str
+    data: Mapping[str, Any]
+    facts: tuple[Fact, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NotMeasured:
+    """Why a panel has nothing to show; the reason is a full sentence."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A part of the page.
+
+    ``series`` are paths inside a run, as evidence names them: ``series/gradient``, ``scalars/clip``.
+    A path belongs to the panel with the longest matching beginning, in whole segments.
+    """
+
+    name: str
+    title: str
+    order: int
+    series: tuple[str, ...]
+    render: Callable[[Source], Drawn | NotMeasured]
+    note: str = ""
+
+
+PANELS: Registry[Panel] = Registry("panel", part="panels", group="backlight.panels")
+
+
+def panel(
+    name: str, *, title: str, order: int, series: Sequence[str], note: str = ""
+) -> Callable[[Callable[[Source], Drawn | NotMeasured]], Callable[[Source], Drawn | NotMeasured]]:
+    """Register the decorated function as a panel; see :class:`Panel`."""
+
+    def decorate(
+        render: Callable[[Source], Drawn | NotMeasured],
+    ) -> Callable[[Source], Drawn | NotMeasured]:
+        PANELS.add(name, Panel(name, title, order, tuple(series), render, note))
+        return render
+
+    return decorate
+
+
+def in_order() -> list[Panel]:
+    """Return every panel in the order of the page."""
+    return sorted((entry for _, entry in PANELS.items()), key=lambda entry: (entry.order, entry.name))

@@ -1,0 +1,32 @@
+"""The scalars that the user logged, each in a chart of its own."""
+
+from __future__ import annotations
+
+from backlight.report.charts import NUMBERS, Axis, Line, chart, spans_decades
+from backlight.report.panel import Drawn, NotMeasured, panel
+from backlight.report.source import Source
+from backlight.report.text import visible
+
+SHOWN = 40
+"""Charts of user scalars on one page."""
+
+
+@panel("user_scalars", title="Your scalars", order=90, series=("scalars", "user"))
+def user_scalars(source: Source) -> Drawn | NotMeasured:
+    """Draw each scalar that was given to ``watch.log``."""
+    names = source.run.scalar_names(source="user")
+    charts = []
+    for name in names[:SHOWN]:
+        scalar = source.scalar(name, source="user")
+        if not len(scalar.steps):
+            continue
+        line = Line(visible(name), scalar.steps, scalar.values, tone="first")
+        axis = Axis("", log=spans_decades(scalar.values, factor=1000.0))
+        numbers = max(1024, 4 * NUMBERS // len(names))
+        charts.append(chart([line], axis, title=visible(name), numbers=numbers))
+    if not charts:
+        return NotMeasured("Nothing was logged with watch.log(name=value).")
+    remarks = (
+        (f"{len(names)} scalars were logged; the first {SHOWN} are drawn.",) if len(names) > SHOWN else ()
+    )
+    return Drawn("lines", {"charts": charts, "small": True}, (), remarks)

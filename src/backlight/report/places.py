@@ -1,0 +1,68 @@
+"""From the path of a piece of evidence to the place on the page that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from backlight.records import Evidence, Finding
+from backlight.report.frames import COLUMNS
+from backlight.report.panel import Panel
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A panel, and inside it a parameter (its row), a column of the heat map and a step, where known."""
+
+    panel: str
+    row: int | None = None
+    column: str | None = None
+    step: int | None = None
+
+
+_NEAREST = {"nan": "non_finite", "inf": "non_finite", "zeros": "zero_share"}
+"""Columns of the heat map for stored columns that it does not show as they are."""
+
+
+def place_of(
+    evidence: Evidence, finding: Finding, panels: Sequence[Panel], rows: Mapping[str, int]
+) -> Place | None:
+    """Return where ``evidence`` is shown, None where the page shows nothing of it.
+
+    ``panels`` are those with data. ``rows`` maps names of parameters, and their aliases, to rows.
+    """
+    has_map = any(panel.name == "parameters" for panel in panels)
+    step = evidence.step if evidence.step is not None else finding.subject.step
+    path = evidence.path.strip("/")
+    series, column, parameter = _series(path)
+    row = rows.get(parameter or finding.subject.parameter or "")
+    if row is not None and has_map and series in {"gradient", "update"}:
+        # One parameter of a series is a row of the heat map, whichever panel shows the series as a whole.
+        shown = next((c.name for c in COLUMNS if (c.series, c.column) == (series, column)), None)
+        shown = shown or ("ratio" if series == "update" else _NEAREST.get(column or "", "rms"))
+        return Place("parameters", row, shown, step)
+    if has_map and path.startswith("parameters/"):
+        named = rows.get(path.split("/", 2)[-1], row)
+        return Place("parameters", named, None, step)
+    best = max(((_match(path, panel), panel.name) for panel in panels), default=(0, ""))
+    return Place(best[1], row, None, step) if best[0] else None
+
+
+def _series(path: str) -> tuple[str | None, str | None, str | None]:
+    """Split ``series/<series>/<column>/<parameter>``; a parameter's name may hold slashes itself."""
+    parts = path.split("/", 3)
+    if parts[0] != "series":
+        return None, None, None
+    parts += [""] * (4 - len(parts))
+    return parts[1] or None, parts[2] or None, parts[3] or None
+
+
+def _match(path: str, panel: Panel) -> int:
+    """Return how many segments of ``path`` the closest series of ``panel`` names, 0 for none."""
+    segments = path.split("/")
+    lengths = [0]
+    for series in panel.series:
+        wanted = series.split("/")
+        if segments[: len(wanted)] == wanted:
+            lengths.append(len(wanted))
+    return max(lengths)

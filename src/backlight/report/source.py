@@ -1,0 +1,98 @@
+"""What a panel may read: the stored run, what the caller handed over, and frames read only once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.records import Finding, ParameterRecord
+from backlight.report.frames import ParameterFrames, read_frames
+from backlight.store.reader import Run, Scalar
+
+Series = tuple[NDArray[np.int64], NDArray[np.float64]]
+"""Steps [S] and values [S]; NaN where a step was not measured."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Recorded steps [S] of the gradient, and for each of the parameters [P] whether it ever was measured."""
+
+    steps: NDArray[np.int64]
+    measured: NDArray[np.bool_]
+
+
+@dataclass
+class Source:
+    """A run as the report sees it.
+
+    ``health`` is the score over steps, which the caller computes by the rules of its room.
+    ``thresholds`` are those in use, by room and name. ``attempt`` limits everything to one attempt.
+    """
+
+    run: Run
+    findings: Sequence[Finding] = ()
+    health: Series | None = None
+    attempt: int | None = None
+    thresholds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterRecord, ...]:
+        """The parameters of the run in model order."""
+        return self.run.parameters()
+
+    @cached_property
+    def frames(self) -> ParameterFrames:
+        """Everything that the page shows per parameter, read once and reduced."""
+        return read_frames(self.run, self.parameters, self.attempt)
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """What was measured of the gradient at all; cheap beside :attr:`frames`."""
+        nothing = Coverage(np.empty(0, np.int64), np.zeros(len(self.parameters), np.bool_))
+        if not self.run.has("gradient"):
+            return nothing
+        frame = self.run.frame("gradient", "measured", attempt=self.attempt)
+        seen = {name for i, name in enumerate(frame.names) if frame.measured[:, i].any()}
+        ever = np.array([record.name in seen for record in self.parameters], np.bool_)
+        return Coverage(frame.steps, ever)
+
+    def scalar(self, name: str, source: str = "backlight") -> Scalar:
+        """Return a scalar of this attempt, or of all of them joined; empty where never logged."""
+        return self.run.scalar(name, source=source, attempt=self.attempt)
+
+    def scalar_names(self, beginning: str) -> list[str]:
+        """Return the names of backlight's own scalars below ``beginning/``, sorted."""
+        names = self.run.scalar_names(source="backlight")
+        return sorted(name for name in names if name.startswith(f"{beginning}/"))
+
+    def reason(self, *subjects: str, otherwise: str) -> str:
+        """Return why ``subjects`` were not measured, in the words of the session that watched.
+
+        ``otherwise`` is said where the run holds no word about it.
+        """
+        for event in self.run.events("unmeasured"):
+            what = str(event.payload.get("what", ""))
+            if what in subjects or what.removeprefix("series/").removeprefix("scalars/") in subjects:
+                reason = str(event.payload.get("reason", "")).strip()
+                if reason:
+                    return reason[0].upper() + reason[1:] + ("" if reason[-1] in ".!?" else ".")
+        return otherwise
+
+    @cached_property
+    def unmeasured_parameters(self) -> dict[str, list[str]]:
+        """Names of the parameters that never had a measured gradient, by the reason why."""
+        told: dict[str, str] = {}
+        for event in self.run.events("unmeasured"):
+            for name in event.payload.get("parameters") or ():
+                told.setdefault(str(name), str(event.payload.get("reason", "")))
+        seen = self.coverage.measured
+        reasons: dict[str, list[str]] = {}
+        for record, measured in zip(self.parameters, seen, strict=True):
+            if not measured:
+                reason = record.unmeasured or told.get(record.name) or "no gradient at any recorded step"
+                reasons.setdefault(reason, []).append(record.name)
+        return reasons

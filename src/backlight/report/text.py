@@ -1,0 +1,95 @@
+"""Words and numbers for people: hostile text made visible, numbers in the length that they deserve.
+
+Names of runs, parameters and scalars come from strangers. What is done here keeps them from acting on
+a terminal or from reordering a line; markup is the business of the writer that knows its own syntax.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+"""Unicode categories that are invisible, reorder text, or end a line."""
+
+
+def visible(text: object) -> str:
+    r"""Return ``text`` on one line with every invisible or reordering character written as an escape.
+
+    An escape sequence that would recolour a terminal becomes ``\x1b[31m`` to read, a right-to-left
+    override becomes ``\u202e``.
+    """
+    return "".join(_shown(character) for character in str(text))
+
+
+def _shown(character: str) -> str:
+    if unicodedata.category(character) not in _HIDDEN:
+        return character
+    return character.encode("unicode_escape", "backslashreplace").decode("ascii")
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return ``value`` with at most ``digits`` significant digits: ``12,345``, ``0.0123``, ``1.2e-9``."""
+    if value is None:
+        return "not measured"
+    if isinstance(value, int):
+        return f"{value:,}"
+    value = float(value)
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    if value == 0:
+        return "0"
+    magnitude = abs(value)
+    if value.is_integer() and magnitude < 1e7:
+        return f"{int(value):,}"
+    if 1e-3 <= magnitude < 1e7:
+        decimals = max(0, digits - 1 - math.floor(math.log10(magnitude)))
+        text = f"{value:,.{decimals}f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return f"{mantissa}e{int(exponent)}"
+
+
+def with_unit(value: float | str | None, unit: str) -> str:
+    """Return a value with its unit where that says something to a reader (seconds do, ``1`` does not)."""
+    shown = visible(value) if isinstance(value, str) else number(value)
+    return f"{shown} {visible(unit)}" if unit in {"s", "ms", "B", "%"} and value is not None else shown
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage that is 0 % or 100 % only where it is exactly that."""
+    if math.isnan(share):
+        return "not measured"
+    if 0 < share < 0.001:
+        return "< 0.1 %"
+    if 0.999 < share < 1:
+        return "> 99.9 %"
+    return f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
+def count(amount: int, one: str, many: str = "") -> str:
+    """Return ``1 step`` or ``12,345 steps``."""
+    return f"{amount:,} {one if amount == 1 else many or one + 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time span as people say it: ``3 min 12 s``."""
+    if not math.isfinite(seconds) or seconds < 0:
+        return "not known"
+    for below, times, unit in ((1e-3, 1e6, "\N{MICRO SIGN}s"), (1.0, 1e3, "ms"), (60.0, 1.0, "s")):
+        if seconds < below:
+            return f"{number(seconds * times, 3)} {unit}"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def listed(items: Sequence[str], most: int = 3) -> str:
+    """Return ``a, b, c and 12 more``."""
+    shown = ", ".join(items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most:,} more"

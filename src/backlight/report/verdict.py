@@ -1,0 +1,159 @@
+"""What is said first: the verdict over a run, how its process ended, and what was not measured.
+
+The words are the same on the page, in Markdown and in the terminal. Without findings the verdict says
+what was measured; it never says that a run is healthy.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from backlight.records import Finding, RunStatus, Severity
+from backlight.report.source import Source
+from backlight.report.text import count, duration, listed, number, visible, with_unit
+
+STATUS = {
+    RunStatus.RUNNING: "still running when this was written",
+    RunStatus.FINISHED: "",
+    RunStatus.FAILED: "ended with an exception",
+    RunStatus.KILLED: "the process ended without closing the run",
+    RunStatus.UNKNOWN: "it is not known how the process ended",
+}
+"""What the word of a status does not say by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unmeasured:
+    """Something that was not measured, why, and the parameters that it concerns."""
+
+    what: str
+    reason: str
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The verdict in words; ``tone`` is ``error``, ``warning``, ``info``, ``clear`` or ``unmeasured``."""
+
+    tone: str
+    headline: str
+    detail: str
+    status: str
+    losses: tuple[str, ...]
+    unmeasured: tuple[Unmeasured, ...]
+
+
+def by_severity(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings, worst first; findings of one severity keep the order of the rules."""
+    return sorted(findings, key=lambda finding: -finding.severity.rank)
+
+
+def tally(findings: Sequence[Finding]) -> str:
+    """Return ``2 errors, 1 warning``."""
+    amounts = Counter(finding.severity for finding in findings)
+    words = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
+    return ", ".join(count(amounts[severity], word) for severity, word in words.items() if amounts[severity])
+
+
+def outcome(source: Source) -> Outcome:
+    """Judge a run by its findings and by what was measured of it."""
+    findings = by_severity(source.findings)
+    steps = len(source.coverage.steps)
+    seen = int(source.coverage.measured.sum())
+    amount = len(source.parameters)
+    if findings:
+        tone = findings[0].severity.value
+        headline = tally(findings)
+    elif seen:
+        tone, headline = "clear", "No findings"
+    else:
+        tone, headline = "unmeasured", "Nothing was measured"
+    if seen:
+        of = f"all {amount:,}" if seen == amount else f"{seen:,} of {amount:,}"
+        detail = f"Gradients of {of} parameters were measured at {count(steps, 'step')}."
+        if not findings:
+            detail += " Nothing is said about what was not measured."
+    else:
+        detail = source.reason("gradient", otherwise="No gradient was recorded.")
+        if not findings:
+            detail += " Nothing can be said about the gradients of this run."
+    return Outcome(tone, headline, detail, status_line(source), _losses(source), _unmeasured(source))
+
+
+def status_line(source: Source) -> str:
+    """Return what belongs behind the word of the status: how the process ended, attempts, ranks, times."""
+    attempts = [a for a in source.run.attempts if source.attempt in {None, a.index}]
+    if not attempts:
+        return STATUS[RunStatus.UNKNOWN]
+    last = attempts[-1]
+    parts = [STATUS[last.status]] if STATUS[last.status] else []
+    if len(attempts) > 1:
+        offsets = listed([number(a.step_offset) for a in attempts[1:]])
+        parts.append(f"{len(attempts)} attempts (restarted at step {offsets})")
+    elif len(source.run.attempts) > 1:
+        parts.append(f"attempt {last.index + 1} of {len(source.run.attempts)}")
+    if last.world_size > 1:
+        held = len(last.ranks)
+        whole = count(last.world_size, "process", "processes")
+        parts.append(whole if held == last.world_size else f"{held} of {whole} left data")
+    if attempts[0].started:
+        when = datetime.datetime.fromtimestamp(attempts[0].started, datetime.UTC)
+        parts.append(f"started {when:%Y-%m-%d %H:%M} UTC")
+    if last.ended and last.ended >= last.started:
+        parts.append(f"took {duration(last.ended - last.started)}")
+    return " · ".join(parts)
+
+
+def _losses(source: Source) -> tuple[str, ...]:
+    limited = [
+        f"Writing was limited by disk space: {visible(event.payload.get('reason', 'the limit was reached'))}"
+        for event in source.run.events("disk_limit")
+    ]
+    return tuple(visible(loss) for loss in (*source.run.losses, *limited[:1]))
+
+
+def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
+    listed_here = [
+        Unmeasured(count(len(names), "parameter"), visible(reason), tuple(visible(name) for name in names))
+        for reason, names in source.unmeasured_parameters.items()
+    ]
+    told: dict[tuple[str, str], Unmeasured] = {}
+    for event in source.run.events("unmeasured"):
+        if event.payload.get("parameters"):
+            continue  # those parameters are listed above, if they never were measured
+        what = visible(event.payload.get("what", "something"))
+        reason = visible(event.payload.get("reason", "no reason was noted"))
+        told.setdefault((what, reason), Unmeasured(what, reason))
+    return (*listed_here, *told.values())
+
+
+def where(finding: Finding) -> list[tuple[str, str]]:
+    """Return the subject of a finding as labelled texts, in the order of their usefulness."""
+    subject = finding.subject
+    step = None if subject.step is None else number(subject.step)
+    rank = None if subject.rank is None else number(subject.rank)
+    named = (
+        ("parameter", subject.parameter),
+        ("module", subject.module),
+        ("step", step),
+        ("rank", rank),
+        ("line", subject.line),
+        ("phase", subject.phase),
+        ("verdict", subject.verdict),
+    )
+    return [(label, visible(value)) for label, value in named if value]
+
+
+def measurements(finding: Finding) -> list[tuple[str, str, str]]:
+    """Return the evidence of a finding as (path, step, value); a step that is not known is empty."""
+    return [
+        (
+            visible(evidence.path),
+            "" if evidence.step is None else number(evidence.step),
+            "" if evidence.value is None else with_unit(evidence.value, evidence.unit),
+        )
+        for evidence in finding.evidence
+    ]
