@@ -72,8 +72,9 @@ class Entry:
                     (self.path / MANIFEST).unlink(missing_ok=True)
                 else:
                     documents.write_atomically(self.path / MANIFEST, self.previous)
-        for path in reversed(self.made):
-            shutil.rmtree(path, ignore_errors=True)
+        if self.folder in self.made:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        _remove_empty(self.made)
 
 
 def database_name(rank: int) -> str:
@@ -100,18 +101,20 @@ def enter_as_first(path: Path, opening: Opening) -> Entry:
     made: list[Path] = []
     try:
         for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
-            missing.mkdir(exist_ok=True)
-            made.append(missing)
+            # Where another process makes the same folder at this moment, it is not ours to remove.
+            with contextlib.suppress(FileExistsError):
+                missing.mkdir()
+                made.append(missing)
         if not path.is_dir():
             raise RunExistsError(f"{path}: is a file, expected a folder; choose another --out")
         with locked(path):
             return _open_attempt(path, opening, made)
     except OSError as error:
-        _remove(made)
+        _remove_empty(made)
         reason = error.strerror or str(error)
         raise RunWriteError(f"{path}: cannot be written: {reason}; choose another --out") from error
     except BaseException:
-        _remove(made)
+        _remove_empty(made)
         raise
 
 
@@ -261,6 +264,8 @@ def _next_step(path: Path) -> int:
     return open_run(path).last_step() + 1
 
 
-def _remove(folders: list[Path]) -> None:
+def _remove_empty(folders: list[Path]) -> None:
+    """Remove folders that we made, unless somebody has put something there meanwhile."""
     for folder in reversed(folders):
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()

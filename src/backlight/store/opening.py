@@ -136,8 +136,11 @@ def _compared(
     """Say in words what one file lacks of what was stated, empty where it lacks nothing."""
     if name.parts[1:] == (name.name,) and parse_name(name.name) is not None:
         if name.name not in rows:
-            there = (folder / name.name).exists() or _replaced(folder / name.name)
-            return "" if there else f"{name} is missing"
+            if _replaced(folder / name.name):
+                return ""
+            rest = ", ".join(f"{last} rows of {table}" for table, last in stated.items())
+            what = "cannot be read" if (folder / name.name).exists() else "is missing"
+            return f"{name} {what}: lost are {rest or 'no rows that are known of'}"
         short = [
             f"{rows[name.name].get(table, 0)} of {last} rows of {table}"
             for table, last in stated.items()

@@ -118,6 +118,8 @@ class Run:
         """
         said = dict.fromkeys(loss for opened in self._opened for loss in opened.losses)
         for file in self._files:
+            for _, _, _, payload in file.events("not_stored"):
+                said[f"{file.path}: were not stored ({payload.get('reason')}): {payload.get('rows')}"] = None
             said |= file.losses
         return tuple(said | self._lost)
 

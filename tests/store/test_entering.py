@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backlight.records import RunStatus
+from backlight.store import attempt
+from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.store.process import ProcessIdentity
+from backlight.store.reader import open_run
+from backlight.store.writer import RunWriter
+
+Digest = Callable[[Path], dict[str, str]]
+
+
+def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+    RunWriter.create(tmp_path).close()
+    assert open_run(tmp_path).status is RunStatus.FINISHED
+
+
+@pytest.mark.parametrize("content", ["notes.txt", "attempt-000", ".hidden"])
+def test_a_folder_that_holds_something_else_is_refused_and_left_alone(
+    tmp_path: Path, content: str, digest: Digest
+) -> None:
+    (tmp_path / content).mkdir()
+    (tmp_path / content / "mine").write_text("precious")
+    before = digest(tmp_path)
+    with pytest.raises(RunExistsError, match="is not a backlight run and not empty; choose another --out"):
+        RunWriter.create(tmp_path)
+    assert digest(tmp_path) == before
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("precious")
+    with pytest.raises(RunExistsError, match="is a file, expected a folder"):
+        RunWriter.create(tmp_path / "run")
+    with pytest.raises(RunWriteError, match="cannot be written: Not a directory"):
+        RunWriter.create(tmp_path / "run" / "below")
+    assert (tmp_path / "run").read_text() == "precious"
+
+
+def test_what_a_kill_leaves_before_the_manifest_counts_as_empty(tmp_path: Path) -> None:
+    (tmp_path / "attempt-000").mkdir()
+    (tmp_path / ".manifest.json.123.tmp").write_text("half")
+    RunWriter.create(tmp_path).close()
+    assert open_run(tmp_path).attempts[0].index == 0
+
+
+def test_a_finished_run_gets_a_new_attempt_that_continues_its_steps(
+    tmp_path: Path, record: Callable[..., object], digest: Digest
+) -> None:
+    first = RunWriter.create(tmp_path / "run", name="first", rooms=("health",), groups={"a": "x*"})
+    record(first, 10)
+    first.close()
+    kept = digest(tmp_path / "run" / "attempt-000")
+    second = RunWriter.create(tmp_path / "run", name="ignored", rooms=("steptime",), groups={"b": "y*"})
+    assert (second.attempt, second.step_offset) == (1, 10)
+    record(second, 5)
+    second.close()
+    run = open_run(tmp_path / "run")
+    assert (run.name, run.rooms, dict(run.groups)) == (
+        "first",
+        ("health", "steptime"),
+        {"a": "x*", "b": "y*"},
+    )
+    assert run.frame("gradient", "norm").steps.tolist() == list(range(15))
+    assert run.scalar("loss").steps.tolist() == list(range(15))
+    assert run.scalar("loss", attempt=1).steps.tolist() == list(range(10, 15))
+    assert [a.step_offset for a in run.attempts] == [0, 10]
+    assert digest(tmp_path / "run" / "attempt-000") == kept
+
+
+def test_a_later_attempt_wins_the_steps_that_both_hold(
+    tmp_path: Path, record: Callable[..., object], numbers: Callable[..., np.ndarray]
+) -> None:
+    first = RunWriter.create(tmp_path / "run")
+    record(first, 10)
+    first.event(3, "mark", {})
+    first.close()
+    second = RunWriter.create(tmp_path / "run", step_offset=6)
+    record(second, 3)
+    second.event(1, "mark", {})
+    second.close()
+    run = open_run(tmp_path / "run")
+    frame = run.frame("gradient", "norm")
+    assert frame.steps.tolist() == list(range(10))
+    steps = [0, 1, 2, 3, 4, 5, 0, 1, 2, 9]
+    assert np.array_equal(frame.values, [numbers(s)[:, 0] for s in steps])
+    assert run.scalar("loss").values.tolist() == [1 / (s + 1) for s in steps]
+    assert [(e.step, e.attempt) for e in run.events("mark")] == [(3, 0), (7, 1)]
+
+
+def test_a_run_that_is_being_written_is_not_entered(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    with pytest.raises(RunExistsError, match=r"is still being written by process \d+ on .* \(attempt 0\)"):
+        RunWriter.create(tmp_path / "run")
+    writer.close()
+    RunWriter.create(tmp_path / "run").close()
+
+
+def test_a_killed_run_gets_a_new_attempt_after_what_it_recorded(
+    tmp_path: Path, killed: Callable[..., Path], record: Callable[..., object]
+) -> None:
+    body = (
+        "writer = RunWriter.create(path); record(writer, 20); writer.flush(); record(writer, 5, 20); ready()"
+    )
+    path = killed(tmp_path / "run", body)
+    writer = RunWriter.create(path)
+    assert (writer.attempt, writer.step_offset) == (1, 20)
+    record(writer, 2)
+    writer.close()
+    run = open_run(path)
+    assert [a.status for a in run.attempts] == [RunStatus.KILLED, RunStatus.FINISHED]
+    assert run.frame("gradient", "norm").steps.tolist() == list(range(22))
+
+
+def test_a_writer_on_another_host_is_trusted_while_it_gives_signs_of_life(
+    tmp_path: Path, killed: Callable[..., Path]
+) -> None:
+    path = killed(tmp_path / "run", "RunWriter.create(path); ready()")
+    manifest = json.loads((path / "manifest.json").read_text())
+    progress = manifest["attempts"][0]["progress"]
+    progress["process"]["host"] = "elsewhere"
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert open_run(path).status is RunStatus.RUNNING
+    with pytest.raises(RunExistsError, match="on elsewhere"):
+        RunWriter.create(path)
+    progress["updated"] -= 3600
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    run = open_run(path)
+    assert run.status is RunStatus.UNKNOWN
+    assert any("on elsewhere still runs" in loss for loss in run.losses)
+    RunWriter.create(path).close()
+
+
+def test_further_ranks_join_by_the_run_id(tmp_path: Path, record: Callable[..., object]) -> None:
+    path, found = tmp_path / "run", []
+
+    def join(rank: int) -> None:
+        found.append(RunWriter.create(path, rank=rank, world_size=3, run_id="launch-1"))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (1, 2)]
+    for thread in threads:
+        thread.start()
+    found.append(RunWriter.create(path, rank=0, world_size=3, run_id="launch-1"))
+    for thread in threads:
+        thread.join()
+    for writer in found:
+        record(writer, 4)
+        writer.scalar(0, "rank", writer.rank, source="user")
+        writer.flush()
+    running = open_run(path)
+    assert (running.run_id, running.losses, running.attempts[0].ranks) == ("launch-1", (), (0, 1, 2))
+    for writer in found:
+        writer.close()
+    run = open_run(path)
+    assert (run.losses, run.status) == ((), RunStatus.FINISHED)
+    assert [run.scalar("rank", "user", rank=r).values[0] for r in range(3)] == [0, 1, 2]
+    assert run.scalar("rank", "user").values.tolist() == [0]
+
+
+def test_a_restart_of_a_launch_does_not_join_its_earlier_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    both = [RunWriter.create(path, rank=r, world_size=2, run_id="launch") for r in range(2)]
+    monkeypatch.setattr(attempt, "JOIN_TIMEOUT", 0.1)
+    with pytest.raises(RunExistsError, match="rank 1 found no running attempt of launch 'launch'"):
+        attempt.enter_as_further(path, rank=1, launch="launch", timeout=0.1)
+    for writer in both:
+        writer.close()
+    again = [RunWriter.create(path, rank=r, world_size=2, run_id="launch") for r in range(2)]
+    assert [w.attempt for w in again] == [1, 1]
+    for writer in again:
+        writer.close()
+
+
+def test_a_further_rank_needs_the_run_id_and_a_first_rank(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank 1 joins the run of rank 0 and needs its run_id"):
+        RunWriter.create(tmp_path / "run", rank=1, world_size=2)
+    with pytest.raises(RunExistsError, match=r"within 0\.05 s; rank 0 opens it"):
+        attempt.enter_as_further(tmp_path / "run", rank=1, launch="x", timeout=0.05)
+
+
+def test_a_rank_that_left_nothing_is_missed(tmp_path: Path, record: Callable[..., object]) -> None:
+    writer = RunWriter.create(tmp_path / "run", world_size=3, run_id="launch")
+    record(writer, 2)
+    writer.close()
+    assert open_run(tmp_path / "run").losses == (
+        "attempt 0: rank 1 of 3 left no file",
+        "attempt 0: rank 2 of 3 left no file",
+    )
+
+
+@pytest.mark.parametrize("fails", ["RankDatabase", "Ledger"])
+def test_nothing_half_written_stays_when_opening_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, digest: Digest, record: Callable[..., object]
+) -> None:
+    old = tmp_path / "old"
+    writer = RunWriter.create(old)
+    record(writer, 2)
+    writer.close()
+    (tmp_path / "empty").mkdir()
+    before = digest(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"backlight.store.writer.{fails}", full)
+    for path in (tmp_path / "new" / "deep", tmp_path / "empty", old):
+        with pytest.raises(RunWriteError, match="No space left on device; choose another --out"):
+            RunWriter.create(path)
+        assert digest(tmp_path) == before
+
+
+def test_a_newer_run_is_not_written_into(tmp_path: Path, digest: Digest) -> None:
+    RunWriter.create(tmp_path / "run").close()
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    before = digest(tmp_path)
+    with pytest.raises(RunFormatError, match=r"format 99, this release of backlight reads 1 to 1\. Upgrade"):
+        RunWriter.create(tmp_path / "run")
+    assert digest(tmp_path) == before
+
+
+def test_of_two_processes_that_come_at_once_one_gets_the_folder(tmp_path: Path) -> None:
+    code = """
+import sys
+from backlight.store.errors import RunExistsError
+from backlight.store.writer import RunWriter
+print("up", flush=True); sys.stdin.readline()
+try:
+    writer = RunWriter.create(sys.argv[1]); print("mine", flush=True); sys.stdin.readline(); writer.close()
+except RunExistsError as error:
+    print("refused", flush=True)
+"""
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "run")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    answers = []
+    for process in both:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in both:
+        assert process.stdout is not None
+        answers.append(process.stdout.readline().strip())
+    for process in both:
+        process.communicate("\n")
+    assert sorted(answers) == ["mine", "refused"]
+    assert len(open_run(tmp_path / "run").attempts) == 1
+
+
+def test_a_folder_that_somebody_else_is_opening_is_waited_for(tmp_path: Path) -> None:
+    with (
+        attempt.locked(tmp_path),
+        pytest.raises(RunExistsError, match="just opening or compacting"),
+        attempt.locked(tmp_path, timeout=0.05),
+    ):
+        pytest.fail("two processes held the lock")
+    with attempt.locked(tmp_path, timeout=0.05):
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_the_identity_in_the_manifest_is_that_of_the_writer(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    stated = ProcessIdentity.from_json(manifest["attempts"][0]["progress"]["process"])
+    assert stated == ProcessIdentity.of_this_process()
+    writer.close()

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from backlight.records import to_json
+from backlight.store.process import ProcessIdentity
+
+ME = ProcessIdentity.of_this_process()
+
+
+def identity_of_an_ended_process() -> ProcessIdentity:
+    code = """
+import json
+from backlight.records import to_json
+from backlight.store.process import ProcessIdentity
+print(json.dumps(to_json(ProcessIdentity.of_this_process())))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return ProcessIdentity.from_json(json.loads(out.stdout))
+
+
+def test_this_process_lives() -> None:
+    assert ME.alive() is True
+
+
+def test_an_ended_process_does_not() -> None:
+    ended = identity_of_an_ended_process()
+    assert ended.pid != ME.pid
+    assert ended.alive() is False
+
+
+@pytest.mark.skipif(not ME.start, reason="the start time of a process needs /proc")
+def test_a_reused_number_is_another_process() -> None:
+    assert dataclasses.replace(ME, start=str(int(ME.start) - 1)).alive() is False
+
+
+@pytest.mark.skipif(not ME.boot, reason="the id of a boot needs /proc")
+def test_another_boot_means_gone() -> None:
+    assert dataclasses.replace(ME, boot="another").alive() is False
+
+
+def test_another_host_cannot_be_known() -> None:
+    assert dataclasses.replace(ME, host="elsewhere").alive() is None
+
+
+def test_another_namespace_cannot_be_known() -> None:
+    assert dataclasses.replace(ME, namespace="pid:[1]").alive() is None
+
+
+def test_nobody_cannot_be_known() -> None:
+    assert ProcessIdentity.from_json({}).alive() is None
+    assert ProcessIdentity.from_json({"pid": "text"}).pid == 0
+
+
+@pytest.mark.skipif(not ME.start, reason="zombies are told by /proc")
+def test_a_zombie_does_not_live() -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        os._exit(0)
+    os.close(write)
+    try:
+        assert os.read(read, 1) == b""
+        zombie = dataclasses.replace(ME, pid=child)
+        # The pipe closes a moment before the process is a zombie.
+        for _ in range(1000):
+            if zombie.alive() is False:
+                break
+        assert zombie.alive() is False
+    finally:
+        os.close(read)
+        os.waitpid(child, 0)
+
+
+def test_an_identity_survives_json() -> None:
+    assert ProcessIdentity.from_json(to_json(ME)) == ME
