@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,19 @@ from backlight.health.scoring import total_norms
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.reader import Frame, Run
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """The fitted steps with their norms, the power law, and how many parameters grow of how many."""
+
+    steps: NDArray[np.int64]
+    norms: NDArray[np.float64]
+    power: float
+    explained: float
+    growing: int
+    whole: int
 
 
 @rule(
@@ -38,31 +51,40 @@ def accumulating(run: Run, limits: Thresholds) -> Iterator[Finding]:
     frame = run.frame("gradient", "norm")
     for attempt in run.attempts:
         later = [a.step_offset for a in run.attempts if a.step_offset > attempt.step_offset]
-        mine = (frame.steps >= attempt.step_offset) & (frame.steps < min(later, default=2**62))
-        rows = np.flatnonzero(mine)[: limits.accumulating_steps]
-        if len(rows) < limits.accumulating_steps or not _constant_backwards(run, frame.steps[rows]):
-            continue
-        since = (frame.steps[rows] - attempt.step_offset + 1).astype(float)
-        norms = total_norms(run, frame.steps[rows])
-        if not (np.isfinite(norms).all() and (norms > 0).all()):
-            continue
-        power, explained = power_law(since, norms)
-        growth = float(norms[-1] / norms[0])
-        if not (
-            growth >= limits.accumulating_growth
-            and limits.accumulating_power_low <= power <= limits.accumulating_power_high
-            and explained >= limits.accumulating_r2
-        ):
-            continue
-        values_RP, measured_RP = frame.values[rows], frame.measured[rows]
-        whole_P = measured_RP.all(axis=0) & (values_RP > 0).all(axis=0) & np.isfinite(values_RP).all(axis=0)
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            grown_P = values_RP[-1] / values_RP[0]
-        growing = int(np.sum(whole_P & (grown_P >= np.sqrt(limits.accumulating_growth))))
-        if not whole_P.any() or growing / int(whole_P.sum()) < limits.accumulating_share:
-            continue
-        yield _finding(run, frame.steps[rows], norms, power, explained, growing, int(whole_P.sum()))
-        return
+        rows = np.flatnonzero(
+            (frame.steps >= attempt.step_offset) & (frame.steps < min(later, default=2**62))
+        )
+        for count in (limits.accumulating_steps, 2 * limits.accumulating_steps):
+            if len(rows) < count or not _constant_backwards(run, frame.steps[rows[:count]]):
+                break
+            growth = _growth(run, frame, rows[:count], attempt.step_offset, limits)
+            if growth is not None:
+                yield _finding(run, growth)
+                return
+
+
+def _growth(
+    run: Run, frame: Frame, rows: NDArray[np.int64], offset: int, limits: Thresholds
+) -> _Growth | None:
+    """Fit the first rows of an attempt; None where they do not grow as sums would."""
+    steps = frame.steps[rows]
+    norms = total_norms(run, steps)
+    if not (np.isfinite(norms).all() and (norms > 0).all()):
+        return None
+    power, explained = power_law((steps - offset + 1).astype(float), norms)
+    if (
+        norms[-1] < limits.accumulating_growth * norms[0]
+        or not limits.accumulating_power_low <= power <= limits.accumulating_power_high
+        or explained < limits.accumulating_r2
+    ):
+        return None
+    values_RP = frame.values[rows]
+    usable_RP = frame.measured[rows] & np.isfinite(values_RP) & (values_RP > 0)
+    whole_P = usable_RP.all(axis=0)
+    grown = values_RP[-1, whole_P] >= np.sqrt(limits.accumulating_growth) * values_RP[0, whole_P]
+    if len(grown) == 0 or grown.mean() < limits.accumulating_share:
+        return None
+    return _Growth(steps, norms, power, explained, int(grown.sum()), len(grown))
 
 
 def power_law(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
@@ -80,15 +102,8 @@ def _constant_backwards(run: Run, steps: NDArray[np.int64]) -> bool:
     return len(values) == 0 or bool((values == values[0]).all())
 
 
-def _finding(
-    run: Run,
-    steps: NDArray[np.int64],
-    norms: NDArray[np.float64],
-    power: float,
-    explained: float,
-    growing: int,
-    whole: int,
-) -> Finding:
+def _finding(run: Run, growth: _Growth) -> Finding:
+    steps, norms = growth.steps, growth.norms
     picked = np.unique(np.linspace(0, len(steps) - 1, wording.EVIDENCE_ROWS).round().astype(int))
     evidence = [wording.scalar("total_norm", int(steps[i]), norms[i], "gradient") for i in picked]
     backwards = run.scalar("backwards")
@@ -108,8 +123,9 @@ def _finding(
         claim=(
             f"Gradients grow as if they were never set to zero: the total norm rises from "
             f"{wording.number(norms[0])} at step {int(steps[0])} to {wording.number(norms[-1])} at step "
-            f"{int(steps[-1])}, as the number of steps to the power {power:.2f} (the fit explains "
-            f"{100 * explained:.1f} %), and so does that of {wording.share(growing, whole)} of the "
+            f"{int(steps[-1])}, as the number of steps to the power {growth.power:.2f} (the fit explains "
+            f"{100 * growth.explained:.1f} %), and so does that of "
+            f"{wording.share(growth.growing, growth.whole)} of the "
             f"parameters{per_step}."
         ),
         subject=Subject(step=int(steps[0])),

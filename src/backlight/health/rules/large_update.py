@@ -1,91 +1,175 @@
-"""Rule ``large_update``: steps that replace a large part of a weight, long after the start."""
+"""Rule ``large_update``: steps that replace a large part of a weight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.health import wording
+from backlight.health.history import finite_median
 from backlight.health.thresholds import Thresholds
-from backlight.records import Finding, Severity, Subject
+from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.reader import Frame, Run
 
-FROM_ZERO = 1e-3
-"""A weight whose first norm is below this share of its present one counts as started at zero."""
+ZERO_RMS = 1e-5
+"""A weight whose rms is below this before its first recorded step counts as started at zero."""
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A weight matrix as the rule sees it: its column and whether it started at zero."""
+
+    record: ParameterRecord
+    column: int
+    from_zero: bool
 
 
 @rule(
     "large_update",
     room="health",
-    thresholds=("update_ratio", "update_steps", "update_settle", "update_settle_zero"),
+    thresholds=(
+        "update_ratio",
+        "update_ratio_once",
+        "update_steps",
+        "update_share",
+        "update_settle",
+        "update_settle_zero",
+    ),
     needs=("update",),
 )
 def large_update(run: Run, limits: Thresholds) -> Iterator[Finding]:
-    """Find matrices whose median ratio of step to weight stays large.
+    """Find matrices whose ratio of step to weight stays large, else a step as long as the weights.
 
-    Vectors are left out: a bias starts at zero, and a ratio to nearly nothing says nothing.
+    The second is how a rate far too high looks under Adam: the first steps blow the weights up, after
+    which the ratio is ordinary again. Vectors are left out: a bias starts at zero, and a ratio to nearly
+    nothing says nothing.
     """
-    frame, weight = run.frame("update", "ratio"), run.frame("update", "weight_norm")
-    if len(frame.steps) == 0:
-        return
-    shapes = {p.name: p.shape for p in run.parameters()}
-    since = frame.steps - frame.steps[0]
+    frame = run.frame("update", "ratio")
+    matrices = _matrices(run, frame)
+    usable_SP = frame.measured & np.isfinite(frame.values)
+    since_S = frame.steps - frame.steps[0] if len(frame.steps) else frame.steps
     found: dict[int, float] = {}
     judged = 0
-    for column, name in enumerate(frame.names):
-        if len(shapes[name]) < 2:
-            continue
-        usable = frame.measured[:, column] & np.isfinite(frame.values[:, column])
-        measured = np.flatnonzero(frame.measured[:, column])
-        if len(measured) == 0:
-            continue
-        now = float(weight.values[measured[-1], column])
-        from_zero = float(weight.values[measured[0], column]) < FROM_ZERO * now
-        rows = np.flatnonzero(
-            usable & (since >= (limits.update_settle_zero if from_zero else limits.update_settle))
-        )
+    for matrix in matrices:
+        settle = limits.update_settle_zero if matrix.from_zero else limits.update_settle
+        rows = np.flatnonzero(usable_SP[:, matrix.column] & (since_S >= settle))
         if len(rows) < limits.update_steps:
             continue
         judged += 1
-        median = float(np.median(frame.values[rows[-limits.update_steps :], column]))
-        if median > limits.update_ratio:
-            found[column] = median
-    if not found:
+        ratios = frame.values[rows[-limits.update_steps :], matrix.column]
+        if np.mean(ratios > limits.update_ratio) >= limits.update_share:
+            found[matrix.column] = float(np.median(ratios))
+    if found:
+        yield _lasting(run, frame, {m.column: m.record for m in matrices}, found, judged, limits)
         return
+    columns = [m.column for m in matrices if not m.from_zero]
+    if len(columns) < 2:  # the median of one is no median
+        return
+    medians_S = finite_median(np.where(usable_SP[:, columns], frame.values[:, columns], np.nan), minimum=2)
+    rows = np.flatnonzero(medians_S > limits.update_ratio_once)
+    if len(rows):
+        yield _once(run, frame, columns, medians_S, int(rows[0]), len(rows))
+
+
+def _matrices(run: Run, frame: Frame) -> list[_Matrix]:
+    weight = run.frame("update", "weight_norm")
+    column = {name: i for i, name in enumerate(frame.names)}
+    matrices = []
+    for record in run.parameters():
+        if len(record.shape) < 2:
+            continue
+        rows = np.flatnonzero(frame.measured[:, column[record.name]])
+        if len(rows):
+            first = float(weight.values[rows[0], column[record.name]]) / record.numel**0.5
+            matrices.append(_Matrix(record, column[record.name], first < ZERO_RMS))
+    return matrices
+
+
+def _rate(run: Run, record: ParameterRecord, step: int) -> tuple[str, list[Evidence]]:
+    """Return the learning rate at a step as words and as evidence; empty where it is not known."""
+    rate = run.scalar(f"lr/{record.group}")
+    place = np.flatnonzero(rate.steps == step)
+    if len(place) == 0:
+        return "", []
+    value = float(rate.values[place[0]])
+    words = f" at a learning rate of {wording.number(value)}"
+    return words, [wording.scalar(f"lr/{record.group}", step, value)]
+
+
+def _lasting(
+    run: Run,
+    frame: Frame,
+    records: dict[int, ParameterRecord],
+    found: dict[int, float],
+    judged: int,
+    limits: Thresholds,
+) -> Finding:
     order = wording.loudest(found, lambda c: found[c])
     worst = order[0]
-    name = frame.names[worst]
-    record = next(p for p in run.parameters() if p.name == name)
+    record = records[worst]
     last = int(np.flatnonzero(frame.measured[:, worst])[-1])
-    rate = run.scalar(f"lr/{record.group}")
-    evidence = [
-        wording.series("update/ratio", frame.names[c], int(frame.steps[last]), frame.values[last, c], "1")
-        for c in order
-    ]
-    if len(rate.values):
-        evidence.append(wording.scalar(f"lr/{record.group}", int(rate.steps[-1]), rate.values[-1]))
-    stated = f" at a learning rate of {wording.number(float(rate.values[-1]))}" if len(rate.values) else ""
-    yield Finding(
+    step = int(frame.steps[last])
+    stated, evidence = _rate(run, record, step)
+    return Finding(
         rule="large_update",
         severity=Severity.WARNING,
         claim=(
-            f"The steps of {name}{wording.others(len(found) - 1)} are large: in the last "
-            f"{limits.update_steps} "
-            f"recorded steps one step changed it by {wording.number(found[worst])} of its own norm (median)"
-            f"{stated}, where about 0.001 is usual; that holds for {wording.share(len(found), judged)} "
-            "of the "
-            "weight matrices."
+            f"The steps of {record.name}{wording.others(len(found) - 1)} are large: in the last "
+            f"{limits.update_steps} recorded steps one step changed it by {wording.number(found[worst])} of "
+            f"its own norm (median){stated}, where about 0.001 is usual; that holds for "
+            f"{wording.share(len(found), judged)} of the weight matrices."
         ),
-        subject=Subject(parameter=name, module=record.module or None, step=int(frame.steps[last])),
-        evidence=tuple(evidence),
+        subject=Subject(parameter=record.name, module=record.module or None, step=step),
+        evidence=(
+            *(
+                wording.series("update/ratio", records[c].name, step, frame.values[last, c], "1")
+                for c in order
+            ),
+            *evidence,
+        ),
         next_check=(
             "Train a short run with a tenth of the learning rate and compare the loss after equal steps."
         ),
         refuted_if=(
-            "the loss falls faster than at a tenth of the learning rate, or the norm of the weight is "
-            "small by "
-            "design (a strong weight decay, an adapter that starts at zero)."
+            "the loss falls faster than at a tenth of the learning rate, or the norm of the weight is small "
+            "by design (a strong weight decay, an adapter that starts at zero)."
         ),
+    )
+
+
+def _once(run: Run, frame: Frame, columns: list[int], medians_S: np.ndarray, row: int, count: int) -> Finding:
+    step = int(frame.steps[row])
+    present = [c for c in columns if np.isfinite(frame.values[row, c]) and frame.measured[row, c]]
+    order = wording.loudest(present, lambda c: float(frame.values[row, c]))
+    record = next(p for p in run.parameters() if p.name == frame.names[order[0]])
+    stated, evidence = _rate(run, record, step)
+    often = f" That happened at {count} recorded steps." if count > 1 else ""
+    return Finding(
+        rule="large_update",
+        severity=Severity.WARNING,
+        claim=(
+            f"Step {step} replaced the weights: it was {wording.number(float(medians_S[row]))} times as "
+            "long as "
+            f"the weight itself, median over {len(present)} matrices{stated}; {record.name} was changed by "
+            f"{wording.number(float(frame.values[row, order[0]]))} times its norm. What was initialised "
+            "is gone."
+            f"{often}"
+        ),
+        subject=Subject(parameter=record.name, module=record.module or None, step=step),
+        evidence=(
+            *(
+                wording.series("update/ratio", frame.names[c], step, float(frame.values[row, c]), "1")
+                for c in order
+            ),
+            *evidence,
+        ),
+        next_check=(
+            "Start again with a tenth of the learning rate, or with a warm-up, and compare the loss "
+            "after equal "
+            "steps; Adam moves every weight by about the learning rate in its first step."
+        ),
+        refuted_if="the weights were tiny on purpose, so that a step as long as they are changes little.",
     )

@@ -20,14 +20,14 @@ SPARSE = 0.9
 _HALF = frozenset({"float16", "bfloat16"})
 
 
-@rule("no_update", room="health", thresholds=("no_update_window",), needs=("gradient",))
+@rule("no_update", room="health", thresholds=("no_update_window", "vanishing_rms"), needs=("gradient",))
 def no_update(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find weights that stood still up to the end, one finding per cause: no optimizer, rate 0, other."""
     records = {p.name: p for p in run.parameters()}
-    streaks = _still(run, records)
+    without = _without_optimizer(run, records, limits.no_update_window)
+    streaks = {n: k for n, k in _still(run, records, limits).items() if records[n] not in without}
     still = [records[name] for name, streak in streaks.items() if streak >= limits.no_update_window]
     moved = len(streaks) - len(still)
-    without = _without_optimizer(run, records, limits.no_update_window)
     if without:
         yield _outside(run, without, len(records))
     zero_rate = [p for p in still if _last_rate(run, p) == 0.0]
@@ -36,21 +36,27 @@ def no_update(run: Run, limits: Thresholds) -> Iterator[Finding]:
             yield _standing(run, group, streaks, at_zero, everything=moved == 0)
 
 
-def _still(run: Run, records: dict[str, ParameterRecord]) -> dict[str, int]:
+def _still(run: Run, records: dict[str, ParameterRecord], limits: Thresholds) -> dict[str, int]:
     """Return, per parameter with a measured update, how many recorded steps up to the end had none.
 
-    Only steps count at which a gradient that is not zero was measured and no scaler skipped.
+    Only steps count that no scaler skipped, with a gradient of an rms of at least ``vanishing_rms``:
+    smaller ones, as of a bias in front of a batch norm, may be rounded away and nothing is wrong.
     """
     if not run.has("update"):
         return {}
     update, sampled = run.frame("update", "update_norm"), run.frame("update", "sampled")
-    norm, zeros = run.frame("gradient", "norm"), run.frame("gradient", "zero_share")
-    steps, rows_u, rows_g = np.intersect1d(update.steps, norm.steps, return_indices=True)
+    rms, zeros = run.frame("gradient", "rms"), run.frame("gradient", "zero_share")
+    steps, rows_u, rows_g = np.intersect1d(update.steps, rms.steps, return_indices=True)
     taken = ~np.isin(steps, list(skipped_steps(run)))
     rows_u, rows_g = rows_u[taken], rows_g[taken]
     numel_SP = run.frame("update", "numel").values[rows_u]
     sure_SP = (sampled.values[rows_u] == numel_SP) | (zeros.values[rows_g] < SPARSE)
-    judged_SP = update.measured[rows_u] & norm.measured[rows_g] & (norm.values[rows_g] > 0) & sure_SP
+    judged_SP = (
+        update.measured[rows_u]
+        & rms.measured[rows_g]
+        & (rms.values[rows_g] >= limits.vanishing_rms)
+        & sure_SP
+    )
     still_SP = judged_SP & (update.values[rows_u] == 0)
     streaks_P = ending_streak(still_SP, judged_SP)
     return {

@@ -41,6 +41,7 @@ class _Leaps:
         "spike_minimum",
         "spike_deviations",
         "spike_norm_ratio",
+        "spike_norm_hard",
         "spike_loss_ratio",
         "spike_gap",
         "spike_findings",
@@ -139,9 +140,10 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: Threshold
     rank = f" It is one of {count} spikes in {recorded} recorded steps." if count > 1 else ""
     carried = f" At that step {name} grew most against its own past." if name else ""
     claim = " and ".join(parts)
+    alone = [leap.name for leap, _ in one.peaks] == ["total_norm"]
     return Finding(
         rule="spike",
-        severity=Severity.WARNING,
+        severity=Severity.INFO if alone and one.height < limits.spike_norm_hard else Severity.WARNING,
         claim=f"{claim[0].upper()}{claim[1:]}.{lasting}{carried}{rank}",
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name or ""), step=one.step),
         evidence=tuple(evidence),

@@ -22,7 +22,7 @@ from backlight.store.reader import Run
     needs=("gradient",),
 )
 def underflow(run: Run, limits: Thresholds) -> Iterator[Finding]:
-    """Find matrices with many zeros whose other values, under the scale, lie at the bottom of fp16.
+    """Find matrices with many zeros whose other values, under the scale, are the smallest that fp16 has.
 
     Zeros of other origin (a dead ReLU, tokens that did not occur) leave values of ordinary size beside
     them. fp32 parameters are judged only under a gradient scaler: autocast computes their gradient in
@@ -85,7 +85,8 @@ def underflow(run: Run, limits: Thresholds) -> Iterator[Finding]:
             f"{100 * share:.0f} % of "
             f"its values are exactly zero, and the rms of the others{under} is "
             f"{wording.number(magnitude)}, below "
-            f"{wording.number(limits.underflow_magnitude)} where fp16 begins to lose bits. That concerns "
+            f"{wording.number(limits.underflow_magnitude)}: fp16 rounds to zero what is below 3e-08. "
+            "That concerns "
             f"{wording.share(len(found), judged)} of the matrices judged."
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step),

@@ -1,0 +1,198 @@
+"""Stored runs for the rules: from synthetic series, and from real small trainings measured by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from backlight.health.thresholds import Thresholds
+from backlight.records import Finding, Made, ParameterRecord, RunStatus
+from backlight.registry import RULES
+from backlight.session.judge import judge
+from backlight.store.reader import Run, open_run
+from backlight.store.writer import RunWriter
+
+
+def parameter(name: str, shape: tuple[int, ...] = (8, 8), **more: Any) -> ParameterRecord:
+    more = {"module": name.rpartition(".")[0], "module_type": "Linear", "group": "0/0", **more}
+    return ParameterRecord(name, shape, more.pop("dtype", "float32"), "cpu", int(np.prod(shape)), **more)
+
+
+def write_synthetic(
+    path: Path,
+    rms: Mapping[str, Sequence[float]],
+    *,
+    records: Mapping[str, ParameterRecord] | None = None,
+    extra: Sequence[ParameterRecord] = (),
+    steps: Sequence[int] | None = None,
+    zeros: Mapping[str, Sequence[float]] | None = None,
+    nan: Mapping[tuple[str, int], int] | None = None,
+    update: Mapping[str, Sequence[float]] | None = None,
+    weight: float = 1.0,
+    scalars: Mapping[str, Mapping[int, float] | Sequence[float]] | None = None,
+    events: Sequence[tuple[int | None, str, Mapping[str, Any]]] = (),
+    groups: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Mapping[str, float]] | None = None,
+    rooms: tuple[str, ...] = ("health",),
+) -> Run:
+    """Write series given as rms per parameter (NaN: not measured); ``zeros`` are shares of zeros."""
+    table = [(records or {}).get(name) or parameter(name) for name in rms] + list(extra)
+    count = len(next(iter(rms.values()))) if rms else 0
+    steps = range(count) if steps is None else steps
+    writer = RunWriter.create(path, name="synthetic", groups=groups, overrides=overrides, rooms=rooms)
+    identifier = writer.parameter_table(tuple(table))
+    for row, step in enumerate(steps):
+        floats, ints = np.zeros((len(table), 3)), np.zeros((len(table), 5), dtype=np.int64)
+        moved, sampled = np.zeros((len(table), 2)), np.zeros((len(table), 3), dtype=np.int64)
+        for i, record in enumerate(table):
+            value = rms.get(record.name, [np.nan] * count)[row]
+            bad = (nan or {}).get((record.name, int(step)), 0)
+            if np.isnan(value) and not bad:
+                continue
+            norm = value * np.sqrt(record.numel)
+            empty = (
+                record.numel
+                if value == 0
+                else round((zeros or {}).get(record.name, [0.0] * count)[row] * record.numel)
+            )
+            floats[i] = (np.nan if bad else norm, np.nan if bad else norm / 2, 0.0)
+            ints[i] = (1, record.numel, empty, bad, 0)
+            if update is not None and record.name in update:
+                moved[i] = (update[record.name][row] * weight, weight)
+                sampled[i] = (1, record.numel, record.numel)
+        writer.append("gradient", int(step), identifier, floats, ints)
+        if update is not None:
+            writer.append("update", int(step), identifier, moved, sampled)
+    for name, values in (scalars or {}).items():
+        pairs = values.items() if isinstance(values, Mapping) else zip(steps, values, strict=True)
+        for step, value in pairs:
+            writer.scalar(int(step), name, float(value))
+    for step, kind, payload in events:
+        writer.event(step, kind, payload)
+    writer.close(RunStatus.FINISHED)
+    return open_run(path)
+
+
+class HandRecorder:
+    """Measures a real training with plain torch, one tensor at a time, in float64: slow and obvious."""
+
+    def __init__(self, path: Path, model: nn.Module, *optimizers: torch.optim.Optimizer, **more: Any) -> None:
+        self.path, self.model, self.optimizers, self.step = path, model, optimizers, 0
+        self.every = more.pop("every", 1)
+        place = {
+            id(p): f"{o}/{g}"
+            for o, optimizer in enumerate(optimizers)
+            for g, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
+        }
+        modules = dict(model.named_modules())
+        self.named = list(model.named_parameters())
+        self.writer = RunWriter.create(path, name="hand", rooms=("health",), **more)
+        self.table = self.writer.parameter_table(
+            tuple(
+                ParameterRecord(
+                    name,
+                    tuple(p.shape),
+                    str(p.dtype).removeprefix("torch."),
+                    "cpu",
+                    p.numel(),
+                    requires_grad=p.requires_grad,
+                    module=name.rpartition(".")[0],
+                    module_type=type(modules[name.rpartition(".")[0]]).__name__,
+                    group=place.get(id(p), ""),
+                    unmeasured="" if p.requires_grad else "frozen",
+                )
+                for name, p in self.named
+            )
+        )
+
+    def advance(
+        self,
+        loss: torch.Tensor | float,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        clip: float | None = None,
+        scaler: Any = None,
+        **scalars: float,
+    ) -> None:
+        """Measure the gradients that are there, clip, take the step, measure it."""
+        scale = 1.0
+        if scaler is not None:
+            scale = scaler.get_scale()
+            scaler.unscale_(optimizer)
+        floats = np.zeros((len(self.named), 3))
+        ints = np.zeros((len(self.named), 5), dtype=np.int64)
+        for i, (_, p) in enumerate(self.named):
+            if p.grad is not None:
+                g = p.grad.detach().double()
+                floats[i] = (g.norm().item(), g.abs().max().item(), g.sum().item())
+                counts = ((g == 0).sum(), g.isnan().sum(), g.isinf().sum())
+                ints[i] = (1, g.numel(), *(int(c) for c in counts))
+        total = float(np.sqrt(np.sum(floats[:, 0] ** 2)))
+        values = {"loss": float(loss), "total_norm": total, "backwards": 1.0, **scalars}
+        if clip is not None:
+            seen = float(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
+            values |= {"clip/norm": seen, "clip/limit": clip, "clip/factor": min(1.0, clip / (seen + 1e-6))}
+        for o, one in enumerate(self.optimizers):
+            values |= {f"lr/{o}/{g}": float(group["lr"]) for g, group in enumerate(one.param_groups)}
+        before = [p.detach().clone() for _, p in self.named]
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+            values |= {"scaler/scale": scale, "scaler/skipped": float(scaler.get_scale() < scale)}
+        elif optimizer is not None:
+            optimizer.step()
+        moved = np.zeros((len(self.named), 2))
+        sampled = np.zeros((len(self.named), 3), dtype=np.int64)
+        for i, ((_, p), old) in enumerate(zip(self.named, before, strict=True)):
+            if p.grad is not None:
+                moved[i] = ((p.detach() - old).double().norm().item(), old.double().norm().item())
+                sampled[i] = (1, p.numel(), p.numel())
+        if self.step % self.every == 0:
+            self.writer.append("gradient", self.step, self.table, floats, ints)
+            self.writer.append("update", self.step, self.table, moved, sampled)
+            self.writer.scalars(self.step, values)
+        self.step += 1
+
+    def missing(self) -> None:
+        """Write the event that the session writes about parameters without a gradient at the step."""
+        names = [n for n, p in self.named if p.requires_grad and p.grad is None]
+        if names:
+            self.writer.event(self.step, "no_grad_at_step", {"parameters": names})
+
+    def close(self) -> Run:
+        self.writer.close(RunStatus.FINISHED)
+        return open_run(self.path)
+
+
+@pytest.fixture
+def synthetic(tmp_path: Path) -> Callable[..., Run]:
+    counter = itertools.count()
+    return lambda rms, **more: write_synthetic(tmp_path / f"synthetic-{next(counter)}", rms, **more)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Callable[..., HandRecorder]:
+    counter = itertools.count()
+    return lambda model, *optimizers, **more: HandRecorder(
+        tmp_path / f"run-{next(counter)}", model, *optimizers, **more
+    )
+
+
+@pytest.fixture
+def judged() -> Callable[..., list[Finding]]:
+    """Judge a run by one rule, with thresholds changed by name."""
+
+    def by_rule(run: Run, name: str, **changes: float) -> list[Finding]:
+        found = judge(run, {"health": Thresholds().override(changes)}, made=Made.READER)
+        assert name in RULES
+        return [finding for finding in found if finding.rule == name]
+
+    return by_rule

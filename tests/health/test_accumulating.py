@@ -1,0 +1,73 @@
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from backlight.records import Severity
+
+RATES = {"SGD": 1e-2, "Adam": 1e-3, "AdamW": 1e-4}
+
+
+def train(
+    recorder: Any, optimizer_name: str, zero_every: int | None, *, batch: int = 32, warm: int = 1
+) -> Any:
+    model = nn.Sequential(nn.Linear(20, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 5))
+    optimizer = getattr(torch.optim, optimizer_name)(model.parameters(), lr=RATES[optimizer_name])
+    rec = recorder(model, optimizer)
+    x, weight = torch.randn(512, 20), torch.randn(20, 5)
+    y = (x @ weight).argmax(1)
+    for step in range(40):
+        for group in optimizer.param_groups:
+            group["lr"] = RATES[optimizer_name] * min(1.0, (step + 1) / warm)
+        chosen = torch.randint(0, 512, (batch,))
+        if zero_every and step % zero_every == 0:
+            optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x[chosen]), y[chosen])
+        loss.backward()
+        rec.advance(loss.detach(), optimizer)
+    return rec.close()
+
+
+@pytest.mark.parametrize("optimizer", sorted(RATES))
+def test_a_forgotten_zero_grad_is_found_and_its_twin_is_not(
+    recorder: Any, judged: Any, optimizer: str
+) -> None:
+    (finding,) = judged(train(recorder, optimizer, None), "accumulating")
+    assert finding.severity is Severity.ERROR
+    assert finding.subject.step == 0
+    assert "6 of 6 (100 %)" in finding.claim
+    assert "1 backward pass in every step" in finding.claim
+    assert finding.evidence[0].path == "scalars/total_norm"
+    assert not judged(train(recorder, optimizer, 1), "accumulating")
+    assert not judged(train(recorder, optimizer, 1, warm=40), "accumulating")
+
+
+def test_zero_once_per_epoch_is_found(recorder: Any, judged: Any) -> None:
+    assert judged(train(recorder, "SGD", 16), "accumulating")
+
+
+def growing(power: float, steps: int = 30, noise: float = 0.02) -> np.ndarray:
+    random = np.random.default_rng(0)
+    return 1e-2 * np.arange(1, steps + 1) ** power * random.lognormal(0, noise, steps)
+
+
+def test_growth_of_other_kinds_is_silent(synthetic: Any, judged: Any) -> None:
+    backwards = {"backwards": np.arange(1, 31)}
+    assert judged(synthetic({"a": growing(1.0), "b": growing(0.6)}), "accumulating")
+    assert not judged(synthetic({"a": growing(1.0), "b": growing(1.0)}, scalars=backwards), "accumulating")
+    assert not judged(synthetic({"a": growing(2.0)}), "accumulating")
+    assert not judged(synthetic({"a": growing(0.2)}), "accumulating")
+    assert not judged(synthetic({"a": growing(1.0, noise=0.5)}), "accumulating")
+    assert not judged(synthetic({"a": growing(1.0, steps=11)}), "accumulating")
+    still = {f"w{i}": [1e-4] * 30 for i in range(3)}
+    assert not judged(synthetic({"a": growing(1.0), **still}), "accumulating")
+
+
+def test_steps_that_were_not_recorded_count(synthetic: Any, judged: Any) -> None:
+    steps = np.arange(0, 300, 10)
+    rms = {"a": 1e-2 * (steps + 1.0)}
+    (finding,) = judged(synthetic(rms, steps=steps), "accumulating")
+    assert "to the power 1.00" in finding.claim

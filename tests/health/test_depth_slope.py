@@ -1,0 +1,95 @@
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+def stack(
+    factor: float, blocks: int = 12, scatter: float = 0.1, steps: int = 20, name: str = "blocks.{}.mlp.weight"
+) -> Any:
+    random = np.random.default_rng(0)
+    each = factor ** (blocks - 1.0 - np.arange(blocks)) * random.lognormal(0, scatter, blocks)
+    return {name.format(i): 1e-2 * each[i] * random.lognormal(0, 0.2, steps) for i in range(blocks)}
+
+
+def test_a_planted_slope_is_found_with_its_factor(synthetic: Any, judged: Any) -> None:
+    (finding,) = judged(synthetic(stack(0.4, scatter=0.0)), "depth_slope")
+    assert finding.subject.parameter == "blocks.0.mlp.weight"
+    factor = re.search(
+        r"shrinks towards the input by a factor of (\S+) per block over the 12 weights", finding.claim
+    )
+    assert factor is not None
+    assert float(factor[1]) == pytest.approx(2.5, rel=0.03)
+    assert "blocks.#.mlp.weight" in finding.claim
+    assert finding.evidence[0].path == "series/gradient/rms/blocks.0.mlp.weight"
+
+
+def test_growth_towards_the_input_is_named_so(synthetic: Any, judged: Any) -> None:
+    (finding,) = judged(synthetic(stack(2.0)), "depth_slope")
+    assert "grows towards the input" in finding.claim
+    assert finding.subject.parameter == "blocks.11.mlp.weight"
+
+
+def test_several_stacks_are_one_finding(synthetic: Any, judged: Any) -> None:
+    rms = stack(0.4) | stack(0.5, name="blocks.{}.attn.weight") | stack(1.0, name="blocks.{}.gate.weight")
+    (finding,) = judged(synthetic(rms), "depth_slope")
+    assert "2 of 3 (67 %)" in finding.claim
+
+
+def test_names_without_numbers_go_by_model_order(synthetic: Any, judged: Any) -> None:
+    letters = iter("abcdefghijkl")
+    rms = {next(letters): values for values in stack(0.4).values()}
+    (finding,) = judged(synthetic(rms), "depth_slope")
+    assert finding.subject.parameter == "a"
+
+
+def test_sound_stacks_are_silent(synthetic: Any, judged: Any) -> None:
+    for rms in (
+        stack(1.0),
+        stack(0.85),  # 6 over 12 blocks, as residual networks show
+        stack(0.4, blocks=5),
+        stack(1.0, scatter=3.0),  # unequal, but not geometric
+        stack(0.4, steps=9),
+        {f"w{i}": [1e-2 * 10.0 ** (-6 * (i == 0))] * 20 for i in range(12)},  # one outlier is no slope
+    ):
+        assert not judged(synthetic(rms), "depth_slope")
+
+
+def test_a_slope_that_most_steps_do_not_show_is_silent(synthetic: Any, judged: Any) -> None:
+    flat, steep = stack(1.0, steps=40), stack(0.3, steps=40)
+    rms = {name: np.concatenate([flat[name][:17], steep[name][17:]]) for name in flat}
+    assert not judged(synthetic(rms), "depth_slope")
+
+
+def train(recorder: Any, activation: Callable[[], nn.Module], gain: float) -> Any:
+    layers: list[nn.Module] = []
+    for _ in range(14):
+        layers += [nn.Linear(24, 24), activation()]
+    model = nn.Sequential(*layers, nn.Linear(24, 3))
+    for module in model:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=gain / 24**0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rec = recorder(model, optimizer)
+    for _ in range(20):
+        x = torch.randn(16, 24)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), x[:, :3].argmax(1))
+        loss.backward()
+        rec.advance(loss.detach(), optimizer)
+    return rec.close()
+
+
+def test_real_stacks_sick_and_sound(recorder: Any, judged: Any) -> None:
+    (shrinking,) = judged(train(recorder, nn.Sigmoid, 1.0), "depth_slope")
+    assert shrinking.subject.parameter == "0.weight"
+    assert "shrinks" in shrinking.claim
+    (growing,) = judged(train(recorder, nn.Hardtanh, 5.0), "depth_slope")
+    assert "grows towards the input" in growing.claim
+    assert not judged(train(recorder, nn.ReLU, 2**0.5), "depth_slope")
+    assert not judged(train(recorder, nn.Tanh, 1.0), "depth_slope")

@@ -1,0 +1,89 @@
+from typing import Any
+
+import numpy as np
+import torch
+
+from backlight.records import Severity
+from backlight.session.judge import judge
+
+
+def noise(steps: int, seed: int = 0) -> np.ndarray:
+    return 1e-2 * np.random.default_rng(seed).lognormal(0, 0.3, steps)
+
+
+def test_planted_growth_is_found_with_its_beginning(synthetic: Any, judged: Any) -> None:
+    rms = {f"w{i}": noise(80, i) for i in range(6)}
+    rms["w2"][60:] *= 1e5 * 1.2 ** np.arange(20)
+    rms["w4"][62:] *= 1e4
+    (finding,) = judged(synthetic(rms), "exploding")
+    assert finding.severity is Severity.ERROR
+    assert finding.subject.parameter == "w2"
+    assert finding.subject.step == 60
+    assert "and 1 more parameter" in finding.claim
+    assert finding.evidence[0].step == int(np.argmax(rms["w2"]))
+
+
+def test_an_explosion_that_came_back_is_a_warning(synthetic: Any, judged: Any) -> None:
+    rms = {"a": noise(80), "b": noise(80, 1)}
+    rms["a"][40:44] *= 1e5
+    (finding,) = judged(synthetic(rms), "exploding")
+    assert finding.severity is Severity.WARNING
+    assert "came back" in finding.claim
+
+
+def test_one_leap_is_left_to_spike_unless_it_ends_in_nan(synthetic: Any, judged: Any) -> None:
+    rms = {"a": noise(80), "b": noise(80, 1)}
+    rms["a"][50] *= 1e6
+    assert not judged(synthetic(rms), "exploding")
+    (finding,) = judged(synthetic(rms, nan={("a", 51): 3}), "exploding")
+    assert finding.subject.step == 50
+
+
+def test_sound_series_are_silent(synthetic: Any, judged: Any) -> None:
+    steps = np.arange(400)
+    rms = {
+        "noisy": noise(400),
+        "slowly growing": noise(400) * np.exp(steps / 100),
+        "dead, then alive": np.where(steps < 100, 0.0, 1e-2),
+        "tiny, then less tiny": np.where(steps < 100, 1e-14, 5e-9),
+        "steep start": noise(400) * (1 + 1e6 * np.exp(-steps / 2.0)),
+        "rare": np.where(steps % 7 == 0, 1e-2, np.nan),
+    }
+    assert not judged(synthetic(rms), "exploding")
+
+
+def test_the_clip_norm_counts_only_beside_the_past(synthetic: Any, judged: Any) -> None:
+    rms = {"a": noise(80), "b": noise(80, 1)}
+    clip = {"clip/norm": [0.1] * 80, "clip/limit": [1e-3] * 80}
+    assert not judged(synthetic(rms, scalars=clip), "exploding")  # clipped low from the start
+    rms["a"][60:66] *= 100
+    (finding,) = judged(synthetic(rms, scalars=clip), "exploding")
+    assert finding.subject.parameter is None
+    assert finding.subject.step == 60
+    assert "clip norm of 0.001" in finding.claim
+    assert not judged(synthetic(rms), "exploding")  # 100 times its past alone is no explosion
+
+
+def test_a_clip_by_value_is_no_clip_norm(synthetic: Any, judged: Any) -> None:
+    rms = {"a": noise(80), "b": noise(80, 1)}
+    rms["a"][60:66] *= 100
+    assert not judged(synthetic(rms, scalars={"clip/limit": [1e-3] * 80}), "exploding")
+
+
+def diverge(recorder: Any, rate: float) -> Any:
+    model = torch.nn.Linear(10, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    rec = recorder(model, optimizer)
+    x = torch.randn(256, 10)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        rec.advance(loss.detach(), optimizer)
+    return rec.close()
+
+
+def test_a_learning_rate_beyond_stability_is_found_and_its_twin_is_not(recorder: Any, judged: Any) -> None:
+    (finding,) = judged(diverge(recorder, 1.5), "exploding")
+    assert finding.severity is Severity.ERROR
+    assert not judge(diverge(recorder, 0.1))

@@ -1,0 +1,70 @@
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+GROUPS = {"host": "host.*", "graft": "graft"}
+
+
+def of(host: float, graft: Any, steps: int = 40) -> dict[str, Any]:
+    return {"host.0.w": [host] * steps, "host.1.w": [host] * steps, "graft.w": np.broadcast_to(graft, steps)}
+
+
+def test_a_ratio_out_of_bounds_is_found_either_way(synthetic: Any, judged: Any) -> None:
+    (high,) = judged(synthetic(of(1e-2, 1e-6), groups=GROUPS), "group_ratio")
+    assert "group 'host' (2 parameters) is 1e+04 times that of 'graft' (1 parameter)" in high.claim
+    assert "'graft' hardly learns" in high.claim
+    (low,) = judged(synthetic(of(1e-6, 1e-2), groups=GROUPS), "group_ratio")
+    assert "is 0.0001 times" in low.claim
+    assert "'host' hardly learns" in low.claim
+    (dead,) = judged(synthetic(of(1e-2, 0.0), groups=GROUPS), "group_ratio")
+    assert "is infinite times" in dead.claim
+
+
+def test_sound_ratios_are_silent(synthetic: Any, judged: Any) -> None:
+    flickers = np.where(np.arange(40) % 3, 1e-2, 1e-6)
+    for run in (
+        synthetic(of(1e-2, 1e-3), groups=GROUPS),
+        synthetic(of(1e-2, flickers), groups=GROUPS),
+        synthetic(of(0.0, 0.0), groups=GROUPS),  # undefined, and the business of another rule
+        synthetic(of(1e-2, 1e-6, steps=19), groups=GROUPS),
+        synthetic(of(1e-2, 1e-6)),
+    ):
+        assert not judged(run, "group_ratio")
+
+
+def test_a_group_without_parameters_is_said_to_be_one(synthetic: Any, judged: Any) -> None:
+    (finding,) = judged(synthetic(of(1e-2, 1e-2), groups={"host": "host", "gift": "grafd.*"}), "group_ratio")
+    assert "Group 'gift' has no parameters" in finding.claim
+    assert "near it: graft" in finding.claim
+
+
+class Grafted(nn.Module):
+    def __init__(self, damping: float) -> None:
+        super().__init__()
+        self.host, self.graft, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.damping = damping
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.host(x)) + self.damping * torch.relu(self.graft(x)))
+
+
+def train(recorder: Any, damping: float) -> Any:
+    model = Grafted(damping)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rec = recorder(model, optimizer, groups=GROUPS | {"host": "host"})
+    for _ in range(30):
+        x = torch.randn(16, 8)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), x[:, :3].argmax(1))
+        loss.backward()
+        rec.advance(loss.detach(), optimizer)
+    return rec.close()
+
+
+def test_a_damped_graft_is_found_and_its_twin_is_not(recorder: Any, judged: Any) -> None:
+    (finding,) = judged(train(recorder, 1e-4), "group_ratio")
+    assert finding.subject.module == "host/graft"
+    assert not judged(train(recorder, 1.0), "group_ratio")

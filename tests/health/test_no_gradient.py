@@ -1,0 +1,69 @@
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from backlight.records import ParameterRecord, Severity
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.cut, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.frozen(self.used(x)) + self.cut(x).detach())
+
+
+def train(recorder: Any, model: nn.Module, held: list[nn.Parameter], steps: int = 12) -> Any:
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    rec = recorder(model, optimizer)
+    for _ in range(steps):
+        x = torch.randn(16, 6)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), x[:, :3].argmax(1))
+        loss.backward()
+        rec.missing()
+        rec.advance(loss.detach(), optimizer)
+    return rec.close()
+
+
+def test_each_reason_is_a_finding(recorder: Any, judged: Any) -> None:
+    model = Net()
+    held = [p for name, p in model.named_parameters() if not name.startswith("cut")]
+    found = {f.claim.partition(" ")[0]: f for f in judged(train(recorder, model, held), "no_gradient")}
+    assert set(found) == {"used.weight"} ^ {"used.weight", "unused.weight", "cut.weight", "frozen.weight"}
+    assert found["frozen.weight"].severity is Severity.INFO
+    assert "2 of 10 (20 %)" in found["frozen.weight"].claim
+    assert found["unused.weight"].severity is Severity.WARNING
+    assert "had no gradient when it stepped" in found["unused.weight"].claim
+    assert found["cut.weight"].severity is Severity.WARNING
+    assert "in no watched optimizer" in found["cut.weight"].claim
+
+
+def test_a_whole_model_is_silent(recorder: Any, judged: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+    assert not judged(train(recorder, model, list(model.parameters())), "no_gradient")
+
+
+def test_few_steps_say_nothing_of_unused_parameters(recorder: Any, judged: Any) -> None:
+    model = Net()
+    rules = judged(train(recorder, model, list(model.parameters()), steps=4), "no_gradient")
+    assert [f.severity for f in rules] == [Severity.INFO]  # the frozen ones
+
+
+def test_a_parameter_used_once_is_not_reported(synthetic: Any, judged: Any) -> None:
+    rms = {"a": [1e-2] * 30, "rare": [float("nan")] * 29 + [1e-2]}
+    assert not judged(synthetic(rms), "no_gradient")
+
+
+def test_what_backlight_could_not_measure_is_no_fault_of_the_model(synthetic: Any, judged: Any) -> None:
+    lost = ParameterRecord("inner", (4, 4), "float32", "cpu", 16, group="0/0")
+    told = {"what": "gradient", "reason": "stepped inside backward", "parameters": ["inner"]}
+    run = synthetic({"a": [1e-2] * 10}, extra=[lost], events=[(0, "unmeasured", told)])
+    (finding,) = judged(run, "no_gradient")
+    assert finding.severity is Severity.INFO
+    assert "stepped inside backward" in finding.claim

@@ -1,0 +1,92 @@
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from backlight.records import Severity
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+
+
+def train(
+    recorder: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rate: Callable[[int], float] | None = None,
+    steps: int = 30,
+) -> Any:
+    rec = recorder(model, optimizer)
+    dtype = next(model.parameters()).dtype
+    for step in range(steps):
+        if rate is not None:
+            optimizer.param_groups[-1]["lr"] = rate(step)
+        x = torch.randn(32, 6).to(dtype)
+        model.zero_grad()
+        loss = functional.cross_entropy(model(x), x[:, :3].argmax(1))
+        loss.backward()
+        rec.advance(loss.detach(), optimizer)
+    return rec.close()
+
+
+def test_a_learning_rate_of_zero_is_found(recorder: Any, judged: Any) -> None:
+    model = build()
+    run = train(recorder, model, torch.optim.SGD(model.parameters(), lr=0.0))
+    (finding,) = judged(run, "no_update")
+    assert finding.severity is Severity.ERROR
+    assert "No weight moves" in finding.claim
+    assert "the learning rate of its group (0/0) is 0" in finding.claim
+    assert finding.evidence[-1].path == "scalars/lr/0/0"
+    assert finding.evidence[-1].value == 0.0
+
+
+def test_one_group_at_zero_is_a_warning(recorder: Any, judged: Any) -> None:
+    model = build()
+    groups = [{"params": model[2].parameters(), "lr": 0.1}, {"params": model[0].parameters(), "lr": 0.1}]
+    run = train(recorder, model, torch.optim.SGD(groups), lambda step: 0.1 * (step < 12))
+    (finding,) = judged(run, "no_update")
+    assert finding.severity is Severity.WARNING
+    assert finding.subject.parameter == "0.weight"
+    assert "0.weight and 1 more parameter do not move" in finding.claim
+    assert "last 18 recorded steps" in finding.claim
+
+
+def test_an_optimizer_that_holds_other_tensors_is_found(recorder: Any, judged: Any) -> None:
+    model = build()
+    held = copy.deepcopy(model[0])
+    optimizer = torch.optim.SGD([*held.parameters(), *model[2].parameters()], lr=0.1)
+    (finding,) = judged(train(recorder, model, optimizer), "no_update")
+    assert finding.severity is Severity.WARNING
+    assert finding.subject.parameter == "0.weight"
+    assert "no watched optimizer holds them: 2 of 4 (50 %)" in finding.claim
+
+
+def test_steps_lost_in_bfloat16_are_found_with_the_reason(recorder: Any, judged: Any) -> None:
+    model = build().to(torch.bfloat16)
+    run = train(recorder, model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    (finding,) = judged(run, "no_update")
+    assert "bfloat16, in which a step smaller than half the spacing" in finding.claim
+
+
+def test_sound_trainings_are_silent(recorder: Any, judged: Any) -> None:
+    model = build()
+    warm = train(recorder, model, torch.optim.SGD(model.parameters(), lr=0.0), lambda step: 1e-3 * step)
+    assert not judged(warm, "no_update")
+    ends = train(recorder, model, torch.optim.AdamW(model.parameters()), lambda step: 1e-3 * (1 - step / 29))
+    assert not judged(ends, "no_update")  # the last step of a decay has the rate 0
+    short = train(recorder, model, torch.optim.SGD(model.parameters(), lr=0.0), steps=9)
+    assert not judged(short, "no_update")
+
+
+def test_a_dead_or_skipped_step_does_not_count(synthetic: Any, judged: Any) -> None:
+    still = {"a": [0.0] * 30, "b": [1e-3] * 30}
+    zero = synthetic({"a": [0.0] * 30, "b": [1e-3] * 30}, update=still)
+    assert not judged(zero, "no_update")
+    rms = {"a": [1e-3] * 30, "b": [1e-3] * 30}
+    assert judged(synthetic(rms, update=still), "no_update")
+    skipped = {"scaler/skipped": [1.0] * 25 + [0.0] * 5}
+    assert not judged(synthetic(rms, update=still, scalars=skipped), "no_update")

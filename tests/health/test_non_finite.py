@@ -1,0 +1,82 @@
+from typing import Any
+
+import torch
+from torch import nn
+
+from backlight.records import Severity
+
+
+def rms(steps: int = 30) -> dict[str, list[float]]:
+    return {name: [1e-2] * steps for name in ("first", "middle", "last", "head")}
+
+
+def test_the_first_step_and_the_parameter_nearest_to_the_loss(synthetic: Any, judged: Any) -> None:
+    bad = {("first", 12): 64, ("middle", 12): 2, ("last", 20): 1}
+    run = synthetic(rms(), nan=bad, scalars={"loss": [2.0] * 30})
+    (finding,) = judged(run, "non_finite")
+    assert finding.severity is Severity.ERROR
+    assert (finding.subject.parameter, finding.subject.step) == ("middle", 12)
+    assert "2 of 4 (50 %)" in finding.claim
+    assert "measured together" in finding.claim
+    assert "The loss of that step is finite (2)" in finding.claim
+    assert "Not finite at 1 of the 17 recorded steps after it" in finding.claim
+    assert [(e.path, e.value) for e in finding.evidence[:3]] == [
+        ("series/gradient/nan/middle", 2),
+        ("series/gradient/inf/middle", 0),
+        ("series/gradient/non_finite/first", 64),
+    ]
+
+
+def test_steps_that_a_scaler_skipped_do_not_count(synthetic: Any, judged: Any) -> None:
+    skipped = {"scaler/skipped": {4: 1.0, 5: 0.0, 9: 1.0}}
+    bad = {("first", 4): 1, ("head", 9): 1}
+    assert not judged(synthetic(rms(), nan=bad, scalars=skipped), "non_finite")
+    (finding,) = judged(synthetic(rms(), nan=bad | {("head", 5): 1}, scalars=skipped), "non_finite")
+    assert finding.subject.step == 5
+
+
+def test_a_loss_alone_is_found(synthetic: Any, judged: Any) -> None:
+    run = synthetic(rms(), scalars={"loss": [1.0] * 20 + [float("inf")] * 10})
+    (finding,) = judged(run, "non_finite")
+    assert finding.subject.step == 20
+    assert finding.subject.parameter is None
+    assert finding.evidence[0].value == "inf"
+
+
+def test_finite_series_are_silent(synthetic: Any, judged: Any) -> None:
+    assert not judged(synthetic(rms(), scalars={"loss": [1.0] * 30}), "non_finite")
+    assert not judged(synthetic({}), "non_finite")
+
+
+class Distance(nn.Module):
+    """The root of a sum of squares: at zero its value is sound and its gradient is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(4, 4, bias=False), nn.Linear(1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.above(self.below(x).square().sum(1, keepdim=True).sqrt())
+
+
+def train(recorder: Any, poisoned: int | None) -> Any:
+    model = Distance()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    rec = recorder(model, optimizer)
+    for step in range(30):
+        x = torch.randn(8, 4)
+        if step == poisoned:
+            x[3] = 0.0
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        rec.advance(loss.detach(), optimizer)
+    return rec.close()
+
+
+def test_a_root_at_zero_is_located_below_the_layer_that_stays_finite(recorder: Any, judged: Any) -> None:
+    (finding,) = judged(train(recorder, 11), "non_finite")
+    assert (finding.subject.parameter, finding.subject.step) == ("below.weight", 11)
+    assert "1 of 3 (33 %)" in finding.claim
+    assert "so that backward brought it in" in finding.claim
+    assert not judged(train(recorder, None), "non_finite")

@@ -1,0 +1,69 @@
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from backlight.health.rules.scaler_skips import calibrated
+from backlight.health.thresholds import Thresholds
+from backlight.records import Severity
+
+
+def skips(*rows: int, steps: int = 150) -> dict[str, Any]:
+    values = np.zeros(steps)
+    values[list(rows)] = 1.0
+    return {"scaler/skipped": values, "scaler/scale": np.full(steps, 1024.0)}
+
+
+def of(steps: int = 150) -> dict[str, list[float]]:
+    return {"a": [1e-2] * steps}
+
+
+def test_too_many_skips_are_found_with_their_share(synthetic: Any, judged: Any) -> None:
+    run = synthetic(of(), scalars=skips(0, 1, 2, *range(20, 150, 8)))
+    (finding,) = judged(run, "scaler_skips")
+    assert finding.severity is Severity.WARNING
+    assert finding.subject.step == 20
+    assert "17 of 147 (12 %)" in finding.claim
+    assert finding.evidence[0].path == "scalars/scaler/skipped"
+
+
+def test_a_search_for_a_scale_and_rare_skips_are_sound(synthetic: Any, judged: Any) -> None:
+    assert not judged(synthetic(of(), scalars=skips(*range(17))), "scaler_skips")
+    assert not judged(synthetic(of(), scalars=skips(0, 1, 70, 140)), "scaler_skips")
+    assert not judged(synthetic(of(40), scalars=skips(0, *range(20, 40, 4), steps=40)), "scaler_skips")
+    assert not judged(synthetic(of()), "scaler_skips")
+
+
+def test_the_search_ends_with_settled_steps() -> None:
+    limits = Thresholds()
+    assert calibrated(np.array([True] * 17 + [False] * 30), limits) == 17
+    assert calibrated(np.array([True, False] * 60), limits) == limits.skips_calibration
+    assert calibrated(np.zeros(100, dtype=bool), limits) == 0
+
+
+def train(recorder: Any, broken_from: int | None) -> Any:
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    rec = recorder(model, optimizer)
+    for step in range(80):
+        x = torch.randn(8, 6)
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        if broken_from is not None and step >= broken_from:
+            loss = loss * float("nan")
+        scaler.scale(loss).backward()
+        rec.advance(loss.detach(), optimizer, scaler=scaler)
+    return rec.close()
+
+
+def test_a_scaler_that_never_steps_again_is_an_error(recorder: Any, judged: Any) -> None:
+    run = train(recorder, 40)
+    (finding,) = judged(run, "scaler_skips")
+    assert finding.severity is Severity.ERROR
+    assert finding.subject.step == 40
+    assert "last 40 recorded steps" in finding.claim
+    assert "no weight is updated any more" in finding.claim
+    assert not judged(run, "non_finite")  # one cause, one finding
+    assert not judged(train(recorder, None), "scaler_skips")

@@ -1,0 +1,129 @@
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from backlight.health.rules.spike import leaps
+from backlight.health.thresholds import Thresholds
+from backlight.records import Severity
+
+
+def noise(steps: int = 200, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).lognormal(0, 0.15, steps)
+
+
+def of(norm: np.ndarray, **scalars: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    return {"a": norm / 8, "b": np.full(len(norm), 1e-4)}, {"total_norm": norm, **scalars}
+
+
+def test_one_planted_leap_is_one_finding(synthetic: Any, judged: Any) -> None:
+    norm, loss = noise(), 2 + 0.05 * noise(seed=1)
+    norm[120] *= 20
+    loss[120] = 4.0
+    rms, scalars = of(norm, loss=loss, batch={120: 17.0})
+    (finding,) = judged(synthetic(rms, scalars=scalars), "spike")
+    assert finding.severity is Severity.WARNING
+    assert finding.subject.step == 120
+    assert finding.subject.parameter == "a"
+    assert "batch index 17" in finding.next_check
+    assert [e.path for e in finding.evidence] == [
+        "scalars/total_norm",
+        "scalars/loss",
+        "scalars/batch",
+        "series/gradient/rms/a",
+        "series/gradient/rms/b",
+    ]
+
+
+def test_neighbours_are_one_spike_and_others_are_not(synthetic: Any, judged: Any) -> None:
+    norm = noise()
+    norm[[100, 101, 104]] *= [20, 30, 15]
+    norm[160] *= 50
+    rms, scalars = of(norm)
+    first, second = judged(synthetic(rms, scalars=scalars), "spike")
+    assert (first.subject.step, second.subject.step) == (101, 160)
+    assert "lasts until step 104" in first.claim
+    assert "one of 2 spikes in 200 recorded steps" in second.claim
+
+
+def test_only_the_largest_are_told(synthetic: Any, judged: Any) -> None:
+    norm = noise(600)
+    norm[100:580:40] *= np.geomspace(20, 2000, 12)
+    rms, scalars = of(norm)
+    found = judged(synthetic(rms, scalars=scalars), "spike")
+    assert [f.subject.step for f in found] == [380, 420, 460, 500, 540]
+    assert "one of 12 spikes" in found[0].claim
+
+
+def test_a_lesser_leap_of_the_norm_alone_is_a_remark(synthetic: Any, judged: Any) -> None:
+    norm = noise()
+    norm[120] = 7.0
+    rms, scalars = of(norm, loss=2 + 0.05 * noise(seed=1))
+    (finding,) = judged(synthetic(rms, scalars=scalars), "spike")
+    assert finding.severity is Severity.INFO
+
+
+def test_what_is_not_finite_is_neither_history_nor_a_spike(synthetic: Any, judged: Any) -> None:
+    norm = noise()
+    norm[60:90] = np.inf
+    norm[100] = np.nan
+    assert not judged(synthetic({"a": noise()}, scalars={"total_norm": norm}), "spike")
+    norm[120] = 40.0
+    (finding,) = judged(synthetic({"a": noise()}, scalars={"total_norm": norm}), "spike")
+    assert finding.subject.step == 120
+
+
+def test_sound_series_are_silent(synthetic: Any, judged: Any) -> None:
+    steps = np.arange(300)
+    for norm, loss in (
+        (noise(300), 2 + 0.05 * noise(300, 1)),
+        (noise(300) * np.exp(-steps / 20) + 0.1, 10 * np.exp(-steps / 40) + 1),  # a steep start
+        (np.exp(steps / 100), np.exp(-steps / 30.0)),  # smooth: the MAD is small
+        (np.where(steps < 150, 1.0, 1.01), np.where(steps < 150, 1.0, 1.2)),  # a constant that moved
+        (np.random.default_rng(0).lognormal(0, 0.6, 300), np.random.default_rng(1).normal(0, 1, 300)),
+    ):
+        rms, scalars = of(norm, loss=loss)
+        assert not judged(synthetic(rms, scalars=scalars), "spike")
+    early = noise(29)
+    early[25] = 100
+    assert not judged(synthetic({"a": early}, scalars={"total_norm": early}), "spike")
+
+
+def test_history_is_causal() -> None:
+    values = noise(500)
+    limits = Thresholds()
+    steps = np.arange(500)
+    whole = leaps("x", "1", steps, values, 5.0, limits)
+    for stop in (70, 300):
+        part = leaps("x", "1", steps[:stop], values[:stop], 5.0, limits)
+        np.testing.assert_array_equal(part.medians, whole.medians[:stop])
+    expected = np.exp(np.median(np.log(values[300 - limits.spike_window : 300])))
+    np.testing.assert_allclose(whole.medians[300], expected)
+
+
+def train(recorder: Any, damaged: int | None) -> Any:
+    model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
+    rec = recorder(model, optimizer)
+    weight = torch.randn(12, 1)
+    for step in range(120):
+        x = torch.randn(32, 12)
+        y = x @ weight + 0.3 * torch.randn(32, 1)
+        if step == damaged:
+            x[5] *= 100
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        rec.advance(loss.detach(), optimizer, clip=5.0, batch=float(step))
+    return rec.close()
+
+
+def test_a_damaged_sample_is_found_and_its_twin_is_not(recorder: Any, judged: Any) -> None:
+    (finding,) = judged(train(recorder, 80), "spike")
+    assert finding.subject.step == 80
+    assert finding.severity is Severity.WARNING
+    assert "and the loss leaps" in finding.claim
+    assert not judged(train(recorder, None), "spike")

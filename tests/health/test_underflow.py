@@ -1,0 +1,76 @@
+from typing import Any
+
+import torch
+from torch import nn
+
+from backlight.records import ParameterRecord
+
+
+def train(recorder: Any, *, dtype: torch.dtype = torch.float16, loss_factor: float = 1e-5) -> Any:
+    """Weights in half precision without a loss scale."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rec = recorder(model, optimizer)
+    for _ in range(30):
+        x = torch.randn(16, 32)
+        optimizer.zero_grad()
+        loss = (model(x.to(dtype)).float() - x[:, :8]).square().mean() * loss_factor
+        loss.backward()
+        rec.advance(loss.detach(), optimizer)
+    return rec.close()
+
+
+def test_small_gradients_in_fp16_are_found_and_their_twins_are_not(recorder: Any, judged: Any) -> None:
+    (finding,) = judged(
+        train(
+            recorder,
+        ),
+        "underflow",
+    )
+    assert finding.subject.parameter in {"0.weight", "2.weight"}
+    assert "without a loss scale" in finding.claim
+    assert finding.evidence[0].path.startswith("series/gradient/zero_share/")
+    assert not judged(train(recorder, loss_factor=1.0), "underflow")
+    assert not judged(train(recorder, dtype=torch.float32), "underflow")
+    assert not judged(train(recorder, dtype=torch.bfloat16), "underflow")
+
+
+def autocast(recorder: Any, scale: float) -> Any:
+    """fp32 weights under autocast: the gradient is made in fp16 and cast, so that zeros tell."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10_000)
+    rec = recorder(model, optimizer)
+    for _ in range(30):
+        x = torch.randn(16, 32)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = model(x)
+        loss = (out.float() - x[:, :8]).square().mean() * 1e-5
+        scaler.scale(loss).backward()
+        rec.advance(loss.detach(), optimizer, scaler=scaler)
+    return rec.close()
+
+
+def test_a_loss_scale_too_small_under_autocast_is_found_and_a_usual_one_is_not(
+    recorder: Any, judged: Any
+) -> None:
+    (finding,) = judged(autocast(recorder, 1.0), "underflow")
+    assert "under a loss scale of 1" in finding.claim
+    assert finding.evidence[-1].path == "scalars/scaler/scale"
+    assert not judged(autocast(recorder, 2.0**16), "underflow")
+
+
+def test_zeros_of_other_origin_are_silent(synthetic: Any, judged: Any) -> None:
+    half = {
+        name: ParameterRecord(name, (8, 8), "float16", "cpu", 64, module_type=kind)
+        for name, kind in (("dead", "Linear"), ("rare", "Embedding"))
+    }
+    rms = {"dead": [1e-2] * 30, "rare": [1e-7] * 30}
+    zeros = {"dead": [0.6] * 30, "rare": [0.9] * 30}
+    assert not judged(synthetic(rms, records=half, zeros=zeros), "underflow")
+    few = {"dead": [1e-7] * 30}
+    assert not judged(synthetic(few, records=half, zeros={"dead": [0.05] * 30}), "underflow")
+    assert judged(synthetic(few, records=half, zeros={"dead": [0.6] * 30}), "underflow")
+    scaled = {"scaler/scale": [65536.0] * 30}
+    assert not judged(synthetic(few, records=half, zeros={"dead": [0.6] * 30}, scalars=scaled), "underflow")

@@ -1,0 +1,85 @@
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from backlight.records import ParameterRecord, Severity
+
+
+def model_of(count: int, small: int, value: float = 1e-12, steps: int = 40) -> dict[str, list[float]]:
+    return {f"layer{i}.weight": [value if i < small else 1e-3] * steps for i in range(count)}
+
+
+def test_planted_small_gradients_are_one_finding(synthetic: Any, judged: Any) -> None:
+    run = synthetic(model_of(12, 2) | {"layer0.weight": [1e-13] * 40})
+    (finding,) = judged(run, "vanishing")
+    assert finding.severity is Severity.WARNING
+    assert finding.subject.parameter == "layer0.weight"
+    assert finding.subject.step == 0
+    assert "layer0.weight and 1 more parameter" in finding.claim
+    assert "2 of 12 (17 %)" in finding.claim
+    assert finding.evidence[0].path == "series/gradient/rms/layer0.weight"
+    assert np.isclose(finding.evidence[0].value, 1e-13)
+
+
+def test_a_quarter_of_the_model_is_an_error(synthetic: Any, judged: Any) -> None:
+    (finding,) = judged(synthetic(model_of(12, 4)), "vanishing")
+    assert finding.severity is Severity.ERROR
+
+
+def test_vectors_alone_are_a_remark(synthetic: Any, judged: Any) -> None:
+    bias = ParameterRecord("layer0.bias", (8,), "float32", "cpu", 8, module="layer0", group="0/0")
+    run = synthetic(model_of(10, 0) | {"layer0.bias": [1e-12] * 40}, records={"layer0.bias": bias})
+    (finding,) = judged(run, "vanishing")
+    assert finding.severity is Severity.INFO
+    assert "vectors" in finding.claim
+
+
+def test_a_converged_model_does_not_vanish(synthetic: Any, judged: Any) -> None:
+    assert not judged(synthetic(model_of(12, 12)), "vanishing")
+
+
+def test_what_healed_or_flickers_is_not_reported(synthetic: Any, judged: Any) -> None:
+    healed = model_of(12, 0) | {"layer0.weight": [1e-12] * 20 + [1e-4] * 20}
+    flickers = model_of(12, 0) | {"layer0.weight": [1e-12, 1e-4] * 20}
+    assert not judged(synthetic(healed), "vanishing")
+    assert not judged(synthetic(flickers), "vanishing")
+
+
+def test_too_few_steps_are_silent(synthetic: Any, judged: Any) -> None:
+    assert not judged(synthetic(model_of(12, 2, steps=19)), "vanishing")
+    assert judged(synthetic(model_of(12, 2, steps=20)), "vanishing")
+
+
+def test_zero_is_the_business_of_another_rule(synthetic: Any, judged: Any) -> None:
+    assert not judged(synthetic(model_of(12, 2, value=0.0)), "vanishing")
+
+
+def train(recorder: Any, activation: Callable[[], nn.Module], scale: float) -> Any:
+    """Equal layers; sigmoids shrink the gradient fourfold or more at each of them."""
+    layers: list[nn.Module] = []
+    for _ in range(24):
+        layers += [nn.Linear(16, 16), activation()]
+    model = nn.Sequential(*layers, nn.Linear(16, 3))
+    for module in model:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=scale / 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rec = recorder(model, optimizer)
+    for _ in range(30):
+        x = torch.randn(16, 16)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), x[:, :3].argmax(1))
+        loss.backward()
+        rec.advance(loss.detach(), optimizer)
+    return rec.close()
+
+
+def test_a_deep_stack_of_sigmoids_is_found_and_its_twin_is_not(recorder: Any, judged: Any) -> None:
+    (finding,) = judged(train(recorder, nn.Sigmoid, 1.0), "vanishing")
+    assert finding.subject.parameter == "0.weight"
+    assert finding.severity is not Severity.INFO
+    assert not judged(train(recorder, nn.ReLU, 2**0.5), "vanishing")

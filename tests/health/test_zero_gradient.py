@@ -1,0 +1,56 @@
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from backlight.records import Severity
+
+
+def test_a_dead_parameter_with_its_beginning(synthetic: Any, judged: Any) -> None:
+    run = synthetic({"a": [1e-2] * 60, "b": [1e-2] * 30 + [0.0] * 30, "c": [0.0] * 60})
+    (finding,) = judged(run, "zero_gradient")
+    assert finding.severity is Severity.WARNING
+    assert finding.subject.parameter == "b"  # equal sizes: model order
+    assert finding.subject.step == 30
+    assert "after it had been alive" in finding.claim
+    assert finding.evidence[0].value == 64
+
+
+def test_everything_zero_is_an_error(synthetic: Any, judged: Any) -> None:
+    (finding,) = judged(synthetic({"a": [0.0] * 30, "b": [0.0] * 30}), "zero_gradient")
+    assert finding.severity is Severity.ERROR
+    assert "Every measured gradient (2 parameters)" in finding.claim
+
+
+def test_sound_series_are_silent(synthetic: Any, judged: Any) -> None:
+    rms = {
+        "adapter, zero at first": [0.0] * 2 + [1e-3] * 38,
+        "healed": [0.0] * 25 + [1e-3] * 15,
+        "now and then": [0.0, 1e-3] * 20,
+        "short": [float("nan")] * 30 + [0.0] * 10,
+        "small": [1e-30] * 40,
+    }
+    assert not judged(synthetic(rms), "zero_gradient")
+    assert not judged(synthetic({"a": [0.0] * 19, "b": [1e-3] * 19}), "zero_gradient")
+
+
+def train(recorder: Any, bias: float) -> Any:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    nn.init.constant_(model[0].bias, bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rec = recorder(model, optimizer)
+    for _ in range(40):
+        x = torch.randn(16, 8)
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), x[:, :3].argmax(1))
+        loss.backward()
+        rec.advance(loss.detach(), optimizer)
+    return rec.close()
+
+
+def test_dead_units_are_found_and_their_twin_is_not(recorder: Any, judged: Any) -> None:
+    (finding,) = judged(train(recorder, -100.0), "zero_gradient")
+    assert finding.subject.parameter == "0.weight"
+    assert "2 more parameters" in finding.claim  # its bias, and the weight that only sees zeros
+    assert not judged(train(recorder, 0.0), "zero_gradient")
