@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -130,3 +131,39 @@ def digest_of(path: Path) -> dict[str, str]:
 def digest() -> Callable[[Path], dict[str, str]]:
     """Return every name below a folder with a hash of its bytes."""
     return digest_of
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mount a small file system in memory, or skip where this process may not."""
+    places: list[Path] = []
+
+    def mount(options: str) -> Path:
+        place = tmp_path / f"mounted-{len(places)}"
+        place.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            pytest.skip(f"there is no mount command: {error}")
+        if done.returncode:
+            pytest.skip(f"this process may not mount a file system: {done.stderr.strip()}")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+@pytest.fixture
+def read_only(mounted: Callable[..., Path]) -> Callable[[Path], Path]:
+    """Copy a folder onto a file system that is then made read-only, for root as well."""
+
+    def make(path: Path) -> Path:
+        place = mounted("size=64m")
+        shutil.copytree(path, place / path.name)
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        return place / path.name
+
+    return make

@@ -76,7 +76,11 @@ def derive(column: str, columns: Mapping[str, Array]) -> Array:
 
 
 def model_order(tables: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Unify lists of names: a name that is new in a later list goes behind its predecessor there."""
+    """Unify lists of names: a name that is new in a later list goes beside its neighbour there.
+
+    That is behind its predecessor, or before the first known name; a list without any known name
+    goes to the end, as the stages of a pipeline do.
+    """
     order: list[str] = []
     known: set[str] = set()
     for table in tables:
@@ -86,7 +90,7 @@ def model_order(tables: Sequence[Sequence[str]]) -> tuple[str, ...]:
             continue
         if all(name in known for name in table):
             continue
-        at = 0
+        at = next((order.index(name) for name in table if name in known), len(order))
         for name in table:
             if name in known:
                 at = order.index(name) + 1
@@ -224,4 +228,6 @@ def _join(values_RS: Array, join: Join) -> Array:
     if join is Join.SUM:
         return np.asarray(np.add.reduce(values_RS))
     # hypot instead of squares: a norm near the largest float must not become infinite here.
-    return np.asarray(np.hypot.reduce(values_RS))
+    # To hypot an infinity hides a NaN; to the norm of the whole it does not.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(np.isnan(values_RS).any(axis=0), np.nan, np.hypot.reduce(values_RS))

@@ -53,7 +53,7 @@ class RankFile:
         self.losses: dict[str, None] = {}
         self._snapshot = snapshot
         self._tables: dict[int, Table] | None = None
-        self.last = {name: self._last_row(name) for name in COUNTED}
+        self.last = self._last_rows()
 
     def meta(self) -> dict[str, str]:
         """Return what the file says of itself."""
@@ -148,12 +148,19 @@ class RankFile:
         found = [step for step in steps if step is not None]
         return max(found) + self.step_offset if found else -1
 
-    def _last_row(self, table: str) -> int:
+    def _last_rows(self) -> dict[str, int]:
+        """Return how far each table goes, all at one moment between two flushes of a living writer."""
+        selects = {name: f"SELECT '{name}', max(id) FROM {name}" for name in COUNTED}
         try:
-            return int(self._snapshot.rows(f"SELECT max(id) FROM {table}")[0][0] or 0)
-        except RunFormatError as error:
-            self._lose(f"table {table} is not readable: {error}")
-            return 0
+            found = dict(self._snapshot.rows(" UNION ALL ".join(selects.values())))
+        except RunFormatError:
+            found = {}
+            for name, select in selects.items():
+                try:
+                    found |= dict(self._snapshot.rows(select))
+                except RunFormatError as error:
+                    self._lose(f"table {name} is not readable: {error}")
+        return {name: int(found.get(name) or 0) for name in COUNTED}
 
     def _rows(self, select: str, table: str, condition: str = "") -> list[tuple[Any, ...]]:
         last = self.last[table]

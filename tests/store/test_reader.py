@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backlight.records import ParameterRecord, RunStatus
+from backlight.store import snapshot
+from backlight.store.reader import open_run
+from backlight.store.writer import RunWriter
+
+Digest = Callable[[Path], dict[str, str]]
+Record = Callable[..., tuple[ParameterRecord, ...]]
+
+KILLED_WITH_A_LOG = """
+writer = RunWriter.create(path, flush_interval=0.0)
+record(writer, 30)
+writer.array("gram", 0, np.eye(3), dims=("a", "b"))
+writer.flush()
+writer._ledger.publish()  # what is due soon, now
+record(writer, 7, 30)
+ready()
+"""
+
+
+def test_derived_columns_follow_from_the_stored_ones(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    table = writer.parameter_table(
+        (
+            ParameterRecord("a", (4,), "float32", "cpu", 4),
+            ParameterRecord("b", (0,), "float32", "cpu", 0),
+            ParameterRecord("c", (2,), "float32", "cpu", 2),
+        )
+    )
+    floats = np.array([[6.0, 5.0, 8.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+    ints = np.array([[1, 4, 1, 2, 3], [1, 0, 0, 0, 0], [0, 2, 9, 9, 9]])
+    writer.append("gradient", 0, table, floats, ints)
+    writer.append("update", 0, table, [[3.0, 6.0], [0.0, 0.0], [1.0, 2.0]], [[1, 4, 4], [1, 0, 0], [0, 2, 2]])
+    writer.close()
+    run = open_run(tmp_path / "run")
+    nan = np.nan
+    expected = {
+        "rms": [3.0, nan, nan],
+        "mean": [2.0, nan, nan],
+        "non_finite": [5, 0, 0],
+        "zero_share": [0.25, nan, nan],
+        "zeros": [1, 0, 0],
+        "norm": [6.0, 0.0, nan],
+    }
+    for column, values in expected.items():
+        frame = run.frame("gradient", column)
+        np.testing.assert_array_equal(frame.values[0], values)
+        assert frame.measured.tolist() == [[True, True, False]]
+    np.testing.assert_array_equal(run.frame("update", "ratio").values[0], [0.5, nan, nan])
+    assert run.frame("gradient", "zeros").values.dtype == np.int64
+    assert (run.frame("gradient", "rms").unit, run.frame("update", "ratio").unit) == ("gradient", "1")
+
+
+def test_what_does_not_exist_is_refused_by_name(tmp_path: Path) -> None:
+    RunWriter.create(tmp_path / "run").close()
+    run = open_run(tmp_path / "run")
+    with pytest.raises(KeyError, match="no series is called 'x'; there are gradient, update, histogram"):
+        run.frame("x", "norm")
+    with pytest.raises(KeyError, match="series 'gradient' has no column 'x'; it has norm"):
+        run.frame("gradient", "x")
+    with pytest.raises(KeyError, match="no array is called 'x'; there are none"):
+        run.array_info("x")
+
+
+def test_a_run_without_data_is_empty_and_not_an_error(tmp_path: Path) -> None:
+    RunWriter.create(tmp_path / "run").close()
+    run = open_run(tmp_path / "run")
+    frame = run.frame("gradient", "norm")
+    assert (frame.steps.size, frame.names, frame.values.shape) == (0, (), (0, 0))
+    assert (run.has("gradient"), run.series_steps("gradient").size, run.last_step()) == (False, 0, -1)
+    assert (run.scalar("loss").steps.size, run.events(), run.parameters()) == (0, (), ())
+    assert (run.array_names(), run.evidence(), run.losses) == ((), (), ())
+
+
+def test_parameters_that_come_and_go_share_one_axis_in_model_order(tmp_path: Path, record: Record) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    record(writer, 2, names=["a", "c", "d"])
+    record(writer, 2, start=2, names=["a", "b", "c"])
+    record(writer, 2, start=4, names=["d", "a"])
+    writer.close()
+    run = open_run(tmp_path / "run")
+    frame = run.frame("gradient", "norm")
+    assert frame.names == ("a", "b", "c", "d") == tuple(p.name for p in run.parameters())
+    yes, no = True, False
+    assert frame.measured[::2].tolist() == [[yes, no, yes, yes], [yes, yes, yes, no], [yes, no, no, yes]]
+    assert np.isnan(frame.values[~frame.measured]).all()
+    assert frame.values[4, 3] < frame.values[4, 0]
+
+
+def test_frames_are_shared_and_cannot_be_spoiled(tmp_path: Path, record: Record) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    record(writer, 2)
+    writer.close()
+    run = open_run(tmp_path / "run")
+    frame = run.frame("gradient", "norm")
+    assert run.frame("gradient", "norm") is frame
+    with pytest.raises(ValueError, match="read-only"):
+        frame.values[0, 0] = 1.0
+
+
+def test_a_run_is_as_it_was_when_it_was_opened(tmp_path: Path, record: Record) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    record(writer, 5)
+    writer.flush()
+    before = open_run(tmp_path / "run")
+    record(writer, 5, start=5)
+    writer.flush()
+    assert (len(before.series_steps("gradient")), len(before.scalar("loss").steps)) == (5, 5)
+    assert len(open_run(tmp_path / "run").series_steps("gradient")) == 10
+    writer.close()
+    assert len(before.series_steps("gradient")) == 5
+
+
+def test_reading_a_killed_run_gives_everything_and_changes_nothing(
+    tmp_path: Path, killed: Callable[..., Path], digest: Digest
+) -> None:
+    path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
+    before = digest(path)
+    assert any(name.endswith("-wal") for name in before)
+    run = open_run(path)
+    assert run.status is RunStatus.KILLED
+    assert run.frame("gradient", "norm").steps.tolist() == list(range(30))
+    assert len(run.scalar("loss").steps) == 30
+    assert run.array("gram")[1][0].tolist() == np.eye(3).tolist()
+    assert run.losses == (
+        "attempt 0, rank 0: its process was killed;"
+        " up to one flush interval (0 s) of what it recorded last is lost",
+    )
+    assert digest(path) == before
+
+
+def test_a_copy_without_the_log_says_what_it_lacks(tmp_path: Path, killed: Callable[..., Path]) -> None:
+    path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
+    copy = tmp_path / "copy"
+    shutil.copytree(path, copy, ignore=shutil.ignore_patterns("*-wal", "*-shm"))
+    run = open_run(copy)
+    assert any(
+        "holds only" in loss and "0 of 30 rows of series_gradient" in loss and "without its -wal" in loss
+        for loss in run.losses
+    )
+
+
+def test_a_copy_with_the_log_but_without_shared_memory_is_whole(
+    tmp_path: Path, killed: Callable[..., Path]
+) -> None:
+    path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
+    copy = tmp_path / "copy"
+    shutil.copytree(path, copy, ignore=shutil.ignore_patterns("*-shm"))
+    assert len(open_run(copy).series_steps("gradient")) == 30
+
+
+def test_the_private_copies_go_with_the_run(
+    tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
+    private = tmp_path / "private"
+    private.mkdir()
+    monkeypatch.setattr(snapshot.tempfile, "tempdir", str(private))
+    run = open_run(path)
+    assert len(list(private.iterdir())) == 1
+    del run
+    assert list(private.iterdir()) == []
+
+
+def test_a_run_is_read_while_another_process_writes_it(
+    tmp_path: Path, start_victim: Callable[..., subprocess.Popen[str]]
+) -> None:
+    path = tmp_path / "run"
+    body = """
+writer = RunWriter.create(path, flush_interval=0.0)
+table = writer.parameter_table(TABLE)
+print("ready", flush=True)
+for step in range(10**9):
+    writer.append("gradient", step, table, floats_at(step), INTS)
+    writer.scalar(step, "loss", 1.0 / (step + 1))
+    if step % 50 == 0:
+        writer.array("gram", step, floats_at(step))
+    if step % 7 == 0:
+        writer.flush()
+"""
+    victim = start_victim(path, body)
+    seen, until = [], time.monotonic() + 1.5
+    while time.monotonic() < until:
+        run = open_run(path)
+        frame = run.frame("gradient", "norm")
+        if not frame.names:
+            continue
+        assert np.array_equal(frame.steps, np.arange(len(frame.steps)))
+        scale = np.sqrt(frame.steps + 2.0)[:, None] * np.array([1.0, 4.0, 7.0, 10.0])
+        assert np.array_equal(frame.values, scale)
+        assert len(run.scalar("loss").steps) == len(frame.steps)
+        steps, arrays = run.array("gram")
+        assert all(a[0, 0] == np.sqrt(s + 2.0) for s, a in zip(steps, arrays, strict=True))
+        assert (run.status, run.losses) == (RunStatus.RUNNING, ())
+        seen.append(len(frame.steps))
+    assert seen == sorted(seen)
+    assert seen[-1] > seen[0]
+    names = {p.name for p in (path / "attempt-000").iterdir() if not p.name.startswith(".")}
+    assert names <= {"rank-00000.db", "rank-00000.db-wal", "rank-00000.db-shm", "rank-00000.json", "arrays"}
+    victim.kill()
+    victim.wait()
+    assert len(open_run(path).series_steps("gradient")) >= seen[-1]
+
+
+def test_readers_do_not_keep_a_writer_from_closing_its_files(tmp_path: Path, record: Record) -> None:
+    path = tmp_path / "run"
+    writer = RunWriter.create(path)
+    record(writer, 5)
+    writer.flush()
+    run = open_run(path)
+    run.frame("gradient", "norm")
+    writer.close()
+    assert not list(path.rglob("*-wal"))
+    assert run.frame("gradient", "max_abs").values.shape == (5, 4)
+
+
+def test_a_log_that_is_copied_while_it_moves_is_copied_again(
+    tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
+    real, calls = snapshot._header, []
+
+    def moving(log: Path) -> bytes:
+        calls.append(log)
+        return real(log) + (b"" if len(calls) > 3 else bytes([len(calls)]))
+
+    monkeypatch.setattr(snapshot, "_header", moving)
+    assert len(open_run(path).series_steps("gradient")) == 30
+    assert len(calls) == 6
+
+
+def test_a_read_only_folder_is_read(
+    tmp_path: Path, killed: Callable[..., Path], digest: Digest, read_only: Callable[[Path], Path]
+) -> None:
+    path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
+    place = read_only(path)
+    before = digest(place)
+    run = open_run(place)
+    assert len(run.series_steps("gradient")) == 30
+    assert run.status is RunStatus.KILLED
+    assert run.array("gram")[0].tolist() == [0]
+    assert digest(place) == before
+
+
+def test_reading_imports_neither_torch_nor_h5py(tmp_path: Path, record: Record) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    record(writer, 2)
+    writer.close()
+    code = """
+import sys
+sys.modules["torch"] = None
+from backlight.store.reader import open_run
+run = open_run(sys.argv[1])
+assert run.frame("gradient", "rms").values.shape == (2, 4)
+assert "h5py" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=True)
+
+
+def test_a_missing_folder_or_file_of_a_run_is_said(tmp_path: Path, record: Record) -> None:
+    for _ in range(2):
+        writer = RunWriter.create(tmp_path / "run")
+        record(writer, 3)
+        writer.array("x", 0, np.zeros(2))
+        writer.close()
+    shutil.rmtree(tmp_path / "run" / "attempt-000")
+    (tmp_path / "run" / "attempt-001" / "arrays" / "rank-00000-000000.h5").unlink()
+    run = open_run(tmp_path / "run")
+    assert run.losses == (
+        "attempt 0: its folder attempt-000 is missing",
+        "attempt 1, rank 0: attempt-001/arrays/rank-00000-000000.h5 is missing",
+    )
+    assert run.series_steps("gradient").tolist() == [3, 4, 5]
+    (tmp_path / "run" / "attempt-001" / "rank-00000.db").unlink()
+    gone = open_run(tmp_path / "run")
+    assert any("rank-00000.db is missing: lost are 1 rows of parameter_table" in loss for loss in gone.losses)
+
+
+def test_the_manifest_cannot_point_out_of_the_folder(tmp_path: Path, record: Record) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    record(writer, 3)
+    writer.close()
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    files = manifest["attempts"][0]["progress"]["files"]
+    files["attempt-000/../../secret.db"] = {"scalar": 10}
+    files["/etc/passwd"] = {"bytes": 1}
+    files["attempt-000/arrays/../../../rank-00000-000000.h5"] = {"bytes": 1}
+    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
+    assert open_run(tmp_path / "run").losses == ()
