@@ -65,19 +65,23 @@ def wide(x_RW: Tensor, accumulator: torch.dtype = torch.float64) -> Partials:
     Each row is multiplied by a power of two that brings its largest value near 1, so no square that
     matters is lost at either end.
     """
-    if x_RW.is_complex():
-        parts_RWC = torch.view_as_real(x_RW.resolve_conj()).to(accumulator)
-    else:
-        parts_RWC = x_RW.to(accumulator).unsqueeze(-1)
-    top_R = parts_RWC.abs().amax((1, 2))
-    down_R = _reciprocal_power_of_two(top_R)
-    scaled_RWC = parts_RWC * down_R[:, None, None]
+    parts_RWC = _parts(x_RW).to(accumulator)
+    scaled_RWC, down_R = _near_one(parts_RWC)
     norm_R = torch.linalg.vector_norm(scaled_RWC, dim=(1, 2)) / down_R
+    if x_RW.is_complex():
+        max_R = scaled_RWC.square().sum(-1).amax(1).sqrt() / down_R
+    else:
+        max_R = parts_RWC.abs().amax((1, 2))
     total_R = scaled_RWC[..., 0].sum(1) / down_R
     nonzero_R = (parts_RWC != 0).any(-1).sum(1)
-    if x_RW.is_complex():
-        top_R = scaled_RWC.square().sum(-1).amax(1).sqrt() / down_R
-    return Partials(norm_R, top_R, total_R, nonzero_R)
+    return Partials(norm_R, max_R, total_R, nonzero_R)
+
+
+def row_norms(x_RW: Tensor) -> Tensor:
+    """Return the L2 norm of each row ``[R]`` of values in their widest type, at any magnitude."""
+    scaled_RWC, down_R = _near_one(_parts(x_RW))
+    norm_R: Tensor = torch.linalg.vector_norm(scaled_RWC, dim=(1, 2)) / down_R
+    return norm_R
 
 
 def non_finite(x_RW: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,6 +94,17 @@ def non_finite(x_RW: Tensor) -> tuple[Tensor, Tensor]:
         nan_R += torch.isnan(part_RV).sum(1)
         inf_R += torch.isinf(part_RV).sum(1)
     return nan_R, inf_R
+
+
+def _parts(x_RW: Tensor) -> Tensor:
+    """Return real values ``[R, W, 1]``, or real and imaginary parts ``[R, W, 2]``."""
+    return torch.view_as_real(x_RW.resolve_conj()) if x_RW.is_complex() else x_RW.unsqueeze(-1)
+
+
+def _near_one(parts_RWC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows multiplied by powers of two that bring their largest value near 1, and those powers."""
+    down_R = _reciprocal_power_of_two(parts_RWC.abs().amax((1, 2)))
+    return parts_RWC * down_R[:, None, None], down_R
 
 
 def _reciprocal_power_of_two(top_R: Tensor) -> Tensor:
