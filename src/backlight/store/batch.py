@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ import numpy.typing as npt
 
 from backlight.store import blobs
 from backlight.store.schema import SERIES
+
+_PLACE = struct.Struct("<qqq")
 
 Row = tuple[int, int, int, npt.NDArray[np.float64], npt.NDArray[np.int64]]
 """Part, step, id of the parameter table, floats ``[P, F]``, integers ``[P, I]``."""
@@ -48,9 +51,9 @@ class Batch:
         return max([*steps, *(row[1] for row in self.scalars)], default=-1)
 
 
-def checksum(floats: bytes, integers: bytes) -> int:
-    """Return the CRC-32 over both blobs of a row."""
-    return zlib.crc32(integers, zlib.crc32(floats))
+def checksum(part: int, step: int, table: int, floats: bytes, integers: bytes) -> int:
+    """Return the CRC-32 over a row: its place as three int64, then its blobs."""
+    return zlib.crc32(integers, zlib.crc32(floats, zlib.crc32(_PLACE.pack(part, step, table))))
 
 
 def stored_rows(rows: list[Row], sizes: Mapping[int, npt.NDArray[np.int64]]) -> Iterator[StoredRow]:
@@ -62,5 +65,5 @@ def stored_rows(rows: list[Row], sizes: Mapping[int, npt.NDArray[np.int64]]) -> 
             floats = blobs.encode_floats(np.stack([row[3] for row in group]))
             ints = blobs.encode_integers(np.stack([row[4] for row in group]), sizes[group[0][2]])
             for (part, step, table, _, _), f, n in zip(group, floats, ints, strict=True):
-                yield part, step, table, checksum(f, n), f, n
+                yield part, step, table, checksum(part, step, table, f, n), f, n
             first = i

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -63,7 +64,7 @@ class RankFile:
         """Return the parameter tables by id, in the order in which they came up."""
         if self._tables is None:
             self._tables = {}
-            for table, text in self._rows("SELECT id, json FROM parameter_table", "parameter_table"):
+            for table, text in self._rows("id, json", "parameter_table", (int, str)):
                 parsed = self._parsed("parameter_table", text, _table)
                 if parsed is not None:
                     self._tables[int(table)] = parsed
@@ -72,22 +73,27 @@ class RankFile:
     def steps(self, series: str, part: int | None = None) -> npt.NDArray[np.int64]:
         """Return the global steps of a series, sorted, each once."""
         where = "" if part is None else f" AND part = {int(part)}"
-        rows = self._rows(f"SELECT step FROM series_{series}", f"series_{series}", where)
+        rows = self._rows("step", f"series_{series}", (int,), where)
         return np.unique(np.array([step for (step,) in rows], dtype=np.int64)) + self.step_offset
 
     def columns(self, series: str, names: Sequence[str], part: int) -> Columns:
         """Return the named stored columns of a series at every step of one part."""
         schema = SERIES[series]
         rows = self._rows(
-            f"SELECT step, parameters, crc, floats, ints FROM series_{series}",
+            "step, parameters, crc, floats, ints",
             f"series_{series}",
+            (int, int, int, bytes, bytes),
             f" AND part = {int(part)}",
         )
         sizes = {
             table: np.array([p.numel for p in records], dtype=np.int64)
             for table, records in self.tables().items()
         }
-        good = [row for row in rows if row[2] == checksum(row[3], row[4]) and row[1] in sizes]
+        good = [
+            row
+            for row in rows
+            if row[1] in sizes and row[2] == checksum(part, row[0], row[1], row[3], row[4])
+        ]
         if len(good) != len(rows):
             self._lose(f"{len(rows) - len(good)} rows of series {series!r} are damaged and left out")
         if any(a[0] >= b[0] for a, b in itertools.pairwise(good)):
@@ -113,19 +119,20 @@ class RankFile:
 
     def scalar_names(self) -> list[tuple[int, str, str]]:
         """Return id, source and name of each scalar, in the order of their first use."""
-        rows = self._rows("SELECT id, source, name FROM scalar_name", "scalar_name")
-        return [(int(i), str(source), str(name)) for i, source, name in rows]
+        rows = self._rows("id, source, name", "scalar_name", (int, str, str))
+        return [(i, source, name) for i, source, name in rows]
 
     def scalar(self, identifier: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Return the global steps and values of a scalar in the order in which they were logged."""
-        rows = self._rows("SELECT step, value FROM scalar", "scalar", f" AND name = {int(identifier)}")
+        rows = self._rows("step, value", "scalar", (int, (float, NoneType)), f" AND name = {int(identifier)}")
         steps = np.array([row[0] for row in rows], dtype=np.int64) + self.step_offset
         return steps, np.array([np.nan if row[1] is None else row[1] for row in rows], dtype=np.float64)
 
     def events(self, kind: str | None = None) -> list[tuple[int | None, float, str, dict[str, Any]]]:
         """Return global step, time, kind and payload of the events, in the order of writing."""
         out = []
-        for step, when, what, text in self._rows("SELECT step, time, kind, payload FROM event", "event"):
+        types = ((int, NoneType), float, str, str)
+        for step, when, what, text in self._rows("step, time, kind, payload", "event", types):
             payload = self._parsed("event", text, _mapping) if kind in {None, what} else None
             if payload is not None:
                 out.append((None if step is None else step + self.step_offset, when, what, payload))
@@ -133,7 +140,7 @@ class RankFile:
 
     def findings(self) -> list[Finding]:
         """Return the findings that were stored, in the order of writing."""
-        rows = self._rows("SELECT json FROM finding", "finding")
+        rows = self._rows("json", "finding", (str,))
         parsed = [self._parsed("finding", text, Finding.from_json) for (text,) in rows]
         return [finding for finding in parsed if finding is not None]
 
@@ -144,8 +151,8 @@ class RankFile:
             try:
                 steps += [row[0] for row in self._snapshot.rows(f"SELECT max(step) FROM {table}")]
             except RunFormatError:
-                steps += [row[0] for row in self._rows(f"SELECT step FROM {table}", table)]
-        found = [step for step in steps if step is not None]
+                steps += [row[0] for row in self._rows("step", table, (int,))]
+        found = [step for step in steps if isinstance(step, int)]
         return max(found) + self.step_offset if found else -1
 
     def _last_rows(self) -> dict[str, int]:
@@ -160,14 +167,19 @@ class RankFile:
                     found |= dict(self._snapshot.rows(select))
                 except RunFormatError as error:
                     self._lose(f"table {name} is not readable: {error}")
-        return {name: int(found.get(name) or 0) for name in COUNTED}
+        return {n: last if isinstance(last := found.get(n), int) and last > 0 else 0 for n in COUNTED}
 
-    def _rows(self, select: str, table: str, condition: str = "") -> list[tuple[Any, ...]]:
+    def _rows(
+        self, columns: str, table: str, types: Sequence[Any], condition: str = ""
+    ) -> list[tuple[Any, ...]]:
+        """Return the rows that can be read and hold the types that they should: SQLite enforces none."""
         last = self.last[table]
-        rows, lost = self._snapshot.salvage(f"{select} WHERE 1{condition}", table, last)
+        rows, lost = self._snapshot.salvage(f"SELECT {columns} FROM {table} WHERE 1{condition}", last)
+        good = [row for row in rows if all(map(isinstance, row, types))]
+        lost += len(rows) - len(good)
         if lost:
             self._lose(f"{lost} of {last} rows of table {table} are damaged and left out")
-        return rows
+        return good
 
     def _parsed(self, table: str, text: str, parse: Callable[[Any], T]) -> T | None:
         try:

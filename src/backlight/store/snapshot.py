@@ -14,6 +14,7 @@ Three ways, decided at each query:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
 import sqlite3
 import tempfile
@@ -31,6 +32,7 @@ from backlight.store.schema import FORMAT_VERSION
 
 _WAL_HEADER = 32
 _TRIES = 12
+_SALVAGE_QUERIES = 2000
 
 
 class Snapshot:
@@ -73,11 +75,12 @@ class Snapshot:
                 break
         raise RunFormatError(f"{self.path}: cannot be read: {problem}") from problem
 
-    def salvage(self, select: str, table: str, last: int) -> tuple[list[tuple[Any, ...]], int]:
+    def salvage(self, select: str, last: int) -> tuple[list[tuple[Any, ...]], int]:
         """Return the readable rows with ids up to ``last``, and how many could not be read.
 
         ``select`` is a query that ends in a condition, to which a range of ids is added. Damage is
-        encircled by halving, so that one bad page costs few queries.
+        encircled by halving, so that one bad page costs few queries; what is still too wide after many
+        of them is given up.
         """
         try:
             return self.rows(f"{select} AND id <= ? ORDER BY id", (last,)), 0
@@ -85,8 +88,13 @@ class Snapshot:
             found: list[tuple[Any, ...]] = []
             lost = 0
             ranges = [(1, last)]
-            while ranges:
+            for asked in itertools.count():
+                if not ranges:
+                    break
                 low, high = ranges.pop()
+                if asked >= _SALVAGE_QUERIES:
+                    lost += high - low + 1
+                    continue
                 try:
                     found += self.rows(f"{select} AND id BETWEEN ? AND ? ORDER BY id", (low, high))
                 except RunFormatError:

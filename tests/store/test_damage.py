@@ -1,0 +1,339 @@
+"""Folders that are damaged, truncated, foreign or malicious: a clear error or a stated loss, nothing else."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from backlight.records import ParameterRecord
+from backlight.store.errors import RunFormatError
+from backlight.store.pieces import read_piece
+from backlight.store.reader import Run, open_run
+from backlight.store.writer import RunWriter
+
+Record = Callable[..., tuple[ParameterRecord, ...]]
+STEPS = 400
+
+
+@pytest.fixture
+def run_path(tmp_path: Path, record: Record) -> Path:
+    writer = RunWriter.create(tmp_path / "run")
+    record(writer, STEPS)
+    writer.event(3, "mark", {"a": 1})
+    writer.array("gram", 0, np.arange(6.0).reshape(2, 3), dims=("a", "b"))
+    writer.close()
+    return tmp_path / "run"
+
+
+def database(path: Path) -> Path:
+    return path / "attempt-000" / "rank-00000.db"
+
+
+def use_everything(run: Run) -> None:
+    run.parameters()
+    for name in run.scalar_names():
+        run.scalar(name)
+    run.series_steps("gradient")
+    run.frame("gradient", "rms")
+    run.events()
+    run.stored_findings()
+    run.fingerprint()
+    for name in run.array_names():
+        run.array(name)
+    run.last_step()
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "manifest.json: is not valid JSON"),
+        (b"{", "manifest.json: is not valid JSON"),
+        (b"[1]", "holds a JSON list, expected an object"),
+        (b"{}", "says kind None, expected 'backlight run'; another program wrote it"),
+        (b'{"kind": "wandb"}', "says kind 'wandb'"),
+        (b'{"kind": "backlight run"}', "says format None, expected a number"),
+        (b'{"kind": "backlight run", "format": true}', "says format True, expected a number"),
+        (
+            b'{"kind": "backlight run", "format": 2}',
+            r"format 2, this release of backlight reads 1 to 1\. Upgrade",
+        ),
+        (
+            b'{"kind": "backlight run", "format": 0}',
+            r"format 0, this release .* Open it with the release that",
+        ),
+        (b'{"kind": "backlight run", "format": 1}', "is damaged: KeyError: 'run_id'"),
+        (b'{"kind": "backlight run", "format": 1, "run_id": "x", "attempts": 3}', "is damaged: TypeError"),
+        (b'{"kind": "backlight run", "format": 1, "run_id": "x", "attempts": [{}]}', "is damaged: KeyError"),
+    ],
+)
+def test_a_manifest_that_is_not_ours_is_refused(run_path: Path, content: bytes, match: str) -> None:
+    (run_path / "manifest.json").write_bytes(content)
+    with pytest.raises(RunFormatError, match=match):
+        open_run(run_path)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunFormatError, match="there is no such folder; expected the folder of a backlight run"
+    ):
+        open_run(tmp_path / "missing")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunFormatError, match="is a file; expected the folder"):
+        open_run(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunFormatError, match="it is empty: no run began in it"):
+        open_run(tmp_path / "empty")
+    with pytest.raises(RunFormatError, match=r"it has no manifest\.json\); give the folder that --out named"):
+        open_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not a database at all" * 100, b"SQLite format 3\0" + b"\xff" * 5000]
+)
+def test_a_database_that_is_none_is_refused(run_path: Path, content: bytes) -> None:
+    database(run_path).write_bytes(content)
+    with pytest.raises(RunFormatError, match="nothing in this run can be read"):
+        open_run(run_path)
+
+
+def test_one_unreadable_attempt_does_not_hide_the_other(run_path: Path, record: Record) -> None:
+    writer = RunWriter.create(run_path)
+    record(writer, 3)
+    writer.close()
+    database(run_path).write_bytes(b"junk" * 1000)
+    run = open_run(run_path)
+    assert run.series_steps("gradient").tolist() == [STEPS, STEPS + 1, STEPS + 2]
+    assert any("rank-00000.db: cannot be read: file is not a database" in loss for loss in run.losses)
+    assert any(
+        f"lost are 1 rows of parameter_table, 1 rows of scalar_name, {STEPS} rows" in x for x in run.losses
+    )
+
+
+def check_what_is_given(run: Run, numbers: Callable[..., np.ndarray]) -> int:
+    """Every number that is given must be right; return how many steps there are."""
+    frame = run.frame("gradient", "norm")
+    for row, step in enumerate(frame.steps.tolist()):
+        assert np.array_equal(frame.values[row], numbers(step)[:, 0])
+    return len(frame.steps)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
+def test_a_truncated_database_gives_what_is_left_and_says_what_is_not(
+    run_path: Path, share: float, numbers: Callable[..., np.ndarray]
+) -> None:
+    path = database(run_path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    try:
+        run = open_run(run_path)
+    except RunFormatError as error:
+        assert "nothing in this run can be read" in str(error)  # noqa: PT017 - either outcome is right
+        return
+    use_everything(run)
+    assert check_what_is_given(run, numbers) < STEPS
+    assert run.losses
+
+
+def test_flipped_bytes_never_give_a_wrong_number_and_never_crash(
+    run_path: Path, numbers: Callable[..., np.ndarray]
+) -> None:
+    path = database(run_path)
+    data = path.read_bytes()
+    source = np.random.default_rng(0)
+    given, refused, stated = 0, 0, 0
+    for _ in range(60):
+        broken = bytearray(data)
+        for place in source.integers(0, len(data), 20):
+            broken[place] ^= int(source.integers(1, 256))
+        path.write_bytes(broken)
+        try:
+            run = open_run(run_path)
+        except RunFormatError:
+            refused += 1
+            continue
+        use_everything(run)
+        steps = check_what_is_given(run, numbers)
+        given += steps
+        if steps < STEPS:
+            assert run.losses
+            stated += 1
+    assert given > 0
+    assert stated > 10
+
+
+def test_a_damaged_row_is_left_out_and_said(run_path: Path) -> None:
+    connection = sqlite3.connect(database(run_path))
+    connection.execute("UPDATE series_gradient SET floats = zeroblob(length(floats)) WHERE step = 7")
+    connection.execute("UPDATE event SET payload = '{'")
+    connection.commit()
+    connection.close()
+    run = open_run(run_path)
+    assert run.frame("gradient", "norm").steps.tolist() == [s for s in range(STEPS) if s != 7]
+    assert run.events() == ()
+    assert any("1 rows of series 'gradient' are damaged and left out" in loss for loss in run.losses)
+    assert any("a row of table event is damaged" in loss for loss in run.losses)
+
+
+def test_rows_without_their_parameter_table_are_left_out_and_said(run_path: Path) -> None:
+    connection = sqlite3.connect(database(run_path))
+    connection.execute("UPDATE parameter_table SET json = '[{}]'")
+    connection.commit()
+    connection.close()
+    run = open_run(run_path)
+    assert run.frame("gradient", "norm").steps.size == 0
+    assert any("a row of table parameter_table is damaged: KeyError" in loss for loss in run.losses)
+    assert any(f"{STEPS} rows of series 'gradient' are damaged" in loss for loss in run.losses)
+    assert len(run.scalar("loss").steps) == STEPS
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE VIEW scalar AS WITH RECURSIVE f(id) AS (SELECT 1 UNION ALL SELECT id + 1 FROM f)"
+        " SELECT id FROM f",
+        "CREATE TABLE scalar (id INTEGER PRIMARY KEY, name, step, value AS (zeroblob(1000000000)))",
+    ],
+)
+def test_tables_of_another_making_are_not_queried(run_path: Path, statement: str) -> None:
+    connection = sqlite3.connect(database(run_path))
+    connection.execute("DROP TABLE scalar")
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
+    with pytest.raises(RunFormatError, match="its tables scalar are not those of the format"):
+        open_run(run_path)
+
+
+def test_a_foreign_database_is_refused(run_path: Path) -> None:
+    database(run_path).unlink()
+    connection = sqlite3.connect(database(run_path))
+    connection.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+    connection.execute("INSERT INTO meta VALUES ('kind', 'other')")
+    connection.commit()
+    connection.close()
+    with pytest.raises(RunFormatError, match="says kind 'other', expected 'backlight rank database'"):
+        open_run(run_path)
+
+
+def test_a_damaged_rank_document_costs_only_the_fingerprint(run_path: Path) -> None:
+    (run_path / "attempt-000" / "rank-00000.json").write_text('{"fingerprint": {"modules": 3}}')
+    run = open_run(run_path)
+    assert run.fingerprint() is None
+    assert any("rank-00000.json: is damaged: TypeError" in loss for loss in run.losses)
+    assert len(run.series_steps("gradient")) == STEPS
+
+
+def piece(path: Path) -> Path:
+    return path / "attempt-000" / "arrays" / "rank-00000-000000.h5"
+
+
+def test_a_truncated_piece_costs_only_its_arrays(run_path: Path) -> None:
+    data = piece(run_path).read_bytes()
+    piece(run_path).write_bytes(data[: len(data) // 2])
+    run = open_run(run_path)
+    assert run.array_names() == ()
+    assert any("cannot be read as a piece of arrays" in loss for loss in run.losses)
+    assert any(f"has only {len(data) // 2} of {len(data)} bytes" in loss for loss in run.losses)
+
+
+def test_a_flipped_byte_in_an_array_is_noticed(run_path: Path) -> None:
+    data = bytearray(piece(run_path).read_bytes())
+    place = data.index(np.arange(6.0).tobytes())
+    data[place + 9] ^= 1
+    piece(run_path).write_bytes(data)
+    run = open_run(run_path)
+    assert run.array("gram")[1] == []
+    assert any("the checksum of array 'gram' is wrong" in loss for loss in run.losses)
+
+
+def test_arrays_that_lead_elsewhere_or_swell_are_not_read(run_path: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.h5"
+    with h5py.File(secret, "w") as file:
+        file["values"] = np.arange(3.0)
+    raw = tmp_path / "secret.bin"
+    raw.write_bytes(b"x" * 24)
+
+    def external_link(group: h5py.Group) -> None:
+        group["values"] = h5py.ExternalLink(str(secret), "/values")
+
+    def soft_link(group: h5py.Group) -> None:
+        group["values"] = h5py.SoftLink("/a0/steps")
+
+    def external_storage(group: h5py.Group) -> None:
+        group.create_dataset("values", (3,), "f8", external=[(str(raw), 0, 24)])
+
+    def virtual(group: h5py.Group) -> None:
+        layout = h5py.VirtualLayout((3,), "f8")
+        layout[:] = h5py.VirtualSource(str(secret), "values", (3,))
+        group.create_virtual_dataset("values", layout)
+
+    def filtered(group: h5py.Group) -> None:
+        group.create_dataset("values", data=np.zeros(3), chunks=(3,), compression="gzip")
+
+    def swollen(group: h5py.Group) -> None:
+        group.create_dataset("values", (3, 10**11), "f8")
+
+    def text(group: h5py.Group) -> None:
+        group.create_dataset("values", data=["a", "b", "c"], dtype=h5py.string_dtype())
+
+    for make in (external_link, soft_link, external_storage, virtual, filtered, swollen, text):
+        with h5py.File(piece(run_path), "w") as file:
+            file.attrs["kind"] = "backlight arrays"
+            group = file.create_group("a0")
+            group["steps"] = np.arange(3)
+            for key, value in {"name": '"x"', "dims": "[]", "unit": '"1"', "dtype": "float64"}.items():
+                group.attrs[key] = value
+            group.attrs["encoding"], group.attrs["encoding_version"], group.attrs["crc"] = "plain", 1, 0
+            make(group)
+        with pytest.raises(RunFormatError, match=r"holds no plain numbers|is not stored plainly"):
+            list(read_piece(piece(run_path)))
+        assert open_run(run_path).array("x")[1] == []
+
+
+def test_other_hdf5_is_refused(run_path: Path) -> None:
+    with h5py.File(piece(run_path), "w") as file:
+        file["x"] = 1
+    with pytest.raises(RunFormatError, match="is HDF5, but not a piece of arrays that backlight wrote"):
+        list(read_piece(piece(run_path)))
+    with h5py.File(piece(run_path), "w") as file:
+        file.attrs["kind"] = "backlight arrays"
+        file["a0"] = h5py.SoftLink("/nowhere")
+    with pytest.raises(RunFormatError, match="'a0' is a link; backlight writes none"):
+        list(read_piece(piece(run_path)))
+
+
+def test_an_unknown_encoding_is_refused_with_the_way_out(run_path: Path) -> None:
+    with h5py.File(piece(run_path), "r+") as file:
+        file["a0"].attrs["encoding_version"] = 9
+    with pytest.raises(RunFormatError, match=r"encoded as 'plain' version 9, which this release .* Upgrade"):
+        open_run(run_path).array("gram")
+
+
+def test_a_manifest_full_of_nonsense_never_gives_another_error(run_path: Path) -> None:
+    original = json.loads((run_path / "manifest.json").read_text())
+    source = np.random.default_rng(1)
+    nonsense = [None, -1, 10**30, "x", [], {}, True, 1.5, {"a": {"b": "c"}}, [[1]], "\udcff"]
+
+    def spoil(value: object) -> object:
+        if isinstance(value, dict):
+            key = str(source.choice(sorted(value))) if value else None
+            return value if key is None else value | {key: spoil(value[key])}
+        if isinstance(value, list) and value and source.random() < 0.8:
+            return [spoil(value[0]), *value[1:]]
+        return nonsense[int(source.integers(len(nonsense)))]
+
+    opened = 0
+    for _ in range(300):
+        (run_path / "manifest.json").write_text(json.dumps(spoil(original)))
+        try:
+            use_everything(open_run(run_path))
+            opened += 1
+        except RunFormatError:
+            continue
+    assert 0 < opened < 300
