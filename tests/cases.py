@@ -599,7 +599,7 @@ def saved_tensor_hooks() -> list[Tensor]:
         return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@case()
+@case(backwards=0)
 def functional_gradients() -> list[Tensor]:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -616,7 +616,7 @@ def functional_gradients() -> list[Tensor]:
     return ends(model)
 
 
-@case()
+@case(backwards=0)
 def gradients_by_grad() -> list[Tensor]:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -15,7 +15,7 @@ def net(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
     """Parameters with the given gradients."""
     parameters = []
     for gradient in gradients:
-        parameter = nn.Parameter(torch.zeros(3 if gradient is None else gradient.shape))
+        parameter = nn.Parameter(torch.zeros(3) if gradient is None else torch.zeros_like(gradient))
         parameter.grad = gradient
         parameters.append(parameter)
     return parameters

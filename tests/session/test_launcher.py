@@ -96,7 +96,7 @@ def test_a_kill_leaves_a_readable_run(tmp_path: Path) -> None:
     assert process.stdout.readline() == "trained\n"
     time.sleep(2.5)  # two flush intervals
     process.kill()
-    process.wait()
+    process.communicate()
     run = backlight.open_run(tmp_path / "run")
     assert run.status is RunStatus.KILLED
     # The last step closes when the next begins; one step is what stays open.

@@ -73,6 +73,7 @@ class Hub:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.optimizers.rest()
 
     def switch_off(self) -> None:
         """Forget every listener without calling any, in a forked child."""

@@ -7,8 +7,9 @@ earlier are found by a scan. Wrappers that put a prefix before every name are lo
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,19 +127,33 @@ def named_parameters(root: nn.Module, prefix: str = "") -> Iterator[NamedParamet
                 yield NamedParameter(full, parameter, name, type(module).__name__)
 
 
-def named_roots(roots: Iterable[nn.Module], wanted: set[int]) -> list[tuple[str, nn.Module]]:
-    """Return the roots that hold a wanted parameter (by ``id``), with a prefix where there are several.
+class Prefixes:
+    """Names of root modules: a lone root needs none, further ones are told apart by class and number.
 
-    A lone root needs no prefix; several are told apart by class name, and by a number where two
-    share it.
+    A root keeps its name, so that parameters do not change theirs when another model joins.
     """
-    holding = [r for r in roots if any(id(n.parameter) in wanted for n in named_parameters(r))]
-    if len(holding) == 1:
-        return [("", holding[0])]
-    counts: dict[str, int] = {}
-    named = []
-    for root in holding:
-        kind = type(unwrapped(root)).__name__
-        counts[kind] = counts.get(kind, 0) + 1
-        named.append((kind if counts[kind] == 1 else f"{kind}#{counts[kind]}", root))
-    return named
+
+    def __init__(self) -> None:
+        self._given: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+
+    def of(self, roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+        """Return ``roots`` with their prefixes."""
+        self._given = {key: entry for key, entry in self._given.items() if entry[0]() is not None}
+        taken = {prefix for _, prefix in self._given.values()}
+        lone = len(roots) == 1 and not taken
+        for root in roots:
+            if id(root) not in self._given:
+                prefix = "" if lone else _free(type(unwrapped(root)).__name__, taken)
+                taken.add(prefix)
+                self._given[id(root)] = (weakref.ref(root), prefix)
+        return [(self._given[id(root)][1], root) for root in roots]
+
+
+def _free(kind: str, taken: set[str]) -> str:
+    names = itertools.chain([kind], (f"{kind}#{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
+
+
+def holding(roots: Iterable[nn.Module], wanted: set[int]) -> list[nn.Module]:
+    """Return the roots that hold a wanted parameter (by ``id``)."""
+    return [r for r in roots if any(id(n.parameter) in wanted for n in named_parameters(r))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,14 +24,23 @@ if TYPE_CHECKING:
 
 
 class SeenOptimizers:
-    """Weak references to the optimizers of this process, in the order of their creation."""
+    """Weak references to the optimizers of this process, in the order in which they were met.
+
+    One that a scan found may belong to a training that is over: it counts as soon as it is used.
+    """
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._in_use: set[int] = set()
 
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember ``optimizer`` unless it is known."""
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember ``optimizer``, which was just made or is being used."""
+        self._meet(optimizer)
+        self._in_use.add(id(optimizer))
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         if all(reference() is not optimizer for reference in self._references):
+            self._in_use.discard(id(optimizer))  # the id of one that is gone
             self._references.append(weakref.ref(optimizer))
 
     def scan(self) -> None:
@@ -39,13 +48,32 @@ class SeenOptimizers:
         for candidate in gc.get_objects():
             # type() first: isinstance() on a stranger may run its __class__ property.
             if issubclass(type(candidate), torch.optim.Optimizer):
-                self.add(candidate)
+                self._meet(candidate)
+
+    def use_holders(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count every optimizer that holds one of ``tensors`` as used."""
+        wanted = {id(tensor) for tensor in tensors}
+        for optimizer in self._alive():
+            if any(id(p) in wanted or id(p.grad) in wanted for p in parameters_of(optimizer)):
+                self._in_use.add(id(optimizer))
+
+    def rest(self) -> None:
+        """Count none as used any more: nobody watches from here on."""
+        self._in_use.clear()
 
     def alive(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that still exist and have parameter groups."""
+        """Return the optimizers that exist and are in use."""
+        return [optimizer for optimizer in self._alive() if id(optimizer) in self._in_use]
+
+    def _alive(self) -> list[torch.optim.Optimizer]:
         self._references = [r for r in self._references if r() is not None]
         found = [reference() for reference in self._references]
         return [o for o in found if o is not None and getattr(o, "param_groups", None)]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that ``optimizer`` holds, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def install(hub: Hub, patches: Patches) -> list[Any]:
@@ -56,7 +84,7 @@ def install(hub: Hub, patches: Patches) -> list[Any]:
         def __init__(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(self, *args, **kwargs)
             if hub.active:
-                hub.optimizers.add(self)
+                hub.optimizers.use(self)
 
         return __init__
 
@@ -66,7 +94,7 @@ def install(hub: Hub, patches: Patches) -> list[Any]:
     def begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not hub.active:
             return None
-        hub.optimizers.add(optimizer)
+        hub.optimizers.use(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             hub.emit("optimizer_begin", optimizer, has_closure=False)

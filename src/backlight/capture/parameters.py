@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backlight.capture.modules import SeenModules, named_parameters, named_roots
+from backlight.capture.modules import Prefixes, SeenModules, holding, named_parameters
 from backlight.records import Layout, ParameterRecord, Placement
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def build_table(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     seen: SeenModules,
+    prefixes: Prefixes | None = None,
 ) -> ParameterTable:
     """Name the parameters of ``models`` and ``optimizers``.
 
@@ -70,15 +71,16 @@ def build_table(
     """
     groups = _groups(optimizers)
     wanted = set(groups)
-    roots = [("", model) for model in models] if len(models) == 1 else named_roots(models, wanted)
+    roots = list(models)
     if not models:
-        roots = named_roots(seen.roots(), wanted)
-        held = {id(n.parameter) for _, root in roots for n in named_parameters(root)}
+        roots = holding(seen.roots(), wanted)
+        held = {id(n.parameter) for root in roots for n in named_parameters(root)}
         if wanted - held:
             seen.scan()
-            roots = named_roots(seen.roots(), wanted)
+            roots = holding(seen.roots(), wanted)
+    named_roots = (prefixes or Prefixes()).of(roots)
     rows: dict[int, list[Any]] = {}
-    for prefix, root in roots:
+    for prefix, root in named_roots:
         for named in named_parameters(root, prefix):
             rows.setdefault(id(named.parameter), [named.parameter, []])[1].append(named)
     records, tensors = [], []

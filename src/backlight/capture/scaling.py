@@ -34,6 +34,7 @@ def install(hub: Hub, patches: Patches) -> None:
         def unscale_(self: Any, optimizer: Any) -> None:
             original(self, optimizer)
             if hub.active and self.is_enabled():
+                hub.optimizers.use(optimizer)
                 hub.emit("unscaled", self, optimizer)
 
         return unscale_
@@ -43,6 +44,7 @@ def install(hub: Hub, patches: Patches) -> None:
         def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if not hub.active or not self.is_enabled():
                 return original(self, optimizer, *args, **kwargs)
+            hub.optimizers.use(optimizer)
             watcher = _Called(optimizer)
             hub.emit("scaler_begin", self, optimizer)
             try:

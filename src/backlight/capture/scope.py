@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from backlight.capture.hub import HUB
+from backlight.capture.modules import Prefixes
+from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import ParameterTable, build_table
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ class Scope:
         self._groups: tuple[int, ...] = ()
         self._numbers: dict[int, int] = {}
         self._orphan_rows: list[int] = []
+        self._prefixes = Prefixes()
         self.table = ParameterTable((), ())
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -43,7 +47,7 @@ class Scope:
         if not self.models:
             return alive
         own = {id(p) for model in self.models for p in model.parameters()}
-        return [o for o in alive if any(id(p) in own for g in o.param_groups for p in g["params"])]
+        return [o for o in alive if any(id(p) in own for p in parameters_of(o))]
 
     def refresh(self) -> bool:
         """Bring the table up to date if modules, optimizers or their groups changed; True if so."""
@@ -53,8 +57,8 @@ class Scope:
 
     def _rebuild(self) -> bool:
         optimizers = self.optimizers()
-        self._numbers = {id(optimizer): number for number, optimizer in enumerate(optimizers)}
-        table = build_table(self.models, optimizers, HUB.seen)
+        self._numbers = self._numbered(optimizers)
+        table = build_table(self.models, optimizers, HUB.seen, self._prefixes)
         self._changes, self._groups = HUB.seen.changes, self._signature()
         changed = table.records != self.table.records or table.rows != self.table.rows
         self.table = table
@@ -62,6 +66,16 @@ class Scope:
             row for row, record in enumerate(table.records) if record.requires_grad and not record.group
         ]
         return changed
+
+    def _numbered(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int]:
+        # Who had a number keeps it: learning rates are recorded under it.
+        numbers = {id(o): self._numbers[id(o)] for o in optimizers if id(o) in self._numbers}
+        free = (n for n in itertools.count() if n not in set(numbers.values()))
+        return {id(o): numbers[id(o)] if id(o) in numbers else next(free) for o in optimizers}
+
+    def alone(self) -> bool:
+        """Whether there is one optimizer only, so that its step ends the training's step."""
+        return len(self._numbers) == 1
 
     def _signature(self) -> tuple[int, ...]:
         # Cheap enough for every step: a changed group is another list or has another length.
@@ -92,7 +106,7 @@ class Scope:
 
     def parameters_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Return the parameters that ``optimizer`` holds now, each of which then has a row."""
-        parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        parameters = parameters_of(optimizer)
         if self.table.missing(parameters):
             self._rebuild()  # a tensor was exchanged inside a list of the same length
         return parameters

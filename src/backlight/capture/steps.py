@@ -90,6 +90,7 @@ class StepTracker(Listener):
         self._stepped: set[int] = set()
         self._collected: set[int] = set()
         self._inside: list[int] = []
+        self._scaling = False
         self._versions: dict[int, int] = {}
         self._refreshed = False
         self._unscaled_loss: tuple[int, torch.Tensor] | None = None
@@ -106,6 +107,11 @@ class StepTracker(Listener):
     def done(self) -> int:
         """Number of steps of which an optimizer step has been seen."""
         return self._index + bool(self._stepped)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a backward or an optimizer step of the open step has been seen."""
+        return bool(self._summary.backwards or self._stepped or self._inside or HUB.backward_depth)
 
     def finish(self) -> None:
         """Close a step whose optimizer has run, at the end of watching."""
@@ -186,6 +192,7 @@ class StepTracker(Listener):
         self._clock = time.perf_counter()
         if not self._recording:
             return
+        HUB.optimizers.use_holders(tensors)
         self._refresh()
         parameters = [t for t in tensors if self._scope.knows(t)]
         if not parameters:
@@ -238,11 +245,15 @@ class StepTracker(Listener):
         self._spent("optimizer", self._clock)
         if self._recording:
             self._sink.update_ends(self._scope.parameters_of(optimizer))
+        if not self._scaling and not HUB.backward_depth and self._scope.alone():
+            self._close()
 
     def scaler_begin(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Remember whose scale is in use."""
-        if self._recording and self._scope.holds(optimizer):
-            self._note_scale(scaler)
+        if self._scope.holds(optimizer):
+            self._scaling = True
+            if self._recording:
+                self._note_scale(scaler)
 
     def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
         """A step that the scaler skipped is a step, recorded as skipped."""
@@ -253,6 +264,9 @@ class StepTracker(Listener):
             self._summary.skipped = True
         elif self._summary.skipped is None:
             self._summary.skipped = False
+        self._scaling = False
+        if self._scope.alone():
+            self._close()
 
     # Collecting
 

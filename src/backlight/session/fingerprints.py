@@ -14,7 +14,7 @@ import torch
 
 import backlight
 from backlight.capture.hub import HUB
-from backlight.capture.modules import named_roots, walk
+from backlight.capture.modules import holding, walk
 from backlight.records import Fingerprint
 
 if TYPE_CHECKING:
@@ -27,8 +27,10 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...], batch: str = "") 
     """Describe the training in ``scope`` as it is now."""
     records = scope.table.records
     rows = {id(t) for t in scope.table.tensors()}
-    roots = scope.models or [root for _, root in named_roots(HUB.seen.roots(), rows)]
-    modules = tuple(entry for root in roots for entry in ((name, type(module).__name__) for name, module in walk(root)))
+    roots = scope.models or holding(HUB.seen.roots(), rows)
+    modules = tuple(
+        entry for root in roots for entry in ((name, type(module).__name__) for name, module in walk(root))
+    )
     shape = repr([modules, [(r.name, r.shape) for r in records]])
     dtypes = Counter[str]()
     for record in records:

@@ -43,6 +43,17 @@ class _Tracker(StepTracker):
 
     watch: Watch
 
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """End the script instead, if it has had the steps that were asked for."""
+        self.watch.check_limit()
+        super().backward_begin(roots)
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """End the script instead, where no backward was seen that could have."""
+        if not self.in_step:
+            self.watch.check_limit()
+        super().optimizer_begin(optimizer, has_closure=has_closure)
+
     def dropped(self, error: Exception) -> None:
         """Say once that nothing is measured any more."""
         self.watch.trouble(error)
@@ -76,7 +87,6 @@ class Watch:
         self._depth = 0
         self._warned: set[str] = set()
         self._fingerprinted = False
-        self._ending = False
         self._writer: RunWriter | None = None
         # Everything that can be refused is refused here, before anything is attached or written.
         probes = {"update": {"per_tensor": None}} if settings.exact_updates else {}
@@ -139,7 +149,7 @@ class Watch:
         self._recorder.spent = lambda: self._tracker.spent + self._drain.spent
         self._pid = os.getpid()
         self._alarmed = -1
-        self._ending = self._fingerprinted = False
+        self._fingerprinted = False
         HUB.add(self._tracker)
         if not self._optimizers:
             HUB.optimizers.scan()
@@ -149,7 +159,6 @@ class Watch:
         writer = self._writer
         if writer is None or os.getpid() != self._pid:
             return
-        self._ending = True
         with self._shield():
             self._tracker.finish()
         HUB.remove(self._tracker)
@@ -224,10 +233,19 @@ class Watch:
 
     # What happens on the way
 
-    def _at_step(self, index: int) -> None:
+    def check_limit(self) -> None:
+        """Check whether the training may go on.
+
+        Raises
+        ------
+        StopTraining
+            Once the steps that were asked for are done.
+        """
         limit = self.settings.steps
-        if limit is not None and index >= limit and not self._ending:
+        if limit is not None and self._tracker.done >= limit:
             raise StopTraining(0)
+
+    def _at_step(self, index: int) -> None:
         if index:
             self._take_fingerprint()
 

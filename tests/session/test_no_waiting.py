@@ -1,0 +1,87 @@
+"""On the step's path nothing reads a number from a device: the host would wait for all its work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import backlight
+
+READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.masked_select")
+
+
+class Count(TorchDispatchMode):
+    """Counts the operations that make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[str] = Counter()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        if str(func).startswith(READS):
+            self.reads[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting() -> Iterator[Count]:
+    with Count() as count:
+        yield count
+
+
+# Trainings whose own step reads nothing: what is counted is ours.
+@pytest.mark.parametrize("name", ["plain", "clipped_by_norm", "accumulation", "tied", "two_optimizers_one_backward",
+                                  "non_contiguous", "bfloat16_weights", "head_replaced"])  # fmt: skip
+def test_the_path_of_a_step_reads_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the code does on an accelerator, on a machine that may have none.
+    monkeypatch.setattr("backlight.measure.statistics._synchronous", lambda _device: False)
+    with counting() as alone:
+        CASES[name].train()
+    watch = backlight.watch(run=tmp_path / "run", every=1, histogram=True)
+    with watch, counting() as watched:
+        CASES[name].train()
+    assert watched.calls > alone.calls, "the mode saw nothing of ours"
+    assert watched.reads == alone.reads
+
+
+def test_the_mode_would_see_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from backlight.health.probes.gradient import GradientProbe
+
+    measure = GradientProbe.measure
+
+    def reading(self: GradientProbe, tensors: Any, scale: Any) -> Any:
+        assert float(tensors[0].sum()) is not None
+        return measure(self, tensors, scale)
+
+    monkeypatch.setattr(GradientProbe, "measure", reading)
+    with backlight.watch(run=tmp_path / "run", every=1), counting() as count:
+        CASES["plain"].train()
+    assert count.reads["aten._local_scalar_dense.default"] == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_device_nothing_synchronises(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(32, 64, device="cuda")
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1):
+        for step in range(6):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        torch.cuda.set_sync_debug_mode("default")
+    run = backlight.open_run(tmp_path / "run")
+    assert len(run.series_steps("gradient")) == 6
+    assert not run.events("unmeasured") or run.events("unmeasured")[0].payload["what"].startswith("device time")
