@@ -1,0 +1,62 @@
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backlight.health.groups import GroupError, group_rms, members, ratio
+
+NAMES = ("encoder.0.weight", "encoder.0.bias", "encoder.1.weight", "head.weight", "headless.weight")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("encoder", 3),
+        ("encoder.*", 3),
+        ("encoder.?", 3),
+        ("encoder.0", 2),
+        ("*.bias", 1),
+        ("head", 1),
+        ("head*", 2),
+        ("head, *.bias", 2),
+        ("head.weight", 1),
+        ("encoder.[01].weight", 2),
+        ("*", 5),
+    ],
+)
+def test_what_a_pattern_means(pattern: str, count: int) -> None:
+    found = members(NAMES, pattern)
+    assert len(found) == count
+    assert list(found) == [name for name in NAMES if name in found]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("encodr.*", "'encodr.*' matches none of 5 parameters; near it: encoder"),
+        ("", "matches none of 5 parameters; parameters begin with: encoder, head, headless"),
+        ("Head", "near it: head"),
+    ],
+)
+def test_a_group_that_matches_nothing_names_what_is_near(pattern: str, message: str) -> None:
+    with pytest.raises(GroupError, match=message.replace("*", r"\*")):
+        members(NAMES, pattern)
+
+
+def test_the_ratio_has_no_epsilon() -> None:
+    assert ratio(1e-12, 1e-12) == 1.0
+    assert ratio(1e-300, 1e-305) == pytest.approx(1e5)
+    assert ratio(1.0, 0.0) == math.inf
+    assert ratio(0.0, 1.0) == 0.0
+    assert np.isnan(ratio(0.0, 0.0))
+    assert np.isnan(ratio(np.nan, 1.0))
+
+
+def test_the_rms_of_a_group_is_that_of_its_values_together(synthetic: Any) -> None:
+    run = synthetic({"a.x": [1.0, 1.0, 1.0], "a.y": [3.0, float("nan"), float("nan")], "b": [5.0, 5.0, 5.0]})
+    group = group_rms(run, "a")
+    assert group.names == ("a.x", "a.y")
+    np.testing.assert_allclose(group.values, [math.sqrt((1 + 9) / 2), 1.0, 1.0])
+    none = group_rms(synthetic({"a": [float("nan")] * 2, "b": [1.0, 1.0]}), "a")
+    assert np.isnan(none.values).all()

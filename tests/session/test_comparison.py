@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backlight.records import Fingerprint, ParameterRecord, to_json
+from backlight.session.comparison import compare
+from backlight.session.likeness import Role, arguments
+from backlight.store.reader import Run, open_run
+from backlight.store.writer import RunWriter
+
+PRINT = Fingerprint(
+    script="train.py",
+    arguments=("--lr", "0.1", "--layers", "24"),
+    versions={"torch": "2.13.0", "python": "3.11.7", "backlight": "0.1"},
+    device="cpu: x86_64",
+    host="one",
+    module_hash="abc",
+    modules=(("", "Net"), ("first", "Linear"), ("last", "Linear")),
+    parameter_count=32,
+    dtypes={"float32": 32},
+    optimizers=("SGD",),
+    flags={"tf32": "False"},
+)
+
+
+def write(
+    path: Path, fingerprint: Fingerprint | None = PRINT, *, factor: float = 1.0, seed: int = 0, **more: Any
+) -> Run:
+    steps = more.get("steps", range(60))
+    writer = RunWriter.create(path, name=path.name, rooms=("health",))
+    if fingerprint is not None:
+        writer.fingerprint(fingerprint)
+    records = tuple(
+        ParameterRecord(n, (4, 4), "float32", "cpu", 16, group="0/0") for n in ("first.w", "last.w")
+    )
+    table = writer.parameter_table(records)
+    random = np.random.default_rng(seed)
+    for step in steps:
+        norms = random.lognormal(0, 0.1, 2) * [factor, 1.0]
+        ints = np.array([[1, 16, 0, 0, 0]] * 2)
+        writer.append("gradient", step, table, np.stack([norms, norms / 2, 0 * norms], 1), ints)
+        writer.append(
+            "update", step, table, np.stack([norms * 0.01, np.ones(2)], 1), np.array([[1, 16, 16]] * 2)
+        )
+        values = {
+            "loss": 2.0 - step / 100,
+            "total_norm": float(np.hypot(*norms)),
+            "lr/0/0": more.get("rate", 0.1),
+        }
+        writer.scalars(step, values | {"clip/factor": 0.5 if step % 2 else 1.0})
+        writer.scalar(step, "accuracy", step / 60, source="user")
+    writer.close()
+    return open_run(path)
+
+
+def changed(**fields: Any) -> Fingerprint:
+    return dataclasses.replace(PRINT, **fields)
+
+
+def test_like_runs_are_laid_side_by_side(tmp_path: Path) -> None:
+    found = compare(write(tmp_path / "a"), write(tmp_path / "b", factor=3.0, seed=1, steps=range(10, 80)))
+    assert found.comparable
+    assert found.verdict == "comparable: their fingerprints agree"
+    tracks = {t.name: t for t in found.tracks}
+    assert set(tracks) == {"loss", "total_norm", "health", "clip/factor", "user/accuracy"}
+    assert tracks["loss"].common == 50
+    assert tracks["loss"].parted is None
+    assert tracks["total_norm"].parted == 10
+    assert tracks["total_norm"].ratio == pytest.approx(np.hypot(3, 1) / np.hypot(1, 1), rel=0.1)
+    assert tracks["health"].medians == (1.0, 1.0)
+    assert (found.first.clipped_share, found.first.steps) == (0.5, 60)
+    worst = found.parameters[0]
+    assert (worst.column, worst.parameter) == ("gradient/rms", "first.w")
+    assert worst.ratio == pytest.approx(3.0, rel=0.1)
+    assert json.loads(json.dumps(to_json(found), allow_nan=False))["comparable"] is True
+
+
+def test_unlike_runs_show_reasons_and_no_numbers(tmp_path: Path) -> None:
+    other = changed(
+        arguments=("--lr", "0.1", "--layers", "32"),
+        module_hash="def",
+        modules=(*PRINT.modules, ("more", "Linear")),
+        parameter_count=48,
+        device="cuda:0: H100",
+    )
+    found = compare(write(tmp_path / "a"), write(tmp_path / "b", other))
+    assert not found.comparable
+    assert found.tracks == ()
+    assert found.parameters == ()
+    assert found.verdict == (
+        "not comparable: argument --layers 24 against 32, device cpu: x86_64 against cuda:0: H100, "
+        "parameters 32 against 48, modules: 1 only in the second (more)"
+    )
+    assert found.second.last_loss == pytest.approx(2.0 - 59 / 100)  # each run by itself is still shown
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"script": "other.py"}, "script train.py against other.py"),
+        ({"versions": PRINT.versions | {"torch": "2.9.0"}}, "torch 2.13.0 against 2.9.0"),
+        ({"flags": {"tf32": "True"}}, "flag tf32 False against True"),
+        ({"world_size": 4}, "ranks 1 against 4"),
+        ({"batch": "[32, 8]"}, r"batch unknown against \[32, 8\]"),
+        ({"optimizers": ("AdamW",)}, "optimizers SGD against AdamW"),
+        ({"dtypes": {"bfloat16": 32}}, "weights in float32 32 against none"),
+        (
+            {"module_hash": "x", "modules": (("", "Net"), ("first", "Conv1d"), ("last", "Linear"))},
+            "first Linear against Conv1d",
+        ),
+        ({"module_hash": "x"}, "the same names and types, but other shapes"),
+        ({"arguments": ("--lr", "0.1")}, "argument --layers 24 against not given"),
+    ],
+)
+def test_each_field_is_an_obstacle_in_words(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    found = compare(write(tmp_path / "a"), write(tmp_path / "b", changed(**fields)))
+    assert not found.comparable
+    import re
+
+    assert re.search(words, found.verdict)
+
+
+def test_a_recorded_learning_rate_that_no_argument_shows_is_an_obstacle(tmp_path: Path) -> None:
+    found = compare(write(tmp_path / "a"), write(tmp_path / "b", rate=0.2))
+    assert found.verdict == "not comparable: learning rate lr/0/0 0.1 against 0.2 at step 0"
+    assert compare(write(tmp_path / "c"), write(tmp_path / "d", rate=0.2), factor="lr").comparable
+
+
+def test_the_factor_may_differ_and_its_consequences_are_named(tmp_path: Path) -> None:
+    deeper = changed(arguments=("--layers", "32", "--lr", "0.1"), module_hash="def", parameter_count=48)
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", deeper, factor=2.0)
+    found = compare(a, b, factor="--layers")
+    assert found.comparable
+    assert found.verdict == "comparable: they differ in argument --layers 24 against 32"
+    assert [d.role for d in found.differences] == [Role.FACTOR, Role.CONSEQUENCE, Role.CONSEQUENCE]
+    assert "taken to follow from '--layers'" in found.notes[0]
+    assert not compare(a, b, factor="--lr").comparable
+    assert not compare(a, b).comparable
+
+
+def test_a_second_argument_is_not_excused(tmp_path: Path) -> None:
+    both = changed(arguments=("--layers", "32", "--lr", "0.2"), module_hash="def")
+    found = compare(write(tmp_path / "a"), write(tmp_path / "b", both), factor="layers")
+    assert not found.comparable
+    assert "argument --lr 0.1 against 0.2" in found.verdict
+    assert "modules" in found.verdict  # with two causes, nothing is taken for a consequence
+
+
+def test_a_factor_without_effect_is_said_to_have_none(tmp_path: Path) -> None:
+    knob = changed(arguments=(*PRINT.arguments, "--knob", "3"))
+    found = compare(write(tmp_path / "a"), write(tmp_path / "b", knob), factor="--knob")
+    assert found.notes == ("--knob had no effect: loss and total_norm are identical at all 60 common steps",)
+
+
+def test_a_factor_that_does_not_differ_is_named(tmp_path: Path) -> None:
+    found = compare(write(tmp_path / "a"), write(tmp_path / "b"), factor="--lr")
+    assert "the factor '--lr' is the same in both runs" in found.notes[0]
+
+
+def test_places_hosts_and_the_version_of_backlight_are_notes(tmp_path: Path) -> None:
+    moved = changed(
+        host="two",
+        arguments=(*PRINT.arguments, "--out-dir", "elsewhere"),
+        versions=PRINT.versions | {"backlight": "0.2"},
+        script="/home/me/train.py",
+    )
+    found = compare(write(tmp_path / "a"), write(tmp_path / "b", moved))
+    assert found.comparable
+    assert {d.role for d in found.differences} == {Role.NOTE}
+
+
+def test_without_a_fingerprint_nothing_is_compared(tmp_path: Path) -> None:
+    found = compare(write(tmp_path / "a"), write(tmp_path / "b", None))
+    assert not found.comparable
+    assert "the second run has no fingerprint" in found.verdict
+
+
+def test_runs_without_a_common_step_say_so(tmp_path: Path) -> None:
+    found = compare(write(tmp_path / "a"), write(tmp_path / "b", steps=range(100, 130)))
+    assert found.comparable
+    assert "share no recorded step" in found.notes[0]
+    assert found.tracks[0].common == 0
+
+
+def test_arguments_are_read_in_the_usual_spellings() -> None:
+    given = (
+        "data.txt",
+        "--lr",
+        "1e-3",
+        "--width=64",
+        "model.depth=4",
+        "-b",
+        "32",
+        "--amp",
+        "--shift",
+        "-0.5",
+        "--dims",
+        "1",
+        "2",
+    )
+    assert arguments(given) == {
+        "argument 1": "data.txt",
+        "--lr": "1e-3",
+        "--width": "64",
+        "model.depth": "4",
+        "-b": "32",
+        "--amp": "given",
+        "--shift": "-0.5",
+        "--dims": "1 2",
+    }

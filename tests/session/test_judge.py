@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backlight.health.thresholds import ThresholdError, Thresholds
+from backlight.records import Finding, Made, ParameterRecord, Severity, Subject
+from backlight.registry import RULES, Rule
+from backlight.session.judge import RuleFailedWarning, findings_of, in_order, judge, thresholds
+from backlight.store.reader import Run, open_run
+from backlight.store.writer import RunWriter
+
+
+def write(
+    path: Path, *, stored: tuple[Finding, ...] = (), steps: int = 30, dead: bool = True, **more: Any
+) -> Run:
+    more = {"rooms": ("health",), **more}
+    writer = RunWriter.create(path, name="judged", **more)
+    records = tuple(ParameterRecord(n, (4, 4), "float32", "cpu", 16, group="0/0") for n in ("alive", "dead"))
+    table = writer.parameter_table(records)
+    for step in range(steps):
+        floats = np.array([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0] if dead else [1.0, 1.0, 0.0]])
+        ints = np.array([[1, 16, 0, 0, 0], [1, 16, 16 if dead else 0, 0, 0]])
+        writer.append("gradient", step, table, floats, ints)
+    for finding in stored:
+        writer.finding(finding)
+    writer.close()
+    return open_run(path)
+
+
+def finding(
+    rule: str, *, made: Made = Made.LIVE, severity: Severity = Severity.WARNING, **subject: Any
+) -> Finding:
+    return Finding(rule, severity, f"an old {rule}", Subject(**subject), (), "next", "refuted", made=made)
+
+
+@pytest.fixture
+def broken_rule() -> Iterator[None]:
+    def evaluate(_run: Any, _limits: Any) -> Iterator[Finding]:
+        yield finding("broken", step=1)
+        raise ZeroDivisionError("half way")
+
+    RULES.add("broken", Rule("broken", "health", 1, evaluate))
+    yield
+    RULES._entries.pop("broken")
+
+
+def test_findings_carry_version_origin_and_what_was_overridden(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", overrides={"health": {"zero_window": 10.0, "spike_gap": 7.0}})
+    (found,) = judge(run, made=Made.LIVE)
+    assert found.rule == "zero_gradient"
+    assert found.version == RULES["zero_gradient"].version
+    assert found.made is Made.LIVE
+    assert found.overridden == {"zero_window": 10}  # spike_gap is not a threshold of this rule
+
+
+def test_what_a_caller_changes_goes_beyond_what_the_run_recorded(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", overrides={"health": {"zero_window": 10.0}})
+    assert not judge(run, {"health": {"zero_window": 31}})
+    assert judge(run, {"health": Thresholds()})[0].overridden == {}
+    with pytest.raises(ThresholdError, match="no threshold 'zero_windw'; nearest: zero_window"):
+        judge(run, {"health": {"zero_windw": 31}})
+
+
+def test_an_override_of_another_release_is_named_and_left_out(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", overrides={"health": {"of_the_future": 1.0, "zero_window": 12.0}})
+    with pytest.warns(UserWarning, match="left out here: the health room has no threshold 'of_the_future'"):
+        (found,) = judge(run)
+    assert found.overridden == {"zero_window": 12}
+
+
+def test_only_the_rooms_of_the_run_are_judged(tmp_path: Path) -> None:
+    assert not judge(write(tmp_path / "other", rooms=("steptime",)))
+    assert judge(write(tmp_path / "all", rooms=()))
+
+
+@pytest.mark.usefixtures("broken_rule")
+def test_a_rule_that_raises_is_named_and_stops_no_other(tmp_path: Path) -> None:
+    with pytest.warns(
+        RuleFailedWarning, match="rule 'broken' of room 'health' failed.*ZeroDivisionError: half way"
+    ):
+        found = judge(write(tmp_path / "run"))
+    assert [f.rule for f in found] == ["zero_gradient", "broken"]
+
+
+def test_the_order_is_by_severity_then_step() -> None:
+    late = finding("b", severity=Severity.ERROR, step=9)
+    early = finding("a", severity=Severity.ERROR, step=3)
+    nowhere = finding("c", severity=Severity.ERROR)
+    info = finding("d", severity=Severity.INFO, step=0)
+    assert in_order([info, nowhere, late, early]) == [early, late, nowhere, info]
+
+
+def test_fresh_findings_replace_stored_ones_of_the_same_subject(tmp_path: Path) -> None:
+    same = finding("zero_gradient", parameter="dead", module="", step=20)
+    gone = finding("vanishing", parameter="alive")
+    earlier = dataclasses.replace(gone, claim="an older vanishing")
+    run = write(tmp_path / "run", stored=(same, earlier, gone))
+    fresh, kept = sorted(findings_of(run), key=lambda f: f.rule, reverse=True)
+    assert fresh.rule == "zero_gradient"
+    assert fresh.claim != same.claim
+    assert fresh.made is Made.LIVE
+    assert kept == gone
+
+
+def test_a_stored_finding_of_a_reader_does_not_make_a_fresh_one_live(tmp_path: Path) -> None:
+    same = finding("zero_gradient", parameter="dead", module="", step=20, made=Made.READER)
+    (found,) = findings_of(write(tmp_path / "run", stored=(same,)))
+    assert found.made is Made.READER
+
+
+def test_several_findings_of_one_subject_are_told_apart_by_step(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", name="spikes", rooms=("health",))
+    random = np.random.default_rng(0)
+    for step in range(200):
+        writer.scalar(step, "loss", float(random.lognormal(0, 0.05) * (30 if step in {100, 150} else 1)))
+    writer.finding(finding("spike", step=100))
+    writer.close()
+    found = {f.subject.step: f.made for f in findings_of(open_run(tmp_path / "run"))}
+    assert found == {100: Made.LIVE, 150: Made.READER}
+
+
+def test_a_room_without_thresholds_has_none() -> None:
+    assert thresholds("no_such_room") is None
+    assert thresholds("health") == Thresholds()
+    assert thresholds("health", {"zero_window": 5}, {"spike_gap": 3}) == Thresholds(
+        zero_window=5, spike_gap=3
+    )
