@@ -14,8 +14,8 @@ from backlight.store.reader import Run
 MOST_NAMES = 20
 """Names that a list of unmeasured parameters spells out."""
 
-_SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~$^])")
-_BULLET = re.compile(r"^(\d*)([-+=.)])")
+_SPECIAL = re.compile(r"([\\`*_\[\]#|~$])")
+_BULLET = re.compile(r"^(\d*)([-+=.)])(?=\s|$|[-=])")
 _ADDRESS = re.compile(r"(?i)\b(https?|ftp)(?=:)|\bwww(?=\.)|@")
 
 

@@ -7,7 +7,7 @@ import hashlib
 import html
 import importlib.metadata
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -22,7 +22,7 @@ from backlight.report.encoding import PRECISION, script_json
 from backlight.report.panel import Drawn, NotMeasured, Panel, in_order
 from backlight.report.places import Place, place_of
 from backlight.report.source import Source
-from backlight.report.text import number, visible
+from backlight.report.text import number, score, visible
 from backlight.store.reader import Run
 
 ASSETS = files("backlight.report") / "assets"
@@ -124,8 +124,9 @@ def render_page(source: Source) -> str:
 def model(source: Source) -> dict[str, Any]:
     """Return everything that the page shows, as JSON types and numpy arrays."""
     drawn: list[tuple[Panel, Drawn | NotMeasured]] = [(p, p.render(source)) for p in in_order()]
-    shown = [panel for panel, result in drawn if isinstance(result, Drawn)]
     rows = _rows(source)
+    whole = [panel for panel, _ in drawn]
+    shown = {panel.name for panel, result in drawn if isinstance(result, Drawn)}
     said = verdict.outcome(source)
     return {
         "run": {
@@ -142,7 +143,7 @@ def model(source: Source) -> dict[str, Any]:
             "unmeasured": _unmeasured(said, drawn),
             "figures": _figures(source),
         },
-        "findings": [_finding(f, shown, rows) for f in verdict.by_severity(source.findings)],
+        "findings": [_finding(f, whole, shown, rows) for f in verdict.by_severity(source.findings)],
         "attempts": [a.step_offset for a in source.run.attempts[1:] if source.attempt is None],
         "parameters": [
             {
@@ -202,7 +203,7 @@ def _figures(source: Source) -> list[dict[str, str]]:
     odd = int((np.nan_to_num(broken) > 0).sum())
     worst = "not measured"
     if source.health is not None and not np.isnan(source.health[1]).all():
-        worst = number(float(np.nanmin(source.health[1])), 3)
+        worst = score(float(np.nanmin(source.health[1])))
     loss = source.scalar("loss")
     return [
         {"label": "steps recorded", "value": number(len(gradient)), "note": span},
@@ -230,8 +231,10 @@ def _rows(source: Source) -> dict[str, int]:
     return rows | {record.name: row for row, record in enumerate(source.parameters)}
 
 
-def _finding(finding: Finding, panels: Sequence[Panel], rows: Mapping[str, int]) -> dict[str, Any]:
-    places = [place_of(evidence, finding, panels, rows) for evidence in finding.evidence]
+def _finding(
+    finding: Finding, panels: Sequence[Panel], shown: Collection[str], rows: Mapping[str, int]
+) -> dict[str, Any]:
+    places = [place_of(evidence, finding, panels, shown, rows) for evidence in finding.evidence]
     return {
         "rule": visible(finding.rule),
         "version": finding.version,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from backlight.records import Evidence, Finding
@@ -25,13 +25,18 @@ _NEAREST = {"nan": "non_finite", "inf": "non_finite", "zeros": "zero_share"}
 
 
 def place_of(
-    evidence: Evidence, finding: Finding, panels: Sequence[Panel], rows: Mapping[str, int]
+    evidence: Evidence,
+    finding: Finding,
+    panels: Sequence[Panel],
+    drawn: Collection[str],
+    rows: Mapping[str, int],
 ) -> Place | None:
     """Return where ``evidence`` is shown, None where the page shows nothing of it.
 
-    ``panels`` are those with data. ``rows`` maps names of parameters, and their aliases, to rows.
+    ``drawn`` are the names of those of ``panels`` that have data. ``rows`` maps names of parameters, and
+    their aliases, to rows.
     """
-    has_map = any(panel.name == "parameters" for panel in panels)
+    has_map = "parameters" in drawn
     step = evidence.step if evidence.step is not None else finding.subject.step
     path = evidence.path.strip("/")
     series, column, parameter = _series(path)
@@ -45,7 +50,7 @@ def place_of(
         named = rows.get(path.split("/", 2)[-1], row)
         return Place("parameters", named, None, step)
     best = max(((_match(path, panel), panel.name) for panel in panels), default=(0, ""))
-    return Place(best[1], row, None, step) if best[0] else None
+    return Place(best[1], row, None, step) if best[0] and best[1] in drawn else None
 
 
 def _series(path: str) -> tuple[str | None, str | None, str | None]:

@@ -75,6 +75,8 @@ class Source:
         ``otherwise`` is said where the run holds no word about it.
         """
         for event in self.run.events("unmeasured"):
+            if event.payload.get("parameters"):
+                continue  # the reason of those parameters, not of the whole
             what = str(event.payload.get("what", ""))
             if what in subjects or what.removeprefix("series/").removeprefix("scalars/") in subjects:
                 reason = str(event.payload.get("reason", "")).strip()

@@ -11,18 +11,22 @@ from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from backlight.records import Finding, Severity
 from backlight.report.source import Source
-from backlight.report.text import count, listed, visible
+from backlight.report.text import count, listed, number, visible
 from backlight.report.verdict import Outcome, by_severity, measurements, outcome, where
 from backlight.store.reader import Run
 
 ALIKE = 3
 """Findings of one rule that are printed in full; the rest of them is counted."""
+
+EVIDENCE = 2
+"""Measurements that are printed of one finding; the report shows all of them."""
+
+LABEL = 10
+"""Columns for a label."""
 
 _STYLES = {
     Severity.ERROR: ("✕", "error", "bold red"),
@@ -48,10 +52,11 @@ def print_summary(
 
 def _print(said: Outcome, run: Run, findings: Sequence[Finding], console: Console) -> None:
     glyph = {"error": "✕", "warning": "!", "info": "i", "clear": "✓"}.get(said.tone, "?")
-    head = Text.assemble((f"{glyph} {said.headline}", f"bold {_TONES[said.tone]}"))
-    name = visible(run.name) or "unnamed run"
-    console.print(Text.assemble((name, "bold"), f"  {run.status.value}  ", (said.status, "dim")))
-    console.print(head, Text(said.detail), sep="  ")
+    console.print(Text(visible(run.name) or "unnamed run", "bold"))
+    console.print(
+        Text.assemble((f"{glyph} {said.headline}.", f"bold {_TONES[said.tone]}"), f" {said.detail}")
+    )
+    console.print(Text(" · ".join(part for part in (run.status.value, said.status) if part), "dim"))
     for loss in said.losses:
         console.print(Text(f"Lost: {loss}", "yellow"))
     console.print()
@@ -78,36 +83,38 @@ def _together(findings: Sequence[Finding]) -> list[Finding]:
 
 def _print_finding(finding: Finding, console: Console) -> None:
     glyph, word, style = _STYLES[finding.severity]
-    head = Text.assemble((f"{glyph} {word}", style), ("  " + visible(finding.rule).replace("_", " "), "dim"))
-    rows = Table.grid(padding=(0, 1), expand=False)
-    rows.add_column(width=9, style="dim", no_wrap=True)
-    rows.add_column(overflow="fold", ratio=1)
-    place = "  ".join(
-        value if label in {"parameter", "module"} else f"{label} {value}" for label, value in where(finding)
-    )
+    rule = visible(finding.rule).replace("_", " ")
+    console.print(Text.assemble((f"{glyph} {word}", style), (f"  {rule}", "dim")))
+    _print_row("", Text(visible(finding.claim), "bold"), console)
+    place = [v if label in {"parameter", "module"} else f"{label} {v}" for label, v in where(finding)]
     if place:
-        rows.add_row("where", Text(place))
-    for path, step, value in measurements(finding)[:ALIKE]:
+        _print_row("where", Text("  ".join(place)), console)
+    for path, step, value in measurements(finding)[:EVIDENCE]:
         at = f" at step {step}" if step else ""
-        rows.add_row("evidence", Text.assemble(path, (f"{at}{' = ' if value else ''}{value}", "bold")))
-    rows.add_row("check", Text(visible(finding.next_check)))
+        _print_row("evidence", Text.assemble(path, (f"{at}{' = ' if value else ''}{value}", "bold")), console)
+    _print_row("check", Text(visible(finding.next_check)), console)
     if finding.overridden:
-        changed = ", ".join(f"{visible(name)} = {value:g}" for name, value in finding.overridden.items())
-        rows.add_row("override", Text(changed))
-    console.print(head)
-    console.print(Padding(Text(visible(finding.claim), "bold", overflow="fold"), (0, 0, 0, 2)))
-    console.print(Padding(rows, (0, 0, 0, 2)))
+        changed = ", ".join(
+            f"{visible(name)} = {number(value)}" for name, value in finding.overridden.items()
+        )
+        _print_row("override", Text(changed), console)
     console.print()
 
 
 def _print_unmeasured(said: Outcome, console: Console) -> None:
     if not said.unmeasured:
         return
-    rows = Table.grid(padding=(0, 1), expand=False)
-    rows.add_column(overflow="fold", max_width=24)
-    rows.add_column(overflow="fold", ratio=1)
+    console.print(Text("Not measured", "bold"))
     for item in said.unmeasured:
         names = f": {listed(item.names)}" if item.names else ""
-        rows.add_row(Text(item.what), Text(f"{item.reason}{names}"))
-    console.print(Text("Not measured", "bold"))
-    console.print(Padding(rows, (0, 0, 1, 2)))
+        _print_row("", Text.assemble((item.what, "bold"), f" {item.reason}{names}"), console)
+    console.print()
+
+
+def _print_row(label: str, text: Text, console: Console) -> None:
+    """Print ``text`` behind a label, wrapped and indented to it, without blanks at the ends of lines."""
+    indent = 2 + (LABEL if label else 0)
+    for place, line in enumerate(text.wrap(console, max(20, console.width - indent), overflow="fold")):
+        line.rstrip()
+        head = f"  {label:<{LABEL}}" if label and place == 0 else " " * indent
+        console.print(Text.assemble((head, "dim"), line), no_wrap=True, overflow="ignore")

@@ -71,6 +71,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
 
 
+def score(value: float) -> str:
+    """Return a score between 0 and 1 that is 1 only where it is exactly that."""
+    return "> 0.999" if 0.9995 <= value < 1 else number(value, 3)
+
+
 def count(amount: int, one: str, many: str = "") -> str:
     """Return ``1 step`` or ``12,345 steps``."""
     return f"{amount:,} {one if amount == 1 else many or one + 's'}"

@@ -7,7 +7,7 @@ import numpy as np
 from backlight.report.charts import Axis, Line, chart, spans_decades
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import number
+from backlight.report.text import number, score
 
 
 @panel(
@@ -27,8 +27,8 @@ def health(source: Source) -> Drawn | NotMeasured:
         lines.append(Line("health", steps, values, tone="health", gaps=True))
         worst = int(np.nanargmin(values))
         at = "" if values[worst] == np.nanmax(values) else f" at step {number(int(steps[worst]))}"
-        facts.append(Fact("lowest health", number(values[worst], 3) + at))
-        facts.append(Fact("health at the end", number(float(values[scored][-1]), 3)))
+        facts.append(Fact("lowest health", score(values[worst]) + at))
+        facts.append(Fact("health at the end", score(values[scored][-1])))
         if not scored.all():
             remarks.append(f"Health was not measured at {number(int((~scored).sum()))} of the steps.")
     else:

@@ -1,0 +1,461 @@
+"""The page in headless Chromium: it draws, it answers, it asks the network for nothing, it obeys no name."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from selenium import webdriver
+from selenium.common.exceptions import TimeoutException
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+from synthetic import Plan, finding, health_of, write_run
+
+from backlight.records import Evidence, Finding, Made, Severity
+from backlight.report.page import write_report
+from backlight.report.text import number
+from backlight.store.reader import Run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMEDRIVER = shutil.which("chromedriver")
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        not (CHROMIUM and CHROMEDRIVER),
+        reason="no Chromium with its driver here: apt-get install chromium-driver",
+    ),
+]
+
+HOSTILE = "</script><img src=x onerror=document.title='owned'>"
+FLAGS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --window-size=1280,900 --force-device-scale-factor=1"
+)
+PLAN = Plan(
+    steps=300,
+    nan_step=210,
+    spike_step=77,
+    vanishing_rows=(3, 4),
+    dead_row=25,
+    unmeasured={7: "frozen"},
+    clip=0.02,
+    scaler=True,
+    histogram=True,
+    phases=True,
+    user={"accuracy": 0.9, "test_loss": 2.0},
+    name="browser run",
+)
+
+Open = Callable[[Path], webdriver.Chrome]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM or ""
+    for flag in FLAGS.split():
+        options.add_argument(flag)
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
+    driver.set_script_timeout(20)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def show(browser: webdriver.Chrome) -> Iterator[Open]:
+    """Open a page and wait until it says that it is ready; at the end the console must be silent."""
+
+    def scheme(name: str) -> None:
+        media = {"features": [{"name": "prefers-color-scheme", "value": name}]}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+    def opened(path: Path) -> webdriver.Chrome:
+        browser.get_log("browser")
+        browser.get_log("performance")
+        browser.get(path.as_uri())
+        wait(browser, lambda d: d.execute_script("return document.documentElement.dataset.ready") == "yes")
+        return browser
+
+    scheme("light")
+    yield opened
+    browser.execute_script("try { localStorage.clear() } catch {}")
+    complaints = [entry["message"] for entry in browser.get_log("browser")]
+    assert complaints == []
+
+
+def wait(driver: webdriver.Chrome, until: Callable[[webdriver.Chrome], Any], seconds: float = 15) -> Any:
+    try:
+        return WebDriverWait(driver, seconds, 0.05).until(until)
+    except TimeoutException:
+        raise AssertionError(
+            f"the page did not get there; its console: {driver.get_log('browser')}"
+        ) from None
+
+
+def findings(run: Run) -> list[Finding]:
+    names = [parameter.name for parameter in run.parameters()]
+    vanishing = Evidence(f"series/gradient/rms/{names[3]}", 150, 1e-9, "gradient")
+    clip, dump = Evidence("scalars/clip/factor", 120), Evidence("evidence/dump.txt")
+
+    def about(rule: str, severity: Severity, evidence: Evidence) -> Finding:
+        return finding(names[3], 150, rule=rule, severity=severity, evidence=(evidence,), made=Made.READER)
+
+    return [
+        finding(names[10], 210),
+        about("vanishing", Severity.WARNING, vanishing),
+        about("clip", Severity.INFO, clip),
+        about("dump", Severity.INFO, dump),
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return write_run(tmp_path_factory.mktemp("browser") / "run", PLAN)
+
+
+@pytest.fixture(scope="module")
+def page(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("page") / "report.html"
+    return write_report(run, findings(run), target, health=health_of(run))
+
+
+def cells(driver: webdriver.Chrome, selector: str = "#heat-map .grid-map") -> np.ndarray:
+    """Return the pixels [H, W, 4] of a canvas, read from a copy."""
+    size, data = driver.execute_script(
+        "const c = document.querySelector(arguments[0]);"
+        "const copy = new OffscreenCanvas(c.width, c.height).getContext('2d', {willReadFrequently: true});"
+        "copy.drawImage(c, 0, 0);"
+        "const d = copy.getImageData(0, 0, c.width, c.height).data;"
+        "let text = ''; for (let i = 0; i < d.length; i += 1) text += String.fromCharCode(d[i]);"
+        "return [[c.height, c.width, 4], btoa(text)];",
+        selector,
+    )
+    return np.frombuffer(base64.b64decode(data), np.uint8).reshape(size)
+
+
+def colour(driver: webdriver.Chrome, name: str) -> list[int]:
+    text = driver.execute_script(
+        "return getComputedStyle(document.documentElement).getPropertyValue(arguments[0]).trim()", f"--{name}"
+    )
+    return [int(text[i : i + 2], 16) for i in (1, 3, 5)]
+
+
+def share_of(pixels: np.ndarray, wanted: list[int]) -> float:
+    return float((pixels[..., :3] == wanted).all(axis=-1).mean())
+
+
+def test_it_opens_quietly_and_asks_for_nothing(show: Open, page: Path) -> None:
+    driver = show(page)
+    asked = [
+        json.loads(entry["message"])["message"]["params"]["request"]["url"]
+        for entry in driver.get_log("performance")
+        if '"Network.requestWillBeSent"' in entry["message"]
+    ]
+    assert asked
+    assert {url.split(":")[0] for url in asked} == {"file"}
+    assert len(asked) == 1
+    assert driver.find_element(By.TAG_NAME, "h1").text == "1 error, 1 warning, 2 notes"
+    assert driver.title == "browser run · backlight"
+
+
+def test_every_panel_with_data_is_drawn(show: Open, page: Path) -> None:
+    driver = show(page)
+    empty = driver.execute_script(
+        "return [...document.querySelectorAll('.panel-body')].filter((b) => !b.children.length).length"
+    )
+    assert empty == 0
+    charts = driver.execute_script(
+        "return [...document.querySelectorAll('.uplot canvas')].map((c) => {"
+        "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+        "let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n; })"
+    )
+    assert len(charts) == 12
+    assert min(charts) > 500
+    narrow = driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    assert narrow
+
+
+def test_the_heat_map_tells_values_zeros_gaps_and_nan_apart(show: Open, page: Path) -> None:
+    driver = show(page)
+    pixels = cells(driver)
+    assert share_of(pixels, colour(driver, "cell-broken")) > 0.05
+    assert share_of(pixels, colour(driver, "cell-zero")) > 0.005
+    assert share_of(pixels, colour(driver, "cell-hatch")) > 0.001
+    assert len(np.unique(pixels[..., :3].reshape(-1, 3), axis=0)) > 60
+    legend = driver.find_element(By.CSS_SELECTOR, ".map-legend").text
+    assert {"not measured", "exactly zero", "NaN or Inf"} <= set(legend.splitlines())
+
+
+def test_other_columns_have_other_colours(show: Open, page: Path) -> None:
+    driver = show(page)
+    before = cells(driver)
+    options = driver.find_elements(By.CSS_SELECTOR, "#column option")
+    assert [o.text for o in options] == ["rms", "largest |g|", "zeros", "NaN and Inf", "update / weight"]
+    for option in options[1:]:
+        option.click()
+        wait(driver, lambda d, before=before: not np.array_equal(cells(d), before))
+        before = cells(driver)
+
+
+def test_a_click_on_a_finding_goes_to_its_evidence(show: Open, page: Path) -> None:
+    driver = show(page)
+    section = driver.find_element(By.ID, "panel-parameters")
+    assert driver.execute_script("return arguments[0].getBoundingClientRect().top", section) > 900
+    driver.find_element(By.CSS_SELECTOR, ".finding.warning a.claim").click()
+    wait(
+        driver,
+        lambda d: 0 <= d.execute_script("return arguments[0].getBoundingClientRect().top", section) < 200,
+    )
+    assert driver.find_element(By.CSS_SELECTOR, ".range").text.startswith("steps 140 to 160")
+    assert driver.find_element(By.CSS_SELECTOR, ".detail h3").text == "blocks.0.attn.qkv.weight"
+    chosen = driver.find_element(By.CSS_SELECTOR, "#roster tr.chosen")
+    assert chosen.get_attribute("data-row") == "3"
+    assert driver.switch_to.active_element == section
+
+
+def test_evidence_chooses_its_column_and_a_scalar_its_chart(show: Open, page: Path) -> None:
+    driver = show(page)
+    driver.find_element(By.CSS_SELECTOR, ".finding.error .path").click()
+    column = driver.find_element(By.ID, "column")
+    wait(driver, lambda _: column.get_attribute("value") == "non_finite")
+    driver.execute_script("scrollTo(0, 0)")
+    driver.find_element(By.LINK_TEXT, "scalars/clip/factor").click()
+    section = driver.find_element(By.ID, "panel-clipping")
+    wait(
+        driver,
+        lambda d: 0 <= d.execute_script("return arguments[0].getBoundingClientRect().top", section) < 300,
+    )
+    assert driver.find_element(By.CSS_SELECTOR, ".range").text.startswith("steps 110 to 130")
+    assert not driver.find_elements(By.LINK_TEXT, "evidence/dump.txt")
+
+
+def test_the_tooltip_holds_the_exact_value(show: Open, page: Path, run: Run) -> None:
+    driver = show(page)
+    canvas = driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].focus()", canvas)
+    canvas.send_keys(*([Keys.ARROW_DOWN] * 2), *([Keys.ARROW_RIGHT] * 5))
+    tip = driver.find_element(By.CSS_SELECTOR, "#heat-map .tip").text
+    frame = run.frame("gradient", "rms")
+    value = frame.values[5, 2]
+    assert tip.splitlines()[0] == frame.names[2]
+    assert "step 5" in tip
+    shown = float(tip.splitlines()[-1])
+    # The map of this run is quantised: three digits are shown.
+    assert shown == pytest.approx(value, rel=6e-3)
+    canvas.send_keys(Keys.ENTER)
+    wait(driver, lambda d: d.find_element(By.CSS_SELECTOR, ".detail h3").text == frame.names[2])
+
+
+def test_a_small_run_shows_what_was_recorded_to_six_digits(show: Open, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=12, blocks=1))
+    driver = show(write_report(run, [], tmp_path / "report.html"))
+    canvas = driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].focus()", canvas)
+    canvas.send_keys(*([Keys.ARROW_DOWN] * 4), *([Keys.ARROW_RIGHT] * 7))
+    tip = driver.find_element(By.CSS_SELECTOR, "#heat-map .tip").text
+    assert tip.splitlines()[-1] == number(float(run.frame("gradient", "rms").values[7, 4]), 6)
+
+
+def test_search_limits_map_and_table(show: Open, page: Path, run: Run) -> None:
+    driver = show(page)
+    search = driver.find_element(By.ID, "search")
+    before = driver.execute_script("return document.querySelector('#heat-map canvas').height")
+    search.send_keys("qkv blocks.2")
+    wanted = [p.name for p in run.parameters() if "qkv" in p.name and "blocks.2" in p.name]
+    wait(driver, lambda d: len(d.find_elements(By.CSS_SELECTOR, "#roster tbody tr")) == len(wanted))
+    names = [cell.text for cell in driver.find_elements(By.CSS_SELECTOR, "#roster tbody th")]
+    assert names == wanted
+    assert driver.find_element(By.CSS_SELECTOR, ".found").text == f"{len(wanted)} of 51"
+    assert driver.execute_script("return document.querySelector('#heat-map canvas').height") < before
+    search.send_keys(Keys.ENTER)
+    wait(driver, lambda d: d.find_element(By.CSS_SELECTOR, ".detail h3").text == wanted[0])
+    search.clear()
+    search.send_keys("no such parameter")
+    wait(driver, lambda d: d.find_element(By.ID, "panel-parameters").text.count("No parameter matches") == 1)
+    search.clear()
+    search.send_keys("head.weight")
+    wait(driver, lambda d: d.find_element(By.CSS_SELECTOR, "#roster tbody th").text == "embed.weight")
+
+
+def test_the_table_sorts_and_keeps_the_unmeasured_last(show: Open, page: Path) -> None:
+    driver = show(page)
+    head = next(h for h in driver.find_elements(By.CSS_SELECTOR, "#roster thead th") if "median" in h.text)
+    for direction in ("descending", "ascending"):
+        driver.execute_script("arguments[0].click()", head.find_element(By.TAG_NAME, "button"))
+        assert head.get_attribute("aria-sort") == direction
+        rows = driver.find_elements(By.CSS_SELECTOR, "#roster tbody tr")
+        column = [row.find_elements(By.TAG_NAME, "td")[3].text for row in rows]
+        assert column[-1] == "\N{EN DASH}"
+        values = [float(text) for text in column[:-1]]
+        assert values == sorted(values, reverse=direction == "descending")
+
+
+def test_a_drag_zooms_every_chart_and_a_double_click_shows_everything(show: Open, page: Path) -> None:
+    driver = show(page)
+    over = driver.find_element(By.CSS_SELECTOR, "#panel-total_norm .u-over")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
+    map_before = cells(driver)
+    drag = ActionChains(driver).move_to_element_with_offset(over, -100, 0).click_and_hold()
+    drag.move_by_offset(150, 5).release().perform()
+    reset = driver.find_element(By.CSS_SELECTOR, ".range")
+    wait(driver, lambda _: reset.is_displayed())
+    assert reset.text.startswith("steps 1")
+    assert not np.array_equal(cells(driver), map_before)
+    reset.click()
+    wait(driver, lambda _: not reset.is_displayed())
+    assert np.array_equal(cells(driver), map_before)
+
+
+def test_dark_follows_the_system_and_the_button(show: Open, browser: webdriver.Chrome, page: Path) -> None:
+    media = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    driver = show(page)
+    ground = "return getComputedStyle(document.body).backgroundColor"
+    assert driver.execute_script(ground) == "rgb(14, 17, 22)"
+    dark_cells = cells(driver)
+    driver.find_element(By.CSS_SELECTOR, ".theme").click()
+    assert driver.execute_script(ground) == "rgb(244, 245, 247)"
+    assert not np.array_equal(cells(driver), dark_cells)
+    assert driver.find_element(By.CSS_SELECTOR, ".theme").text == "Dark"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_contrast(show: Open, browser: webdriver.Chrome, page: Path, theme: str) -> None:
+    media = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    driver = show(page)
+
+    def light(name: str) -> float:
+        linear = [
+            (c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour(driver, name)
+        ]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(front: str, back: str) -> float:
+        high, low = sorted((light(front), light(back)), reverse=True)
+        return (high + 0.05) / (low + 0.05)
+
+    for front in ("ink", "ink-soft", "ink-faint", "accent", "error", "warning", "info", "clear"):
+        assert contrast(front, "card") >= 4.5, front
+    for front in ("error", "warning", "info", "clear", "void"):
+        assert contrast(front, f"{front}-soft") >= 4.5, front
+    for front in (
+        "tone-first",
+        "tone-second",
+        "tone-third",
+        "tone-fourth",
+        "tone-loss",
+        "tone-health",
+        "tone-limit",
+    ):
+        assert contrast(front, "card") >= 3, front
+
+
+def test_everything_that_can_be_operated_has_a_name(show: Open, page: Path) -> None:
+    driver = show(page)
+    nameless = driver.execute_script("""
+        const named = (e) => e.textContent.trim() || e.getAttribute("aria-label") || e.labels?.length;
+        const operated = [...document.querySelectorAll('button, a, input, select, [tabindex="0"]')];
+        return operated.filter((e) => e.offsetParent && !named(e)).map((e) => e.outerHTML);
+    """)
+    assert nameless == []
+
+
+def test_a_narrow_screen_scrolls_only_downwards(show: Open, browser: webdriver.Chrome, page: Path) -> None:
+    phone = {"width": 390, "height": 800, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        driver = show(page)
+        width = driver.execute_script("return document.documentElement.scrollWidth")
+        assert width <= 390
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_hostile_names_are_text_and_nothing_runs(show: Open, tmp_path: Path) -> None:
+    plan = Plan(
+        steps=20,
+        name=HOSTILE,
+        rename={3: HOSTILE},
+        unmeasured={3: HOSTILE},
+        user={HOSTILE: 1.0},
+        phases=True,
+    )
+    run = write_run(tmp_path / "run", plan)
+    evidence = (Evidence(f"series/gradient/rms/{HOSTILE}", 2, HOSTILE, HOSTILE),)
+    bad = finding(
+        HOSTILE, 2, claim=HOSTILE, next_check=HOSTILE, refuted_if=HOSTILE, rule=HOSTILE, evidence=evidence
+    )
+    driver = show(write_report(run, [bad], tmp_path / "report.html", health=health_of(run)))
+    assert driver.find_elements(By.TAG_NAME, "img") == []
+    assert len(driver.find_elements(By.TAG_NAME, "script")) == 3
+    assert driver.title == f"{HOSTILE} · backlight"
+    assert driver.find_element(By.CSS_SELECTOR, ".finding h3").text == HOSTILE
+    driver.find_element(By.CSS_SELECTOR, ".finding a.claim").click()
+    assert driver.find_element(By.CSS_SELECTOR, ".detail h3").text == HOSTILE
+    canvas = driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over")
+    canvas.send_keys(Keys.ARROW_DOWN)
+    assert driver.find_elements(By.TAG_NAME, "img") == []
+
+
+def test_the_policy_stops_a_script_that_got_in_all_the_same(show: Open, tmp_path: Path, run: Run) -> None:
+    target = write_report(run, [], tmp_path / "report.html")
+    text = target.read_text().replace("</body>", "<script>document.title = 'owned'</script></body>")
+    target.write_text(text)
+    driver = show(target)
+    assert driver.title != "owned"
+    (complaint,) = driver.get_log("browser")
+    assert "Content Security Policy" in complaint["message"]
+
+
+def test_a_run_without_anything_says_so_and_draws_no_empty_chart(show: Open, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=5, gradients=False, updates=False))
+    driver = show(write_report(run, [], tmp_path / "report.html"))
+    assert driver.find_element(By.TAG_NAME, "h1").text == "Nothing was measured"
+    assert "No optimizer step was seen" in driver.find_element(By.CSS_SELECTOR, ".verdict").text
+    assert "Exponent histogram" in driver.find_element(By.ID, "not-measured").text
+    assert driver.find_elements(By.ID, "heat-map") == []
+    charts = driver.find_elements(By.CSS_SELECTOR, ".uplot")
+    assert len(charts) == 2
+
+
+def test_many_findings_of_one_rule_are_folded(show: Open, tmp_path: Path, run: Run) -> None:
+    alike = [finding(parameter.name, i) for i, parameter in enumerate(run.parameters())]
+    driver = show(write_report(run, alike, tmp_path / "report.html"))
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".finding")) == 3
+    driver.find_element(By.XPATH, "//button[contains(., 'Show 48 more')]").click()
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".finding")) == 51
+
+
+def test_numbers_are_written_as_in_the_terminal(show: Open, page: Path) -> None:
+    driver = show(page)
+    words = (Path(__file__).parents[2] / "src/backlight/report/assets/words.js").read_text()
+    values = [
+        0,
+        1,
+        12345,
+        12345.5,
+        0.0123456,
+        1.2e-9,
+        3e20,
+        -0.5,
+        99999.5,
+        0.001,
+        123456789.0,
+        1e-3 / 3,
+        9.9996,
+    ]
+    shown = driver.execute_script(f"{words}; return arguments[0].map((value) => number(value));", values)
+    assert shown == [number(float(value)) for value in values]

@@ -1,0 +1,93 @@
+"""Arrays come back as they went in; text cannot leave its script element."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from backlight.report.encoding import PRECISION, pack, pack_log, pack_share, script_json
+
+
+def unpack(node: dict[str, Any]) -> np.ndarray:
+    """Read a packed array in the way of ``assets/data.js``."""
+    width = np.dtype(node["type"]).itemsize
+    grouped = np.frombuffer(zlib.decompress(base64.b64decode(node["data"])), np.uint8)
+    plain = grouped.reshape(width, -1).T.tobytes()
+    codes = np.frombuffer(plain, f"<{node['type']}").reshape(node["shape"])
+    if node.get("scale") == "share":
+        return np.where(codes == 0, np.nan, (codes.astype(np.float64) - 1) / 65000)
+    if node.get("scale") == "log":
+        with np.errstate(over="ignore"):
+            values = 2 ** (node["low"] + (codes.astype(np.float64) - 2) * node["step"])
+        return np.select([codes == 0, codes == 1, codes == 65535], [np.nan, 0.0, np.inf], values)
+    return codes
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.uint16, np.int32, np.uint8, np.bool_])
+def test_an_array_survives_exactly(dtype: type) -> None:
+    array = np.random.default_rng(0).uniform(0, 200, (5, 7)).astype(dtype)
+    assert np.array_equal(unpack(pack(array)), array)
+
+
+def test_nan_infinity_and_long_integers_survive() -> None:
+    odd = np.array([np.nan, np.inf, -np.inf, 5e-324])
+    assert np.array_equal(unpack(pack(odd)), odd, equal_nan=True)
+    long = np.array([0, 2**40, -(2**53)])
+    assert np.array_equal(unpack(pack(long)), long)
+
+
+def test_an_array_of_strings_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"cannot put an array of <U1 into the page"):
+        pack(np.array(["a"]))
+
+
+@given(
+    hnp.arrays(
+        np.float64,
+        st.integers(1, 40),
+        elements=st.one_of(
+            st.floats(1e-30, 1e30), st.sampled_from([0.0, float("nan"), float("inf"), 1e-38, 3e38])
+        ),
+    )
+)
+def test_logarithms_are_as_precise_as_the_page_says(values: np.ndarray) -> None:
+    back = unpack(pack_log(values))
+    regular = np.isfinite(values) & (values > 0)
+    assert np.array_equal(back[~regular], values[~regular], equal_nan=True)
+    assert (np.abs(back[regular] / values[regular] - 1) <= PRECISION * (1 + 1e-9)).all()
+
+
+def test_the_whole_range_of_float64_still_fits() -> None:
+    values = np.array([5e-324, 1e-200, 1.0, 1e200, 1.7e308])
+    back = unpack(pack_log(values))
+    assert np.allclose(np.log2(back), np.log2(values), atol=0.02)
+
+
+@given(hnp.arrays(np.float64, st.integers(1, 40), elements=st.floats(0, 1)))
+def test_a_share_is_0_or_1_only_where_it_was(values: np.ndarray) -> None:
+    back = unpack(pack_share(values))
+    assert np.array_equal(back == 0, values == 0)
+    assert np.array_equal(back == 1, values == 1)
+    assert np.abs(back - values).max() <= 1 / 65000
+
+
+@given(st.text())
+def test_no_text_ends_its_script_element(text: str) -> None:
+    written = script_json({"name": text + "</script><!--<img src=x>&amp;"})
+    assert not set("<>&") & set(written)
+    assert written.isascii()
+    assert json.loads(written)["name"].startswith(text)
+
+
+def test_numbers_that_json_has_not_are_sent_by_name() -> None:
+    assert json.loads(script_json({"a": [float("nan"), float("inf"), -float("inf"), np.float64(1)]})) == {
+        "a": ["NaN", "inf", "-inf", 1.0]
+    }

@@ -1,0 +1,212 @@
+"""The page as a file: whole, offline, locked, without torch, and hostile names inert."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import Plan, finding, health_of, write_run
+
+from backlight.report.page import render_page, write_report
+from backlight.report.source import Source
+
+HOSTILE = "</script><img src=x onerror=window.owned=1><!--"
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes, and the text of those that hold code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.content: dict[str, list[str]] = {"script": [], "style": [], "title": []}
+        self._open = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._open = tag
+        if tag in self.content:
+            self.content[tag].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._open in self.content:
+            self.content[self._open][-1] += data
+
+
+def parsed(text: str) -> Elements:
+    elements = Elements()
+    elements.feed(text)
+    return elements
+
+
+def model_of(text: str) -> Any:
+    return json.loads(parsed(text).content["script"][0])
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = write_run(tmp_path_factory.mktemp("page") / "run", Plan(steps=30, nan_step=20))
+    return render_page(Source(run, (finding("blocks.0.mlp.up.bias", 20),), health_of(run)))
+
+
+def test_the_policy_allows_exactly_what_is_in_the_page(page: str) -> None:
+    elements = parsed(page)
+    policy = next(a["content"] for _, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert "http" not in policy
+
+    def allowed(content: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+    data, library, program = elements.content["script"]
+    assert f"script-src {allowed(library)} {allowed(program)};" in policy
+    assert allowed(data) not in policy
+    assert f"style-src {allowed(elements.content['style'][0])};" in policy
+
+
+def test_the_page_asks_for_nothing_from_anywhere(page: str) -> None:
+    elements = parsed(page)
+    assert {tag for tag, _ in elements.found} <= {
+        "html", "head", "meta", "title", "style", "body", "noscript", "code", "script",
+    }  # fmt: skip
+    for _, attributes in elements.found:
+        assert not {"src", "href", "srcset", "style"} & set(attributes)
+        assert not [name for name in attributes if name.startswith("on")]
+    css = elements.content["style"][0]
+    assert "url(" not in css
+    assert "@import" not in css
+    code = "".join(elements.content["script"][1:])
+    for way_out in ("fetch(", "XMLHttpRequest", "WebSocket", "sendBeacon", "import(", "innerHTML", "eval("):
+        assert way_out not in code
+
+
+def test_the_verdict_holds_the_finding_with_its_place(page: str) -> None:
+    model = model_of(page)
+    assert model["verdict"]["headline"] == "1 error"
+    (shown,) = model["findings"]
+    assert shown["made"] == "live"
+    assert shown["evidence"][0]["place"] == {
+        "panel": "parameters", "row": 10, "column": "non_finite", "step": 20,
+    }  # fmt: skip
+    assert shown["evidence"][1]["value"] == "nan"
+    assert shown["refuted"].startswith("the same step")
+
+
+def test_hostile_names_stay_inside_their_strings(tmp_path: Path) -> None:
+    plan = Plan(steps=8, name=HOSTILE, rename={3: HOSTILE, 5: "\u202e\x00"}, user={HOSTILE: 1.0})
+    run = write_run(tmp_path / "run", plan)
+    text = render_page(Source(run, (finding(HOSTILE, 2, claim=HOSTILE, next_check=HOSTILE),)))
+    elements = parsed(text)
+    assert [tag for tag, _ in elements.found].count("script") == 3
+    assert "img" not in [tag for tag, _ in elements.found]
+    assert elements.content["title"][0].startswith(HOSTILE)
+    model = model_of(text)
+    assert model["parameters"][3]["name"] == HOSTILE
+    assert model["parameters"][5]["name"] == "\\u202e\\x00"
+    assert model["findings"][0]["claim"] == HOSTILE
+
+
+def test_panels_without_data_are_named_with_their_reason(page: str) -> None:
+    gaps = {
+        gap["reason"]: [w["text"] for w in gap["what"]] for gap in model_of(page)["verdict"]["unmeasured"]
+    }
+    assert gaps["No clipping was seen in this run."] == ["Clipping"]
+    assert gaps["It is recorded on request: backlight run --histogram."] == ["Exponent histogram"]
+    missing = [panel for panel in model_of(page)["panels"] if "missing" in panel]
+    assert missing
+    assert not [panel for panel in missing if "data" in panel]
+
+
+def test_what_has_one_reason_stands_together(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=5, gradients=False, updates=False))
+    model = model_of(render_page(Source(run)))
+    gaps = {gap["reason"]: [w["text"] for w in gap["what"]] for gap in model["verdict"]["unmeasured"]}
+    assert gaps["no optimizer step was seen"] == [
+        "gradient", "Total gradient norm", "Parameters", "Distribution over depth",
+    ]  # fmt: skip
+    figures = {figure["label"]: figure["value"] for figure in model["verdict"]["figures"]}
+    assert figures["lowest health"] == "not measured"
+    assert figures["with NaN or Inf"] == "not measured"
+    assert figures["parameters measured"] == "0"
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=5))
+    target = tmp_path / "deep" / "report.html"
+    assert write_report(run, [], target) == target
+    before = target.read_text()
+
+    def full_disk(self: Path, *args: object, **more: object) -> int:
+        with self.open("w") as file:
+            file.write("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_report(run, [], target)
+    assert target.read_text() == before
+    assert [file.name for file in target.parent.iterdir()] == ["report.html"]
+
+
+def test_an_attempt_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=6, attempts=2))
+    with pytest.raises(ValueError, match=r"there is no attempt 5; the run has 0, 1"):
+        write_report(run, [], tmp_path / "report.html", attempt=5)
+    model = model_of(render_page(Source(run, attempt=1)))
+    assert model["attempts"] == []
+    assert model_of(render_page(Source(run)))["attempts"] == [3]
+
+
+def test_the_run_is_only_read(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=6))
+    before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    write_report(run, [], tmp_path / "report.html")
+    after = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    assert before == after
+
+
+def test_a_report_needs_no_torch(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", Plan(steps=6))
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from pathlib import Path\n"
+        "from backlight.store.reader import open_run\n"
+        "from backlight.report.page import write_report\n"
+        "from backlight.report.markdown import render_markdown\n"
+        "from backlight.report import terminal\n"
+        "run = open_run(sys.argv[1])\n"
+        "print(write_report(run, [], Path(sys.argv[2])).stat().st_size, len(render_markdown(run, [])))\n"
+    )
+    arguments = [sys.executable, "-c", program, str(tmp_path / "run"), str(tmp_path / "report.html")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    size, words = map(int, done.stdout.split())
+    assert size > 50_000
+    assert words > 100
+
+
+def test_a_long_run_stays_small(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=3000, blocks=2, histogram=True, phases=True, user={"a": 1}))
+    size = len(render_page(Source(run)))
+    assert size < 3_000_000
+
+
+def test_the_vendored_library_carries_its_licence() -> None:
+    vendor = Path(__file__).parents[2] / "src/backlight/report/vendor"
+    head = (vendor / "uPlot.iife.min.js").read_text()[:200]
+    assert re.search(r"https://github.com/leeoniya/uPlot \(v\d+\.\d+\.\d+\)", head)
+    assert "MIT" in (vendor / "LICENSE.uplot").read_text()

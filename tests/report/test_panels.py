@@ -1,0 +1,213 @@
+"""Every panel: found without a list, drawn from a run that has its series, and a reason where it has not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic import Plan, health_of, records, write_run
+
+from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
+from backlight.report.source import Source
+from backlight.report.text import duration
+
+FULL = Plan(
+    steps=120,
+    clip=0.02,
+    scaler=True,
+    histogram=True,
+    phases=True,
+    user={"accuracy": 0.9},
+    nan_step=90,
+    dead_row=25,
+    vanishing_rows=(3,),
+    unmeasured={7: "frozen"},
+)
+ALWAYS = {"events", "fingerprint", "thresholds", "learning_rates", "health"}
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    run = write_run(tmp_path_factory.mktemp("full") / "run", FULL)
+    return Source(run, health=health_of(run))
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    plan = Plan(steps=20, gradients=False, updates=False)
+    return Source(write_run(tmp_path_factory.mktemp("empty") / "run", plan))
+
+
+def drawn(source: Source, name: str) -> Drawn:
+    result = PANELS[name].render(source)
+    assert isinstance(result, Drawn), result
+    return result
+
+
+def facts(source: Source, name: str) -> dict[str, str]:
+    return {fact.label: fact.value for fact in drawn(source, name).facts}
+
+
+def test_panels_are_found_in_their_folder_and_have_an_order_of_their_own() -> None:
+    folder = Path(__file__).parents[2] / "src/backlight/report/panels"
+    files = {file.stem for file in folder.glob("*.py")} - {"__init__"}
+    assert {panel.name for panel in in_order()} == files
+    assert len({panel.order for panel in in_order()}) == len(files)
+    claimed = [series for panel in in_order() for series in panel.series]
+    assert len(claimed) == len(set(claimed))
+
+
+def test_a_kind_of_drawing_has_a_drawer(full: Source) -> None:
+    assets = Path(__file__).parents[2] / "src/backlight/report/assets/kinds"
+    known = "".join(file.read_text() for file in assets.glob("*.js"))
+    for panel in in_order():
+        assert f"KINDS.{drawn(full, panel.name).kind} = " in known
+
+
+@pytest.mark.parametrize("name", [panel.name for panel in in_order()])
+def test_every_panel_draws_a_run_that_has_everything(full: Source, name: str) -> None:
+    assert drawn(full, name).data
+
+
+@pytest.mark.parametrize("name", [panel.name for panel in in_order() if panel.name not in ALWAYS])
+def test_a_panel_without_data_says_why_and_draws_nothing(empty: Source, name: str) -> None:
+    result = PANELS[name].render(empty)
+    assert isinstance(result, NotMeasured)
+    assert result.reason.endswith(".")
+
+
+def test_the_reason_is_the_one_that_the_session_noted(empty: Source) -> None:
+    for name in ("parameters", "depth", "total_norm"):
+        result = PANELS[name].render(empty)
+        assert isinstance(result, NotMeasured)
+        assert result.reason == "No optimizer step was seen."
+    updates = PANELS["updates"].render(empty)
+    assert isinstance(updates, NotMeasured)
+    assert updates.reason == "The optimizer steps inside backward."
+
+
+def test_the_reason_of_one_parameter_is_not_that_of_the_series(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=3, unmeasured={2: "frozen"}))
+    assert Source(run).reason("gradient", otherwise="unknown") == "unknown"
+
+
+def test_health_that_was_not_measured_is_no_line(empty: Source) -> None:
+    result = drawn(empty, "health")
+    labels = [line["label"] for line in result.data["charts"][0]["lines"]]
+    assert labels == ["loss"]
+    assert result.remarks == ("Health was not measured. No optimizer step was seen.",)
+
+
+def test_health_with_holes_is_broken_where_it_was_not_measured(full: Source) -> None:
+    steps = np.arange(6)
+    values = np.array([1, 1, np.nan, np.nan, 0.5, 0.75])
+    result = drawn(Source(full.run, health=(steps, values)), "health")
+    line = result.data["charts"][0]["lines"][0]
+    assert line["gap"].tolist() == [2, 3]
+    assert line["odd"].tolist() == []
+    assert facts(Source(full.run, health=(steps, values)), "health")["lowest health"] == "0.5 at step 4"
+    assert result.remarks == ("Health was not measured at 2 of the steps.",)
+
+
+def test_a_loss_that_is_nan_is_marked_and_said(full: Source) -> None:
+    chart = drawn(full, "health").data["charts"][0]
+    loss = next(line for line in chart["lines"] if line["label"] == "loss")
+    assert chart["steps"][loss["odd"]].tolist() == list(range(91, 120))
+    assert facts(full, "health")["loss, first to last"].endswith(" to NaN")
+
+
+def test_total_norm_and_clipping_tell_how_often(full: Source) -> None:
+    assert facts(full, "total_norm")["not finite"] == "30 of 120 steps"
+    norm = full.run.scalar("total_norm").values
+    assert facts(full, "clipping")["active"].endswith(f"({int((norm > 0.02).sum()):,} of 120 steps)")
+    labels = [line["label"] for line in drawn(full, "total_norm").data["charts"][0]["lines"]]
+    assert labels == ["total norm", "clip limit"]
+
+
+def test_skipped_steps_are_marked(full: Source) -> None:
+    chart = drawn(full, "scaler").data["charts"][0]
+    assert [mark["label"] for mark in chart["marks"]] == ["skipped step"]
+    assert chart["marks"][0]["steps"].tolist() == [0, 20, 40, 60, 80, 100]
+
+
+def test_phases_add_up_and_show_the_slowest_step(full: Source) -> None:
+    data = drawn(full, "phases").data
+    stacked = sum(phase["seconds"] for phase in data["phases"])
+    assert np.allclose(stacked, data["slowest"])
+    first = sum(full.scalar(name).values[0] for name in full.scalar_names("phase"))
+    assert facts(full, "phases")["first step"] == duration(first)
+
+
+def test_the_table_holds_exact_figures(full: Source) -> None:
+    stats = drawn(full, "parameters").data["stats"]
+    frame = full.run.frame("gradient", "rms")
+    good = frame.values[:, 2]
+    assert stats["rms_median"][2] == np.sort(good)[round(0.5 * (len(good) - 1))]
+    assert stats["rms_max"][2] == good.max()
+    assert stats["rms_last"][2] == good[-1]
+    assert np.isnan(stats["rms_median"][7])
+    assert stats["measured"][7] == 0
+    assert np.isnan(stats["non_finite_sum"][7])
+    assert stats["rms_max"][25] == 0
+    total = full.run.frame("gradient", "non_finite").values[:, 10].sum()
+    assert stats["non_finite_sum"][10] == total > 0
+
+
+def test_unmeasured_zero_and_broken_cells_are_three_different_things(full: Source) -> None:
+    frames = full.frames
+    rms = frames.extremes["rms"]
+    assert (rms.measured[:, 7] == 0).all()
+    assert (rms.high[:89, 25] == 0).all()
+    assert (rms.measured[:, 25] == 1).all()
+    assert rms.broken[95, 10] == 1
+    assert np.isnan(rms.high[95, 10])
+
+
+def test_histogram_shares_add_up_to_one(full: Source) -> None:
+    data = drawn(full, "exponents").data
+    sums = data["all"]["share"].sum(axis=0)
+    assert np.allclose(sums, 1, atol=1e-5)
+    single = data["single"]["share"]
+    assert single.shape[0] == len(records(FULL))
+    assert np.isnan(single[7]).all()
+    assert np.isnan(single[25]).all()
+
+
+def test_equal_schedules_share_a_line(full: Source) -> None:
+    chart = drawn(full, "learning_rates").data["charts"][0]
+    assert [line["label"] for line in chart["lines"]] == ["optimizer 0, group 0"]
+
+
+def test_repeated_events_are_one_row(full: Source) -> None:
+    rows = drawn(full, "events").data["rows"]
+    skips = [row for row in rows if row["kind"] == "scaler_skip"]
+    assert [(row["step"], row["until"], row["times"]) for row in skips] == [(0, 100, 6)]
+    assert not [row for row in rows if row["kind"] == "unmeasured"]
+
+
+def test_thresholds_show_what_was_overridden(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=5, overrides={"health": {"vanishing_rms": 1e-9}}))
+    source = Source(run, thresholds={"health": {"vanishing_rms": 1e-9, "spike": 8.0}})
+    rows = {row["name"]: row for row in drawn(source, "thresholds").data["rows"]}
+    assert rows["vanishing_rms"]["changed"]
+    assert rows["vanishing_rms"]["value"] == "1e-9"
+    assert not rows["spike"]["changed"]
+
+
+def test_one_attempt_alone(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=60, attempts=2))
+    assert Source(run).frames.steps["gradient"].tolist() == list(range(60))
+    assert Source(run, attempt=1).frames.steps["gradient"].tolist() == list(range(30, 60))
+    assert len(Source(run, attempt=0).frames.buckets) == 30
+
+
+def test_a_long_run_is_reduced_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backlight.report.frames.CELLS", 51 * 60)
+    run = write_run(tmp_path / "run", Plan(steps=400, spike_row=20, spike_step=333))
+    result = drawn(Source(run), "parameters")
+    assert len(result.data["first"]) == 60
+    assert result.remarks[0].startswith("400 recorded steps are drawn as 60 ranges")
+    frames = Source(run).frames
+    top = run.frame("gradient", "rms").values[:, 20]
+    assert np.nanmax(frames.extremes["rms"].high[:, 20]) == top.max() == top[333]

@@ -1,0 +1,61 @@
+"""Evidence leads to the panel that shows it, and inside it to its parameter and step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from synthetic import finding
+
+from backlight.records import Evidence
+from backlight.report.panel import in_order
+from backlight.report.places import Place, place_of
+
+ROWS: Mapping[str, int] = {"a.weight": 4, "strange/name/with/slashes": 9, "head.weight": 0}
+
+
+def place(path: str, step: int | None = 7, without: tuple[str, ...] = ()) -> Place | None:
+    drawn = {panel.name for panel in in_order()} - set(without)
+    return place_of(Evidence(path, step), finding("a.weight", 3), in_order(), drawn, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("path", "panel", "row", "column"),
+    [
+        ("series/gradient/rms/a.weight", "parameters", 4, "rms"),
+        ("series/gradient/norm/a.weight", "parameters", 4, "rms"),
+        ("series/gradient/nan/a.weight", "parameters", 4, "non_finite"),
+        ("series/gradient/zeros/a.weight", "parameters", 4, "zero_share"),
+        ("series/gradient/max_abs/strange/name/with/slashes", "parameters", 9, "max_abs"),
+        ("series/update/ratio/head.weight", "parameters", 0, "ratio"),
+        ("parameters/group/a.weight", "parameters", 4, None),
+        ("series/histogram/b00/a.weight", "exponents", 4, None),
+        ("scalars/loss", "health", 4, None),
+        ("scalars/total_norm", "total_norm", 4, None),
+        ("scalars/clip/factor", "clipping", 4, None),
+        ("scalars/scaler/skipped", "scaler", 4, None),
+        ("scalars/lr/0/1", "learning_rates", 4, None),
+        ("scalars/phase/backward", "phases", 4, None),
+        ("scalars/test_accuracy", "user_scalars", 4, None),
+        ("events/scaler_skip", "scaler", 4, None),
+        ("events/warning", "events", 4, None),
+    ],
+)
+def test_a_path_has_its_place(path: str, panel: str, row: int, column: str | None) -> None:
+    assert place(path) == Place(panel, row, column, 7)
+
+
+def test_the_step_of_the_subject_stands_in() -> None:
+    found = place("scalars/loss", step=None)
+    assert found is not None
+    assert found.step == 3
+
+
+def test_what_the_page_does_not_show_is_no_link() -> None:
+    assert place("evidence/dump.txt") is None
+    assert place("groups/host") is None
+
+
+def test_a_panel_without_data_is_no_place_and_no_other_one_takes_over() -> None:
+    assert place("scalars/clip/factor", without=("clipping",)) is None
+    assert place("series/gradient/rms/a.weight", without=("parameters",)) is None

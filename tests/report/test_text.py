@@ -1,0 +1,87 @@
+"""Numbers in the length that they deserve, and hostile text that does nothing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backlight.report.text import count, duration, listed, number, percent, score, visible, with_unit
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0"),
+        (12345, "12,345"),
+        (12345.0, "12,345"),
+        (0.0123456, "0.01235"),
+        (1.2e-9, "1.2e-9"),
+        (123456.7, "123,457"),
+        (-0.5, "-0.5"),
+        (3.0e20, "3e20"),
+        (0.99999, "1"),
+        (float("nan"), "NaN"),
+        (float("inf"), "inf"),
+        (-float("inf"), "-inf"),
+        (None, "not measured"),
+    ],
+)
+def test_a_number_is_written_as_people_read_it(value: float | None, shown: str) -> None:
+    assert number(value) == shown
+
+
+@given(st.floats(-1e300, 1e300))
+def test_a_written_number_is_close_to_the_number(value: float) -> None:
+    assert float(number(value).replace(",", "")) == pytest.approx(value, rel=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [(0, "0 %"), (1e-5, "< 0.1 %"), (0.5, "50 %"), (0.1234, "12.3 %"), (0.99999, "> 99.9 %"), (1, "100 %")],
+)
+def test_a_share_is_all_or_nothing_only_where_it_is(share: float, shown: str) -> None:
+    assert percent(share) == shown
+
+
+def test_a_score_is_1_only_where_it_is() -> None:
+    assert [score(value) for value in (0.0, 0.25, 0.9999, 1.0)] == ["0", "0.25", "> 0.999", "1"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (2e-5, "20 \N{MICRO SIGN}s"),
+        (0.023, "23 ms"),
+        (9.5, "9.5 s"),
+        (192, "3 min 12 s"),
+        (7325, "2 h 2 min"),
+        (-1, "not known"),
+    ],
+)
+def test_a_duration_is_written_as_people_say_it(seconds: float, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_words_for_amounts() -> None:
+    assert count(1, "step") == "1 step"
+    assert count(2000, "process", "processes") == "2,000 processes"
+    assert listed(["a", "b", "c", "d"]) == "a, b, c and 1 more"
+    assert with_unit(0.5, "s") == "0.5 s"
+    assert with_unit(0.5, "gradient") == "0.5"
+    assert with_unit("nan", "1") == "nan"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain é 中", "plain é 中"),
+        ("\x1b[31mred", "\\x1b[31mred"),
+        ("two\nlines\r", "two\\nlines\\r"),
+        ("\u202eevil", "\\u202eevil"),
+        ("zero\u200bwidth", "zero\\u200bwidth"),
+        ("\udc80", "\\udc80"),
+    ],
+)
+def test_invisible_characters_are_seen(text: str, shown: str) -> None:
+    assert visible(text) == shown
