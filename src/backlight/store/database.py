@@ -171,7 +171,7 @@ class RankDatabase:
         except FileNotFoundError:
             same = False
         if not same:
-            raise VanishedError(f"{self.path}: was deleted or moved away while it was written")
+            raise VanishedError(f"{self.path.name} was deleted or moved away while it was written")
 
     def size(self) -> int:
         """Return the bytes of the file and its log."""

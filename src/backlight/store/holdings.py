@@ -41,7 +41,7 @@ def values(
                 continue
             for step, value in zip(stack.steps.tolist(), stack.values, strict=True):
                 if step not in mine or owner <= mine[step][0]:
-                    mine[step] = (owner, decoded(stack.info, value))
+                    mine[step] = (owner, decoded(stack.info, np.asarray(value)))
         merged.update({step + one.entry.step_offset: value for step, (_, value) in mine.items()})
     order = sorted(merged)
     return np.array(order, dtype=np.int64), [merged[step] for step in order]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -16,6 +18,9 @@ from backlight.store.pieces import parse_piece
 from backlight.store.ranks import RankFile
 from backlight.store.segments import current, parse_name
 from backlight.store.snapshot import Snapshot
+
+_DOCUMENT = re.compile(r"rank-(\d{5,9})\.json")
+_NAMED_RANKS = 16
 
 
 @dataclass(slots=True)
@@ -43,9 +48,11 @@ def open_attempt(path: Path, entry: AttemptEntry) -> OpenedAttempt:
     if not out.folder.is_dir():
         out.losses.append(f"attempt {entry.index}: its folder {out.folder.name} is missing")
         return out
-    found = {p.name: parsed for p in out.folder.iterdir() if (parsed := parse_name(p.name)) is not None}
+    children = sorted(p.name for p in out.folder.iterdir())
+    found = {name: parsed for name in children if (parsed := parse_name(name)) is not None}
+    documented = {int(match[1]) for name in children if (match := _DOCUMENT.fullmatch(name))}
     names = current((name, rank, first, last) for name, (rank, first, last) in found.items())
-    for rank in sorted({0, *(rank for rank, _, _ in found.values())}):
+    for rank in sorted({*documented, *(rank for rank, _, _ in found.values())}):
         _open_document(out, rank)
     for name in names:
         rank = found[name][0]
@@ -87,12 +94,10 @@ def _state_losses(out: OpenedAttempt) -> None:
     """Compare what each rank said of its files with what is there."""
     entry = out.entry
     present = {file.rank for file in out.files}
-    for rank in range(entry.world_size):
-        progress = out.progress.get(rank)
-        if progress is None:
-            if rank not in present:
-                out.losses.append(f"attempt {entry.index}: rank {rank} of {entry.world_size} left no file")
-            continue
+    missing = (rank for rank in range(entry.world_size) if rank not in present | set(out.progress))
+    for rank in itertools.islice(missing, _NAMED_RANKS):
+        out.losses.append(f"attempt {entry.index}: rank {rank} of {entry.world_size} left no file")
+    for rank, progress in sorted(out.progress.items()):
         out.losses += _said(entry, rank, progress)
         rows: dict[str, Mapping[str, int]] = {f.path.name: f.last for f in out.files if f.rank == rank}
         for name, stated in progress.files.items():

@@ -26,7 +26,7 @@ from backlight.store.arrays import ArrayWriter
 from backlight.store.attempt import Entry, Opening, database_name, enter_as_first, enter_as_further
 from backlight.store.batch import Batch
 from backlight.store.budget import DiskBudget
-from backlight.store.database import RankDatabase
+from backlight.store.database import RankDatabase, VanishedError
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.evidence import write_evidence
 from backlight.store.ledger import Ledger
@@ -392,7 +392,15 @@ class RunWriter:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - nothing that breaks here may break the training
-            self._lose(f"{self.path}: {type(error).__name__}: {error}")
+            self._lose(f"{self.path}: {self._cause(error)}")
+
+    def _cause(self, error: Exception) -> str:
+        """Return the reason in words; where the files are gone, that is the reason, whatever it led to."""
+        try:
+            self._db.check_there()
+        except Exception as gone:  # noqa: BLE001 - only asked for its text
+            error = gone
+        return str(error) if isinstance(error, VanishedError) else f"{type(error).__name__}: {error}"
 
     def _lose(self, reason: str) -> None:
         if self.lost is not None:

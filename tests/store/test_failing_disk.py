@@ -1,0 +1,221 @@
+"""A disk that fails while a training runs: nothing is raised, it is said once, and the loss is recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backlight.records import Fingerprint, ParameterRecord, RunStatus
+from backlight.store.errors import RunWriteError
+from backlight.store.reader import open_run
+from backlight.store.writer import RunWriter
+
+Record = Callable[..., tuple[ParameterRecord, ...]]
+
+
+def go_on(writer: RunWriter, record: Record, start: int) -> None:
+    """Use every method that a training calls; none may raise."""
+    record(writer, 3, start=start)
+    writer.event(start, "mark", {})
+    writer.fingerprint(Fingerprint(script="late"))
+    writer.array("x", start, np.zeros(3))
+    writer.evidence("dump.txt", "text")
+    writer.flush()
+    record(writer, 3, start=start + 3)
+    writer.flush()
+
+
+def test_a_full_disk(mounted: Callable[..., Path], record: Record) -> None:
+    place = mounted("size=2m")
+    said: list[str] = []
+    writer = RunWriter.create(place / "run", flush_interval=0.0, on_lost=said.append)
+    stored = 0
+    for start in range(0, 100_000, 500):
+        record(writer, 500, start=start)
+        writer.flush()
+        if writer.lost:
+            break
+        stored = start + 500
+    assert writer.lost is not None
+    assert said == [writer.lost]
+    assert "full" in writer.lost or "No space left" in writer.lost
+    go_on(writer, record, 100_000)
+    writer.close()
+    assert len(said) == 1
+    run = open_run(place / "run")
+    assert 0 < stored == len(run.series_steps("gradient"))
+    assert np.array_equal(run.scalar("loss").values, 1.0 / np.arange(1, stored + 1))
+
+
+def test_the_loss_is_in_the_manifest_once_there_is_room_again(
+    mounted: Callable[..., Path], record: Record
+) -> None:
+    place = mounted("size=2m")
+    (place / "ballast").write_bytes(b"x" * 1_500_000)
+    writer = RunWriter.create(place / "run", flush_interval=0.0)
+    start = 0
+    while writer.lost is None:
+        record(writer, 200, start=start)
+        writer.flush()
+        start += 200
+    (place / "ballast").unlink()
+    writer.close(RunStatus.FINISHED)
+    run = open_run(place / "run")
+    assert run.status is RunStatus.FINISHED
+    assert any("recording stopped after step" in loss and "full" in loss for loss in run.losses)
+
+
+def test_a_read_only_place_is_refused_before_the_training(
+    read_only: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    place = read_only(tmp_path / "run")
+    for path in (place, place / "new"):
+        with pytest.raises(
+            RunWriteError, match="cannot be written: Read-only file system; choose another --out"
+        ):
+            RunWriter.create(path)
+
+
+@pytest.mark.parametrize("what", ["folder", "moved", "database", "replaced"])
+def test_files_that_vanish(tmp_path: Path, record: Record, what: str) -> None:
+    said: list[str] = []
+    path = tmp_path / "run"
+    writer = RunWriter.create(path, on_lost=said.append)
+    record(writer, 10)
+    writer.flush()
+    database = path / "attempt-000" / "rank-00000.db"
+    if what == "folder":
+        shutil.rmtree(path)
+    elif what == "moved":
+        path.rename(tmp_path / "elsewhere")
+    else:
+        database.unlink()
+        if what == "replaced":
+            database.write_bytes(b"something else")
+    go_on(writer, record, 10)
+    writer.close()
+    assert said == [writer.lost]
+    assert "was deleted or moved away while it was written" in said[0]
+    if what == "moved":
+        run = open_run(tmp_path / "elsewhere")
+        assert len(run.series_steps("gradient")) == 10
+    elif what in {"database", "replaced"}:
+        manifest = json.loads((path / "manifest.json").read_text())
+        assert "was deleted" in manifest["attempts"][0]["progress"]["lost"]
+
+
+def test_nothing_recorded_is_noticed_as_well(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    writer.flush()
+    assert writer.lost is not None
+    writer.close()
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    code = """
+import resource, signal, sys
+import numpy as np
+from backlight.records import ParameterRecord
+from backlight.store.writer import RunWriter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+said = []
+writer = RunWriter.create(sys.argv[1], on_lost=said.append)
+table = writer.parameter_table((ParameterRecord("w", (1,), "float32", "cpu", 1),))
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+for step in range(20_000):
+    writer.append("gradient", step, table, np.random.rand(1, 3), [[1, 1, 0, 0, 0]])
+    if step % 100 == 0:
+        writer.flush()
+writer.close()
+assert len(said) == 1 and said[0] == writer.lost, said
+print(said[0])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=True
+    )
+    assert "disk I/O error" in done.stdout or "full" in done.stdout
+    run = open_run(tmp_path / "run")
+    assert any("recording stopped" in loss for loss in run.losses)
+    assert 0 < len(run.series_steps("gradient")) < 20_000
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        sqlite3.OperationalError("disk I/O error"),
+        sqlite3.OperationalError("attempt to write a readonly database"),
+        OSError(30, "Read-only file system"),
+    ],
+)
+def test_whatever_the_disk_answers_is_a_loss_and_no_exception(
+    tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    said: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", on_lost=said.append)
+    record(writer, 3)
+    writer.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(writer._db), "write", fail)
+        record(writer, 3, start=3)
+        writer.flush()
+    go_on(writer, record, 6)
+    writer.close(RunStatus.FAILED)
+    assert len(said) == 1
+    assert str(error) in said[0]
+    run = open_run(tmp_path / "run")
+    assert run.series_steps("gradient").tolist() == [0, 1, 2]
+    assert run.status is RunStatus.FAILED
+    (loss,) = run.losses
+    assert loss.startswith("attempt 0, rank 0: recording stopped after step 2: ")
+
+
+def test_a_callback_that_fails_does_no_harm(tmp_path: Path) -> None:
+    def fail(_: str) -> None:
+        raise RuntimeError("the callback is broken")
+
+    writer = RunWriter.create(tmp_path / "run", on_lost=fail)
+    shutil.rmtree(tmp_path / "run")
+    writer.flush()
+    assert writer.lost is not None
+
+
+def test_arrays_and_evidence_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", on_lost=said.append)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert writer.evidence("dump.txt", b"x") == ""
+    assert len(said) == 1
+    assert "No space left" in said[0]
+    writer.close()
+
+
+def test_a_further_rank_states_its_own_loss(tmp_path: Path, record: Record) -> None:
+    writers = [RunWriter.create(tmp_path, rank=r, world_size=2, run_id="x") for r in range(2)]
+    record(writers[1], 3)
+    writers[1].flush()
+    (tmp_path / "attempt-000" / "rank-00001.db").unlink()
+    writers[1].flush()
+    for writer in writers:
+        writer.close()
+    losses = open_run(tmp_path).losses
+    assert any("attempt 0, rank 1: recording stopped after step 2" in loss for loss in losses)
+    assert any("rank-00001.db is missing: lost are" in loss for loss in losses)

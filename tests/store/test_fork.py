@@ -1,0 +1,78 @@
+"""Children of a training: they inherit a writer and must not touch what it writes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from backlight.store.reader import open_run
+
+PARENT = """
+import os, sys, threading
+import numpy as np
+from backlight.records import ParameterRecord, Finding, Severity, Subject, RunStatus
+from backlight.store.writer import RunWriter
+
+writer = RunWriter.create(sys.argv[1], flush_interval=0.0)
+table = writer.parameter_table((ParameterRecord("w", (1,), "float32", "cpu", 1),))
+
+def record(start, steps):
+    for step in range(start, start + steps):
+        writer.append("gradient", step, table, [[1.0, 1.0, 1.0]], [[1, 1, 0, 0, 0]])
+        writer.array("x", step, np.zeros(2))
+
+record(0, 10)
+writer.flush()
+record(10, 5)
+{hold}
+child = os.fork()
+if child == 0:
+    record(100, 5)
+    writer.scalar(100, "loss", 1.0)
+    writer.event(100, "child", {{}})
+    writer.finding(Finding("r", Severity.INFO, "c", Subject(), (), "n", "r"))
+    writer.evidence("child", b"x")
+    assert writer.parameter_table(()) == 0
+    writer.flush()
+    writer.close(RunStatus.FAILED)
+    {leave}
+{release}
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+assert os.path.exists(os.path.join(sys.argv[1], "attempt-000", "rank-00000.db-wal"))
+record(15, 5)
+writer.flush()
+record(20, 5)
+writer.close()
+"""
+
+HOLD = """
+held, done = threading.Event(), threading.Event()
+def hold():
+    with writer._buffers, writer._disk:
+        held.set(); done.wait()
+thread = threading.Thread(target=hold); thread.start(); held.wait()
+"""
+
+
+def run_parent(path: Path, leave: str, hold: str = "", release: str = "") -> None:
+    code = PARENT.format(leave=leave, hold=hold, release=release)
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=60)
+    run = open_run(path)
+    assert run.losses == ()
+    assert run.series_steps("gradient").tolist() == list(range(25))
+    assert run.array("x")[0].tolist() == list(range(25))
+    assert (run.events(), run.stored_findings(), run.scalar_names(), run.evidence()) == ((), (), (), ())
+
+
+def test_a_child_that_ends_like_any_program(tmp_path: Path) -> None:
+    run_parent(tmp_path / "run", "import gc; del writer; gc.collect(); sys.exit(0)")
+
+
+def test_a_child_that_ends_at_once(tmp_path: Path) -> None:
+    run_parent(tmp_path / "run", "os._exit(0)")
+
+
+def test_a_child_that_is_forked_while_the_writer_works_does_not_hang(tmp_path: Path) -> None:
+    run_parent(tmp_path / "run", "os._exit(0)", HOLD, "done.set(); thread.join()")
