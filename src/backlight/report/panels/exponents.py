@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.report.encoding import Packed, pack_log
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.reduction import Buckets, cut
 from backlight.report.source import Source
@@ -15,7 +16,7 @@ from backlight.store.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
 RANGES = 600
 """Ranges of steps of the histogram over all parameters."""
 
-CELLS = 600_000
+CELLS = 400_000
 """Cells (parameters x ranges x bins) of the histograms of single parameters."""
 
 
@@ -67,9 +68,8 @@ def _cells(buckets: Buckets) -> dict[str, Any]:
     return {"first": buckets.first, "last": buckets.last}
 
 
-def _share(counts: NDArray[np.float64], axis: int) -> NDArray[np.float32]:
-    """Return the share of each bin along ``axis``; NaN where nothing was counted."""
+def _share(counts: NDArray[np.float64], axis: int) -> Packed:
+    """Pack the share of each bin along ``axis``; NaN where nothing was counted."""
     total = counts.sum(axis=axis, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
-        share: NDArray[np.float32] = (counts / total).astype(np.float32)
-    return share
+        return pack_log(counts / total)

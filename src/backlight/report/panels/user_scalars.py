@@ -22,7 +22,7 @@ def user_scalars(source: Source) -> Drawn | NotMeasured:
             continue
         line = Line(visible(name), scalar.steps, scalar.values, tone="first")
         axis = Axis("", log=spans_decades(scalar.values, factor=1000.0))
-        numbers = max(1024, 4 * NUMBERS // len(names))
+        numbers = max(1024, 2 * NUMBERS // len(names))
         charts.append(chart([line], axis, title=visible(name), numbers=numbers))
     if not charts:
         return NotMeasured("Nothing was logged with watch.log(name=value).")
