@@ -67,3 +67,9 @@ def test_what_backlight_could_not_measure_is_no_fault_of_the_model(synthetic: An
     (finding,) = judged(run, "no_gradient")
     assert finding.severity is Severity.INFO
     assert "stepped inside backward" in finding.claim
+
+
+def test_tensors_that_no_module_holds_are_said_to_be_foreign(synthetic: Any, judged: Any) -> None:
+    stale = ParameterRecord("optimizer0.group0.parameter2", (4, 4), "float32", "cpu", 16, group="0/0")
+    (finding,) = judged(synthetic({"a": [1e-2] * 10}, extra=[stale]), "no_gradient")
+    assert "the optimizer has other tensors than the model" in finding.claim

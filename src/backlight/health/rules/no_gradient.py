@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,6 +34,15 @@ _OUTSIDE = _Reason(
     "in no watched optimizer, and no gradient ever reached them",
     "Compare the optimizer's parameter groups with model.named_parameters(); build the optimizer after the "
     "last module was added.",
+    "group",
+)
+_FOREIGN = _Reason(
+    Severity.WARNING,
+    "held by an optimizer, and part of no module that was seen: the optimizer has other tensors than "
+    "the model",
+    "Build the optimizer after the model is complete and where it stays: a module that was replaced, "
+    "copied or "
+    "rebuilt later has new parameters.",
     "group",
 )
 _UNUSED = _Reason(
@@ -67,14 +77,14 @@ def no_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
             continue
         order = wording.loudest(group, lambda p: p.numel)
         worst, mine = order[0], sum(p.numel for p in group)
-        stated = "is" if len(group) == 1 else "are"
         yield Finding(
             rule="no_gradient",
             severity=reason.severity,
             claim=(
                 f"{worst.name}{wording.others(len(group) - 1)} never had a gradient in {len(rows)} recorded "
-                f"steps ({first} to {last}); {wording.share(len(group), len(records))} parameters, "
-                f"{100 * mine / max(weights, 1):.2g} % of the weights, {stated} {reason.words}."
+                f"steps ({first} to {last}): {reason.words}. That concerns "
+                f"{wording.share(len(group), len(records))} of the parameters and "
+                f"{100 * mine / max(weights, 1):.2g} % of the weights."
             ),
             subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
             evidence=tuple(
@@ -107,6 +117,10 @@ def _reason(record: ParameterRecord, told: dict[str, str], held: bool) -> _Reaso
         )
     if held and not record.group:
         return _OUTSIDE
+    if re.fullmatch(
+        r"optimizer\d+\.group\d+\.parameter\d+", record.name
+    ):  # as capture names what no module holds
+        return _FOREIGN
     return _UNUSED if record.group else _ALONE
 
 
