@@ -41,7 +41,8 @@ def root_sum_squares_by(owner: NDArray[np.int64], values: Float64, owners: int) 
 def max_by(owner: NDArray[np.int64], values: Float64, owners: int) -> Float64:
     """Return the largest of the non-negative values of each owner ``[owners]``; NaN wins, 0 for nothing."""
     top = np.zeros(owners)
-    np.maximum.at(top, owner, values)
+    with np.errstate(invalid="ignore"):  # a NaN is an answer here
+        np.maximum.at(top, owner, values)
     return top
 
 

@@ -28,7 +28,7 @@ def compare(
     other = open_run(second)
     comparison = compare_runs(one, other, factor=factor)
     if as_json:
-        print(json.dumps(to_json(comparison), indent=2))
+        print(json.dumps({"verdict": comparison.verdict, **to_json(comparison)}, indent=2))
     else:
         print_comparison(comparison, Console())
     return 0 if comparison.comparable else 1

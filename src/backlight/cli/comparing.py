@@ -1,0 +1,51 @@
+"""A comparison of two runs, as the terminal shows it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from backlight.session.comparison import Comparison
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Print whether two runs can be compared, and if so their series side by side."""
+    console.print(Text(comparison.verdict, style="bold" if comparison.comparable else "bold red"))
+    for note in comparison.notes:
+        console.print(Text(f"  {note}"))
+    _print_sides(comparison, console)
+    if not comparison.comparable:
+        return
+    table = _table("over common steps", "steps", "median", "median", "ratio", "last", "last", "differ from")
+    for track in comparison.tracks:
+        parted = "never" if track.parted is None else f"step {track.parted}"
+        numbers = (*map(_number, track.medians), _number(track.ratio), *map(_number, track.last))
+        table.add_row(Text(track.name), str(track.common), *numbers, parted)
+    console.print(table)
+    if comparison.parameters:
+        table = _table("parameters that differ most", "median", "median", "ratio")
+        for shift in comparison.parameters:
+            name = Text(f"{shift.column} {shift.parameter}")
+            table.add_row(name, _number(shift.first), _number(shift.second), _number(shift.ratio))
+        console.print(table)
+
+
+def _print_sides(comparison: Comparison, console: Console) -> None:
+    table = _table("run", "status", "steps", "last loss", "clipped")
+    for side in (comparison.first, comparison.second):
+        clipped = "not measured" if side.clipped_share is None else f"{side.clipped_share:.0%} of steps"
+        table.add_row(Text(side.path), side.status, str(side.steps), _number(side.last_loss), clipped)
+    console.print(table)
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(first, overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4g}"
