@@ -22,10 +22,15 @@ sys.meta_path.insert(0, Block())
 import importlib, pkgutil
 import backlight.records, backlight.registry, backlight.store, backlight.report
 from backlight.registry import RULES
-names = [m.name for p in (backlight.store, backlight.report) for m in pkgutil.walk_packages(p.__path__, p.__name__ + ".")]
+names = [
+    m.name
+    for package in (backlight.store, backlight.report)
+    for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+]
 names += ["backlight.session.judge", "backlight.session.comparison", "backlight.session.expression",
           "backlight.session.reporting", "backlight.session.environment", "backlight.cli.app"]
-names += [m.name for m in pkgutil.walk_packages(importlib.import_module("backlight.cli").__path__, "backlight.cli.")]
+import backlight.cli
+names += [m.name for m in pkgutil.walk_packages(backlight.cli.__path__, "backlight.cli.")]
 for name in names:
     importlib.import_module(name)
 print(len(list(RULES)), len(names), "torch" in sys.modules)
@@ -45,7 +50,8 @@ def test_what_reads_runs_never_reaches_torch() -> None:
 def test_help_does_not_pay_for_torch() -> None:
     code = (
         "import sys\nfrom backlight.cli.app import main\n"
-        "try:\n    main(['report', '--help'])\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules\n"
+        "try:\n    main(['report', '--help'])\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

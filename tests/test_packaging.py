@@ -8,14 +8,16 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from cases import CASES
 
 import backlight
+from cases import CASES
 
 ROOT = Path(__file__).parents[1]
-READER = ("numpy", "numpy.libs", "h5py", "h5py.libs", "pydantic", "pydantic_core", "annotated_types", "rich",
-          "typer", "typing_inspection", "typing_extensions.py", "markdown_it", "mdurl", "pygments", "shellingham",
-          "click", "annotated_doc", "pyarrow")  # fmt: skip
+READER = {
+    *("numpy", "numpy.libs", "h5py", "h5py.libs", "pyarrow", "pydantic", "pydantic_core", "annotated_types"),
+    *("typing_inspection", "typing_extensions.py", "rich", "markdown_it", "mdurl", "pygments"),
+    *("typer", "shellingham", "click", "annotated_doc"),
+}
 
 
 @pytest.fixture(scope="session")

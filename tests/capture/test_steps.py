@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cases import CASES, Case, build, loop
 from recording import tracking
 from torch import Tensor
 
 from backlight.capture.hub import HUB
+from cases import CASES, Case, build, loop
 
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
@@ -91,8 +91,13 @@ def test_hooks_come_off() -> None:
     assert state() == before
 
 
-@pytest.mark.parametrize("name", ["plain", "clipped_by_norm", "clipped_by_imported_name", "clipped_in_two_halves",
-                                  "clipped_by_value", "adamw_fused", "closure_by_keyword", "tied"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "clipped_by_norm", "clipped_by_imported_name", "clipped_in_two_halves"),
+        *("clipped_by_value", "adamw_fused", "closure_by_keyword", "tied"),
+    ],
+)
 def test_gradients_are_those_of_backward(name: str, truth: list[dict[int, Tensor]]) -> None:
     with tracking() as sink:
         CASES[name].train()

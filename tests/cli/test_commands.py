@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from cases import CASES, build, loop
 
 import backlight
 from backlight.cli import app as application
+from cases import CASES, build, loop
 
 Run = Callable[..., tuple[int, str, str]]
 

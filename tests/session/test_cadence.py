@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from backlight.session.cadence import Cadence
@@ -31,7 +33,7 @@ def test_a_dear_measurement_is_thinned_to_the_budget() -> None:
     recorded = simulate(Cadence(), steps, 0.001, 0.001)
     assert 0.003 < len(recorded) / steps < 0.025
     late = [s for s in recorded if s > steps // 2]
-    gaps = {b - a for a, b in zip(late, late[1:], strict=False)}
+    gaps = {b - a for a, b in itertools.pairwise(late)}
     assert all(gap & (gap - 1) == 0 for gap in gaps), "the recorded steps left the grid of powers of two"
 
 

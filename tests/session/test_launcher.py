@@ -129,7 +129,8 @@ def test_workers_started_by_spawn_run_unwatched(tmp_path: Path) -> None:
     write(
         tmp_path,
         "import multiprocessing\ndef square(x):\n    return x * x\nif __name__ == '__main__':\n    train(2)\n"
-        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        print(pool.map(square, [1, 2, 3]))\n",
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.map(square, [1, 2, 3]))\n",
     )
     seen = watched(tmp_path, "train.py")
     assert seen.stdout == "[1, 4, 9]\n", seen.stderr

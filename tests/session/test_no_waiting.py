@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import backlight
+from cases import CASES
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.masked_select")
 
@@ -40,8 +40,13 @@ def counting() -> Iterator[Count]:
 
 
 # Trainings whose own step reads nothing: what is counted is ours.
-@pytest.mark.parametrize("name", ["plain", "clipped_by_norm", "accumulation", "tied", "two_optimizers_one_backward",
-                                  "non_contiguous", "bfloat16_weights", "head_replaced"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "clipped_by_norm", "accumulation", "tied", "two_optimizers_one_backward"),
+        *("non_contiguous", "bfloat16_weights", "head_replaced"),
+    ],
+)
 def test_the_path_of_a_step_reads_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the code does on an accelerator, on a machine that may have none.
     monkeypatch.setattr("backlight.measure.statistics._synchronous", lambda _device: False)
@@ -84,4 +89,6 @@ def test_on_a_device_nothing_synchronises(tmp_path: Path) -> None:
         torch.cuda.set_sync_debug_mode("default")
     run = backlight.open_run(tmp_path / "run")
     assert len(run.series_steps("gradient")) == 6
-    assert not run.events("unmeasured") or run.events("unmeasured")[0].payload["what"].startswith("device time")
+    assert not run.events("unmeasured") or run.events("unmeasured")[0].payload["what"].startswith(
+        "device time"
+    )

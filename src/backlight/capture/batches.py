@@ -27,6 +27,7 @@ def install(hub: Hub, patches: Patches) -> None:
         def __next__(self: Any) -> Any:  # noqa: N807
             if not hub.active:
                 return original(self)
+            hub.emit("batch_begin", id(getattr(self, "_dataset", None)))
             begin = time.perf_counter()
             item = original(self)
             hub.emit("batch", int(getattr(self, "_num_yielded", 0)) - 1, time.perf_counter() - begin)

@@ -59,6 +59,9 @@ class Listener:
     def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
         """``scaler.step(optimizer)`` is over; ``stepped`` says whether the optimizer was called."""
 
+    def batch_begin(self, source: int) -> None:
+        """A DataLoader is asked for a batch; ``source`` tells data sets apart."""
+
     def batch(self, index: int, seconds: float) -> None:
         """A DataLoader gave its batch number ``index`` after ``seconds`` of waiting."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from backlight.health.scoring import health_series
 from backlight.report.markdown import render_markdown
 from backlight.report.page import write_report
-from backlight.health.scoring import health_series
 from backlight.session.judge import findings_of
 from backlight.store.reader import open_run
 
