@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from backlight.store.database import CHECKPOINT_PAGES, PAGE_SIZE
+
 LARGEST_STRIDE = 4**10
 
 
@@ -18,6 +20,12 @@ class DiskBudget:
         self.used = 0
         self._ordinal = -1
         self._step: int | None = None
+
+    def log_pages(self) -> int:
+        """Return how many pages a write-ahead log may have, so that it is a small part of the limit."""
+        if self.limit is None:
+            return CHECKPOINT_PAGES
+        return max(8, min(CHECKPOINT_PAGES, self.limit // (32 * PAGE_SIZE)))
 
     def keeps(self, step: int) -> bool:
         """Tell whether the series of this step are stored; all series and parts of a step agree."""

@@ -23,7 +23,7 @@ from backlight.store.holdings import pieces
 from backlight.store.manifest import Manifest, Progress, read_manifest
 from backlight.store.opening import OpenedAttempt, open_attempt
 from backlight.store.pieces import merged, parse_piece, piece_name, read_piece, write_piece
-from backlight.store.schema import FORMAT_VERSION, SERIES
+from backlight.store.schema import SERIES
 from backlight.store.segments import bring, current, parse_name, segment_name
 from backlight.store.snapshot import Snapshot, beside, size_of
 
@@ -58,18 +58,14 @@ def compact(path: str | Path, *, every: int | None = None, force: bool = False) 
         If a process writes the run, or may do so.
     RunWriteError
         If the file system does not let us; what is there then still opens.
-    RunFormatError
-        If the folder is no run, or has an older format.
     ValueError
-        If ``every`` is not positive.
+        If ``every`` is not positive. A folder that is no run passes a RunFormatError through.
     """
     path = Path(path)
     if every is not None and every < 1:
         raise ValueError(f"every is {every}, expected at least 1")
     result = Compaction()
-    manifest = read_manifest(path)
-    if manifest.format != FORMAT_VERSION:
-        raise RunFormatError(f"{path}: has an older format; only reading it is supported")
+    read_manifest(path)
     try:
         with locked(path):
             manifest = read_manifest(path)

@@ -98,7 +98,7 @@ def create_tables(connection: sqlite3.Connection, meta: Mapping[str, str]) -> No
 class RankDatabase:
     """The database that one rank writes; the caller sees to it that one thread at a time is inside."""
 
-    def __init__(self, path: Path, meta: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, meta: Mapping[str, str], checkpoint_pages: int = CHECKPOINT_PAGES) -> None:
         self.path = path
         self.last: dict[str, int] = dict.fromkeys(COUNTED, 0)
         lay_out(path, meta)
@@ -107,7 +107,8 @@ class RankDatabase:
         try:
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")
-            self._connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+            self._connection.execute(f"PRAGMA wal_autocheckpoint = {checkpoint_pages}")
+            self._connection.execute(f"PRAGMA journal_size_limit = {2 * checkpoint_pages * PAGE_SIZE}")
             self._inode = self.path.stat().st_ino
         except BaseException:
             self._connection.close()

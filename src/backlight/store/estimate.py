@@ -42,5 +42,5 @@ def estimate(parameters: int, columns: int, every: int, steps: int, *, scalars: 
     row = ROW_BYTES + columns + parameters * columns * 8
     # A row that is larger than a page leaves part of its last page empty, smaller ones a part of each.
     pages = -(-row // PAGE_SIZE) if row > PAGE_SIZE else 1 / (PAGE_SIZE // row)
-    tables = 200 * parameters + 16 * PAGE_SIZE
+    tables = 420 * parameters + 16 * PAGE_SIZE
     return int(recorded * pages * PAGE_SIZE + steps * scalars * SCALAR_BYTES * 1.05 + tables)

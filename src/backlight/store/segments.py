@@ -26,7 +26,10 @@ FIRST_SEGMENT = 10.0
 """Seconds until the first segment, so that a young run can be looked at."""
 
 SEGMENT_INTERVAL = 30.0
-"""Seconds between segments at first; later a twentieth of the age of the run, so that they stay few."""
+"""Seconds between segments at first."""
+
+AGE_SHARE = 1 / 20
+"""Later, the share of the age of the run between segments, so that they stay few."""
 
 _NAME = re.compile(r"rank-(\d{5,9})(?:\.(\d{6})(?:-(\d{6}))?)?\.db")
 
@@ -67,7 +70,7 @@ class SegmentedDatabase:
         self._names += batch.names
         self._open.write(batch, sizes)
         now = time.monotonic()
-        wait = FIRST_SEGMENT if self._count == 0 else max(SEGMENT_INTERVAL, (now - self._began) / 20)
+        wait = FIRST_SEGMENT if self._count == 0 else max(SEGMENT_INTERVAL, (now - self._began) * AGE_SHARE)
         if now - self._cut >= wait:
             self.publish()
             self._open = RankDatabase(self.path, self._meta)

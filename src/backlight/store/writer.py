@@ -96,7 +96,7 @@ class RunWriter:
             self._db = SegmentedDatabase(entry.folder, rank, meta)
             self._ledger.progress.local = str(self._db.local)
         else:
-            self._db = RankDatabase(entry.folder / database_name(rank), meta)
+            self._db = RankDatabase(entry.folder / database_name(rank), meta, self._budget.log_pages())
         _writers.add(self)
 
     @classmethod

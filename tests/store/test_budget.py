@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backlight.records import ParameterRecord
+from backlight.store.budget import DiskBudget
+from backlight.store.reader import open_run
+from backlight.store.writer import RunWriter
+
+Record = Callable[..., tuple[ParameterRecord, ...]]
+
+
+@pytest.mark.parametrize(
+    ("used", "stride"),
+    [(0, 1), (499, 1), (500, 4), (749, 4), (750, 16), (875, 64), (937, 64), (938, 256), (2000, 0)],
+)
+def test_the_less_is_left_the_sparser(used: int, stride: int) -> None:
+    budget = DiskBudget(1000)
+    assert budget.update(used) is (stride != 1)
+    assert budget.stride == stride
+
+
+def test_without_a_limit_everything_is_kept() -> None:
+    budget = DiskBudget(None)
+    assert budget.update(10**15) is False
+    assert all(budget.keeps(step) for step in range(100))
+    assert budget.fits(10**15)
+
+
+def test_recorded_steps_count_and_not_their_numbers() -> None:
+    budget = DiskBudget(100)
+    budget.update(60)
+    kept = [step for step in range(0, 160, 10) for _ in range(3) if budget.keeps(step)]
+    assert kept == [0, 0, 0, 40, 40, 40, 80, 80, 80, 120, 120, 120]
+
+
+def test_a_run_of_any_length_fits(tmp_path: Path, record: Record) -> None:
+    limit = 2_000_000
+    said: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", max_disk=limit, flush_interval=0.0, on_limit=said.append)
+    for start in range(0, 30_000, 250):
+        record(writer, 250, start=start, names=30)
+        writer.flush()
+    writer.scalar(30_000, "loss", 7.0)
+    writer.close()
+    size = sum(p.stat().st_size for p in (tmp_path / "run").rglob("*") if p.is_file())
+    run = open_run(tmp_path / "run")
+    steps = run.series_steps("gradient")
+    assert len(steps) < 5_000
+    assert steps[-1] > 10_000
+    assert set(np.diff(steps[:100]).tolist()) == {1}
+    assert np.diff(steps).max() >= 16
+    assert len(run.scalar("loss").steps) == 30_001
+    strides = [e.payload["stride"] for e in run.events("disk_limit")]
+    # 0 means that series have stopped, because scalars took the rest.
+    assert [s for s in strides if s] == sorted(s for s in strides if s)
+    assert strides[0] == 4
+    assert len(said) == 1
+    assert "of 2000000 bytes used" in said[0]
+    assert "every 4th recorded step" in said[0]
+    # Scalars, which always go on, are 30,000 times 21 bytes of it.
+    assert size < limit * 1.05
+
+
+def test_an_array_that_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", max_disk=100_000)
+    writer.array("big", 0, np.zeros(100_000))
+    writer.array("small", 0, np.zeros(10))
+    writer.close()
+    run = open_run(tmp_path / "run")
+    assert run.array_names() == ("small",)
+    assert any("max_disk reached" in loss and "array big" in loss for loss in run.losses)
+
+
+def test_what_earlier_attempts_took_counts(tmp_path: Path, record: Record) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    record(writer, 2000, names=30)
+    writer.close()
+    writer = RunWriter.create(tmp_path / "run", max_disk=1_000_000, flush_interval=0.0)
+    record(writer, 10, names=30)
+    writer.flush()
+    record(writer, 100, start=10, names=30)
+    writer.close()
+    run = open_run(tmp_path / "run")
+    assert len(run.frame("gradient", "norm", attempt=1).steps) < 100
+    assert run.events("disk_limit")

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backlight.records import ParameterRecord, RunStatus
+from backlight.store import documents
+from backlight.store.compaction import compact
+from backlight.store.errors import RunExistsError, RunFormatError
+from backlight.store.reader import Run, open_run
+from backlight.store.writer import RunWriter
+
+Record = Callable[..., tuple[ParameterRecord, ...]]
+Digest = Callable[[Path], dict[str, str]]
+
+BODY = """
+writer = RunWriter.create(path, flush_interval=0.0)
+for start in range(0, 60, 10):
+    record(writer, 10, start)
+    writer.event(start, "mark", {"start": start})
+    for step in range(start, start + 4):
+        writer.array("gram", step, np.full((150, 150), 1.0) if start == 0 else np.eye(5))
+    writer.flush()
+(path / "attempt-000" / ".rank-00000-000009.h5.77.tmp").write_bytes(b"half")
+(path / ".manifest.json.77.tmp").write_bytes(b"half")
+ready()
+"""
+
+
+def content(run: Run) -> dict[str, object]:
+    """Return everything that a run says, except how its attempts stand."""
+    return {
+        "norm": run.frame("gradient", "norm").values.tolist(),
+        "steps": run.series_steps("gradient").tolist(),
+        "loss": run.scalar("loss").values.tolist(),
+        "events": [(e.step, e.kind, dict(e.payload)) for e in run.events()],
+        "arrays": [(int(s), a.tolist()) for s, a in zip(*run.array("gram"), strict=True)],
+        "parameters": run.parameters(),
+    }
+
+
+def test_after_a_kill_the_run_is_closed_and_says_the_same(
+    tmp_path: Path, killed: Callable[..., Path]
+) -> None:
+    path = killed(tmp_path / "run", BODY)
+    before = content(open_run(path))
+    result = compact(path)
+    names = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+    assert names == [
+        "attempt-000/arrays/rank-00000-000000-000005.h5",
+        "attempt-000/rank-00000.db",
+        "attempt-000/rank-00000.json",
+        "manifest.json",
+    ]
+    run = open_run(path)
+    assert content(run) == before
+    assert len(run.series_steps("gradient")) == 60
+    assert run.status is RunStatus.KILLED
+    assert run.attempts[0].ended is not None
+    assert [loss for loss in run.losses if "was killed" not in loss] == []
+    assert result.after < result.before
+    manifest = json.loads((path / "manifest.json").read_text())
+    files = manifest["attempts"][0]["progress"]["files"]
+    assert files["attempt-000/rank-00000.db"]["series_gradient"] == 60
+
+
+def test_compacting_twice_changes_nothing_more(
+    tmp_path: Path, killed: Callable[..., Path], digest: Digest
+) -> None:
+    path = killed(tmp_path / "run", BODY)
+    compact(path)
+    before = digest(path)
+    compact(path)
+    assert digest(path) == before
+
+
+class Interrupt(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+def compact_up_to(path: Path, point: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Compact until the change of a name number ``point``; tell whether it came to an end before."""
+    left = [point]
+    unlink, replace = Path.unlink, Path.replace
+
+    def step() -> None:
+        if left[0] == 0:
+            raise Interrupt
+        left[0] -= 1
+
+    def counted_unlink(self: Path, missing_ok: bool = False) -> None:
+        if not documents.is_temporary(self.name):
+            step()
+        unlink(self, missing_ok=missing_ok)
+
+    def counted_replace(self: Path, target: Path) -> Path:
+        step()
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", counted_unlink)
+        patch.setattr(Path, "replace", counted_replace)
+        try:
+            compact(path)
+        except Interrupt:
+            return False
+    return True
+
+
+def test_an_interrupted_compaction_leaves_a_run_that_says_the_same(
+    tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for point in itertools.count():
+        path = killed(tmp_path / f"run-{point}", BODY)
+        before = content(open_run(path))
+        finished = compact_up_to(path, point, monkeypatch)
+        assert content(open_run(path)) == before
+        compact(path)
+        assert content(open_run(path)) == before
+        if finished:
+            break
+    # At least a database, a piece, the two pieces that it replaces, and the manifest.
+    assert point >= 5
+
+
+def test_a_run_that_is_being_written_is_refused(
+    tmp_path: Path, start_victim: Callable[..., subprocess.Popen[str]], digest: Digest, record: Record
+) -> None:
+    path = tmp_path / "run"
+    start_victim(path, "writer = RunWriter.create(path); record(writer, 3); writer.flush(); ready()")
+    before = digest(path)
+    # A reader of a living run takes its place in the shared memory, and only there.
+    before.pop("attempt-000/rank-00000.db-shm")
+    with pytest.raises(RunExistsError, match=r"rank 0 of attempt 0 \(process \d+ on .*\) is still writing"):
+        compact(path)
+    assert {k: v for k, v in digest(path).items() if not k.endswith("-shm")} == before
+
+
+def test_a_writer_that_cannot_be_seen_from_here_is_respected(
+    tmp_path: Path, killed: Callable[..., Path]
+) -> None:
+    path = killed(tmp_path / "run", BODY)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["attempts"][0]["progress"]["process"]["host"] = "elsewhere"
+    manifest["attempts"][0]["progress"]["updated"] -= 3600
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunExistsError, match=r"it cannot be told from here whether .* still writes; compact"):
+        compact(path)
+    compact(path, force=True)
+    assert open_run(path).status is RunStatus.KILLED
+
+
+def test_a_running_further_rank_is_respected(tmp_path: Path) -> None:
+    writers = [RunWriter.create(tmp_path, rank=r, world_size=2, run_id="x") for r in range(2)]
+    writers[0].close()
+    with pytest.raises(RunExistsError, match="rank 1 of attempt 0"):
+        compact(tmp_path)
+    writers[1].close()
+    compact(tmp_path)
+
+
+def test_thinning_keeps_every_nth_recorded_step_and_all_the_rest(tmp_path: Path, record: Record) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    table = record(writer, 0)
+    identifier = writer.parameter_table(table)
+    for step in range(0, 300, 3):
+        writer.append("gradient", step, identifier, np.random.rand(4, 3), [[1, 1, 0, 0, 0]] * 4)
+        writer.scalar(step, "loss", step)
+        writer.event(step, "mark", {})
+    writer.close()
+    result = compact(tmp_path / "run", every=10)
+    run = open_run(tmp_path / "run")
+    assert run.series_steps("gradient").tolist() == list(range(0, 300, 30))
+    assert (len(run.scalar("loss").steps), len(run.events("mark"))) == (100, 100)
+    assert run.losses == ()
+    assert result.after < result.before
+    with pytest.raises(ValueError, match="every is 0"):
+        compact(tmp_path / "run", every=0)
+
+
+def test_a_damaged_database_stays_as_it_is(tmp_path: Path, record: Record) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    record(writer, 2000)
+    writer.close()
+    database = tmp_path / "run" / "attempt-000" / "rank-00000.db"
+    data = bytearray(database.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 40_000] = b"\xff" * 40_000
+    database.write_bytes(data)
+    before = content_of_damaged(tmp_path / "run")
+    result = compact(tmp_path / "run", every=2)
+    assert any("stay as they are" in note for note in result.notes)
+    assert database.read_bytes() == bytes(data)
+    assert content_of_damaged(tmp_path / "run") == before
+
+
+def content_of_damaged(path: Path) -> tuple[int, bool]:
+    run = open_run(path)
+    return len(run.frame("gradient", "norm").steps), bool(run.losses)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFormatError, match="is not a backlight run"):
+        compact(tmp_path)
+
+
+def test_every_rank_and_attempt_is_tidied(tmp_path: Path, record: Record) -> None:
+    for _ in range(2):
+        writers = [RunWriter.create(tmp_path, rank=r, world_size=2, run_id="x") for r in range(2)]
+        for writer in writers:
+            record(writer, 5)
+            writer.array("a", 0, np.zeros(3))
+            writer.close(RunStatus.FINISHED)
+    compact(tmp_path)
+    run = open_run(tmp_path)
+    assert (run.losses, run.status, len(run.series_steps("gradient"))) == ((), RunStatus.FINISHED, 10)
+    assert [a.ranks for a in run.attempts] == [(0, 1), (0, 1)]

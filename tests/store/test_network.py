@@ -1,0 +1,189 @@
+"""Runs on network storage, where no database may be open: forced by telling the store that it is there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from backlight.records import ParameterRecord, RunStatus
+from backlight.store import filesystem, segments
+from backlight.store.compaction import compact
+from backlight.store.reader import open_run
+from backlight.store.segments import parse_name, segment_name
+from backlight.store.writer import RunWriter
+
+Record = Callable[..., tuple[ParameterRecord, ...]]
+
+ON_NETWORK = """
+from backlight.store import filesystem, segments
+filesystem.on_network = lambda path: True
+segments.FIRST_SEGMENT = segments.SEGMENT_INTERVAL = segments.AGE_SHARE = 0.0
+writer = RunWriter.create(path, flush_interval=0.0)
+for start in (0, 10, 20):
+    record(writer, 10, start)
+    writer.flush()
+segments.SEGMENT_INTERVAL = 1e9
+record(writer, 10, 30)
+writer.flush()
+writer._ledger.publish()  # what is due soon, now
+record(writer, 5, 40)
+ready()
+"""
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Make every folder a network folder, and return where the local files go."""
+    local = tmp_path / "local"
+    local.mkdir()
+    monkeypatch.setattr(filesystem, "on_network", lambda _: True)
+    monkeypatch.setattr(tempfile, "tempdir", str(local))
+    return local
+
+
+def names(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+def test_no_open_database_is_ever_in_the_folder(network: Path, tmp_path: Path, record: Record) -> None:
+    path = tmp_path / "run"
+    writer = RunWriter.create(path)
+    record(writer, 10)
+    writer.flush()
+    assert names(path / "attempt-000") == ["rank-00000.json"]
+    assert len(list(network.rglob("*.db"))) == 1
+    running = open_run(path)
+    assert (running.status, running.losses, running.series_steps("gradient").size) == (
+        RunStatus.RUNNING,
+        (),
+        0,
+    )
+    writer.close()
+    assert names(path / "attempt-000") == ["rank-00000.000000.db", "rank-00000.json"]
+    assert list(network.iterdir()) == []
+    run = open_run(path)
+    assert (run.series_steps("gradient").tolist(), run.losses) == (list(range(10)), ())
+
+
+def test_segments_read_as_one(
+    network: Path, tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "FIRST_SEGMENT", 0.0)
+    monkeypatch.setattr(segments, "SEGMENT_INTERVAL", 0.0)
+    monkeypatch.setattr(segments, "AGE_SHARE", 0.0)
+    path = tmp_path / "run"
+    writer = RunWriter.create(path, flush_interval=0.0)
+    for start in range(0, 30, 10):
+        table = record(writer, 10, start=start)
+        writer.scalar(start, f"only-{start}", 1.0)
+        writer.event(start, "mark", {})
+        writer.flush()
+        assert open_run(path).series_steps("gradient").tolist() == list(range(start + 10))
+    writer.close()
+    assert names(path / "attempt-000")[:4] == [segment_name(0, i) for i in range(4)]
+    run = open_run(path)
+    assert run.parameters() == table
+    assert run.frame("gradient", "norm").steps.tolist() == list(range(30))
+    assert run.scalar("loss").steps.tolist() == list(range(30))
+    assert run.scalar_names() == ("loss", "only-0", "only-10", "only-20")
+    assert [e.step for e in run.events("mark")] == [0, 10, 20]
+    assert (run.attempts[0].ranks, run.losses) == ((0,), ())
+    manifest = json.loads((path / "manifest.json").read_text())
+    stated = manifest["attempts"][0]["progress"]
+    assert stated["files"]["attempt-000/rank-00000.000001.db"]["series_gradient"] == 10
+    assert stated["local"] == ""
+
+
+def test_compaction_makes_one_file_of_the_segments(
+    network: Path, tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "FIRST_SEGMENT", 0.0)
+    monkeypatch.setattr(segments, "SEGMENT_INTERVAL", 0.0)
+    monkeypatch.setattr(segments, "AGE_SHARE", 0.0)
+    path = tmp_path / "run"
+    writer = RunWriter.create(path)
+    for start in range(0, 30, 10):
+        record(writer, 10, start=start)
+        writer.event(start, "mark", {})
+        writer.flush()
+    writer.close()
+    kept = path / "attempt-000" / segment_name(0, 1)
+    shutil.copyfile(kept, tmp_path / "copy.db")
+    compact(path)
+    assert names(path / "attempt-000") == ["rank-00000.000000-000003.db", "rank-00000.json"]
+    # As if the compaction had been killed before it removed the last narrow file.
+    shutil.copyfile(tmp_path / "copy.db", kept)
+    run = open_run(path)
+    assert run.frame("gradient", "norm").steps.tolist() == list(range(30))
+    assert [e.step for e in run.events("mark")] == [0, 10, 20]
+    assert run.losses == ()
+    compact(path)
+    assert not kept.exists()
+
+
+def test_after_a_kill_the_local_rest_is_stated_and_brought_in(
+    tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    monkeypatch.setenv("TMPDIR", str(local))
+    path = killed(tmp_path / "run", ON_NETWORK)
+    run = open_run(path)
+    assert run.status is RunStatus.KILLED
+    assert run.series_steps("gradient").tolist() == list(range(30))
+    assert any(f"in {local}" in loss and "backlight compact" in loss for loss in run.losses)
+    result = compact(path)
+    assert any("brought in" in note for note in result.notes)
+    assert list(local.iterdir()) == []
+    run = open_run(path)
+    assert run.series_steps("gradient").tolist() == list(range(40))
+    assert [loss for loss in run.losses if "was killed" not in loss] == []
+
+
+def test_a_rest_that_is_gone_or_foreign_stays_stated(
+    tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    monkeypatch.setenv("TMPDIR", str(local))
+    path = killed(tmp_path / "run", ON_NETWORK)
+    (folder,) = local.iterdir()
+    other = RunWriter.create(tmp_path / "other")
+    record(other, 3)
+    other.close()
+    for name in names(folder):
+        (folder / name).unlink()
+    foreign = folder / "rank-00000.db"
+    shutil.copyfile(tmp_path / "other" / "attempt-000" / "rank-00000.db", foreign)
+    assert any("belongs to another run and is left alone" in note for note in compact(path).notes)
+    assert foreign.exists()
+    foreign.unlink()
+    assert any("is not here" in note for note in compact(path).notes)
+    run = open_run(path)
+    assert any("backlight compact" in loss for loss in run.losses)
+    assert run.series_steps("gradient").tolist() == list(range(30))
+
+
+def test_a_folder_that_vanishes_is_noticed(network: Path, tmp_path: Path, record: Record) -> None:
+    said: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", on_lost=said.append)
+    record(writer, 3)
+    shutil.rmtree(tmp_path / "run")
+    writer.flush()
+    writer.flush()
+    writer.close()
+    assert len(said) == 1
+    assert network.is_dir()
+
+
+def test_names_of_databases() -> None:
+    assert parse_name("rank-00000.db") == (0, -1, -1)
+    assert parse_name(segment_name(2, 7)) == (2, 7, 7)
+    assert parse_name(segment_name(2, 7, 9)) == (2, 7, 9)
+    for name in ("rank-00000.db-wal", "rank-0.db", "watchdog-host.db", ".rank-00000.db.1.tmp"):
+        assert parse_name(name) is None
