@@ -186,6 +186,41 @@ def recorder(tmp_path: Path) -> Callable[..., HandRecorder]:
     )
 
 
+def check_evidence(run: Run, finding: Finding) -> None:
+    """Every path of a finding leads to something in its run, with the value that it states."""
+    assert finding.claim.endswith(".")
+    assert finding.next_check
+    assert finding.refuted_if
+    assert finding.evidence
+    for evidence in finding.evidence:
+        kind, _, rest = evidence.path.partition("/")
+        if kind == "series":
+            series, column, *names = rest.split("/", 2)
+            frame = run.frame(series, column)
+            if not names:
+                assert evidence.step in frame.steps
+                continue
+            (name,) = names
+            assert name in frame.names
+            if evidence.unit != frame.unit:  # a median or the like, as its unit says
+                continue
+            known = frame.values[frame.steps == evidence.step, frame.names.index(name)]
+            assert isinstance(evidence.value, (int, float))
+            np.testing.assert_allclose(evidence.value, known[0])
+        elif kind == "scalars":
+            scalar = run.scalar(rest)
+            np.testing.assert_allclose(
+                float(str(evidence.value)), scalar.values[scalar.steps == evidence.step][0]
+            )
+        elif kind == "parameters":
+            field, _, name = rest.partition("/")
+            (record,) = (p for p in run.parameters() if p.name == name)
+            assert hasattr(record, field)
+        else:
+            assert kind == "groups"
+            assert rest in run.groups
+
+
 @pytest.fixture
 def judged() -> Callable[..., list[Finding]]:
     """Judge a run by one rule, with thresholds changed by name."""
@@ -193,6 +228,8 @@ def judged() -> Callable[..., list[Finding]]:
     def by_rule(run: Run, name: str, **changes: float) -> list[Finding]:
         found = judge(run, {"health": Thresholds().override(changes)}, made=Made.READER)
         assert name in RULES
+        for finding in found:
+            check_evidence(run, finding)
         return [finding for finding in found if finding.rule == name]
 
     return by_rule

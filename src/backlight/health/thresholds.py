@@ -55,8 +55,8 @@ class Thresholds:
     )
     vanishing_relative: float = _limit(
         1e-4,
-        "an rms below this share of the median over parameters; alone, the absolute limit would also "
-        "call a converged model vanishing",
+        "an rms below this share of the median over parameters; alone, the absolute limit would also call "
+        "a converged model vanishing",
         _SHEET,
         low=0.0,
         high=1.0,
@@ -135,8 +135,8 @@ class Thresholds:
     )
     depth_ratio: float = _limit(
         100.0,
-        "ratio of rms between the first and the last of them that the fitted slope must reach; "
-        "sound residual networks stay within about 10",
+        "ratio of rms between the first and the last of them that the fitted slope must reach; sound "
+        "residual networks stay within about 10",
         _CHOSEN,
         low=1.0,
     )

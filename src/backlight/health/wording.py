@@ -49,6 +49,13 @@ def scalar(name: str, step: int | None, value: float, unit: str = "1") -> Eviden
     return Evidence(f"scalars/{name}", step, plain(value), unit)
 
 
+def total_norm(run: Run, step: int, value: float) -> Evidence:
+    """Point to a total norm: the recorded scalar, else the series that it was joined from."""
+    recorded = step in run.scalar("total_norm").steps
+    path = "scalars/total_norm" if recorded else "series/gradient/norm"
+    return Evidence(path, step, plain(value), "gradient" if recorded else "gradient, over all parameters")
+
+
 def plain(value: float) -> float | str:
     """Return a float that JSON can carry; what is not finite becomes its name."""
     return float(value) if math.isfinite(value) else str(float(value))

@@ -67,8 +67,9 @@ def judge(
                 )
         except Exception as error:  # noqa: BLE001 - one broken rule must not hide what the others found
             warnings.warn(
-                f"backlight: rule {name!r} of room {rule.room!r} failed on run {run.name or run.path} and is "
-                f"left out, so that nothing is known of what it looks for: {type(error).__name__}: {error}",
+                f"backlight: rule {name!r} of room {rule.room!r} failed on run {run.name or run.path} and "
+                f"is left out, so that nothing is known of what it looks for: {type(error).__name__}: "
+                f"{error}",
                 RuleFailedWarning,
                 stacklevel=2,
             )

@@ -105,7 +105,7 @@ def _constant_backwards(run: Run, steps: NDArray[np.int64]) -> bool:
 def _finding(run: Run, growth: _Growth) -> Finding:
     steps, norms = growth.steps, growth.norms
     picked = np.unique(np.linspace(0, len(steps) - 1, wording.EVIDENCE_ROWS).round().astype(int))
-    evidence = [wording.scalar("total_norm", int(steps[i]), norms[i], "gradient") for i in picked]
+    evidence = [wording.total_norm(run, int(steps[i]), norms[i]) for i in picked]
     backwards = run.scalar("backwards")
     per_step = ""
     if len(backwards.steps):
@@ -121,22 +121,20 @@ def _finding(run: Run, growth: _Growth) -> Finding:
         rule="accumulating",
         severity=Severity.ERROR,
         claim=(
-            f"Gradients grow as if they were never set to zero: the total norm rises from "
+            "Gradients grow as if they were never set to zero: the total norm rises from "
             f"{wording.number(norms[0])} at step {int(steps[0])} to {wording.number(norms[-1])} at step "
             f"{int(steps[-1])}, as the number of steps to the power {growth.power:.2f} (the fit explains "
             f"{100 * growth.explained:.1f} %), and so does that of "
-            f"{wording.share(growth.growing, growth.whole)} of the "
-            f"parameters{per_step}."
+            f"{wording.share(growth.growing, growth.whole)} of the parameters{per_step}."
         ),
         subject=Subject(step=int(steps[0])),
         evidence=tuple(evidence),
         next_check=(
             "Look for optimizer.zero_grad() in the loop: it must run once per optimizer step, before "
-            "backward "
-            "and for every optimizer; then see whether the norm still grows."
+            "backward and for every optimizer; then see whether the norm still grows."
         ),
         refuted_if=(
-            "zero_grad() runs at every step, or the norm of a single batch's gradient, computed from cleared "
-            "gradients at the same weights, is as large as the recorded one."
+            "zero_grad() runs at every step, or the norm of a single batch's gradient, computed from "
+            "cleared gradients at the same weights, is as large as the recorded one."
         ),
     )

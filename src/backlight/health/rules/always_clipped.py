@@ -51,9 +51,8 @@ def always_clipped(run: Run, limits: Thresholds) -> Iterator[Finding]:
             f"Clipping is active at {wording.share(int(active.sum()), len(steps))} of the steps from step "
             f"{int(steps[0])} on, with a median factor of {wording.number(median)}"
             + (
-                ": gradients are shortened more than "
-                f"{wording.number(1 / limits.clipped_hard)} times, so that the clip norm sets the length of "
-                "every gradient and the loss only its direction."
+                f": gradients are shortened more than {wording.number(1 / limits.clipped_hard)} times, so "
+                "that the clip norm sets the length of every gradient and the loss only its direction."
                 if hard
                 else ": the clip norm sets the length of nearly every gradient, as a learning rate would."
             )
@@ -61,10 +60,9 @@ def always_clipped(run: Run, limits: Thresholds) -> Iterator[Finding]:
         subject=Subject(step=int(steps[0])),
         evidence=tuple(evidence),
         next_check=(
-            f"Compare the total norm with the limit ({limit}): set the limit near the usual norm, so that it "
-            "catches the exceptions, or lower the norm itself (mean instead of sum over a batch; the "
-            "loss scale "
-            "undone by unscale_ before clipping)."
+            f"Compare the total norm with the limit ({limit}): set the limit near the usual norm, so that "
+            "it catches the exceptions, or lower the norm itself (mean instead of sum over a batch; the "
+            "loss scale undone by unscale_ before clipping)."
         ),
         refuted_if="clipping at every step is meant, as in normalised or differentially private descent.",
     )

@@ -88,12 +88,10 @@ def depth_slope(run: Run, limits: Thresholds) -> Iterator[Finding]:
         claim=(
             f"The gradient {'shrinks' if shrinks else 'grows'} towards the input by a factor of "
             f"{wording.number(float(np.exp(abs(line.slope))))} per block over the {len(ladder.columns)} "
-            "weights "
-            f"{ladder.title}: {wording.number(total)} in all, from an rms of "
-            f"{wording.number(medians[-1])} in "
-            f"{last} to {wording.number(medians[0])} in {first} (a line through log rms explains "
-            f"{100 * line.explained:.0f} %; {100 * line.agreement:.0f} % of the steps agree). "
-            f"So {wording.share(len(found), judged)} of the comparable stacks."
+            f"weights {ladder.title}: {wording.number(total)} in all, from an rms of "
+            f"{wording.number(medians[-1])} in {last} to {wording.number(medians[0])} in {first} (a line "
+            f"through log rms explains {100 * line.explained:.0f} %; {100 * line.agreement:.0f} % of the "
+            f"steps agree). So {wording.share(len(found), judged)} of the comparable stacks."
         ),
         subject=Subject(
             parameter=weak, module=wording.modules_of(run).get(weak), step=int(frame.steps[rows[0]])
@@ -111,8 +109,7 @@ def depth_slope(run: Run, limits: Thresholds) -> Iterator[Finding]:
         ),
         refuted_if=(
             "the blocks differ in width, learning rate or input by design, so that equal gradients are "
-            "not to "
-            "be expected; or the slope is gone in the steps after those recorded."
+            "not to be expected; or the slope is gone in the steps after those recorded."
         ),
     )
 

@@ -90,8 +90,8 @@ def _of_parameters(
         rule="exploding",
         severity=Severity.ERROR if to_the_end else Severity.WARNING,
         claim=(
-            f"The gradient of {name}{wording.others(len(begins) - 1)} explodes from step {begin} on: its rms "
-            f"reaches {wording.number(frame.values[row, worst])} at step {step}, "
+            f"The gradient of {name}{wording.others(len(begins) - 1)} explodes from step {begin} on: its "
+            f"rms reaches {wording.number(frame.values[row, worst])} at step {step}, "
             f"{wording.number(ratios_SP[row, worst])} times its running median of "
             f"{wording.number(medians_SP[row, worst])}, "
             + ("and had not come back by the last finite step." if to_the_end else "and came back later.")
@@ -99,13 +99,13 @@ def _of_parameters(
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=begin),
         evidence=tuple(evidence),
         next_check=(
-            f"Compare loss and learning rate at the steps before {begin}; repeat from a checkpoint before it "
-            "with a tenth of the learning rate, or with clip_grad_norm_, and see whether it still happens."
+            f"Compare loss and learning rate at the steps before {begin}; repeat from a checkpoint before "
+            "it with a tenth of the learning rate, or with clip_grad_norm_, and see whether it still "
+            "happens."
         ),
         refuted_if=(
             f"the median that {name} is compared with comes from steps at which it was hardly used (an "
-            "expert, "
-            "a branch, an embedding), so that its ordinary size is the later one."
+            "expert, a branch, an embedding), so that its ordinary size is the later one."
         ),
     )
 
@@ -128,23 +128,20 @@ def _of_total(run: Run, frame: Frame, limits: Thresholds) -> Iterator[Finding]:
             rule="exploding",
             severity=Severity.WARNING,
             claim=(
-                f"The total gradient norm explodes from step {begin} on: {wording.number(norms_S[row])} "
-                "at step "
-                f"{step}, {wording.number(norms_S[row] / clips_S[row])} times the clip norm of "
-                f"{wording.number(clips_S[row])} and {wording.number(norms_S[row] / medians_S[row])} "
-                "times its "
-                f"own running median, at {wording.plural(len(stretch), 'recorded step')}. Clipping hides it "
-                "from the weights."
+                f"The total gradient norm explodes from step {begin} on: {wording.number(norms_S[row])} at "
+                f"step {step}, {wording.number(norms_S[row] / clips_S[row])} times the clip norm of "
+                f"{wording.number(clips_S[row])} and {wording.number(norms_S[row] / medians_S[row])} times "
+                f"its own running median, at {wording.plural(len(stretch), 'recorded step')}. Clipping "
+                "hides it from the weights."
             ),
             subject=Subject(step=begin),
             evidence=(
-                wording.scalar("total_norm", step, norms_S[row], "gradient"),
+                wording.total_norm(run, step, norms_S[row]),
                 wording.scalar("clip/limit", step, clips_S[row], "gradient"),
             ),
             next_check=(
-                f"Look at the parameters of step {step} in the heat map for those that carry the norm, "
-                "and at "
-                "the batches of these steps."
+                f"Look at the parameters of step {step} in the heat map for those that carry the norm, and "
+                "at the batches of these steps."
             ),
             refuted_if="the clip norm was lowered, or the loss changed its scale, at that step on purpose.",
         )

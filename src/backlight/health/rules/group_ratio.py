@@ -38,43 +38,50 @@ def group_ratio(run: Run, limits: Thresholds) -> Iterator[Finding]:
         low, high = ratios[rows] < limits.group_ratio_low, ratios[rows] > limits.group_ratio_high
         if max(low.mean(), high.mean()) < limits.group_share:
             continue
-        yield _finding(a, b, one, other, ratios, rows, limits)
+        yield _finding(run, a, b, one, other, ratios, rows, limits)
 
 
 def _finding(
-    a: str, b: str, one: GroupRms, other: GroupRms, ratios: np.ndarray, rows: np.ndarray, limits: Thresholds
+    run: Run,
+    a: str,
+    b: str,
+    one: GroupRms,
+    other: GroupRms,
+    ratios: np.ndarray,
+    rows: np.ndarray,
+    limits: Thresholds,
 ) -> Finding:
     median = float(np.median(ratios[rows]))
     last = int(rows[-1])
     step = int(one.steps[last])
     small = (a, one) if median < 1 else (b, other)
     outside = int(np.sum((ratios[rows] < limits.group_ratio_low) | (ratios[rows] > limits.group_ratio_high)))
+    member = small[1].names[0]
+    norm = run.frame("gradient", "norm")
+    column = norm.names.index(member)
     return Finding(
         rule="group_ratio",
         severity=Severity.WARNING,
         claim=(
             f"The gradient of group {a!r} ({wording.plural(len(one.names), 'parameter')}) is "
             f"{wording.number(median)} times that of {b!r} "
-            f"({wording.plural(len(other.names), 'parameter')}), rms "
-            f"against rms, median of the last {len(rows)} recorded steps; at {outside} of them it lies "
-            "outside "
-            f"{limits.group_ratio_low:g} to {limits.group_ratio_high:g}. {small[0]!r} hardly learns "
-            "beside the "
-            "other."
+            f"({wording.plural(len(other.names), 'parameter')}), rms against rms, median of the last "
+            f"{len(rows)} recorded steps; at {outside} of them it lies outside {limits.group_ratio_low:g} "
+            f"to {limits.group_ratio_high:g}. {small[0]!r} hardly learns beside the other."
         ),
         subject=Subject(module=f"{a}/{b}", step=step),
         evidence=(
             Evidence(f"groups/{a}", step, wording.plain(float(one.values[last])), "gradient, rms"),
             Evidence(f"groups/{b}", step, wording.plain(float(other.values[last])), "gradient, rms"),
-            Evidence(f"series/gradient/norm/{small[1].names[0]}", step, None, "gradient"),
+            wording.series("gradient/norm", member, step, float(norm.values[norm.steps == step, column][0])),
         ),
         next_check=(
-            f"Compare the update-to-weight ratios of both groups; if {small[0]!r} also moves less, give it a "
-            "learning rate of its own, or look for what attenuates the path to it."
+            f"Compare the update-to-weight ratios of both groups; if {small[0]!r} also moves less, give it "
+            "a learning rate of its own, or look for what attenuates the path to it."
         ),
         refuted_if=(
-            "the update-to-weight ratios of the groups are alike (Adam rescales gradients), or one group is "
-            "meant to learn slowly."
+            "the update-to-weight ratios of the groups are alike (Adam rescales gradients), or one group "
+            "is meant to learn slowly."
         ),
     )
 

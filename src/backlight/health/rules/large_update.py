@@ -118,8 +118,8 @@ def _lasting(
         severity=Severity.WARNING,
         claim=(
             f"The steps of {record.name}{wording.others(len(found) - 1)} are large: in the last "
-            f"{limits.update_steps} recorded steps one step changed it by {wording.number(found[worst])} of "
-            f"its own norm (median){stated}, where about 0.001 is usual; that holds for "
+            f"{limits.update_steps} recorded steps one step changed it by {wording.number(found[worst])} "
+            f"of its own norm (median){stated}, where about 0.001 is usual; that holds for "
             f"{wording.share(len(found), judged)} of the weight matrices."
         ),
         subject=Subject(parameter=record.name, module=record.module or None, step=step),
@@ -134,8 +134,8 @@ def _lasting(
             "Train a short run with a tenth of the learning rate and compare the loss after equal steps."
         ),
         refuted_if=(
-            "the loss falls faster than at a tenth of the learning rate, or the norm of the weight is small "
-            "by design (a strong weight decay, an adapter that starts at zero)."
+            "the loss falls faster than at a tenth of the learning rate, or the norm of the weight is "
+            "small by design (a strong weight decay, an adapter that starts at zero)."
         ),
     )
 
@@ -152,11 +152,9 @@ def _once(run: Run, frame: Frame, columns: list[int], medians_S: np.ndarray, row
         severity=Severity.WARNING,
         claim=(
             f"Step {step} replaced the weights: it was {wording.number(float(medians_S[row]))} times as "
-            "long as "
-            f"the weight itself, median over {len(present)} matrices{stated}; {record.name} was changed by "
-            f"{wording.number(float(frame.values[row, order[0]]))} times its norm. What was initialised "
-            "is gone."
-            f"{often}"
+            f"long as the weight itself, median over {len(present)} matrices{stated}; {record.name} was "
+            f"changed by {wording.number(float(frame.values[row, order[0]]))} times its norm. What was "
+            f"initialised is gone.{often}"
         ),
         subject=Subject(parameter=record.name, module=record.module or None, step=step),
         evidence=(
@@ -167,9 +165,8 @@ def _once(run: Run, frame: Frame, columns: list[int], medians_S: np.ndarray, row
             *evidence,
         ),
         next_check=(
-            "Start again with a tenth of the learning rate, or with a warm-up, and compare the loss "
-            "after equal "
-            "steps; Adam moves every weight by about the learning rate in its first step."
+            "Start again with a tenth of the learning rate, or with a warm-up, and compare the loss after "
+            "equal steps; Adam moves every weight by about the learning rate in its first step."
         ),
         refuted_if="the weights were tiny on purpose, so that a step as long as they are changes little.",
     )

@@ -32,17 +32,16 @@ _FROZEN = _Reason(
 _OUTSIDE = _Reason(
     Severity.WARNING,
     "in no watched optimizer, and no gradient ever reached them",
-    "Compare the optimizer's parameter groups with model.named_parameters(); build the optimizer after the "
-    "last module was added.",
+    "Compare the optimizer's parameter groups with model.named_parameters(); build the optimizer after "
+    "the last module was added.",
     "group",
 )
 _FOREIGN = _Reason(
     Severity.WARNING,
-    "held by an optimizer, and part of no module that was seen: the optimizer has other tensors than "
-    "the model",
+    "held by an optimizer, and part of no module that was seen: the optimizer has other tensors than the "
+    "model",
     "Build the optimizer after the model is complete and where it stays: a module that was replaced, "
-    "copied or "
-    "rebuilt later has new parameters.",
+    "copied or rebuilt later has new parameters.",
     "group",
 )
 _UNUSED = _Reason(
@@ -81,8 +80,8 @@ def no_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
             rule="no_gradient",
             severity=reason.severity,
             claim=(
-                f"{worst.name}{wording.others(len(group) - 1)} never had a gradient in {len(rows)} recorded "
-                f"steps ({first} to {last}): {reason.words}. That concerns "
+                f"{worst.name}{wording.others(len(group) - 1)} never had a gradient in {len(rows)} "
+                f"recorded steps ({first} to {last}): {reason.words}. That concerns "
                 f"{wording.share(len(group), len(records))} of the parameters and "
                 f"{100 * mine / max(weights, 1):.2g} % of the weights."
             ),
@@ -126,8 +125,8 @@ def _reason(record: ParameterRecord, told: dict[str, str], held: bool) -> _Reaso
 
 _ALONE = _Reason(
     Severity.WARNING,
-    "trainable, but no gradient reached them: not used in forward, or cut from the loss by detach, no_grad, "
-    ".data or an integer cast",
+    "trainable, but no gradient reached them: not used in forward, or cut from the loss by detach, "
+    "no_grad, .data or an integer cast",
     _UNUSED.next_check,
     "requires_grad",
 )

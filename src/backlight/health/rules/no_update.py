@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from backlight.health import wording
-from backlight.health.history import at_steps, ending_streak
+from backlight.health.history import ending_streak, finite_median
 from backlight.health.scoring import skipped_steps
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.reader import Frame, Run
 
 SPARSE = 0.9
 """Share of zeros in a gradient above which a sample of the weights may miss those that moved."""
@@ -93,9 +93,8 @@ def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
         severity=Severity.WARNING,
         claim=(
             f"{worst.name}{wording.others(len(group) - 1)} get a gradient that is not zero, and no watched "
-            f"optimizer holds {'it' if len(group) == 1 else 'them'}: {wording.share(len(group), whole)} "
-            "of the "
-            "parameters are never updated."
+            f"optimizer holds {'it' if len(group) == 1 else 'them'}: {wording.share(len(group), whole)} of "
+            "the parameters are never updated."
         ).replace(" get a ", " gets a " if len(group) == 1 else " get a "),
         subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
         evidence=(
@@ -105,11 +104,18 @@ def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
             *(Evidence(f"parameters/group/{p.name}", None, "none", "1") for p in order),
         ),
         next_check=(
-            "Build the optimizer after the model is complete and where it stays (a model replaced, copied or "
-            "rebuilt later has other tensors); compare sum(p.numel()) over its groups with that of the model."
+            "Build the optimizer after the model is complete and where it stays (a model replaced, copied "
+            "or rebuilt later has other tensors); compare sum(p.numel()) over its groups with that of the "
+            "model."
         ),
         refuted_if="another optimizer, which was not watched, or the script itself updates these weights.",
     )
+
+
+def _last_still(frame: Frame, name: str) -> int:
+    """Return the last step at which the measured update of a parameter was zero."""
+    column = frame.names.index(name)
+    return int(frame.steps[np.flatnonzero(frame.measured[:, column] & (frame.values[:, column] == 0))[-1]])
 
 
 def _standing(
@@ -118,12 +124,12 @@ def _standing(
     order = wording.loudest(group, lambda p: p.numel)
     worst = order[0]
     frame, norm = run.frame("update", "update_norm"), run.frame("gradient", "norm")
-    column = frame.names.index(worst.name)
-    rows = np.flatnonzero(frame.measured[:, column])
-    last = int(frame.steps[rows[-1]])
-    grads = norm.values[np.isin(norm.steps, frame.steps[rows]), norm.names.index(worst.name)]
+    lasts = {p.name: _last_still(frame, p.name) for p in order}
+    last = lasts[worst.name]
+    grads = norm.values[np.isin(norm.steps, frame.steps), norm.names.index(worst.name)]
     rate = run.scalar(f"lr/{worst.group}")
-    rate_now = float(at_steps(np.array([last]), rate.steps, rate.values)[0]) if len(rate.steps) else np.nan
+    at_last = np.flatnonzero(rate.steps == last)
+    stated = f"is {wording.number(rate.values[at_last[0]])}" if len(at_last) else "is not known"
     if at_zero:
         cause = f"the learning rate of its group ({worst.group}) is 0"
         check = (
@@ -131,16 +137,16 @@ def _standing(
         )
     elif worst.dtype in _HALF:
         cause = (
-            f"the learning rate is {wording.number(rate_now)}; the weight is {worst.dtype}, in which a step "
-            "smaller than half the spacing of its values is rounded away"
+            f"the learning rate {stated}; the weight is {worst.dtype}, in which a step smaller than half "
+            "the spacing of its values is rounded away"
         )
         check = "Keep the weights in fp32 (autocast, or a master copy in the optimizer), or raise the rate."
     else:
-        cause = f"the learning rate is {wording.number(rate_now)}, so that something else stops it"
+        cause = f"the learning rate {stated}, so that something else stops it"
         check = (
             "Compare id() of the parameters in the optimizer with those of the model; look for a copy "
-            "that the "
-            "optimizer holds, weights restored after each step, or a rate below the spacing of fp32."
+            "that the optimizer holds, weights restored after each step, or a rate below the spacing of "
+            "fp32."
         )
     who = (
         "No weight moves"
@@ -155,19 +161,17 @@ def _standing(
         rule="no_update",
         severity=Severity.ERROR if everything else Severity.WARNING,
         claim=(
-            f"{who} though the gradient is not zero (norm {wording.number(float(np.median(grads)))}): "
-            "the step "
-            f"taken is exactly 0 at the last {streaks[worst.name]} recorded steps; {cause}."
+            f"{who} though the gradient is not zero (norm {wording.number(float(finite_median(grads)))}): "
+            f"the step taken is exactly 0 at the last {streaks[worst.name]} recorded steps; {cause}."
         ),
         subject=Subject(parameter=worst.name, module=worst.module or None, step=last),
         evidence=(
-            *(wording.series("update/update_norm", p.name, last, 0.0, "weight") for p in order),
-            wording.scalar(f"lr/{worst.group}", last, rate_now),
+            *(wording.series("update/update_norm", p.name, lasts[p.name], 0.0, "weight") for p in order),
+            *(wording.scalar(f"lr/{worst.group}", last, float(rate.values[i])) for i in at_last),
         ),
         next_check=check,
         refuted_if=(
             f"the weights of {worst.name} differ between two checkpoints of these steps: then only the "
-            "sample "
-            "of weights that was measured stood still."
+            "sample of weights that was measured stood still."
         ),
     )

@@ -40,9 +40,8 @@ def non_finite(run: Run, limits: Thresholds) -> Iterator[Finding]:
             severity=Severity.ERROR,
             claim=(
                 f"The loss is {wording.number(value)} for the first time at step {bad_loss[0]}, and not "
-                "finite "
-                f"at {wording.share(len(bad_loss), len(loss.steps))} of the recorded steps; no recorded "
-                "gradient holds NaN or Inf."
+                f"finite at {wording.share(len(bad_loss), len(loss.steps))} of the recorded steps; no "
+                "recorded gradient holds NaN or Inf."
             ),
             subject=Subject(step=bad_loss[0]),
             evidence=(wording.scalar("loss", bad_loss[0], value, "loss"),),
@@ -77,21 +76,18 @@ def _in_gradients(run: Run, frame: Frame, ill_SP: np.ndarray, rows: np.ndarray, 
         severity=Severity.ERROR,
         claim=(
             f"Gradients hold NaN or Inf for the first time at step {step} (last finite recorded step: "
-            f"{before}), "
-            f"in {wording.share(len(ill), len(measured))} of the measured parameters. All parameters of "
-            "a step "
-            f"are measured together; of those, {name} lies nearest to the loss: {nan} NaN and {inf} Inf "
-            "among "
-            f"its {size} values. {_loss_words(loss, step, evidence)} "
-            f"Not finite at {later} of the {after} recorded steps after it."
+            f"{before}), in {wording.share(len(ill), len(measured))} of the measured parameters. All "
+            f"parameters of a step are measured together; of those, {name} lies nearest to the loss: {nan} "
+            f"NaN and {inf} Inf among its {size} values. {_loss_words(loss, step, evidence)} Not finite at "
+            f"{later} of the {after} recorded steps after it."
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step),
         evidence=tuple(evidence),
         next_check=_next_check(step),
         refuted_if=(
-            "the same batch with the weights of that step gives finite gradients when it is run again; "
-            "or the "
-            f"order of the modules in forward differs from model order, then {name} need not be the first."
+            "the same batch with the weights of that step gives finite gradients when it is run again; or "
+            f"the order of the modules in forward differs from model order, then {name} need not be the "
+            "first."
         ),
     )
 
@@ -101,9 +97,7 @@ def _before(run: Run, frame: Frame, row: int) -> list[Evidence]:
     steps = frame.steps[max(0, row - HISTORY) : row]
     norms = total_norms(run, steps)
     return [
-        wording.scalar("total_norm", int(s), float(v), "gradient")
-        for s, v in zip(steps, norms, strict=True)
-        if np.isfinite(v)
+        wording.total_norm(run, int(s), float(v)) for s, v in zip(steps, norms, strict=True) if np.isfinite(v)
     ]
 
 
@@ -121,7 +115,6 @@ def _loss_words(loss: Scalar, step: int, evidence: list[Evidence]) -> str:
 def _next_check(step: int) -> str:
     return (
         f"Run again up to step {step} inside torch.autograd.detect_anomaly(), which names the operation "
-        "whose "
-        "backward made NaN; check its inputs for a division by zero, a logarithm or root of 0, an overflow "
-        "in half precision, or a batch with bad values."
+        "whose backward made NaN; check its inputs for a division by zero, a logarithm or root of 0, an "
+        "overflow in half precision, or a batch with bad values."
     )

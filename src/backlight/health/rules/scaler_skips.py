@@ -34,15 +34,14 @@ def scaler_skips(run: Run, limits: Thresholds) -> Iterator[Finding]:
             rule="scaler_skips",
             severity=Severity.ERROR,
             claim=(
-                f"The gradient scaler skipped each of the last {streak} recorded steps, from step "
-                f"{begin} on: "
-                f"no weight is updated any more{_scale_words(scale.values)}."
+                f"The gradient scaler skipped each of the last {streak} recorded steps, from step {begin} "
+                f"on: no weight is updated any more{_scale_words(scale.values)}."
             ),
             subject=Subject(step=begin),
             evidence=_evidence(steps[len(steps) - streak :], scale.steps, scale.values),
             next_check=(
-                "A scale that falls at every step means that the gradients are NaN or Inf at any scale: run "
-                f"step {begin} without autocast inside torch.autograd.detect_anomaly()."
+                "A scale that falls at every step means that the gradients are NaN or Inf at any scale: "
+                f"run step {begin} without autocast inside torch.autograd.detect_anomaly()."
             ),
             refuted_if="a later step is taken, after which the skips end.",
         )
@@ -52,16 +51,15 @@ def scaler_skips(run: Run, limits: Thresholds) -> Iterator[Finding]:
             rule="scaler_skips",
             severity=Severity.WARNING,
             claim=(
-                f"The gradient scaler skipped {wording.share(int(later.sum()), len(later))} of the recorded "
-                f"steps after its search for a scale (from step {int(steps[start])} on); one in 2000 is usual"
-                f"{_scale_words(scale.values)}."
+                f"The gradient scaler skipped {wording.share(int(later.sum()), len(later))} of the "
+                f"recorded steps after its search for a scale (from step {int(steps[start])} on); one in "
+                f"2000 is usual{_scale_words(scale.values)}."
             ),
             subject=Subject(step=int(steps[places[0]])),
             evidence=_evidence(steps[places], scale.steps, scale.values),
             next_check=(
                 "Look at the total norm at the skipped steps: gradients that overflow fp16 now and then "
-                "want a "
-                "longer growth_interval, clipping (after unscale_), or bfloat16."
+                "want a longer growth_interval, clipping (after unscale_), or bfloat16."
             ),
             refuted_if=(
                 "growth_interval was set so short on purpose that a skip per growth is to be expected."

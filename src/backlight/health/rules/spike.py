@@ -129,7 +129,11 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: Threshold
             f"the {word} leaps to {wording.number(leap.values[row])} at step {step}, {times}the median of "
             f"{wording.number(median)} before it ({wording.number(leap.deviations[row])} robust deviations)"
         )
-        evidence.append(wording.scalar(leap.name, step, leap.values[row], leap.unit))
+        evidence.append(
+            wording.total_norm(run, step, leap.values[row])
+            if leap.name == "total_norm"
+            else wording.scalar(leap.name, step, leap.values[row], leap.unit)
+        )
     batch = run.scalar("batch")
     place = np.flatnonzero(batch.steps == one.step)
     if len(place):
@@ -151,13 +155,11 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: Threshold
             f"Look at the batch of step {one.step}"
             + (f" (batch index {int(batch.values[place[0]])})" if len(place) else "")
             + ": a damaged or extreme sample? If several seeds spike there it is the data; otherwise "
-            "compare with "
-            "a lower learning rate, or clip the gradient norm."
+            "compare with a lower learning rate, or clip the gradient norm."
         ),
         refuted_if=(
-            "the same batch with the weights of an earlier step gives a norm and a loss of ordinary "
-            "size, and "
-            "the steps before show a steady rise: then it is a divergence, not a spike."
+            "the same batch with the weights of an earlier step gives a norm and a loss of ordinary size, "
+            "and the steps before show a steady rise: then it is a divergence, not a spike."
         ),
     )
 

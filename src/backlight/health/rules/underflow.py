@@ -81,13 +81,11 @@ def underflow(run: Run, limits: Thresholds) -> Iterator[Finding]:
         rule="underflow",
         severity=Severity.WARNING,
         claim=(
-            f"The gradient of {name}{wording.others(len(found) - 1)} underflows in fp16: "
-            f"{100 * share:.0f} % of "
-            f"its values are exactly zero, and the rms of the others{under} is "
-            f"{wording.number(magnitude)}, below "
-            f"{wording.number(limits.underflow_magnitude)}: fp16 rounds to zero what is below 3e-08. "
-            "That concerns "
-            f"{wording.share(len(found), judged)} of the matrices judged."
+            f"The gradient of {name}{wording.others(len(found) - 1)} underflows in fp16: {100 * share:.0f} "
+            f"% of its values are exactly zero, and the rms of the others{under} is "
+            f"{wording.number(magnitude)}, below {wording.number(limits.underflow_magnitude)}: fp16 rounds "
+            f"to zero what is below 3e-08. That concerns {wording.share(len(found), judged)} of the "
+            "matrices judged."
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step),
         evidence=tuple(evidence),

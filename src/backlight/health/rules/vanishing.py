@@ -66,23 +66,21 @@ def vanishing(run: Run, limits: Thresholds) -> Iterator[Finding]:
         rule="vanishing",
         severity=severity,
         claim=(
-            f"The gradient of {name}{wording.others(count - 1)} vanishes: its rms is {wording.number(size)}, "
-            f"{wording.number(size / usual)} times the median over parameters, in the last "
-            f"{limits.vanishing_window} recorded steps and first at step {first}. That concerns "
+            f"The gradient of {name}{wording.others(count - 1)} vanishes: its rms is "
+            f"{wording.number(size)}, {wording.number(size / usual)} times the median over parameters, in "
+            f"the last {limits.vanishing_window} recorded steps and first at step {first}. That concerns "
             f"{wording.share(count, whole)} of the measured parameters{remark}."
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=first),
         evidence=tuple(evidence),
         next_check=(
-            f"Follow the gradient over depth in the report, from the loss down to {name}: where it "
-            "falls, look "
-            "for saturated activations, a missing residual connection or normalisation, or a small "
+            f"Follow the gradient over depth in the report, from the loss down to {name}: where it falls, "
+            "look for saturated activations, a missing residual connection or normalisation, or a small "
             "initial scale."
         ),
         refuted_if=(
             f"the rms of {name} returns above {limits.vanishing_rms:g} or above "
-            f"{limits.vanishing_relative:g} "
-            "times the median over parameters, or the weight moves as much as others (series update/ratio): "
-            "an optimizer such as Adam rescales small gradients."
+            f"{limits.vanishing_relative:g} times the median over parameters, or the weight moves as much "
+            "as others (series update/ratio): an optimizer such as Adam rescales small gradients."
         ),
     )

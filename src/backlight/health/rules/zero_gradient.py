@@ -44,8 +44,8 @@ def zero_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
         rule="zero_gradient",
         severity=Severity.ERROR if everything else Severity.WARNING,
         claim=(
-            f"{subject} exactly zero at each of the last {int(streaks_P[worst])} recorded steps, since step "
-            f"{since}, {history}: nothing there learns from the loss."
+            f"{subject} exactly zero at each of the last {int(streaks_P[worst])} recorded steps, since "
+            f"step {since}, {history}: nothing there learns from the loss."
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=since),
         evidence=tuple(
@@ -58,14 +58,12 @@ def zero_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
             for row in order
         ),
         next_check=(
-            "Check that the loss still depends on the output (a margin that is met, a constant target, "
-            "a mask "
-            "that hides everything)."
+            "Check that the loss still depends on the output (a margin that is met, a constant target, a "
+            "mask that hides everything)."
             if everything
             else f"Look at the activations behind {name}: units that are never positive before a ReLU, a "
             "multiplication by zero (a mask, a gate or an output layer initialised to zero that never "
-            "moves), "
-            "an expert that gets no tokens."
+            "moves), an expert that gets no tokens."
         ),
         refuted_if=f"a single recorded step shows a value of the gradient of {name} that is not zero.",
     )
