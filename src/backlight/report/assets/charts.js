@@ -170,13 +170,24 @@ const legendOf = (spec, toggle) => {
     entries.forEach(({ value }, i) => {
       const place = here ? null : idxs[i + 1];
       const line = spec.lines[i];
-      const told = (of) => (of.odd.includes(place) ? "NaN or Inf" : number((of.says ?? of.values)[place], 6));
+      const told = (of) => (of.odd.includes(place) ? "NaN or Inf" : number((of.says ?? of.values)[place], of.digits ?? 6));
       const none = place === null || place === undefined;
       const bottom = line.style === "edge" ? bottoms.get(line.downTo) : null;
       value.textContent = none ? "" : bottom ? `${told(bottom)} to ${told(line)}` : told(line);
     });
   };
-  return { host, show };
+  // As high as it gets when it is full, so that nothing below moves while the pointer does.
+  const reserve = () => {
+    host.style.minHeight = "";
+    const full = "-8.88888e-88";
+    entries.forEach(({ value }, i) => (value.textContent = spec.lines[i].style === "edge" ? `${full} to ${full}` : full));
+    at.textContent = spec.says ? spec.says(spec.steps.length - 1) : `step ${number(spec.steps.at(-1))}`;
+    const { height } = host.getBoundingClientRect();
+    host.style.minHeight = `${height}px`;
+    for (const { value } of entries) value.textContent = "";
+    at.textContent = "";
+  };
+  return { host, show, reserve };
 };
 
 // spec: { title, steps, lines: [{label, axis, style, tone, downTo, values, odd, gap}], left, right, marks,
@@ -224,7 +235,7 @@ const drawChart = (host, spec, height = 240) => {
         dash: DASH[line.style],
         paths: line.style === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined,
         ...(line.fill ? { fill: () => faded(tone(line.tone), line.fill) } : {}),
-        points: line.style === "edge" || line.fill ? { show: false } : { ...(spec.steps.length <= 40 ? { show: true } : {}), size: 4, fill: colour(line, i) },
+        points: line.style === "line" ? { ...(spec.steps.length <= 40 ? { show: true } : { space: 30 }), size: 4, fill: colour(line, i) } : { show: false },
       })),
     ],
     bands: spec.lines.flatMap((line, i) =>
@@ -252,9 +263,12 @@ const drawChart = (host, spec, height = 240) => {
   };
   const data = [spec.steps, ...spec.lines.map((line) => drawable(line, (line.axis === "right" ? spec.right : spec.left).log))];
   plot = new uPlot(options, data, box);
+  legend.reserve();
   new ResizeObserver(() => {
     const width = Math.max(120, box.clientWidth);
-    if (width !== plot.width) plot.setSize({ width, height });
+    if (width === plot.width) return;
+    legend.reserve();
+    plot.setSize({ width, height });
   }).observe(box);
   if (spec.overSteps) {
     view.on("range", () => plot.setScale("x", { min: view.range[0], max: view.range[1] }));

@@ -17,7 +17,7 @@ const reachOf = (first, last) => {
 
 class Grid {
   // options: first, last, rows() -> row numbers, code(row, bucket), merge(a, b), label(row), group(row) -> parts,
-  // describe(row, bucket) -> [[label, value]...] with a title, pick(row, bucket), zoomRows(rows), height(rows),
+  // describe(row, bucket) -> {title, rows: [[label, value]...]}, marked() -> rows to point out, pick(row, bucket), zoomRows(rows), height(rows),
   // name, gutter, lines() -> [{place, label}]
   constructor(host, options) {
     Object.assign(this, options);
@@ -214,8 +214,8 @@ class Grid {
         if (found.length && found.at(-1).text === text) found.at(-1).to = place + 1;
         else found.push({ from: place, to: place + 1, text });
       });
-      if (best && found.length > most) break;
-      best = found;
+      if (best && best.length > 3 && found.length > most) break;
+      best = found; // where even these have no room, labels that would overlap are left out
     }
     return best ?? [];
   }
@@ -244,6 +244,11 @@ class Grid {
       context.textAlign = "left";
       context.textBaseline = "middle";
       context.fillText(label, right - width, y - 9);
+    }
+    context.fillStyle = css("accent");
+    for (const row of this.marked?.() ?? []) {
+      const place = this.shown.indexOf(row);
+      if (place >= 0) context.fillRect(this.left - 7, this.y(place), 5, Math.max(1.5, this.y(place + 1) - this.y(place) - 0.5));
     }
     this.frame(context, this.chosen ? this.chosen() : view.row, css("accent"));
     this.upright(context, view.focus, css("accent"), []);
@@ -371,6 +376,13 @@ class Grid {
     }
     if (event.key === "Enter" && this.cursor) {
       this.pick?.(this.cursor.row, this.cursor.bucket);
+      return;
+    }
+    if (["+", "=", "-"].includes(event.key)) {
+      const [from, to] = view.range;
+      const middle = this.cursor ? this.first[this.cursor.bucket] : (from + to) / 2;
+      const half = ((to - from) / 2) * (event.key === "-" ? 2 : 0.5);
+      view.zoom(middle - half, middle + half);
       return;
     }
     if (!moves[event.key] || !this.shown.length) return;

@@ -36,4 +36,4 @@ def fingerprint(source: Source) -> Drawn | NotMeasured:
 
 
 def _pairs(pairs: Mapping[str, str]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in pairs.items())
+    return ", ".join(f"{key} {value}" for key, value in pairs.items() if value)

@@ -11,7 +11,7 @@ KINDS.depth = async (host, { spread: packed }) => {
     const line = (label, values, style, colour, downTo = "") => ({
       label, values, style, tone: colour, downTo, axis: "left", odd: [], gap: [...values.keys()].filter((row) => !Number.isFinite(values[row])),
     });
-    const at = line("chosen step", chosen, "line", "fourth");
+    const at = { ...line("chosen step", chosen, "line", "fourth"), digits: grid?.precise ? 6 : 3 };
     const spec = {
       title: "",
       steps: rows,
@@ -61,7 +61,7 @@ const depthAxis = () => ({
     let best = [];
     for (let depth = 1; depth <= 6; depth += 1) {
       const starts = groupStarts(depth);
-      if (best.length && starts.length > 8 * most) break; // those without room are left out below
+      if (best.length > 3 && starts.length > most) break; // those without room are left out below
       best = starts;
     }
     plot.depthLabels = new Map();

@@ -127,11 +127,15 @@ const heatMap = async (host, grid) => {
     return from.filter((row) => wanted.has(row));
   };
   const map = new Grid(box, {
-    name: "Heat map of steps by parameters. Arrow keys move from cell to cell, Enter chooses the parameter, Escape shows everything.",
+    name: "Heat map of steps by parameters. Arrow keys move from cell to cell, Enter chooses the parameter, plus and minus zoom, Escape shows everything.",
     first: grid.first,
     last: grid.last,
     rows,
-    height: (shown) => Math.min(Math.max(shown * (shown <= 12 ? 26 : shown <= 30 ? 18 : shown <= 60 ? 13 : 3), 60), 760),
+    height: (shown) => {
+      if (shown <= 48) return Math.max(60, shown * (shown <= 12 ? 26 : shown <= 30 ? 18 : 13));
+      return Math.min(760, Math.max(624, 1.6 * shown));
+    },
+    marked: () => (view.matches && !view.onlyMatches ? view.matches : []),
     label: (row) => report.parameters[row].name,
     group: (row) => report.parameters[row].name.split("."),
     code: (row, bucket) => state.codes[row * amount + bucket],
@@ -209,11 +213,12 @@ const showDetail = async (host, grid, { column, planes }) => {
   const odd = column.series === "gradient" ? places.filter((i) => bad[i]) : [];
   const breaks = { odd, gap: places.filter((i) => !measured[i]) };
   const log = column.scale === "log";
+  const digits = grid.precise ? 6 : 3;
   const lines = grid.exact
-    ? [{ label: column.label, axis: "left", style: "line", tone: "first", values: part(planes.high), ...breaks }]
+    ? [{ label: column.label, axis: "left", style: "line", tone: "first", values: part(planes.high), digits, ...breaks }]
     : [
-        { label: "largest", axis: "left", style: "line", tone: "first", values: part(planes.high), downTo: "smallest", ...breaks },
-        { label: "smallest", axis: "left", style: "line", tone: "third", values: part(planes.low), ...breaks, odd: [] },
+        { label: "largest", axis: "left", style: "steps", tone: "first", values: part(planes.high), downTo: "smallest", digits, ...breaks },
+        { label: "smallest", axis: "left", style: "steps", tone: "third", values: part(planes.low), digits, ...breaks, odd: [] },
       ];
   const facts = [parameter.shape, parameter.dtype, `${number(parameter.numel)} values`, parameter.module, parameter.group && `group ${parameter.group}`, parameter.aliases.length ? `also ${parameter.aliases.join(", ")}` : ""];
   const body = el("div", {});
