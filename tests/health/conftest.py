@@ -223,13 +223,13 @@ def check_evidence(run: Run, finding: Finding) -> None:
 
 @pytest.fixture
 def judged() -> Callable[..., list[Finding]]:
-    """Judge a run by one rule, with thresholds changed by name."""
+    """Judge a run by one rule or by all, with thresholds changed by name; all evidence is checked."""
 
-    def by_rule(run: Run, name: str, **changes: float) -> list[Finding]:
+    def by_rule(run: Run, name: str | None = None, **changes: float) -> list[Finding]:
         found = judge(run, {"health": Thresholds().override(changes)}, made=Made.READER)
-        assert name in RULES
+        assert name is None or name in RULES
         for finding in found:
             check_evidence(run, finding)
-        return [finding for finding in found if finding.rule == name]
+        return [finding for finding in found if name in {None, finding.rule}]
 
     return by_rule

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from backlight.records import Severity
-from backlight.session.judge import judge
 
 Make = Callable[..., Any]
 TRAININGS: dict[str, tuple[Callable[[Make], Any], frozenset[str]]] = {}
@@ -295,9 +294,9 @@ def half_precision_with_a_scaler(make: Make) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(TRAININGS))
-def test_a_sound_training_is_not_called_ill(name: str, recorder: Make) -> None:
+def test_a_sound_training_is_not_called_ill(name: str, recorder: Make, judged: Make) -> None:
     train, remarks = TRAININGS[name]
-    findings = judge(train(recorder))
+    findings = judged(train(recorder))
     ill = [f"{f.rule}: {f.claim}" for f in findings if f.severity is not Severity.INFO]
     assert not ill
     assert {f.rule for f in findings} <= remarks

@@ -13,7 +13,7 @@ from backlight.health.scoring import (
     total_norms,
     vanishing,
 )
-from backlight.health.thresholds import ThresholdError, Thresholds
+from backlight.health.thresholds import Thresholds
 
 LIMITS = Thresholds()
 YES = np.ones(4, dtype=bool)
@@ -120,8 +120,8 @@ def test_the_series_goes_by_what_the_run_recorded(synthetic: Any) -> None:
     run = synthetic(rms, overrides={"health": {"penalty_vanishing": 1.0}})
     assert health_series(run).score[0] == 0.5
     assert health_series(run, LIMITS).score[0] == 0.75
-    with pytest.raises(ThresholdError, match="penalty_lost"):
-        health_series(synthetic(rms, overrides={"health": {"penalty_lost": 1.0}}))
+    of_the_future = {"penalty_lost": 1.0, "penalty_vanishing": 1.0}
+    assert health_series(synthetic(rms, overrides={"health": of_the_future})).score[0] == 0.5
 
 
 def test_a_run_without_gradients_has_no_health(synthetic: Any) -> None:

@@ -65,6 +65,12 @@ def test_a_wrong_override_names_the_key_and_the_way_out(changes: dict[str, objec
         Thresholds().override(changes)
 
 
+def test_what_a_run_recorded_is_taken_as_far_as_it_is_known() -> None:
+    limits, problems = Thresholds.recorded({"zero_window": 5, "of_the_future": 1.0, "spike_gap": 0})
+    assert limits == Thresholds(zero_window=5)
+    assert ["of_the_future" in problems[0], "at least 1, got 0" in problems[1]] == [True, True]
+
+
 def test_judging_a_run_never_reaches_torch() -> None:
     modules = "judge", "comparison", "expression", "likeness"
     script = "import sys; sys.modules['torch'] = None\n"

@@ -66,7 +66,7 @@ def changed(**fields: Any) -> Fingerprint:
 def test_like_runs_are_laid_side_by_side(tmp_path: Path) -> None:
     found = compare(write(tmp_path / "a"), write(tmp_path / "b", factor=3.0, seed=1, steps=range(10, 80)))
     assert found.comparable
-    assert found.verdict == "comparable: their fingerprints agree"
+    assert found.verdict == "comparable: all agrees"
     tracks = {t.name: t for t in found.tracks}
     assert set(tracks) == {"loss", "total_norm", "health", "clip/factor", "user/accuracy"}
     assert tracks["loss"].common == 50

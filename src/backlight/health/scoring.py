@@ -106,15 +106,11 @@ def health_series(run: Run, limits: Thresholds | None = None) -> Health:
     run:
         A stored run; one without a gradient series gives empty arrays.
     limits:
-        Thresholds; without them, the defaults with what the run itself recorded as overridden.
-
-    Raises
-    ------
-    ThresholdError
-        If the run recorded an override that this release does not know.
+        Thresholds; without them, the defaults with what the run itself recorded as overridden. What this
+        release does not know of that is left out here; judging the run says so.
     """
     if limits is None:
-        limits = Thresholds().override(run.overrides.get("health", {}))
+        limits = Thresholds.recorded(run.overrides.get("health", {}))[0]
     if not run.has("gradient"):
         none = np.zeros(0, dtype=np.int64)
         return Health(none, np.zeros(0), none, none, none, none)

@@ -357,6 +357,16 @@ class Thresholds:
             taken[name] = int(value) if isinstance(_FIELDS[name].default, int) else float(value)
         return dataclasses.replace(self, **taken)
 
+    @classmethod
+    def recorded(cls, changes: Mapping[str, Any]) -> tuple[Self, tuple[str, ...]]:
+        """Return the thresholds that a run recorded, with what is wrong with those that are left out.
+
+        Another release may have written the run, and that must not keep it from being read.
+        """
+        problems = {name: _problem(name, value) for name, value in changes.items()}
+        known = {name: value for name, value in changes.items() if not problems[name]}
+        return cls().override(known), tuple(problem for problem in problems.values() if problem)
+
     def changed(self) -> dict[str, float]:
         """Return the values that differ from the defaults, by field name."""
         return {

@@ -71,27 +71,20 @@ class ParameterShift:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs share and where they differ; without ``comparable`` there are no tracks at all."""
+    """What two runs share and where they differ; without ``comparable`` there are no tracks at all.
+
+    ``verdict`` says in one line whether they can be compared, and if not why.
+    """
 
     first: Side
     second: Side
     comparable: bool
+    verdict: str
     factor: str | None
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
     tracks: tuple[Track, ...] = ()
     parameters: tuple[ParameterShift, ...] = ()
-
-    @property
-    def verdict(self) -> str:
-        """State in one sentence whether the runs can be compared, and if not why."""
-        obstacles = [d.words for d in self.differences if d.role is Role.OBSTACLE]
-        if not self.comparable:
-            return f"not comparable: {', '.join(obstacles) or ', '.join(self.notes)}"
-        factors = [d.words for d in self.differences if d.role is Role.FACTOR]
-        if factors:
-            return f"comparable: they differ in {', '.join(factors)}"
-        return "comparable: their fingerprints agree"
 
 
 def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
@@ -117,22 +110,26 @@ def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
         if known is None
     ]
     if prints[0] is None or prints[1] is None:
-        return Comparison(*sides, False, factor, (), tuple(notes))
+        return Comparison(*sides, False, f"not comparable: {', '.join(notes)}", factor, (), tuple(notes))
     found = differences(prints[0], prints[1])
     found += _rates(run_a, run_b)
     found = judged(found, factor)
-    comparable = not any(d.role is Role.OBSTACLE for d in found)
+    obstacles = [d.words for d in found if d.role is Role.OBSTACLE]
+    factors = [d.words for d in found if d.role is Role.FACTOR]
     notes += _factor_notes(found, factor)
     notes += [
         f"the {place} run has {run.attempts[-1].index + 1} attempts; the fingerprint is of the last"
         for place, run in (("first", run_a), ("second", run_b))
         if len(run.attempts) > 1
     ]
-    if not comparable:
-        return Comparison(*sides, False, factor, tuple(found), tuple(notes))
+    if obstacles:
+        verdict = f"not comparable: {', '.join(obstacles)}"
+        return Comparison(*sides, False, verdict, factor, tuple(found), tuple(notes))
+    verdict = f"comparable: they differ in {', '.join(factors)}" if factors else "comparable: all agrees"
     tracks = tuple(_tracks(run_a, run_b))
     notes += _effect_notes(found, tracks)
-    return Comparison(*sides, True, factor, tuple(found), tuple(notes), tracks, tuple(_shifts(run_a, run_b)))
+    shifts = tuple(_shifts(run_a, run_b))
+    return Comparison(*sides, True, verdict, factor, tuple(found), tuple(notes), tracks, shifts)
 
 
 def _side(run: Run) -> Side:

@@ -1,7 +1,8 @@
 """Judging a stored run: every rule of its rooms, with the thresholds that hold for it. No torch.
 
 The thresholds of a room are found by convention: ``backlight.<room>.thresholds.Thresholds`` is a frozen
-dataclass whose ``override(mapping)`` returns a changed copy and refuses unknown names.
+dataclass whose ``override(mapping)`` returns a changed copy and refuses unknown names, and whose class method
+``recorded(mapping)`` returns thresholds with what it had to leave out, in words.
 """
 
 from __future__ import annotations
@@ -126,14 +127,11 @@ def thresholds(room: str, recorded: Mapping[str, float] | None = None, given: An
     if importlib.util.find_spec(f"backlight.{room}.thresholds") is None:
         return None
     module = importlib.import_module(f"backlight.{room}.thresholds")
-    limits = module.Thresholds()
-    for name, value in (recorded or {}).items():
-        try:
-            limits = limits.override({name: value})
-        except ValueError as error:
-            warnings.warn(
-                f"backlight: the run recorded a threshold that is left out here: {error}", stacklevel=3
-            )
+    limits, problems = module.Thresholds.recorded(recorded or {})
+    for problem in problems:
+        warnings.warn(
+            f"backlight: the run recorded a threshold that is left out here: {problem}", stacklevel=3
+        )
     return limits.override(given) if given else limits
 
 
