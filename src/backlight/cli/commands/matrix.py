@@ -1,0 +1,90 @@
+"""``backlight matrix``: run a matrix of controlled cases and judge them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def matrix(
+    context: typer.Context,
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan, a TOML file.")],
+    init: Annotated[
+        bool, typer.Option("--init", help="Write a plan; what follows is a script with its arguments.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the plan and list its cases; run nothing.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the matrix; without it runs/matrix-<plan>.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="Run this case; again for more.")] = None,
+    again: Annotated[
+        list[str] | None,
+        typer.Option("--again", help="Run this case although it has a result; again for more."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one object.")] = False,
+    bundle: Annotated[
+        Path | None, typer.Option("--bundle", help="Also pack everything into FILE.tar.gz or FILE.zip.")
+    ] = None,
+    fail_on: Annotated[
+        str | None, typer.Option("--fail-on", help="Exit 1 if a case has one of these verdicts, by commas.")
+    ] = None,
+) -> int:
+    """Run a matrix of cases, collect evidence before ending what runs over, and judge each.
+
+    Goes on where it stopped when called again. With --init it writes a plan:
+    backlight matrix --init PLAN.toml -- train.py --lr 3
+    """
+    from backlight.stalls.matrix.execution import execute, prepare
+    from backlight.stalls.matrix.judging import read_verdicts
+    from backlight.stalls.matrix.rendering.bundle import check_bundle, write_bundle, write_reports
+    from backlight.stalls.matrix.rendering.terminal import one_line, print_cases, print_report
+    from backlight.stalls.matrix.template import refuse_script, write_plan
+
+    if init:
+        print(write_plan(plan, context.args))
+        return 0
+    refuse_script(context.args)
+    failing = read_verdicts(fail_on) if fail_on is not None else ()
+    if bundle is not None:
+        check_bundle(bundle)
+    prepared = prepare(plan)
+    console = Console(stderr=as_json)
+    if check:
+        print_cases(prepared.cases, console)
+        return 0
+    folder = out if out is not None else Path("runs") / f"matrix-{plan.stem}"
+    report = execute(
+        prepared,
+        folder,
+        only=only or (),
+        again=again or (),
+        on_start=lambda case: console.print(f"{case.name} ...", markup=False, highlight=False, style="dim"),
+        on_end=lambda seen: console.print(
+            one_line(seen.case.name, seen.observation.seconds, seen.judgement), soft_wrap=True
+        ),
+    )
+    _, page = write_reports(folder)
+    if as_json:
+        from backlight.records import to_json
+
+        print(json.dumps(to_json(report), indent=2))
+    else:
+        print_report(report, console)
+        console.print(f"\nreport: {page}", markup=False, highlight=False, soft_wrap=True)
+    if bundle is not None:
+        print(write_bundle(folder, bundle), file=sys.stderr if as_json else sys.stdout)
+    return int(any(case.judgement.verdict in failing for case in report.cases))
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to ``app``; with --init, what follows the plan is a script with its arguments."""
+    app.command("matrix", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(
+        matrix
+    )
