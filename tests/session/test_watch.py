@@ -223,7 +223,7 @@ def test_a_finding_asks_for_detail(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rooms": "health,kitchen"}, "no room is called 'kitchen'; expected some of: health, steptime"),
+        ({"rooms": "health,kitchen"}, "no room is called 'kitchen'; expected some of: health, stalls, steptime"),
         ({"every": 0}, "every=0: expected 1 or more"),
         ({"evry": 3}, "unknown key 'evry'; did you mean 'every'"),
         ({"every": "often"}, "every: Input should be a valid integer"),

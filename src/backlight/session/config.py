@@ -46,6 +46,8 @@ class Settings:
         Also record the gradients after every single backward of an accumulation.
     detail:
         Steps recorded in full after a finding.
+    stall:
+        Seconds after which a step that does not move is looked at; None to follow the run.
     max_disk:
         Bytes that the run may take; None for no limit.
     flush_interval:
@@ -66,6 +68,7 @@ class Settings:
     exact_updates: bool = False
     per_backward: bool = False
     detail: int = 20
+    stall: float | None = None
     max_disk: int | None = None
     flush_interval: float = 1.0
     step_offset: int | None = None
@@ -78,6 +81,7 @@ class Settings:
             ("detail", 0),
             ("max_disk", 1),
             ("flush_interval", 0.01),
+            ("stall", 0.5),
         ):
             value = getattr(self, name)
             if value is not None and value < least:

@@ -25,6 +25,8 @@ from backlight.session.fingerprints import take_fingerprint
 from backlight.session.judge import judge
 from backlight.session.plan import make_plan
 from backlight.session.recorder import Recorder
+from backlight.session.stalling import Stalling, launch_id
+from backlight.stalls.board import State
 from backlight.store.names import safe_name
 from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter
@@ -88,6 +90,7 @@ class Watch:
         self._warned: set[str] = set()
         self._fingerprinted = False
         self._writer: RunWriter | None = None
+        self._stalling: Stalling | None = None
         # Everything that can be refused is refused here, before anything is attached or written.
         probes = {"update": {"per_tensor": None}} if settings.exact_updates else {}
         self._plan = make_plan(settings.rooms, {"histogram"} if settings.histogram else (), probes)
@@ -139,14 +142,18 @@ class Watch:
             step_offset=settings.step_offset,
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            run_id=os.environ.get("BACKLIGHT_RUN_ID"),
+            run_id=launch_id(),
         )
         self._scope = Scope(self._models, self._optimizers)
         self._recorder = Recorder(self._scope, self._plan, self._cadence, self._notice, self._at_step)
         self._drain = Drain(self._recorder, self._writer, settings.flush_interval, self._alarm, self.trouble)
         self._tracker = _Tracker(self._scope, self._recorder, per_backward=settings.per_backward)
         self._tracker.watch = self
-        self._recorder.spent = lambda: self._tracker.spent + self._drain.spent
+        self._recorder.spent = lambda: (
+            self._tracker.spent
+            + self._drain.spent
+            + (self._stalling.spent if self._stalling is not None else 0.0)
+        )
         self._pid = os.getpid()
         self._alarmed = -1
         self._fingerprinted = False
@@ -154,11 +161,25 @@ class Watch:
         if not self._optimizers:
             HUB.optimizers.scan()
         self._drain.start()
+        if "stalls" in settings.rooms:
+            self._stalling = Stalling(
+                self._writer,
+                self._scope,
+                stall=settings.stall,
+                thresholds=settings.thresholds.get("stalls", {}),
+                notice=self._notice,
+                parameters_changed=self._recorder.parameters_changed,
+            )
+            with self._shield():
+                self._stalling.start()
 
     def _end(self, error: BaseException | None) -> None:
         writer = self._writer
         if writer is None or os.getpid() != self._pid:
             return
+        if self._stalling is not None:
+            with self._shield():
+                self._stalling.stop(State.FINISHED if error is None else State.FAILED)
         with self._shield():
             self._tracker.finish()
         HUB.remove(self._tracker)

@@ -18,6 +18,7 @@ from backlight.store.pieces import parse_piece
 from backlight.store.ranks import RankFile
 from backlight.store.segments import current, parse_name
 from backlight.store.snapshot import Snapshot
+from backlight.store.watchdog import RANK, watchdog_files
 
 _DOCUMENT = re.compile(r"rank-(\d{5,9})\.json")
 _NAMED_RANKS = 16
@@ -30,6 +31,7 @@ class OpenedAttempt:
     entry: AttemptEntry
     folder: Path
     files: list[RankFile] = field(default_factory=list)
+    watchdogs: list[RankFile] = field(default_factory=list)
     progress: dict[int, Progress] = field(default_factory=dict)
     fingerprints: dict[int, Fingerprint] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
@@ -70,8 +72,23 @@ def open_attempt(path: Path, entry: AttemptEntry) -> OpenedAttempt:
         except RunFormatError as error:
             out.unreadable += 1
             out.losses.append(str(error))
+    _open_watchdogs(out)
     _state_losses(out)
     return out
+
+
+def _open_watchdogs(out: OpenedAttempt) -> None:
+    for file in watchdog_files(out.folder):
+        try:
+            # Whether its writer lives is not stated anywhere: file and log are copied, which is always right.
+            snapshot = Snapshot(file)
+            out.watchdogs.append(
+                RankFile(
+                    file, snapshot, attempt=out.entry.index, rank=RANK, step_offset=out.entry.step_offset
+                )
+            )
+        except RunFormatError as error:
+            out.losses.append(str(error))
 
 
 def _open_document(out: OpenedAttempt, rank: int) -> None:

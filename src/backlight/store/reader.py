@@ -72,6 +72,7 @@ class Run:
         self._manifest = read_manifest(path)
         self._opened: list[OpenedAttempt] = [open_attempt(path, entry) for entry in self._manifest.attempts]
         self._files: list[RankFile] = [file for opened in self._opened for file in opened.files]
+        self._watchdogs: list[RankFile] = [file for opened in self._opened for file in opened.watchdogs]
         self._lost: dict[str, None] = {}
         self._order: tuple[str, ...] | None = None
         self._cache: OrderedDict[tuple[Any, ...], Frame] = OrderedDict()
@@ -211,14 +212,14 @@ class Run:
         """Return the events of a kind, or of all, by attempt, time and rank."""
         out = [
             Event(step, when, what, payload, file.rank, file.attempt)
-            for file in self._files
+            for file in [*self._files, *self._watchdogs]
             for step, when, what, payload in file.events(kind)
         ]
         return tuple(sorted(out, key=lambda e: (e.attempt, e.time, e.rank)))
 
     def stored_findings(self) -> tuple[Finding, ...]:
         """Return the findings that were stored, as they were made."""
-        return tuple(finding for file in self._files for finding in file.findings())
+        return tuple(f for file in [*self._files, *self._watchdogs] for f in file.findings())
 
     def fingerprint(self, attempt: int = -1, rank: int = 0) -> Fingerprint | None:
         """Return the fingerprint of one rank of one attempt (-1: the newest), None where none was stored."""

@@ -17,7 +17,7 @@ def run(
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
     rooms: Annotated[
-        str | None, typer.Option("--rooms", help="Rooms that measure, by commas: health,steptime.")
+        str | None, typer.Option("--rooms", help="Rooms that measure, by commas: health,stalls,steptime.")
     ] = None,
     every: Annotated[
         int | None,
@@ -36,6 +36,10 @@ def run(
     per_backward: Annotated[
         bool, typer.Option("--per-backward", help="Also record after every backward of an accumulation.")
     ] = False,
+    stall: Annotated[
+        float | None,
+        typer.Option("--stall", min=0.5, help="Seconds without progress after which a verdict is due."),
+    ] = None,
     max_disk: Annotated[
         str | None, typer.Option("--max-disk", help="Most that the run may take: 500M, 2G.")
     ] = None,
@@ -62,6 +66,7 @@ def run(
         "histogram": histogram or None,
         "exact_updates": exact_updates or None,
         "per_backward": per_backward or None,
+        "stall": stall,
         "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
     }
     given = {name: value for name, value in given.items() if value is not None}

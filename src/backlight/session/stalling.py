@@ -1,0 +1,258 @@
+"""Connects a watch with the board, the helper thread and the sidecar of the room ``stalls``.
+
+Whatever of it cannot be had (no shared memory, no second process) is left out with a notice; a training is
+never refused or disturbed for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import backlight
+from backlight.capture.hub import HUB
+from backlight.capture.modules import holding
+from backlight.stalls import rendezvous
+from backlight.stalls.beat import Beats
+from backlight.stalls.board import Board, State
+from backlight.stalls.collectives import Collectives
+from backlight.stalls.consent import allow_tracing
+from backlight.stalls.dumps import SIGNAL
+from backlight.stalls.roots import Roots
+from backlight.stalls.thresholds import Thresholds
+from backlight.stalls.witness import Witness
+
+if TYPE_CHECKING:
+    import torch
+
+    from backlight.capture.scope import Scope
+    from backlight.store.writer import RunWriter
+
+_CHECK_EVERY = 20
+
+
+class Stalling:
+    """What the room ``stalls`` attaches to one watch.
+
+    Parameters
+    ----------
+    writer, scope:
+        The run of this rank, and what is watched.
+    stall:
+        Seconds that the user allows, None to follow the run.
+    thresholds:
+        Overrides of the room's thresholds.
+    notice:
+        Takes events, such as what cannot be measured.
+    parameters_changed:
+        Called when looking for parameters has found another table.
+    """
+
+    def __init__(
+        self,
+        writer: RunWriter,
+        scope: Scope,
+        *,
+        stall: float | None,
+        thresholds: Mapping[str, float],
+        notice: Callable[[str, Mapping[str, Any], int | None], None],
+        parameters_changed: Callable[[], None],
+    ) -> None:
+        self._writer = writer
+        self._scope = scope
+        self._stall = stall
+        self._thresholds = dict(thresholds)
+        self._notice = notice
+        self._parameters_changed = parameters_changed
+        self._names: tuple[Any, tuple[str, ...]] = ((), ())
+        self._groups: dict[int, list[int]] = {}
+        self._dump: IO[bytes] | None = None
+        self._sidecar: subprocess.Popen[bytes] | None = None
+        self._sidecar_pid = 0
+        self._turns = 0
+        self._world = int(os.environ.get("WORLD_SIZE", "1"))
+        launch = launch_id() or str(os.getpid())
+        self._place = rendezvous.meeting_place(writer.path, writer.attempt, launch)
+        self.beats: Beats | None = None
+
+    def start(self) -> None:
+        """Attach; what the system refuses is noted and left out."""
+        try:
+            rendezvous.prepare(self._place)
+            board = Board(rendezvous.board_path(self._place, self._writer.rank))
+        except OSError as error:
+            reason = f"no board in {self._place}: {error.strerror or error}"
+            self._notice("unmeasured", {"what": "stalls", "reason": reason}, None)
+            if not os.environ.get("LOCAL_RANK", "0").strip("0"):
+                rendezvous.leave(self._place)
+            return
+        main = threading.main_thread()
+        self.beats = Beats(board, self._parameters, self._store_names, self._dropped)
+        self._roots = Roots(self.beats)
+        self._collectives = Collectives(board, self._store_group)
+        self._register_dump()
+        self._witness = Witness(
+            self.beats,
+            board.path,
+            Thresholds().override(self._thresholds),
+            self._document("stacks"),
+            self._chores,
+        )
+        board.open(
+            rank=self._writer.rank,
+            world=self._world,
+            main_ident=main.ident or 0,
+            main_tid=main.native_id or 0,
+            stall=self._stall,
+        )
+        HUB.add(self.beats)
+        self.beats.attach()
+        self._collectives.attach()
+        self._witness.start()
+
+    def stop(self, state: State) -> None:
+        """Take everything off, and tell the sidecar that this rank has ended."""
+        if self.beats is None:
+            return
+        self._detach()
+        self._witness.stop()
+        self.beats.board.close(state)
+        if self._dump is not None:
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                faulthandler.unregister(SIGNAL)
+            self._dump.close()
+            self._dump = None
+
+    @property
+    def spent(self) -> float:
+        """Host seconds that all this has taken."""
+        return self.beats.spent + self._witness.spent if self.beats is not None else 0.0
+
+    def _detach(self) -> None:
+        if self.beats is not None:
+            HUB.remove(self.beats)
+            self.beats.detach()
+            self._roots.leave()
+            self._collectives.detach()
+
+    def _dropped(self, error: Exception) -> None:
+        self._detach()
+        if self.beats is not None:
+            self.beats.board.close(State.FINISHED)
+        reason = f"{type(error).__name__}: {error}"
+        self._notice("unmeasured", {"what": "stalls from here on", "reason": reason}, None)
+
+    # What the beats ask for
+
+    def _parameters(self) -> tuple[tuple[str, ...], Sequence[torch.Tensor | None]]:
+        table = self._scope.table
+        if not table.records and self._scope.refresh():
+            table = self._scope.table
+            self._parameters_changed()
+        if self._names[0] is not table:
+            self._names = (table, tuple(record.name for record in table.records))
+            held = {id(tensor) for tensor in table.tensors()}
+            self._roots.follow(self._scope.models or holding(HUB.seen.roots(), held))
+        return self._names[1], [table.tensor(row) for row in range(len(table))]
+
+    def _store_names(self, names: tuple[str, ...]) -> None:
+        with contextlib.suppress(OSError):
+            rendezvous.write_document(self._document("names"), list(names))
+
+    def _store_group(self, key: int, ranks: list[int]) -> None:
+        self._groups[key] = ranks
+        with contextlib.suppress(OSError):
+            rendezvous.write_document(self._document("groups"), self._groups)
+
+    def _document(self, kind: str) -> Path:
+        return rendezvous.document_path(self._place, self._writer.rank, kind)
+
+    # The other process
+
+    def _register_dump(self) -> None:
+        """Let the C handler of Python write all stacks on our signal, unless somebody has taken it."""
+        if not SIGNAL:
+            return
+        try:
+            import signal  # noqa: PLC0415 - only where there are signals
+
+            if signal.getsignal(SIGNAL) not in {signal.SIG_DFL, None}:
+                self._notice(
+                    "unmeasured",
+                    {"what": "stacks by signal", "reason": f"signal {SIGNAL} has a handler already"},
+                    None,
+                )
+                return
+            path = rendezvous.dump_path(self._place, self._writer.rank)
+            self._dump = path.open("ab", buffering=0)
+            faulthandler.register(SIGNAL, file=self._dump, all_threads=True, chain=False)
+        except (OSError, ValueError, RuntimeError) as error:
+            self._notice("unmeasured", {"what": "stacks by signal", "reason": str(error)}, None)
+
+    def _chores(self) -> None:
+        """In the helper thread: start the sidecar, and see now and then whether it lives."""
+        if self._turns == 0 and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            self._start_sidecar()
+        self._turns += 1
+        if self._sidecar is not None and self._sidecar.poll() is not None:
+            self._sidecar = None
+        if not self._sidecar_pid:
+            found = rendezvous.read_document(self._place / "sidecar.json")
+            if found:
+                self._sidecar_pid = int(found["pid"])
+                allow_tracing(self._sidecar_pid)
+        elif self._turns % _CHECK_EVERY == 0 and not Path(f"/proc/{self._sidecar_pid}").exists():
+            self._sidecar_pid = -1
+            reason = "the sidecar has ended; a stall is no longer seen"
+            self._notice("unmeasured", {"what": "stalls", "reason": reason}, None)
+
+    def _start_sidecar(self) -> None:
+        house = Path(backlight.__file__).parents[1]
+        paths = [str(house), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        folder = self._writer.path.absolute() / f"attempt-{self._writer.attempt:03d}"
+        try:
+            # It forks once more and leaves: it is to be nobody's child, or a script that waits for its
+            # children would wait for ours.
+            self._sidecar = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "backlight.stalls.sidecar",
+                    str(self._place),
+                    str(self._writer.path.absolute()),
+                    str(folder),
+                    str(self._writer.step_offset),
+                    json.dumps(self._thresholds),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+            )
+        except OSError as error:
+            self._notice("unmeasured", {"what": "stalls", "reason": f"no sidecar: {error}"}, None)
+
+
+def launch_id() -> str | None:
+    """Return what all ranks of this launch have in common, None for a process that is alone.
+
+    ``BACKLIGHT_RUN_ID`` where it is given; else the address at which the ranks meet, with the launcher's
+    process where all of them are on one machine, so that the next launch has another.
+    """
+    given = os.environ.get("BACKLIGHT_RUN_ID")
+    if given or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        return given
+    parts = [os.environ.get(n, "") for n in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    parts.append(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        parts.append(str(os.getppid()))
+    return "-".join(part for part in parts if part)

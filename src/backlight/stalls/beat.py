@@ -1,0 +1,226 @@
+"""Beats: what the training is doing, written to the board as it happens.
+
+Nothing here waits or reads a device. Backward, optimizer, clipping and batches come from the capture's events. Inside backward a hook on each
+parameter tells which gradient has arrived, and the entry of custom functions, which are Python, tells
+which of them is at work since when. Native nodes are reached by a few hooks (see
+:mod:`backlight.stalls.position`).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import function
+
+from backlight.capture.listener import Listener
+from backlight.capture.patching import Patches
+from backlight.records import Phase
+from backlight.stalls.board import PHASES, Board, Slot
+from backlight.stalls.position import Position
+
+_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+_DATA, _FORWARD, _BACKWARD = _NUMBER[Phase.DATA], _NUMBER[Phase.FORWARD], _NUMBER[Phase.BACKWARD]
+_CLIP, _OPTIMIZER, _OTHER = _NUMBER[Phase.CLIP], _NUMBER[Phase.OPTIMIZER], _NUMBER[Phase.OTHER]
+_EVALUATION, _CHECKPOINT = _NUMBER[Phase.EVALUATION], _NUMBER[Phase.CHECKPOINT]
+_now = time.monotonic_ns
+
+
+class Beats(Listener):
+    """Writes the board of this process.
+
+    Parameters
+    ----------
+    board:
+        The board, open.
+    parameters:
+        Returns the names and tensors of the parameters that are watched; another tuple when they changed.
+    on_parameters:
+        Called with their names when they changed.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        parameters: Callable[[], tuple[tuple[str, ...], Sequence[torch.Tensor | None]]],
+        on_parameters: Callable[[tuple[str, ...]], None],
+        on_dropped: Callable[[Exception], None],
+    ) -> None:
+        self.board = board
+        self.position = Position(board)
+        self._slots = board.slots
+        self._parameters = parameters
+        self._on_parameters = on_parameters
+        self._on_dropped = on_dropped
+        self._hooked: tuple[str, ...] = ()
+        self._handles: list[Any] = []
+        self._patches = Patches()
+        self._names: dict[type, bytes] = {}
+        self._training_data = 0
+        self._source = 0
+        self._expected = 0
+        self._before = _OTHER
+
+    # Life
+
+    def attach(self) -> None:
+        """Patch the entry of custom functions and the writing of checkpoints."""
+        base = getattr(function, "BackwardCFunction", None)
+        if base is not None:
+            self._patches.replace(base, "apply", self._wrap_node)
+        self._patches.replace(torch, "save", self._wrap_save)
+
+    def detach(self) -> None:
+        """Take everything off."""
+        self._patches.undo()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def dropped(self, error: Exception) -> None:
+        """Take off what is attached, and pass the error on."""
+        self.detach()
+        self._on_dropped(error)
+
+    # Phases
+
+    def _enter(self, phase: int) -> None:
+        slots, now = self._slots, _now()
+        old = slots[Slot.PHASE]
+        if phase != old:
+            took = now - slots[Slot.PHASE_SINCE]
+            at = Slot.TYPICAL + old
+            usual = slots[at]
+            # A moving mean that one stall cannot lift far.
+            slots[at] = took if not usual else usual + (min(took, 4 * usual) - usual) // 10
+            slots[Slot.PHASE] = phase
+            slots[Slot.PHASE_SINCE] = now
+        slots[Slot.PROGRESS] += 1
+        slots[Slot.BEAT] = now
+
+    def batch_begin(self, source: int) -> None:
+        """Waiting for data begins; in an evaluation only the data set of the training ends it."""
+        self._source = source
+        if self._slots[Slot.PHASE] != _EVALUATION or source == self._training_data:
+            self._enter(_DATA)
+
+    def batch(self, index: int, seconds: float) -> None:
+        """A batch came."""
+        self._slots[Slot.BATCHES] += 1
+        self._enter(_EVALUATION if self._slots[Slot.PHASE] == _EVALUATION else _OTHER)
+
+    def forward_begin(self) -> None:
+        """The outermost module is called; without gradients that is an evaluation."""
+        self._slots[Slot.FORWARDS] += 1
+        self._enter(_FORWARD if torch.is_grad_enabled() else _EVALUATION)
+
+    def forward_end(self) -> None:
+        """The outermost module has returned; what follows is the loss, or the next evaluation."""
+        self._enter(self._slots[Slot.PHASE])
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Backward begins: note how many nodes lie before it."""
+        self._training_data = self._source
+        self._follow_parameters()
+        slots = self._slots
+        slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.NODE_SINCE] = 0
+        slots[Slot.EXPECTED] = self._expected
+        slots[Slot.BACKWARD_IDENT] = threading.get_ident()
+        self._enter(_BACKWARD)
+        self.position.begin(roots)
+
+    def backward_end(self) -> None:
+        """Backward is over, also when it raised."""
+        self.position.end((_now() - self._slots[Slot.PHASE_SINCE]) / 1e9)
+        self._slots[Slot.BACKWARDS] += 1
+        self._slots[Slot.NODE_SINCE] = 0
+        self._enter(_OTHER)
+
+    def clip_begin(
+        self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
+    ) -> None:
+        """Clipping begins."""
+        self._enter(_CLIP)
+
+    def clip_end(self) -> None:
+        """Clipping is over."""
+        self._enter(_OTHER)
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """The optimizer begins."""
+        self._enter(_OPTIMIZER)
+
+    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer is done: a step is over."""
+        self._slots[Slot.STEP] += 1
+        self._enter(_OTHER)
+
+    # Inside backward
+
+    def _follow_parameters(self) -> None:
+        names, tensors = self._parameters()
+        if names is self._hooked:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._hooked = [], names
+        arrived = functools.partial(_arrived, self._slots)
+        for row, tensor in enumerate(tensors):
+            if tensor is not None and tensor.requires_grad and tensor.is_leaf:
+                self._handles.append(
+                    tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # as torch has it
+                        functools.partial(arrived, row + 1)
+                    )
+                )
+        self._expected = len(self._handles)
+        self._slots[Slot.DEVICE] = any(t is not None and t.device.type != "cpu" for t in tensors)
+        self._on_parameters(names)
+
+    def _wrap_node(self, original: Any) -> Any:
+        slots, board, names, position = self._slots, self.board, self._names, self.position
+
+        @functools.wraps(original)
+        def apply(node: Any, *args: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(node, *args)
+            kind = type(node)
+            name = names.get(kind)
+            if name is None:
+                name = names[kind] = kind.__name__.encode("utf-8", "replace")
+            outer = slots[Slot.NODE_SINCE]
+            board.node(name)
+            position.at(node._sequence_nr())
+            slots[Slot.NODE_CALLS] += 1
+            slots[Slot.PROGRESS] += 1
+            slots[Slot.BEAT] = slots[Slot.NODE_SINCE] = _now()
+            try:
+                return original(node, *args)
+            finally:
+                slots[Slot.NODE_SINCE] = outer
+                slots[Slot.PROGRESS] += 1
+                slots[Slot.BEAT] = _now()
+
+        return apply
+
+    def _wrap_save(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            before = self._slots[Slot.PHASE]
+            self._enter(_CHECKPOINT)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._enter(before)
+
+        return save
+
+
+def _arrived(slots: memoryview, row: int, _parameter: torch.Tensor) -> None:
+    slots[Slot.ROW] = row
+    slots[Slot.REACHED] += 1
+    slots[Slot.PROGRESS] += 1
+    slots[Slot.BEAT] = _now()

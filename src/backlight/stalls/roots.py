@@ -1,0 +1,68 @@
+"""Hooks on the outermost modules: when a forward begins and ends, and whether it is an evaluation.
+
+The functions that sit on a module are of this file, not closures, so that the module can still be copied and
+pickled. A module that was compiled in place is left alone: a hook could make it compile again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from backlight.stalls.beat import Beats
+
+_listening: list[Beats] = []
+
+
+class Roots:
+    """The hooks of one session."""
+
+    def __init__(self, beats: Beats) -> None:
+        self._beats = beats
+        self._handles: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
+
+    def follow(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Hook these modules, and those alone."""
+        if self._beats not in _listening:
+            _listening.append(self._beats)
+        wanted = {id(m): m for m in modules if getattr(m, "_compiled_call_impl", None) is None}
+        for key in [k for k, (ref, _) in self._handles.items() if ref() is not wanted.get(k)]:
+            self._drop(key)
+        for key, module in wanted.items():
+            if key not in self._handles:
+                handles = [
+                    module.register_forward_pre_hook(entered),
+                    module.register_forward_hook(returned),
+                ]
+                self._handles[key] = (weakref.ref(module), handles)
+
+    def leave(self) -> None:
+        """Take all hooks off."""
+        if self._beats in _listening:
+            _listening.remove(self._beats)
+        for key in list(self._handles):
+            self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        for handle in self._handles.pop(key)[1]:
+            handle.remove()
+
+
+def entered(module: torch.nn.Module, _args: Any) -> None:
+    """Hook before the forward of an outermost module."""
+    if torch.compiler.is_compiling():
+        return
+    for beats in _listening:
+        beats.forward_begin()
+
+
+def returned(module: torch.nn.Module, _args: Any, _output: Any) -> None:
+    """Hook after the forward of an outermost module."""
+    if torch.compiler.is_compiling():
+        return
+    for beats in _listening:
+        beats.forward_end()

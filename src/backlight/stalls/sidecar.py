@@ -1,0 +1,200 @@
+"""The sidecar: one process per machine that reads the boards and speaks when a rank stands still. No torch.
+
+``python -m backlight.stalls.sidecar PLACE RUN ATTEMPT OFFSET LIMITS`` detaches itself, so that it is
+nobody's child, and ends with the last rank. It never writes to a watched process; if it dies, the training does not notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+from backlight.records import Verdict
+from backlight.stalls import rendezvous
+from backlight.stalls.filing import file, say
+from backlight.stalls.gathering import Rank
+from backlight.stalls.patience import EXEMPT, patience
+from backlight.stalls.ranks import attribute
+from backlight.stalls.stacks import compiling
+from backlight.stalls.thresholds import Thresholds
+from backlight.stalls.verdict import Judgement, View, judge, see
+from backlight.store.watchdog import WatchdogWriter
+
+POLL = 0.25
+CLOSE_POLL = 0.15
+FIRST_BOARD = 120.0
+"""Seconds that the sidecar waits for a first board."""
+
+LOOK_TIME = 1.3
+"""Seconds that a closer look at ranks that did not look suspicious takes."""
+
+
+class Sidecar:
+    """Watches the ranks whose boards are in one place."""
+
+    def __init__(
+        self, place: Path, run: Path, attempt_folder: Path, limits: Thresholds, offset: int = 0
+    ) -> None:
+        self._place = place
+        self._limits = limits
+        self._offset = offset
+        self._writer = WatchdogWriter(run, attempt_folder)
+        self._ranks: dict[int, Rank] = {}
+        self._quiet: dict[int, int] = {}
+        self._stalled: dict[int, float] = {}
+        self._slow: dict[int, int] = {}
+        self._again: dict[int, float] = {}
+        self._dead: set[int] = set()
+        self._started = time.monotonic()
+
+    def run(self) -> None:
+        """Watch until every rank has ended."""
+        while self.turn():
+            fds = [r.pidfd for r in self._ranks.values() if r.pidfd >= 0 and not r.ended]
+            close = any(r.overdue is not None or r._ticks for r in self._ranks.values())
+            with contextlib.suppress(OSError, ValueError):
+                select.select(fds, [], [], CLOSE_POLL if close else POLL)
+        self._writer.close()
+        rendezvous.leave(self._place)
+
+    def turn(self) -> bool:
+        """Look once at everything; False when there is nothing more to watch."""
+        for rank in rendezvous.ranks_at(self._place):
+            if rank not in self._ranks:
+                self._ranks[rank] = Rank(self._place, rank, self._limits)
+        for one in self._ranks.values():
+            one.poll()
+        self._over()
+        due = [r for r in self._ranks.values() if self._due(r)]
+        if due:
+            self._examine(due)
+        if not self._ranks:
+            return time.monotonic() - self._started < FIRST_BOARD and self._place.exists()
+        if not self._place.exists():
+            return False
+        return not all(r.done for r in self._ranks.values())
+
+    def _due(self, one: Rank) -> bool:
+        if one.died and one.rank not in self._dead:
+            return not self._dead  # the first death is the cause; what a launcher ends after it is not
+        board = one.board
+        if board is None or one.overdue is None:
+            return False
+        if self._quiet.get(one.rank) == board.progress:
+            return time.monotonic() >= self._again.get(one.rank, float("inf"))
+        if self._slow.get(one.rank) == board.phase_since:
+            allowed = patience(board, self._limits)
+            return allowed is not None and board.still >= allowed
+        return True
+
+    def _over(self) -> None:
+        """Say when what stood still moves again."""
+        for rank, began in list(self._stalled.items()):
+            board = self._ranks[rank].board
+            if board is not None and board.progress != self._quiet.get(rank):
+                del self._stalled[rank]
+                self._quiet.pop(rank, None)
+                self._again.pop(rank, None)
+                seconds = time.monotonic() - began
+                self._writer.event(board.step, "stall_over", {"rank": rank, "after": seconds})
+                say(f"rank {rank} moves again, {seconds:.0f} s after that verdict")
+
+    def _examine(self, due: list[Rank]) -> None:
+        judgement, views = self._judge(due)
+        if judgement is not None and judgement.verdict is Verdict.UNKNOWN and not judgement.waits:
+            for one in due:
+                if one.rank not in self._again:
+                    one.look_native()
+            judgement, views = self._judge(due)
+        now = time.monotonic()
+        for one in due:
+            if one.died:
+                self._dead.add(one.rank)
+        if judgement is None:
+            return
+        slow = judgement.verdict is Verdict.SLOW
+        repeated = [r for r in due if r.rank in self._again]
+        for one in self._ranks.values():
+            board = one.board
+            if board is None or one.done or (one not in due and one.overdue is None):
+                continue
+            if slow:
+                self._slow[one.rank] = board.phase_since
+            self._quiet[one.rank] = board.progress
+            if judgement.verdict is Verdict.UNKNOWN:
+                self._again[one.rank] = now + 2 * max(board.still, 1.0)
+            else:
+                self._again.pop(one.rank, None)
+            if not slow:
+                self._stalled[one.rank] = now
+        if judgement.verdict is Verdict.UNKNOWN and repeated:
+            return  # said before, and nothing new is known
+        shown = {v.rank: v for v in views if v.rank == judgement.rank} or {v.rank: v for v in views[:8]}
+        evidence = {} if slow else {rank: self._ranks[rank].evidence(view) for rank, view in shown.items()}
+        file(self._writer, judgement, views, evidence, offset=self._offset)
+
+    def _judge(self, due: list[Rank]) -> tuple[Judgement | None, list[View]]:
+        if len(self._ranks) > 1 and any(r not in due and not r.done for r in self._ranks.values()):
+            self._look_closely()
+        views = [r.view() for _, r in sorted(self._ranks.items())]
+        allowed = min(
+            (a for r in due if r.board is not None and (a := patience(r.board, self._limits)) is not None),
+            default=None,
+        )
+        judged = {v.rank: judge(v, self._limits, allowed if len(views) > 1 else None) for v in views}
+        if len(views) > 1 and self._excused(views, judged):
+            return None, views
+        groups: dict[int, list[int]] = {}
+        for view in views:
+            found = rendezvous.read_document(rendezvous.document_path(self._place, view.rank, "groups"))
+            groups.update({int(k): v for k, v in (found or {}).items()})
+        world = max((v.board.world for v in views if v.board is not None), default=1)
+        return attribute(views, judged, groups, world), views
+
+    def _excused(self, views: list[View], judged: dict[int, Judgement | None]) -> bool:
+        """Tell whether all wait for a rank that evaluates, writes a checkpoint or compiles."""
+        for view in views:
+            board = view.board
+            if board is None or view.ended or view.stopped or judged[view.rank] is not None:
+                continue
+            thread = see(view, self._limits).thread
+            if (board.phase in EXEMPT and not board.inside) or (thread is not None and compiling(thread)):
+                return True
+        return False
+
+    def _look_closely(self) -> None:
+        wish = self._place / "look"
+        with contextlib.suppress(OSError):
+            wish.touch()
+        deadline = time.monotonic() + LOOK_TIME
+        while time.monotonic() < deadline:
+            time.sleep(CLOSE_POLL)
+            for one in self._ranks.values():
+                one.poll(closely=True)
+        with contextlib.suppress(OSError):
+            wish.unlink(missing_ok=True)
+
+
+def main(arguments: list[str]) -> None:
+    """Detach and watch."""
+    place, run, folder, offset, limits = arguments
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    # What the watched process is told by its terminal or its launcher is not for us: we end with the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    rendezvous.write_document(Path(place) / "sidecar.json", {"pid": os.getpid()})
+    Sidecar(
+        Path(place), Path(run), Path(folder), Thresholds().override(json.loads(limits)), int(offset)
+    ).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

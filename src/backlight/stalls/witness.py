@@ -1,0 +1,163 @@
+"""The helper thread inside a watched process: it looks where a look from inside is cheapest.
+
+It needs the interpreter lock, so it is silent while somebody holds that: its silence is a measurement too.
+It never waits for the training and the training never waits for it.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from backlight.records import Phase
+from backlight.stalls.beat import Beats
+from backlight.stalls.board import PHASES, BoardState, Slot, read_board
+from backlight.stalls.patience import suspicious
+from backlight.stalls.rendezvous import write_document
+from backlight.stalls.thresholds import Thresholds
+
+PERIOD = 0.25
+"""Seconds between two looks at the board."""
+
+QUICK = 0.1
+"""Seconds between two looks while a graph takes long to build."""
+
+SLOW_BUILD = 0.3
+"""Seconds without a beat, outside backward, after which a graph is taken to be long in the building."""
+
+LOOKS = 8
+"""Looks at the stacks that are kept for the sidecar."""
+
+DEEPEST = 48
+MOST_THREADS = 160
+
+_BACKWARD = PHASES.index(Phase.BACKWARD)
+# Where the interpreter looks whether another thread wants its turn, other than after a call.
+_TURNS = frozenset(
+    code for name, code in dis.opmap.items() if name == "RESUME" or "JUMP" in name or name.startswith("FOR_")
+)
+
+
+class Witness:
+    """Runs beside the training.
+
+    Parameters
+    ----------
+    beats, path, limits:
+        The beats of this process, its board's file, and the thresholds that decide when to look closer.
+    stacks:
+        Document that takes the latest looks.
+    chores:
+        Called once per period, for instance to see whether the sidecar lives; must not raise.
+    """
+
+    def __init__(
+        self, beats: Beats, path: Path, limits: Thresholds, stacks: Path, chores: Callable[[], None]
+    ) -> None:
+        self._beats = beats
+        self._path = path
+        self._limits = limits
+        self._stacks = stacks
+        self._wish = stacks.parent / "look"
+        self._chores = chores
+        self._stop = threading.Event()
+        self._looks: deque[dict[str, Any]] = deque(maxlen=LOOKS)
+        self._since = 0
+        self._thread = threading.Thread(target=self._run, name="backlight-witness", daemon=True)
+        self.spent = 0.0
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; it may be in the middle of a look, for which nobody waits long."""
+        self._stop.set()
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        slots = self._beats.board.slots
+        pause = PERIOD
+        while not self._stop.wait(pause):
+            begin = time.thread_time()
+            try:
+                pause = self._look(slots)
+                self._chores()
+            except Exception as error:  # noqa: BLE001 - the user's training is sacred
+                self._beats.dropped(error)
+                return
+            self.spent += time.thread_time() - begin
+
+    def _look(self, slots: memoryview) -> float:
+        now = time.monotonic_ns()
+        slots[Slot.WITNESS] = now
+        still = (now - slots[Slot.BEAT]) / 1e9
+        building = slots[Slot.PHASE] != _BACKWARD and still > SLOW_BUILD
+        if building and not self._compiling():
+            self._beats.position.sample()
+        state = read_board(self._path, now)
+        if state is not None and (suspicious(state, self._limits) or self._wish.exists()):
+            self._keep(state)
+            return PERIOD / 2
+        return QUICK if building else PERIOD
+
+    def _compiling(self) -> bool:
+        if "torch._dynamo" not in sys.modules:
+            return False
+        return any(
+            _inside(frame, "torch/_dynamo/convert_frame.py") for frame in sys._current_frames().values()
+        )
+
+    def _keep(self, state: BoardState) -> None:
+        if state.phase_since != self._since:
+            self._since = state.phase_since
+            self._looks.clear()
+        self._looks.append(look(state.taken))
+        try:
+            write_document(self._stacks, list(self._looks))
+        except OSError:
+            self._looks.clear()
+
+
+def look(now: int) -> dict[str, Any]:
+    """Return the Python stacks of all other threads of this process, innermost frame first.
+
+    ``turn`` of a thread is True where its innermost frame stands at a place of the byte code at which
+    threads take turns, so that it runs Python, and False where it stands in a call.
+    """
+    own = threading.get_ident()
+    names = {t.ident: (t.name, t.native_id) for t in threading.enumerate()}
+    threads = []
+    for ident, frame in list(sys._current_frames().items())[:MOST_THREADS]:
+        name, tid = names.get(ident, ("", None))
+        if ident == own or name.startswith("backlight-"):
+            continue
+        code = frame.f_code.co_code
+        at = frame.f_lasti
+        turn = 0 <= at < len(code) and code[at] in _TURNS
+        threads.append({"ident": ident, "name": name, "tid": tid, "turn": turn, "frames": _frames(frame)})
+    return {"at": now, "source": "witness", "threads": threads}
+
+
+def _frames(frame: FrameType | None) -> list[list[Any]]:
+    out: list[list[Any]] = []
+    while frame is not None and len(out) < DEEPEST:
+        out.append([frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_qualname])
+        frame = frame.f_back
+    return out
+
+
+def _inside(frame: FrameType | None, file: str) -> bool:
+    depth = 0
+    while frame is not None and depth < 200:
+        if frame.f_code.co_filename.endswith(file):
+            return True
+        frame, depth = frame.f_back, depth + 1
+    return False
