@@ -7,11 +7,11 @@ import importlib.util
 import os
 import platform
 import shutil
-import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from backlight.store.database import SQLITE_VERSION
 from backlight.store.filesystem import file_system_type, is_network_type
 
 OLDEST_TORCH = (2, 9)
@@ -81,8 +81,7 @@ def _compiler() -> Check:
 
 
 def _sqlite() -> Check:
-    version = sqlite3.sqlite_version
-    return Check("SQLite", "ok", version, "run folders stand a kill")
+    return Check("SQLite", "ok", SQLITE_VERSION, "run folders stand a kill")
 
 
 def _hdf5() -> Check:

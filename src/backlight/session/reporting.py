@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from backlight.health.scoring import health_series
 from backlight.report.markdown import render_markdown
 from backlight.report.page import write_report
-from backlight.session.judge import findings_of
+from backlight.session.judge import findings_of, thresholds
 from backlight.store.reader import open_run
 
 
@@ -16,7 +17,12 @@ def write_html(path: Path, target: Path) -> Path:
     run = open_run(path)
     health = health_series(run)
     scored = (health.steps, health.score) if len(health.steps) else None
-    return write_report(run, findings_of(run), target, health=scored)
+    in_use = {
+        room: dataclasses.asdict(limits)
+        for room in run.rooms
+        if (limits := thresholds(room, run.overrides.get(room)))
+    }
+    return write_report(run, findings_of(run), target, health=scored, thresholds=in_use)
 
 
 def write_markdown(path: Path, target: Path) -> Path:

@@ -16,10 +16,13 @@ from backlight.store import documents
 from backlight.store.batch import Batch, stored_rows
 from backlight.store.schema import FORMAT_VERSION, SERIES
 
-PAGE_SIZE = 16384
-"""Bytes per page: a row of 150 parameters takes 3 KB, and small pages would waste a quarter."""
+SQLITE_VERSION = sqlite3.sqlite_version
+"""Release of the SQLite library in use."""
 
-CHECKPOINT_PAGES = 256
+PAGE_SIZE = 32768
+"""Bytes per page: rows of 150 parameters take 3 to 10 KB, and leave little of such a page empty."""
+
+CHECKPOINT_PAGES = 128
 """Pages in the write-ahead log before SQLite moves them into the file: 4 MB."""
 
 SYNC_INTERVAL = 30.0
