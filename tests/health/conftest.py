@@ -216,6 +216,8 @@ def check_evidence(run: Run, finding: Finding) -> None:
             field, _, name = rest.partition("/")
             (record,) = (p for p in run.parameters() if p.name == name)
             assert hasattr(record, field)
+        elif kind == "events":
+            assert evidence.step in {event.step for event in run.events(rest)}
         else:
             assert kind == "groups"
             assert rest in run.groups

@@ -40,6 +40,7 @@ def test_each_reason_is_a_finding(recorder: Any, judged: Any) -> None:
     assert "2 of 10 (20 %)" in found["frozen.weight"].claim
     assert found["unused.weight"].severity is Severity.WARNING
     assert "had no gradient when it stepped" in found["unused.weight"].claim
+    assert found["unused.weight"].evidence[-1].path == "events/no_grad_at_step"
     assert found["cut.weight"].severity is Severity.WARNING
     assert "in no watched optimizer" in found["cut.weight"].claim
 

@@ -86,9 +86,10 @@ def no_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
                 f"{100 * mine / max(weights, 1):.2g} % of the weights."
             ),
             subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
-            evidence=tuple(
-                [Evidence(f"series/gradient/measured/{p.name}", last, 0, "1") for p in order]
-                + [Evidence(f"parameters/{reason.path}/{worst.name}", None, _shown(worst, reason), "1")]
+            evidence=(
+                *(Evidence(f"series/gradient/measured/{p.name}", last, 0, "1") for p in order),
+                Evidence(f"parameters/{reason.path}/{worst.name}", None, _shown(worst, reason), "1"),
+                *(_seen_without(run, worst.name) if reason.path == "group" else ()),
             ),
             next_check=reason.next_check,
             refuted_if=(
@@ -104,6 +105,14 @@ def _told(run: Run) -> dict[str, str]:
         for name in event.payload.get("parameters") or ():
             told[str(name)] = str(event.payload.get("reason", "backlight could not measure it"))
     return told
+
+
+def _seen_without(run: Run, name: str) -> list[Evidence]:
+    """Return the event that says when an optimizer first stepped without a gradient of ``name``."""
+    for event in run.events("no_grad_at_step"):
+        if name in (event.payload.get("parameters") or ()):
+            return [Evidence("events/no_grad_at_step", event.step, name, "parameter")]
+    return []
 
 
 def _reason(record: ParameterRecord, told: dict[str, str], held: bool) -> _Reason:
