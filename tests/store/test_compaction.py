@@ -220,3 +220,34 @@ def test_every_rank_and_attempt_is_tidied(tmp_path: Path, record: Record) -> Non
     run = open_run(tmp_path)
     assert (run.losses, run.status, len(run.series_steps("gradient"))) == ((), RunStatus.FINISHED, 10)
     assert [a.ranks for a in run.attempts] == [(0, 1), (0, 1)]
+
+
+def test_the_log_of_a_killed_watchdog_is_folded_in(tmp_path: Path, killed: Callable[..., Path]) -> None:
+    body = """
+from backlight.store.watchdog import WatchdogWriter
+writer = RunWriter.create(path)
+watchdog = WatchdogWriter(path, path / "attempt-000")
+watchdog.event(3, "stall", {"verdict": "BLOCKED"})
+ready()
+"""
+    path = killed(tmp_path / "run", body)
+    assert [p for p in (path / "attempt-000").glob("watchdog-*-wal") if p.stat().st_size]
+    compact(path)
+    assert not list((path / "attempt-000").glob("*-wal"))
+    assert [(e.step, e.kind) for e in open_run(path).events("stall")] == [(3, "stall")]
+
+
+def test_a_watchdog_that_still_writes_is_left_alone(
+    tmp_path: Path, start_victim: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backlight.store.database.CLOSE_PATIENCE", 0.05)
+    RunWriter.create(tmp_path / "run").close()
+    body = """
+from backlight.store.watchdog import WatchdogWriter
+watchdog = WatchdogWriter(path, path / "attempt-000")
+watchdog.event(3, "stall", {})
+ready()
+"""
+    start_victim(tmp_path / "run", body)
+    assert any("is in use" in note for note in compact(tmp_path / "run").notes)
+    assert len(open_run(tmp_path / "run").events("stall")) == 1

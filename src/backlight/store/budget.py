@@ -25,7 +25,7 @@ class DiskBudget:
         """Return how many pages a write-ahead log may have, so that it is a small part of the limit."""
         if self.limit is None:
             return CHECKPOINT_PAGES
-        return max(8, min(CHECKPOINT_PAGES, self.limit // (32 * PAGE_SIZE)))
+        return max(4, min(CHECKPOINT_PAGES, self.limit // (32 * PAGE_SIZE)))
 
     def keeps(self, step: int) -> bool:
         """Tell whether the series of this step are stored; all series and parts of a step agree."""

@@ -17,7 +17,7 @@ from backlight.records import RunStatus
 from backlight.store import documents
 from backlight.store.arrays import ROLL_SIZE
 from backlight.store.attempt import document_name, locked
-from backlight.store.database import COUNTED, PAGE_SIZE, SYNC_INTERVAL, connect, create_tables
+from backlight.store.database import COUNTED, PAGE_SIZE, connect, create_tables
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.holdings import pieces
 from backlight.store.manifest import Manifest, Progress, read_manifest
@@ -26,6 +26,7 @@ from backlight.store.pieces import merged, parse_piece, piece_name, read_piece, 
 from backlight.store.schema import SERIES
 from backlight.store.segments import bring, current, parse_name, segment_name
 from backlight.store.snapshot import Snapshot, beside, size_of
+from backlight.store.watchdog import watchdog_files
 
 __all__ = ["Compaction", "compact"]
 
@@ -102,6 +103,14 @@ def _compact_attempt(
     if not folder.is_dir():
         return
     _sweep(folder)
+    for watchdog in watchdog_files(folder):
+        try:
+            if beside(watchdog, "-wal").exists():
+                Snapshot(watchdog)
+                _fold_log(watchdog)
+        except (RunFormatError, RunWriteError) as error:
+            # A watchdog may outlive what it watched, and its file stands for itself.
+            result.notes.append(str(error))
     for rank, progress in attempt.progress.items():
         _recover_local(folder, rank, progress, manifest.run_id, result)
         _databases(folder, rank, every, result)
@@ -176,7 +185,6 @@ def _fold_log(path: Path) -> None:
     """
     connection = connect(path)
     try:
-        connection.execute(f"PRAGMA busy_timeout = {int(1000 * SYNC_INTERVAL / 10)}")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         mode = connection.execute("PRAGMA journal_mode = DELETE").fetchone()[0]
     except sqlite3.OperationalError as error:
@@ -188,6 +196,13 @@ def _fold_log(path: Path) -> None:
 
 
 def _merge(folder: Path, names: list[str], whole: str, every: int | None) -> None:
+    """Copy the rows of closed databases into a new one and put it in the place of the first.
+
+    Raises
+    ------
+    sqlite3.DatabaseError
+        If a source lacks rows: copying what is left would hide the loss.
+    """
     temporary = documents.temporary_name(folder / whole)
     temporary.unlink(missing_ok=True)
     connection = connect(temporary)
@@ -195,23 +210,30 @@ def _merge(folder: Path, names: list[str], whole: str, every: int | None) -> Non
         connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
         connection.execute("PRAGMA journal_mode = OFF")
         connection.execute("PRAGMA synchronous = OFF")
-        for i, name in enumerate(names):
-            place = (folder / name).absolute().as_uri()
-            connection.execute("ATTACH ? AS source", (f"{place}?mode=ro",))
+        places = [f"{(folder / name).absolute().as_uri()}?mode=ro" for name in names]
+        kept: dict[str, set[int]] = {f"series_{series}": set() for series in SERIES}
+        for i, place in enumerate(places):
+            connection.execute("ATTACH ? AS source", (place,))
             if i == 0:
                 create_tables(connection, dict(connection.execute("SELECT key, value FROM source.meta")))
             for table in COUNTED:
-                _copy_rows(connection, table)
+                count, last = connection.execute(f"SELECT count(*), max(id) FROM source.{table}").fetchone()
+                if count != (last or 0):
+                    raise sqlite3.DatabaseError(f"{names[i]} lacks rows of table {table}")
+            for table, steps in kept.items() if every is not None else ():
+                steps.update(row[0] for row in connection.execute(f"SELECT step FROM source.{table}"))
             connection.execute("DETACH source")
-        if every is not None and every > 1:
-            for series in SERIES:
-                connection.execute(
-                    f"DELETE FROM series_{series} WHERE step NOT IN (SELECT step FROM (SELECT step,"
-                    f" row_number() OVER (ORDER BY step) - 1 AS n FROM (SELECT DISTINCT step FROM"
-                    f" series_{series})) WHERE n % ? = 0)",
-                    (every,),
-                )
-            connection.execute("VACUUM")
+        connection.execute("CREATE TEMP TABLE kept (series TEXT, step INTEGER, PRIMARY KEY (series, step))")
+        for table, steps in kept.items():
+            rows = [(table, step) for step in sorted(steps)[:: every or 1]]
+            connection.executemany("INSERT INTO kept VALUES (?, ?)", rows)
+        for place in places:
+            connection.execute("ATTACH ? AS source", (place,))
+            connection.execute("BEGIN")
+            for table in COUNTED:
+                _copy_rows(connection, table, thin=every is not None and table in kept)
+            connection.execute("COMMIT")
+            connection.execute("DETACH source")
         check = connection.execute("PRAGMA integrity_check").fetchone()[0]
         if check != "ok":
             raise sqlite3.DatabaseError(f"the merged file fails its check: {check}")
@@ -223,17 +245,16 @@ def _merge(folder: Path, names: list[str], whole: str, every: int | None) -> Non
         temporary.unlink(missing_ok=True)
 
 
-def _copy_rows(connection: sqlite3.Connection, table: str) -> None:
+def _copy_rows(connection: sqlite3.Connection, table: str, *, thin: bool) -> None:
+    """Append the rows of ``source.table`` under new ids without a gap; what is referred to keeps its ids."""
     columns = [row[1] for row in connection.execute(f"PRAGMA source.table_info({table})")]
-    if table in _SHARED:
-        # Segments repeat these with the same ids.
-        named = ", ".join(columns)
-        connection.execute(
-            f"INSERT OR IGNORE INTO main.{table} ({named}) SELECT {named} FROM source.{table} ORDER BY id"
-        )
-        return
-    named = ", ".join(column for column in columns if column != "id")
-    connection.execute(f"INSERT INTO main.{table} ({named}) SELECT {named} FROM source.{table} ORDER BY id")
+    # Segments repeat the tables that their rows refer to, with the same ids.
+    named = ", ".join(column for column in columns if table in _SHARED or column != "id")
+    verb = "INSERT OR IGNORE" if table in _SHARED else "INSERT"
+    where = f" WHERE step IN (SELECT step FROM kept WHERE series = '{table}')" if thin else ""
+    connection.execute(
+        f"{verb} INTO main.{table} ({named}) SELECT {named} FROM source.{table}{where} ORDER BY id"
+    )
 
 
 def _pieces(folder: Path, rank: int, result: Compaction) -> None:

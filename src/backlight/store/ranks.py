@@ -79,23 +79,24 @@ class RankFile:
     def columns(self, series: str, names: Sequence[str], part: int) -> Columns:
         """Return the named stored columns of a series at every step of one part."""
         schema = SERIES[series]
+        # All parts are read, so that a row whose part is damaged is missed and not passed over.
         rows = self._rows(
-            "step, parameters, crc, floats, ints",
+            "step, parameters, crc, floats, ints, part",
             f"series_{series}",
-            (int, int, int, bytes, bytes),
-            f" AND part = {int(part)}",
+            (int, int, int, bytes, bytes, int),
         )
         sizes = {
             table: np.array([p.numel for p in records], dtype=np.int64)
             for table, records in self.tables().items()
         }
-        good = [
+        sound = [
             row
             for row in rows
-            if row[1] in sizes and row[2] == checksum(part, row[0], row[1], row[3], row[4])
+            if row[1] in sizes and row[2] == checksum(row[5], row[0], row[1], row[3], row[4])
         ]
-        if len(good) != len(rows):
-            self._lose(f"{len(rows) - len(good)} rows of series {series!r} are damaged and left out")
+        if len(sound) != len(rows):
+            self._lose(f"{len(rows) - len(sound)} rows of series {series!r} are damaged and left out")
+        good = [row for row in sound if row[5] == part]
         if any(a[0] >= b[0] for a, b in itertools.pairwise(good)):
             # A step that was written twice counts as written last.
             good = sorted({row[0]: row for row in good}.values())
@@ -176,7 +177,8 @@ class RankFile:
         last = self.last[table]
         rows, lost = self._snapshot.salvage(f"SELECT {columns} FROM {table} WHERE 1{condition}", last)
         good = [row for row in rows if all(map(isinstance, row, types))]
-        lost += len(rows) - len(good)
+        # Ids are given without a gap, so a row that is not found at all is known to be missing too.
+        lost = lost + len(rows) - len(good) if condition else last - len(good)
         if lost:
             self._lose(f"{lost} of {last} rows of table {table} are damaged and left out")
         return good

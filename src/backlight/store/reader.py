@@ -122,6 +122,8 @@ class Run:
             for _, _, _, payload in file.events("not_stored"):
                 said[f"{file.path}: were not stored ({payload.get('reason')}): {payload.get('rows')}"] = None
             said |= file.losses
+        for watchdog in self._watchdogs:
+            said |= watchdog.losses
         return tuple(said | self._lost)
 
     def parameters(self) -> tuple[ParameterRecord, ...]:
