@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -35,7 +36,9 @@ def demo(
         str(steps),
     ]
     print("$ backlight run", *command[4:], flush=True)
-    code = subprocess.run(command, check=False).returncode
+    # Idle OpenMP threads spin by default, which makes a busy machine many times slower.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    code = subprocess.run(command, check=False, env=environment).returncode
     if code == 0:
         print(f"report: {write_html(target, target / 'report.html').resolve()}")
     return code
