@@ -1,0 +1,62 @@
+"""The page on the format names everything that a folder can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from backlight.store import blobs
+from backlight.store.database import PAGE_SIZE, TABLES
+from backlight.store.export import COLUMNS, ENDINGS, SCALAR_COLUMNS
+from backlight.store.manifest import AttemptEntry, Manifest, Progress
+from backlight.store.process import ProcessIdentity
+from backlight.store.schema import ARRAY_ENCODINGS, FORMAT_VERSION, HISTOGRAM, SCALARS, SERIES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+WORDS = set(re.findall(r"[\w./]+", PAGE))
+
+
+def missing(names: object) -> list[str]:
+    assert isinstance(names, (list, tuple, set, dict))
+    return [n for n in names if n not in WORDS and f".{n}" not in WORDS and f"progress.{n}" not in WORDS]
+
+
+def test_it_describes_the_format_that_is_written() -> None:
+    assert f"This page describes format {FORMAT_VERSION}." in PAGE
+    assert f"page size {PAGE_SIZE // 1024} KiB" in PAGE
+
+
+@pytest.mark.parametrize("record", [Manifest, AttemptEntry, Progress, ProcessIdentity])
+def test_every_field_of_the_manifest(record: type) -> None:
+    assert missing([field.name for field in dataclasses.fields(record)]) == []
+
+
+def test_every_table_and_its_columns() -> None:
+    assert missing(list(TABLES)) == []
+    for statement in TABLES.values():
+        columns = re.findall(r"[(,] ?(\w+) (?:INTEGER|TEXT|REAL|BLOB)", statement)
+        assert columns
+        assert missing(columns) == []
+
+
+def test_every_series_with_its_columns() -> None:
+    for schema in SERIES.values():
+        stored = [c.name for c in schema.columns if schema is not HISTOGRAM or not c.name.startswith("b")]
+        assert missing([schema.name, *stored, *(d.name for d in schema.derived)]) == []
+    assert {"b00", "b63"} <= WORDS
+
+
+def test_every_scalar() -> None:
+    assert [n for n in SCALARS if n not in WORDS and not any(w.startswith(f"{n}/") for w in WORDS)] == []
+
+
+def test_every_letter_and_encoding() -> None:
+    assert missing([*blobs._WIDTHS, "c", "n", *ARRAY_ENCODINGS]) == []
+
+
+def test_every_export() -> None:
+    assert missing([f"out{ending}" for ending in ENDINGS]) == []
+    assert missing([*COLUMNS, *SCALAR_COLUMNS]) == []
