@@ -44,7 +44,7 @@ def stored(tensor: Tensor) -> Flat:
     if tensor.layout is not torch.strided:
         tensor = _stored_sparse(tensor)
     if tensor.is_contiguous():
-        return Flat(tensor.view(-1))
+        return Flat(tensor if tensor.dim() == 1 else tensor.view(-1))
     times = 1
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from backlight.measure.layout import pieces
+from backlight.measure.rows import SCRATCH
 
 SMALL_ROW = 256
 """Width of the rows that small tensors are padded to."""
 
-SMALL = 2**15
+SMALL = 2**17
 """Tensors below this many scalars are copied together with others; above, a copy costs more than it saves."""
 
 
@@ -40,10 +41,8 @@ def batches(values: Owned, size: int, width: int) -> Iterator[Batch]:
     """
     small: Owned = []
     for owner, tensor in values:
-        scalars = tensor.numel()
-        if scalars < SMALL:
-            if scalars:
-                small.append((owner, tensor.reshape(-1)))
+        if tensor.numel() < SMALL:
+            small.append((owner, tensor))
             continue
         for piece in pieces(tensor, size):
             whole = piece.numel() // width * width
@@ -51,38 +50,37 @@ def batches(values: Owned, size: int, width: int) -> Iterator[Batch]:
                 yield Batch(piece[:whole].view(-1, width), [(owner, whole // width)])
             if whole < piece.numel():
                 small.append((owner, piece[whole:]))
-    yield from _together(small, size)
+    yield from _together(small, size // SMALL_ROW)
 
 
 def _together(small: Owned, size: int) -> Iterator[Batch]:
-    if not small:
-        return
-    first = small[0][1]
-    padding = torch.zeros(SMALL_ROW, dtype=first.dtype, device=first.device)
-    buffer: Tensor | None = None
-    position = 0
-    while position < len(small):
-        owners: list[tuple[int, int]] = []
-        parts: list[Tensor] = []
-        rows = 0
-        while position < len(small):
-            owner, values = small[position]
-            needed = -(-values.numel() // SMALL_ROW)
-            if rows and (rows + needed) * SMALL_ROW > size:
-                break
-            owners.append((owner, needed))
-            parts.append(values)
-            if needed * SMALL_ROW > values.numel():
-                parts.append(padding[: needed * SMALL_ROW - values.numel()])
-            rows += needed
-            position += 1
-        if buffer is None:
-            left = sum(-(-values.numel() // SMALL_ROW) for _, values in small) * SMALL_ROW
-            buffer = torch.empty(
-                min(max(size, rows * SMALL_ROW), left), dtype=first.dtype, device=first.device
-            )
-        packed = torch.cat(parts, out=buffer[: rows * SMALL_ROW])
-        yield Batch(packed.view(rows, SMALL_ROW), owners)
+    """Yield matrices of at most ``size`` rows, or as many as one tensor needs."""
+    parts: list[Tensor] = []
+    owners: list[tuple[int, int]] = []
+    used = 0
+    padding: dict[int, Tensor] = {}
+    for owner, tensor in small:
+        scalars = tensor.numel()
+        rows = -(-scalars // SMALL_ROW)
+        if used and used + rows > size:
+            yield Batch(_joined(parts, used), owners)
+            parts, owners, used = [], [], 0
+        parts.append(tensor if tensor.dim() == 1 else tensor.reshape(-1))
+        owners.append((owner, rows))
+        used += rows
+        missing = rows * SMALL_ROW - scalars
+        if missing:
+            if missing not in padding:
+                padding[missing] = tensor.new_zeros(missing)
+            parts.append(padding[missing])
+    if used:
+        yield Batch(_joined(parts, used), owners)
+
+
+def _joined(parts: list[Tensor], rows: int) -> Tensor:
+    first = parts[0]
+    buffer = SCRATCH.take("packed", rows * SMALL_ROW, first.dtype, first.device)
+    return torch.cat(parts, out=buffer).view(rows, SMALL_ROW)
 
 
 def large_share(values: Owned) -> float:

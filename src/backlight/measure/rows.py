@@ -6,6 +6,7 @@ are counted, not zeros.
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import torch
@@ -26,36 +27,46 @@ class Partials(NamedTuple):
     nonzero: Tensor
 
 
-class Scratch:
-    """Buffers that one pass reuses for every piece: 12 bytes for each scalar of the largest piece."""
+class Scratch(threading.local):
+    """Buffers on the host that every pass of a thread reuses.
 
-    def __init__(self, device: torch.device) -> None:
-        self._double = torch.empty(0, dtype=torch.float64, device=device)
-        self._single = torch.empty(0, dtype=torch.float32, device=device)
+    Fresh memory costs a page fault for every 4 KiB, which is more than the arithmetic that it is for.
+    On an accelerator torch keeps memory itself.
+    """
 
-    def double(self, rows: int, width: int) -> Tensor:
-        """Return a float64 buffer ``[rows, width]``."""
-        if self._double.numel() < rows * width:
-            self._double = self._double.new_empty(rows * width)
-        return self._double[: rows * width].view(rows, width)
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def single(self, rows: int, width: int) -> Tensor:
-        """Return a float32 buffer ``[rows, width]``."""
-        if self._single.numel() < rows * width:
-            self._single = self._single.new_empty(rows * width)
-        return self._single[: rows * width].view(rows, width)
+    def take(self, use: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a one-dimensional buffer, valid until the same use asks again in this thread."""
+        if device.type != "cpu":
+            return torch.empty(size, dtype=dtype, device=device)
+        held = self._held.get((use, dtype))
+        if held is None or held.numel() < size or held.is_inference() > torch.is_inference_mode_enabled():
+            held = torch.empty(size, dtype=dtype, device=device)
+            if type(held) is Tensor:  # and not what somebody's mode makes of it
+                self._held[use, dtype] = held
+        return held[:size]
 
 
-def narrow(x_RW: Tensor, scratch: Scratch) -> Partials:
+SCRATCH = Scratch()
+"""The buffers of this process: at most 16 bytes for each scalar of a piece."""
+
+
+def narrow(x_RW: Tensor) -> Partials:
     """Measure rows of float32 or less: the square of such a value always fits float64."""
-    if x_RW.dtype is not torch.float32:
-        x_RW = x_RW.to(torch.float32)
-    wide_RW = scratch.double(*x_RW.shape).copy_(x_RW)
+    shape, size, device = x_RW.shape, x_RW.numel(), x_RW.device
+    wide_RW = SCRATCH.take("wide", size, torch.float64, device).view(shape).copy_(x_RW)
     norm_R = torch.linalg.vector_norm(wide_RW, dim=1)
     total_R = wide_RW.sum(1)
-    max_R = torch.maximum(x_RW.amax(1), x_RW.amin(1).neg_())
-    # A comparison into a float buffer is vectorised, one into booleans is not: a third of the time.
-    nonzero_R = torch.ne(x_RW, 0, out=scratch.single(*x_RW.shape)).sum(1)
+    abs_RW = SCRATCH.take("abs", size, torch.float32, device).view(shape)
+    if x_RW.dtype is torch.float32:
+        torch.abs(x_RW, out=abs_RW)
+    else:
+        abs_RW.copy_(x_RW).abs_()
+    max_R = abs_RW.amax(1)
+    # A comparison within floats is vectorised, one into booleans is not: a third of the time.
+    nonzero_R = abs_RW.ne_(0).sum(1)
     return Partials(norm_R, max_R, total_R, nonzero_R)
 
 
@@ -73,7 +84,7 @@ def wide(x_RW: Tensor, accumulator: torch.dtype = torch.float64) -> Partials:
     else:
         max_R = parts_RWC.abs().amax((1, 2))
     total_R = scaled_RWC[..., 0].sum(1) / down_R
-    nonzero_R = (parts_RWC != 0).any(-1).sum(1)
+    nonzero_R = (parts_RWC != 0).any(-1).sum(1).to(accumulator)
     return Partials(norm_R, max_R, total_R, nonzero_R)
 
 

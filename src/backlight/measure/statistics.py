@@ -68,16 +68,15 @@ def statistics(
     """
     if torch.compiler.is_compiling():  # a pass inside somebody's graph would become a part of it
         tensors = [None] * len(tensors)
-    times_P = np.zeros(len(tensors), dtype=np.int64)
-    numel_P = np.zeros(len(tensors), dtype=np.int64)
+    shares = [(0, 0)] * len(tensors)  # times and numel
     kinds: dict[tuple[torch.device, torch.dtype], Owned] = {}
     tables: dict[torch.device, Table] = {}
     with torch.no_grad():
         for position, tensor in enumerate(tensors):
             if tensor is None or tensor.is_meta:
                 continue
-            values, times_P[position] = stored(tensor)
-            numel_P[position] = tensor.numel()
+            values, times = stored(tensor)
+            shares[position] = (times, tensor.numel())
             kinds.setdefault((values.device, values.dtype), []).append((position, values))
         for (device, dtype), owned in kinds.items():
             table = _table(tables, device)
@@ -86,6 +85,10 @@ def statistics(
             table.eager(rest)
             if dtype in DTYPES:
                 _PATIENCE.spend((perf_counter() - begin) * large_share(rest))
+        for device, table in tables.items():
+            table.count_non_finite(
+                [pair for kind, owned in kinds.items() if kind[0] == device for pair in owned]
+            )
         if isinstance(scale, Tensor):
             _table(tables, scale.device).carry(scale)
         flights = [table.send() for table in tables.values()]
@@ -94,7 +97,7 @@ def statistics(
 
     def finish(arrived: list[NDArray[np.generic]]) -> Arrays:
         parts = [unpacked(numbers) for unpacked, numbers in zip(unpack, arrived, strict=True)]
-        return _finish(times_P, numel_P, parts, divisor)
+        return _finish(np.array(shares, dtype=np.int64).reshape(-1, 2), parts, divisor)
 
     return Pending(flights, finish)
 
@@ -125,10 +128,9 @@ def _table(tables: dict[torch.device, Table], device: torch.device) -> Table:
     return tables[device]
 
 
-def _finish(
-    times_P: NDArray[np.int64], numel_P: NDArray[np.int64], parts: list[Arrived], divisor: float
-) -> Arrays:
+def _finish(shares_P2: NDArray[np.int64], parts: list[Arrived], divisor: float) -> Arrays:
     """Put the rows of all devices together."""
+    times_P, numel_P = shares_P2.T
     size = len(times_P)
     owner = np.concatenate([np.empty(0, dtype=np.int64), *(part.owner for part in parts)])
     norm, top, total, nonzero, nan, inf = np.concatenate(

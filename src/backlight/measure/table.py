@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.measure.compiled import KERNELS, WORTHWHILE
+from backlight.measure.layout import pieces
 from backlight.measure.packing import Owned, batches
 from backlight.measure.pending import Flight, send
-from backlight.measure.rows import Scratch, narrow, non_finite, wide
+from backlight.measure.rows import narrow, non_finite, wide
 
 COLUMNS = ("norm", "max_abs", "sum", "nonzero", "nan", "inf")
 """Numbers per row, in the order in which a table sends them."""
@@ -56,10 +57,9 @@ class Table:
             return
         dtype = values[0][1].dtype
         plain = not dtype.is_complex and dtype is not torch.float64 and self._float is torch.float64
-        scratch = Scratch(self._device)
         for matrix, owners in batches(values, *self._piece()):
-            found = narrow(matrix, scratch) if plain else wide(matrix, self._float)
-            self._add((*found, *self._non_finite(found.norm, matrix)), owners)
+            found = narrow(matrix) if plain else wide(matrix, self._float)
+            self._add(found if self._synchronous else (*found, *non_finite(matrix)), owners)
 
     def compiled(self, values: Owned) -> Owned:
         """Measure large tensors of one dtype with the compiled kernel; return what that leaves over."""
@@ -74,13 +74,29 @@ class Table:
             if matrix is None or found is None:
                 rest.append((owner, tensor))
                 continue
-            columns = found.unbind()
-            if len(columns) < len(COLUMNS):
-                columns = (*columns, *self._non_finite(columns[0], matrix))
-            self._add(columns, [(owner, rows)])
+            self._add(found.unbind(), [(owner, rows)])
             if matrix.numel() < tensor.numel():
                 rest.append((owner, tensor[matrix.numel() :]))
         return rest
+
+    def count_non_finite(self, values: Owned) -> None:
+        """Count NaN and infinity where a norm is not finite: elsewhere there are none.
+
+        Only the host of the memory itself can choose so; on a device both were counted with the rest.
+        """
+        if not self._synchronous or not self._owners:
+            return
+        suspect_N = ~np.isfinite(torch.cat(self._columns[0]).numpy())
+        if not suspect_N.any():
+            return
+        among = set(_owner_of_rows(self._owners)[suspect_N].tolist())
+        nothing = torch.zeros(1, dtype=self._float)
+        # The counts get rows of their own, behind those that counted nothing.
+        for column in self._columns[4:]:
+            column.append(torch.zeros(len(suspect_N), dtype=self._float))
+        for owner, tensor in values:
+            for piece in pieces(tensor, self._piece()[0]) if owner in among else ():
+                self._add((*[nothing] * 4, *non_finite(piece.view(1, -1))), [(owner, 1)])
 
     def carry(self, number: Tensor) -> None:
         """Send a single number of this device, a loss scale for example, with the same copy."""
@@ -88,7 +104,7 @@ class Table:
 
     def send(self) -> Flight:
         """Start the one copy of this device: the columns behind one another, then what is carried."""
-        parts = [part for column in self._columns for part in column]
+        parts = [torch.cat(column).to(self._float) for column in self._columns if column]
         if self._carried is not None:
             parts.append(self._carried)
         return send(torch.cat(parts) if parts else torch.empty(0, dtype=self._float))
@@ -99,26 +115,27 @@ class Table:
 
         def unpacked(numbers: NDArray[np.generic]) -> Arrived:
             flat = numbers.astype(np.float64, copy=False)
-            table = (flat[:-1] if carries else flat).reshape(len(COLUMNS), -1)
-            owner, rows = np.array(owners, dtype=np.int64).reshape(-1, 2).T
-            return Arrived(np.repeat(owner, rows), table, float(flat[-1]) if carries else None)
+            carried = float(flat[-1]) if carries else None
+            owner = _owner_of_rows(owners)
+            table = np.zeros((len(COLUMNS), len(owner)))
+            table.reshape(-1)[: len(flat) - carries] = flat[: len(flat) - carries]
+            return Arrived(owner, table, carried)
 
         return unpacked
 
-    def _non_finite(self, norm_R: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        # A finite norm leaves nothing to count. The host of another device does not ask.
-        if self._synchronous and np.isfinite(norm_R.numpy()).all():
-            zero_R = torch.zeros_like(norm_R)
-            return zero_R, zero_R
-        return non_finite(matrix)
-
     def _add(self, columns: Sequence[Tensor], owners: list[tuple[int, int]]) -> None:
-        for column, values_R in zip(self._columns, columns, strict=True):
-            column.append(values_R.to(self._float))
+        # Four columns where non-finite values are counted later, six where they are counted with the rest.
+        for column, values_R in zip(self._columns, columns, strict=False):
+            column.append(values_R)
         self._owners += owners
 
     def _piece(self) -> tuple[int, int]:
         """Return scalars per piece and per row: a piece in float64 stays in the caches of the threads."""
         if self._device.type != "cpu":
             return 2**22, 2**16
-        return min(max(2**16 * torch.get_num_threads(), 2**17), 2**20), 2**12
+        return min(max(2**16 * torch.get_num_threads(), 2**18), 2**20), 2**12
+
+
+def _owner_of_rows(owners: list[tuple[int, int]]) -> NDArray[np.int64]:
+    owner, rows = np.array(owners, dtype=np.int64).reshape(-1, 2).T
+    return np.repeat(owner, rows)
