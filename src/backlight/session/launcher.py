@@ -13,11 +13,8 @@ import signal
 import sys
 import traceback
 import types
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from backlight.session.watch import Watch
 
 
 class ScriptNotFoundError(ValueError):
@@ -47,8 +44,8 @@ def check(target: str, *, module: bool) -> None:
         raise ScriptNotFoundError(f"{target}: a directory without __main__.py; expected a Python file")
 
 
-def launch(watch: Watch, target: str, arguments: list[str], *, module: bool) -> int:
-    """Run ``target`` under ``watch`` and return its exit code.
+def launch(watch: AbstractContextManager[object], target: str, arguments: list[str], *, module: bool) -> int:
+    """Run ``target`` under ``watch``, or another context, and return its exit code.
 
     An exception that nobody caught is printed as Python prints it, without frames of ours. An
     interrupt ends this process by the same signal, after the run is closed.

@@ -1,0 +1,124 @@
+"""Which parameters are expected to train, by name, and which tensors an optimizer holds instead."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from backlight.capture.modules import SeenModules, named_parameters, unwrapped, walk
+from backlight.stalls.lines import Line, user_line
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from backlight.capture.patching import Patches
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A parameter with the names under which living models hold it."""
+
+    name: str
+    parameter: torch.Tensor
+    owner: nn.Module | None
+    module: str
+    root: int
+    aliases: tuple[str, ...] = ()
+
+
+def named_roots(seen: SeenModules) -> list[tuple[str, nn.Module]]:
+    """Return the living outermost modules with a prefix, empty where there is one only.
+
+    Modules without parameters, such as losses, are left out.
+    """
+    roots = [root for root in seen.roots() if any(True for _ in named_parameters(root))]
+    if len(roots) == 1:
+        return [("", roots[0])]
+    counts: dict[str, int] = {}
+    named = []
+    for root in roots:
+        kind = type(unwrapped(root)).__name__
+        counts[kind] = counts.get(kind, 0) + 1
+        named.append((kind if counts[kind] == 1 else f"{kind}#{counts[kind]}", root))
+    return named
+
+
+def candidates(roots: list[tuple[str, nn.Module]]) -> list[Candidate]:
+    """Return every parameter of the models in model order, a tied one once."""
+    found: dict[int, Candidate] = {}
+    for index, (prefix, root) in enumerate(roots):
+        modules = dict(walk(root, prefix))
+        for named in named_parameters(root, prefix):
+            key = id(named.parameter)
+            earlier = found.get(key)
+            if earlier is None:
+                owner = modules.get(named.module)
+                found[key] = Candidate(named.name, named.parameter, owner, named.module, index)
+            else:
+                found[key] = Candidate(
+                    earlier.name, earlier.parameter, earlier.owner, earlier.module, earlier.root,
+                    (*earlier.aliases, named.name),
+                )  # fmt: skip
+    return list(found.values())
+
+
+def plain_tensors(roots: list[tuple[str, nn.Module]]) -> list[tuple[str, torch.Tensor]]:
+    """Return tensors that modules hold as plain attributes and that want a gradient but are no leaves."""
+    found = []
+    for prefix, root in roots:
+        for name, module in walk(root, prefix):
+            for key, value in list(vars(module).items()):
+                # type() first: isinstance() on a stranger may run its __class__ property.
+                if hasattr(type(value), "requires_grad") and value.requires_grad and not value.is_leaf:
+                    found.append((f"{name}.{key}" if name else key, value))
+    return found
+
+
+class Births:
+    """Lines at which parameters were registered and optimizers made."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, tuple[weakref.ref[Any], Line]] = {}
+        self._optimizers: dict[int, tuple[weakref.ref[Any], Line]] = {}
+
+    def install(self, patches: Patches) -> list[Any]:
+        """Begin to note; return the handles of the hooks."""
+        from torch.optim import Optimizer  # noqa: PLC0415 - typing only above
+
+        births = self._optimizers
+
+        def wrap(original: Any) -> Any:
+            def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+                line = user_line()
+                original(self, *args, **kwargs)
+                if line is not None:
+                    births[id(self)] = (weakref.ref(self), line)
+
+            __init__.__wrapped__ = original  # type: ignore[attr-defined]
+            return __init__
+
+        patches.replace(Optimizer, "__init__", wrap)
+
+        def on_parameter(_module: Any, _name: str, parameter: Any) -> None:
+            line = user_line()
+            if parameter is not None and line is not None:
+                self._parameters[id(parameter)] = (weakref.ref(parameter), line)
+
+        return [register_module_parameter_registration_hook(on_parameter)]
+
+    def of_parameter(self, parameter: Any) -> Line | None:
+        """Return the line that registered ``parameter``."""
+        return _still(self._parameters, parameter)
+
+    def of_optimizer(self, optimizer: Any) -> Line | None:
+        """Return the line that made ``optimizer``."""
+        return _still(self._optimizers, optimizer)
+
+
+def _still(table: dict[int, tuple[weakref.ref[Any], Line]], thing: Any) -> Line | None:
+    known = table.get(id(thing))
+    return known[1] if known is not None and known[0]() is thing else None

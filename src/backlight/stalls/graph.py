@@ -1,0 +1,196 @@
+"""The walk of an autograd graph: nodes, edges, the leaves that it reaches.
+
+A node that was once looked at from Python keeps a wrapper, and a chain of wrapped nodes is released
+by recursion: some tens of thousands of them overflow the stack of a process whose training would
+have run. Wrappers that outlive every tensor of the graph and are dropped root first would be safe, but
+nobody can know when the user's last tensor is gone. So the walk happens in a forked child, which
+sees the same graph at the same addresses, writes down what it found and leaves without releasing
+anything; the training process never makes a wrapper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import selectors
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+K = TypeVar("K")
+
+TIMEOUT = 300.0
+"""Seconds after which a walk that has not ended is given up."""
+
+
+class WalkError(RuntimeError):
+    """The graph could not be walked; the message says why."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The N nodes that one backward would visit, in the order of the walk: roots first.
+
+    Attributes
+    ----------
+    names:
+        Class of each node, such as ``MulBackward0``.
+    sequence:
+        Sequence number of each node; -1 for the accumulation of a leaf's gradient.
+    edges:
+        For each node the index of the node per input, -1 where that input needs no gradient.
+    leaves:
+        Index of the accumulating node by ``id`` of the leaf tensor.
+    roots:
+        Indices of the roots.
+    """
+
+    names: tuple[str, ...]
+    sequence: tuple[int, ...]
+    edges: tuple[tuple[int, ...], ...]
+    leaves: dict[int, int] = field(default_factory=dict)
+    roots: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        """Return the number of nodes."""
+        return len(self.names)
+
+    def reaches(self, leaf: torch.Tensor) -> bool:
+        """Whether backward would arrive at ``leaf``."""
+        return id(leaf) in self.leaves
+
+    def below(self, start: int) -> set[int]:
+        """Return every node that backward visits from node ``start`` on, itself included."""
+        seen, stack = {start}, [start]
+        while stack:
+            for node in self.edges[stack.pop()]:
+                if node >= 0 and node not in seen:
+                    seen.add(node)
+                    stack.append(node)
+        return seen
+
+    def shares(self, key: Callable[[int], K]) -> list[tuple[K, float]]:
+        """Return which share of the nodes comes from which ``key(sequence number)``, largest first."""
+        counts: dict[K, int] = {}
+        for number in self.sequence:
+            if number >= 0:
+                place = key(number)
+                counts[place] = counts.get(place, 0) + 1
+        total = sum(counts.values())
+        return sorted(((k, n / total) for k, n in counts.items()), key=lambda pair: -pair[1])
+
+
+def walk(roots: Iterable[torch.Tensor]) -> Graph:
+    """Walk the graph behind ``roots`` in a forked child and return what it holds.
+
+    Raises
+    ------
+    WalkError
+        If this system cannot fork, or the child failed or took longer than ``TIMEOUT``.
+    """
+    tensors = [root for root in roots if root.requires_grad]
+    if not hasattr(os, "fork"):
+        raise WalkError("the autograd graph is walked in a forked process, which this system has not")
+    inlet, outlet = os.pipe()
+    with warnings.catch_warnings():
+        # The child runs nothing but the walk: threads of the parent cannot be missed by it.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        _report(tensors, outlet)
+    os.close(outlet)
+    try:
+        answer = json.loads(_read(inlet, child))
+    except ValueError as error:
+        raise WalkError(f"the walk of the autograd graph ended early: {error}") from None
+    finally:
+        os.close(inlet)
+        with contextlib.suppress(ChildProcessError):  # somebody else waits for every child
+            os.waitpid(child, 0)
+    if "error" in answer:
+        raise WalkError(f"the walk of the autograd graph failed: {answer['error']}")
+    kinds: list[str] = answer["kinds"]
+    return Graph(
+        tuple(kinds[kind] for kind in answer["names"]),
+        tuple(answer["sequence"]),
+        tuple(map(tuple, answer["edges"])),
+        {int(leaf): node for leaf, node in answer["leaves"].items()},
+        tuple(answer["roots"]),
+    )
+
+
+def _read(inlet: int, child: int) -> bytes:
+    parts: list[bytes] = []
+    deadline = time.monotonic() + TIMEOUT
+    with selectors.DefaultSelector() as selector:
+        selector.register(inlet, selectors.EVENT_READ)
+        while True:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                os.kill(child, signal.SIGKILL)
+                raise WalkError(f"the walk of the autograd graph took longer than {TIMEOUT:.0f} s")
+            part = os.read(inlet, 1 << 20)
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+
+
+def _report(tensors: Sequence[torch.Tensor], outlet: int) -> None:
+    """Walk, write the answer to ``outlet`` and leave the child without running anything else."""
+    try:
+        gc.disable()  # a collection would run finalizers of the parent's objects here
+        try:
+            answer = json.dumps(_walk(tensors))
+        except Exception as error:  # noqa: BLE001 - told by the parent
+            answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        data = memoryview(answer.encode())
+        while data:
+            data = data[os.write(outlet, data) :]
+    finally:
+        os._exit(0)
+
+
+def _walk(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    kinds: dict[str, int] = {}
+    index: dict[Any, int] = {}
+    names, sequence, edges = [], [], []
+    leaves: dict[int, int] = {}
+    nodes = [_node(tensor) for tensor in tensors]
+    pending = []
+
+    def number(node: Any) -> int:
+        found = index.get(node)
+        if found is None:
+            found = index[node] = len(index)
+            pending.append(node)
+        return found
+
+    roots = [number(node) for node in nodes]
+    done = 0
+    while done < len(pending):
+        node = pending[done]
+        done += 1
+        name = node.name().rpartition("::")[2]
+        variable = getattr(node, "variable", None) if name == "AccumulateGrad" else None
+        if variable is not None:
+            leaves[id(variable)] = done - 1
+        names.append(kinds.setdefault(name, len(kinds)))
+        sequence.append(-1 if variable is not None else node._sequence_nr())
+        edges.append([-1 if edge is None else number(edge) for edge, _ in node.next_functions])
+    return {
+        "kinds": list(kinds), "names": names, "sequence": sequence,
+        "edges": edges, "leaves": leaves, "roots": roots,
+    }  # fmt: skip
+
+
+def _node(tensor: torch.Tensor) -> Any:
+    if tensor.grad_fn is not None:
+        return tensor.grad_fn
+    return tensor.expand_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

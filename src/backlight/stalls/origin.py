@@ -1,0 +1,62 @@
+"""Which line of the forward pass made a node of the autograd graph, by its sequence number.
+
+Every node takes the next number of its thread when it is made, so that the numbers taken during one
+operation belong to the line that called it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from backlight.stalls.lines import Line
+
+next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # not exported
+"""Return the number that the next node of this thread will take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a node comes from: the operation, its line, and the module that was running."""
+
+    operation: str
+    line: Line | None
+    module: str = ""
+
+
+class Origins:
+    """Origins by ranges of sequence numbers, added in rising order."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._origins: list[Origin] = []
+
+    def add(self, begin: int, end: int, origin: Origin) -> None:
+        """Say that the nodes ``begin`` to ``end - 1`` come from ``origin``."""
+        if end > begin:
+            at = bisect_right(self._begins, begin) if self._begins and begin < self._begins[-1] else None
+            if at is None:
+                self._begins.append(begin)
+                self._ends.append(end)
+                self._origins.append(origin)
+            else:
+                self._begins.insert(at, begin)
+                self._ends.insert(at, end)
+                self._origins.insert(at, origin)
+
+    def of(self, number: int) -> Origin | None:
+        """Return the origin of the node with that sequence number, or None if it was not seen."""
+        at = bisect_right(self._begins, number) - 1
+        return self._origins[at] if at >= 0 and number < self._ends[at] else None
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._begins.clear()
+        self._ends.clear()
+        self._origins.clear()

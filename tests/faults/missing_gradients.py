@@ -1,0 +1,272 @@
+"""Trainings in which a parameter gets no gradient or no optimizer, each with its healthy twin."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from faults.planting import Fault, registrar
+
+FAULTS: dict[str, Fault] = {}
+fault = registrar(FAULTS)
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Three layers and a place to do something to what the first one gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.second(self.between(torch.tanh(self.first(x))))))
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = STEPS) -> None:
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(wanted, lr=0.1) if optimizer is None else optimizer
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).pow(2).mean().backward()
+        optimizer.step()
+
+
+FIRST = ("first.weight", "first.bias")
+
+
+@fault(names=FIRST, cause="cut", text="detached by detach")
+def detach(planted: bool) -> None:
+    class Detaching(Net):
+        def between(self, hidden: Tensor) -> Tensor:
+            return hidden.detach() if planted else hidden  # HERE
+
+    train(Detaching())
+
+
+@fault(names=FIRST, cause="cut", text="computed without recording")
+def no_grad(planted: bool) -> None:
+    class Unrecorded(Net):
+        def between(self, hidden: Tensor) -> Tensor:
+            with torch.set_grad_enabled(not planted):
+                return hidden * 2  # HERE
+
+    train(Unrecorded())
+
+
+@fault(names=FIRST, cause="cut", text="read through .data")
+def data(planted: bool) -> None:
+    class ByData(Net):
+        def between(self, hidden: Tensor) -> Tensor:
+            return (hidden.data if planted else hidden) + 1  # HERE
+
+    train(ByData())
+
+
+@fault(names=FIRST, cause="left torch", text="taken out by numpy")
+def numpy_round_trip(planted: bool) -> None:
+    class ThroughNumpy(Net):
+        def between(self, hidden: Tensor) -> Tensor:
+            return torch.from_numpy(hidden.detach().numpy() * 2) if planted else hidden * 2  # HERE
+
+    train(ThroughNumpy())
+
+
+@fault(names=FIRST, cause="cut", text="turned into integers")
+def integer_cast(planted: bool) -> None:
+    class Rounding(Net):
+        def between(self, hidden: Tensor) -> Tensor:
+            whole = (hidden * 10).long() if planted else hidden * 10  # HERE
+            return whole.to(torch.float32)
+
+    train(Rounding())
+
+
+@fault(names=FIRST, cause="cut", text="gives no gradient|turned into integers")
+def argmax(planted: bool) -> None:
+    class Choosing(Net):
+        def between(self, hidden: Tensor) -> Tensor:
+            choose = torch.argmax if planted else torch.amax
+            chosen = choose(hidden, -1, keepdim=True)  # HERE
+            return chosen.float().expand(-1, 8)
+
+    train(Choosing())
+
+
+@fault(names=("scale",), cause="not a leaf", text="not a leaf")
+def non_leaf(planted: bool) -> None:
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            start = torch.ones(8, requires_grad=True)
+            self.scale = start * 0.5 if planted else nn.Parameter(torch.ones(8) * 0.5)  # HERE
+
+        def between(self, hidden: Tensor) -> Tensor:
+            return hidden * self.scale.detach() if planted else hidden * self.scale
+
+    train(Scaled())
+
+
+@fault(names=("second.weight", "second.bias"), cause="frozen", text="looks like an accident")
+def frozen_by_accident(planted: bool) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name, parameter in model.named_parameters():
+        if planted and "second" in name:
+            parameter.requires_grad = False  # HERE
+    train(model, optimizer)
+
+
+@fault(names=("spare.weight", "spare.bias"), cause="unused", text="no operation of the forward pass")
+def unused(planted: bool) -> None:
+    class WithSpare(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Linear(8, 8)
+
+        def between(self, hidden: Tensor) -> Tensor:
+            return hidden if planted else self.spare(hidden)
+
+    train(WithSpare())
+
+
+@fault(names=("side.weight", "side.bias"), cause="not in the loss", text="last used by softmax")
+def not_in_the_loss(planted: bool) -> None:
+    class TwoHeads(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.side = nn.Linear(8, 8)
+
+        def between(self, hidden: Tensor) -> Tensor:
+            odds = torch.softmax(self.side(hidden), -1)  # HERE
+            return hidden if planted else hidden * odds
+
+    train(TwoHeads())
+
+
+@fault(names=("last.weight", "last.bias"), cause="not in an optimizer", text="no optimizer holds it")
+def not_in_the_optimizer(planted: bool) -> None:
+    model = Net()
+    wanted = [p for n, p in model.named_parameters() if not (planted and "last" in n)]
+    train(model, torch.optim.SGD(wanted, lr=0.1))
+
+
+@fault(names=("last.weight", "last.bias"), cause="optimizer holds another", text="made after the optimizer")
+def made_after_the_optimizer(planted: bool) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if planted:
+        model.last = nn.Linear(8, 3)  # HERE
+    train(model, optimizer)
+
+
+class Absorbing(torch.autograd.Function):
+    """Its backward may return None for what wanted a gradient."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, planted: bool) -> Tensor:
+        ctx.planted = planted
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, None]:
+        return (None if ctx.planted else grad * 2), None
+
+
+@fault(names=FIRST, cause="None returned", text="Absorbing.backward returned None", after=True)
+def none_from_a_custom_function(planted: bool) -> None:
+    class WithFunction(Net):
+        def between(self, hidden: Tensor) -> Tensor:
+            return Absorbing.apply(hidden, planted)  # HERE
+
+    train(WithFunction())
+
+
+class Using(torch.autograd.Function):
+    """Takes a weight through its arguments, or behind autograd's back."""
+
+    weight: Tensor
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, weight: Tensor | None) -> Tensor:
+        used = Using.weight if weight is None else weight
+        ctx.save_for_backward(x, used)
+        return x @ used
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, used = ctx.saved_tensors
+        return grad @ used.t(), x.t() @ grad
+
+
+@fault(names=("weight",), cause="cut", text="used inside Using.forward without being an argument")
+def behind_the_back_of_a_function(planted: bool) -> None:
+    class WithFunction(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(8))
+            Using.weight = self.weight
+
+        def between(self, hidden: Tensor) -> Tensor:
+            return Using.apply(hidden, None if planted else self.weight)  # HERE
+
+    train(WithFunction())
+    del Using.weight
+
+
+@fault(names=FIRST, cause="cut", text="none of whose inputs requires a gradient")
+def reentrant_checkpoint_without_gradient(planted: bool) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.first, x.requires_grad_(not planted), use_reentrant=True)  # HERE
+            return self.last(torch.tanh(self.second(hidden)))
+
+    train(Checkpointed())
+
+
+class Straight(torch.autograd.Function):
+    """Keeps what it gives for backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad
+
+
+def overwritten(planted: bool) -> None:
+    """A saved tensor is changed in place; torch refuses backward, and the command finds the line."""
+
+    class Overwriting(Net):
+        def between(self, hidden: Tensor) -> Tensor:
+            if planted:
+                hidden += 1  # HERE
+            return hidden + 1
+
+    train(Overwriting())
+
+
+OVERWRITTEN = Fault("overwritten", overwritten, {})
+
+
+def adversarial(planted: bool) -> None:
+    """Generator and critic in turns: each is cut off from the other's loss on purpose."""
+    generator, critic = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    of_critic = torch.optim.Adam(critic.parameters(), lr=1e-2)
+    of_generator = torch.optim.Adam(generator.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        fake = generator(torch.randn(6, 2))
+        of_critic.zero_grad()
+        critic(fake.detach()).mean().backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        (-critic(fake).mean()).backward()
+        of_generator.step()
