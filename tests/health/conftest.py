@@ -35,7 +35,8 @@ def write_synthetic(
     zeros: Mapping[str, Sequence[float]] | None = None,
     nan: Mapping[tuple[str, int], int] | None = None,
     update: Mapping[str, Sequence[float]] | None = None,
-    weight: float = 1.0,
+    weight: float | Sequence[float] = 1.0,
+    sampled: int | None = None,
     scalars: Mapping[str, Mapping[int, float] | Sequence[float]] | None = None,
     events: Sequence[tuple[int | None, str, Mapping[str, Any]]] = (),
     groups: Mapping[str, str] | None = None,
@@ -50,7 +51,7 @@ def write_synthetic(
     identifier = writer.parameter_table(tuple(table))
     for row, step in enumerate(steps):
         floats, ints = np.zeros((len(table), 3)), np.zeros((len(table), 5), dtype=np.int64)
-        moved, sampled = np.zeros((len(table), 2)), np.zeros((len(table), 3), dtype=np.int64)
+        moved, counts = np.zeros((len(table), 2)), np.zeros((len(table), 3), dtype=np.int64)
         for i, record in enumerate(table):
             value = rms.get(record.name, [np.nan] * count)[row]
             bad = (nan or {}).get((record.name, int(step)), 0)
@@ -65,11 +66,12 @@ def write_synthetic(
             floats[i] = (np.nan if bad else norm, np.nan if bad else norm / 2, 0.0)
             ints[i] = (1, record.numel, empty, bad, 0)
             if update is not None and record.name in update:
-                moved[i] = (update[record.name][row] * weight, weight)
-                sampled[i] = (1, record.numel, record.numel)
+                norm = weight if isinstance(weight, float) else weight[row]
+                moved[i] = (update[record.name][row] * norm, norm)
+                counts[i] = (1, sampled or record.numel, record.numel)
         writer.append("gradient", int(step), identifier, floats, ints)
         if update is not None:
-            writer.append("update", int(step), identifier, moved, sampled)
+            writer.append("update", int(step), identifier, moved, counts)
     for name, values in (scalars or {}).items():
         pairs = values.items() if isinstance(values, Mapping) else zip(steps, values, strict=True)
         for step, value in pairs:

@@ -55,6 +55,7 @@ def test_sound_stacks_are_silent(synthetic: Any, judged: Any) -> None:
         stack(0.4, blocks=5),
         stack(1.0, scatter=3.0),  # unequal, but not geometric
         stack(0.4, steps=9),
+        stack(0.4, scatter=3.5),  # steep, but no line
         {f"w{i}": [1e-2 * 10.0 ** (-6 * (i == 0))] * 20 for i in range(12)},  # one outlier is no slope
     ):
         assert not judged(synthetic(rms), "depth_slope")

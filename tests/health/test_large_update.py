@@ -48,6 +48,16 @@ def test_only_what_lasts_beyond_the_start_counts(synthetic: Any, judged: Any) ->
     assert not judged(synthetic(short, update={"a": [0.2] * 49}), "large_update")
 
 
+def test_weights_that_start_at_zero_have_longer(synthetic: Any, judged: Any) -> None:
+    def grown(steps: int, start: float) -> Any:
+        rms = {"a": [1e-3] * steps}
+        return synthetic(rms, update={"a": [0.2] * steps}, weight=[start] + [1.0] * (steps - 1))
+
+    assert judged(grown(80, 1e-2), "large_update")
+    assert not judged(grown(80, 0.0), "large_update")
+    assert judged(grown(160, 0.0), "large_update")
+
+
 def test_vectors_are_left_out(synthetic: Any, judged: Any) -> None:
     from backlight.records import ParameterRecord
 

@@ -88,5 +88,8 @@ def test_a_dead_or_skipped_step_does_not_count(synthetic: Any, judged: Any) -> N
     assert not judged(zero, "no_update")
     rms = {"a": [1e-3] * 30, "b": [1e-3] * 30}
     assert judged(synthetic(rms, update=still), "no_update")
+    sparse = {"a": [0.95] * 30, "b": [0.95] * 30}
+    assert judged(synthetic(rms, update=still, zeros=sparse), "no_update")
+    assert not judged(synthetic(rms, update=still, zeros=sparse, sampled=8), "no_update")
     skipped = {"scaler/skipped": [1.0] * 25 + [0.0] * 5}
     assert not judged(synthetic(rms, update=still, scalars=skipped), "no_update")

@@ -95,7 +95,7 @@ def leaps(
         deviations = (scaled - medians) / spreads
         typical = np.exp(medians) if by_factor else medians
         far = values - typical > (ratio - 1) * np.abs(typical)
-        outliers = np.isfinite(values) & (deviations > limits.spike_deviations) & far
+        outliers = (deviations > limits.spike_deviations) & far  # False where not finite
     return _Leaps(name, unit, steps, values, typical, deviations, outliers)
 
 
