@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -17,6 +20,8 @@ from backlight.stalls.matrix.problems import PlanError
 
 PATIENCE = 60.0
 """Seconds that an interpreter may take to say what it is."""
+
+_LARGEST_INPUT = 10 * 1024 * 1024
 
 _INSPECT = """
 import importlib.metadata as m, json, platform, sys
@@ -38,8 +43,13 @@ class Interpreter:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-def check_cases(cases: Sequence[Case], path: Path) -> tuple[Interpreter, ...]:
+def check_cases(cases: Sequence[Case], path: Path) -> tuple[tuple[Case, ...], tuple[Interpreter, ...]]:
     """Check that every case can start; ``path`` is the plan, for messages.
+
+    Returns
+    -------
+    tuple[tuple[Case, ...], tuple[Interpreter, ...]]
+        The cases with the digests of what they read, and the interpreters that they need.
 
     Raises
     ------
@@ -47,15 +57,17 @@ def check_cases(cases: Sequence[Case], path: Path) -> tuple[Interpreter, ...]:
         At the first command, script, directory, branch, file to edit or interpreter that is not there.
     """
     found: dict[str, Interpreter] = {}
+    pinned = []
     for case in cases:
         try:
-            _check(case.launch, found)
+            inputs = _check(case.launch, found)
         except PlanError as error:
             raise PlanError(f"{path}: case {case.name!r} cannot start: {error}") from None
-    return tuple(found.values())
+        pinned.append(dataclasses.replace(case, launch=dataclasses.replace(case.launch, inputs=inputs)))
+    return tuple(pinned), tuple(found.values())
 
 
-def _check(launch: Launch, found: dict[str, Interpreter]) -> None:
+def _check(launch: Launch, found: dict[str, Interpreter]) -> dict[str, str]:
     directory = Path(launch.directory)
     if not directory.is_dir():
         raise PlanError(f"{directory}: no such directory")
@@ -82,6 +94,19 @@ def _check(launch: Launch, found: dict[str, Interpreter]) -> None:
         raise PlanError(
             f"{launch.interpreter} has no backlight: install it there, or set watch = false in [base]"
         )
+    return {"commit": commit} if commit else _digests(launch)
+
+
+def _digests(launch: Launch) -> dict[str, str]:
+    """Return digests of the files that the command names, the script among them; large ones are left out."""
+    found = {}
+    for part in launch.argv[1:]:
+        for name in dict.fromkeys((part, part.partition("=")[2])):
+            place = Path(launch.directory) / name
+            with contextlib.suppress(OSError, ValueError):
+                if name and place.is_file() and place.stat().st_size <= _LARGEST_INPUT:
+                    found[name] = hashlib.sha256(place.read_bytes()).hexdigest()[:16]
+    return found
 
 
 def program_of(launch: Launch) -> str | None:

@@ -113,9 +113,14 @@ def effect_of(one: Seen, control: Seen) -> tuple[Effect, list[str], list[str]]:
     certain: list[str] = []
     perhaps: list[str] = []
     compared: list[str] = []
-    dropped = [k for k, there in one.observation.arrived.items() if not there and k == one.case.factor]
+    given, before = one.case.launch, control.case.launch
+    moved = {
+        n for n in (*given.environment, *given.unset) if given.environment.get(n) != before.environment.get(n)
+    }
+    moved |= set(given.unset) ^ set(before.unset)
+    dropped = [n for n in sorted(moved) if one.observation.arrived.get(f"environment {n}") is False]
     if dropped:
-        return Effect.NONE, [], [f"{dropped[0]}, which did not arrive at the process that does the work"]
+        return Effect.NONE, [], [f"environment {dropped[0]}, which did not arrive where the work is done"]
     mine, its = _text(one.attempt), _text(control.attempt)
     for pattern in one.case.shows:
         if pattern in control.case.shows:

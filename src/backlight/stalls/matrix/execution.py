@@ -57,7 +57,8 @@ def prepare(path: Path) -> Prepared:
                     f"{path}: window = {plan.window:g} s is not below the time_limit of case {case.name!r}, "
                     f"{case.launch.time_limit:g} s"
                 )
-    return Prepared(plan, path, cases, root, check_cases(cases, path))
+    pinned, interpreters = check_cases(cases, path)
+    return Prepared(plan, path, pinned, root, interpreters)
 
 
 def window_of(plan: Plan, case: Case) -> float:

@@ -243,7 +243,7 @@ def _came_on(seen: Observation) -> bool:
 
 
 def _last_stall(seen: Observation) -> StallSeen | None:
-    return seen.stalls[-1] if seen.stalls else None
+    return seen.stalls[-1] if seen.stalls and not seen.stalls[-1].over else None
 
 
 def _by_dump(seen: Observation) -> dict[tuple[int, str], list[Stack]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ class Launch:
     """A command that can be started. ``argv`` still holds ``{run}`` and ``{case}``.
 
     ``source`` is the script that it runs, relative to ``directory``, empty where not known.
-    ``branch`` is a commit, branch or tag of the git repository around ``directory``.
+    ``branch`` is a commit, branch or tag of the git repository around ``directory``. ``inputs`` are
+    digests of the script and of the files that arguments name: a result is stale where they changed.
     """
 
     argv: tuple[str, ...]
@@ -50,6 +51,7 @@ class Launch:
     watched: bool = False
     progress: str = ""
     success: str = ""
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     def filled(self, run: Path, case: Path) -> tuple[str, ...]:
         """Return the command with the folders of this attempt put in."""

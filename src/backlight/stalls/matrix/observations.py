@@ -112,7 +112,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class StallSeen:
-    """A finding of the rule ``stall`` in the run folder of the case."""
+    """A finding of the rule ``stall`` in the run folder of the case; ``over`` where it moved again since."""
 
     verdict: str
     claim: str
@@ -122,6 +122,7 @@ class StallSeen:
     parameter: str = ""
     refuted_if: str = ""
     path: str = ""
+    over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

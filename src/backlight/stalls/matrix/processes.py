@@ -21,6 +21,9 @@ MARK = "BACKLIGHT_MATRIX_CASE"
 DUMP_SIGNAL = int(getattr(signal, "SIGRTMIN", 34)) + 5
 """Signal at which a process under ``backlight run`` writes the stacks of its threads."""
 
+SIDECAR = "backlight.stalls.sidecar"
+"""What the command of a sidecar holds; it leaves the session of its case, but carries the mark."""
+
 _PROC = Path("/proc")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -116,8 +119,20 @@ class Tree:
     def _marked(self, pid: int) -> bool:
         return environment_of(pid).get(MARK) == self._mark
 
+    def watchers(self) -> list[Process]:
+        """Return those of the case's processes that only watch the others: the sidecar of `backlight run`."""
+        return [p for p in self.living(thorough=True) if any(SIDECAR in part for part in command_of(p.pid))]
+
+    def wait_for_watchers(self, patience: float) -> None:
+        """Give the sidecar the time to see that its ranks are gone and to write its last words."""
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and self.watchers():
+            time.sleep(0.05)
+
     def end(self, grace: float) -> tuple[str, ...]:
         """End the processes of the case: SIGTERM, and SIGKILL for what is left after ``grace`` seconds.
+
+        A sidecar goes first: it would report the deaths that are made here as deaths of the training.
 
         Returns
         -------
@@ -125,6 +140,9 @@ class Tree:
             What was sent to whom, in words.
         """
         said = []
+        for process in self.watchers():
+            if send(process, signal.SIGKILL):
+                said.append(f"SIGKILL to {process.pid}, the sidecar")
         for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
             targets = self.living(thorough=True)
             if not targets:

@@ -16,6 +16,9 @@ from backlight.store.reader import Run, open_run
 RULE = "stall"
 """Name of the rule whose findings the sidecar makes."""
 
+OVER = "stall_over"
+"""Kind of the event that says that what stood still moves again."""
+
 _STEPS = 5
 """First steps whose scalars are compared between a case and its control."""
 
@@ -57,15 +60,16 @@ def steps_at(path: Path, moments: Sequence[float]) -> tuple[int, ...] | None:
 def stalls_of(path: Path, root: Path) -> tuple[StallSeen, ...]:
     """Return the findings about stalls that stand in the run, oldest first."""
     try:
-        found = open_run(path).stored_findings()
+        run = open_run(path)
+        found = [f for f in run.stored_findings() if f.rule == RULE and f.subject.verdict]
+        events = sorted((e for kind in (RULE, OVER) for e in run.events(kind)), key=lambda e: e.time)
     except (StoreError, OSError):
         return ()
-    return tuple(
-        _stall(f, path.relative_to(root).as_posix()) for f in found if f.rule == RULE and f.subject.verdict
-    )
+    over = bool(events) and events[-1].kind == OVER
+    return tuple(_stall(f, path.relative_to(root).as_posix(), over=over) for f in found)
 
 
-def _stall(finding: Finding, path: str) -> StallSeen:
+def _stall(finding: Finding, path: str, *, over: bool) -> StallSeen:
     subject = finding.subject
     return StallSeen(
         verdict=str(subject.verdict),
@@ -76,6 +80,7 @@ def _stall(finding: Finding, path: str) -> StallSeen:
         parameter=subject.parameter or "",
         refuted_if=finding.refuted_if,
         path=path,
+        over=over,
     )
 
 

@@ -19,7 +19,15 @@ from backlight.stalls.matrix.editing import apply_edits, export_branch
 from backlight.stalls.matrix.evidence import Collection, collect
 from backlight.stalls.matrix.folder import Attempt
 from backlight.stalls.matrix.launching import Launch
-from backlight.stalls.matrix.observations import Ended, Missing, Observation, ProcessSeen, Progress, Window
+from backlight.stalls.matrix.observations import (
+    Ended,
+    Missing,
+    Observation,
+    ProcessSeen,
+    Progress,
+    StallSeen,
+    Window,
+)
 from backlight.stalls.matrix.processes import MARK, Process, Tree
 from backlight.stalls.matrix.stacks import traceback_end
 
@@ -29,6 +37,7 @@ MOST_OUTPUT = 64 * 1024 * 1024
 _POLL = 0.05
 _LOOK = 0.5
 _TAIL = 15
+_LAST_WORDS = 3.0
 
 
 @dataclass
@@ -179,14 +188,16 @@ class _Watching:
         )
         collect(self._collection, alive)
         seen = tuple(_seen(p, cpu.get((p.pid, p.started), 0.0)) for p in alive)
+        stalls = self._stalls()
         ended_by = self._tree.end(self._grace)
         window = Window(
             round(last.time - marks[0].time, 3), round(sum(cpu.values()), 3), last.output - middle.output,
             tuple(self._progress(marks)),
         )  # fmt: skip
-        return self._observation(Ended.OVER, seconds, None, window, seen, ended_by, tail)
+        return self._observation(Ended.OVER, seconds, None, window, seen, ended_by, tail, stalls)
 
     def _exited(self, code: int, seconds: float) -> Observation:
+        self._tree.wait_for_watchers(_LAST_WORDS)
         left = self._tree.living(thorough=True)
         if left:
             self._collection.keep(
@@ -195,11 +206,14 @@ class _Watching:
                 "processes that the case left behind when it exited; they were ended",
             )
         ended_by = self._tree.end(self._grace) if left else ()
-        return self._observation(Ended.EXITED, seconds, code, None, (), ended_by, tuple(self._tail()))
+        return self._observation(
+            Ended.EXITED, seconds, code, None, (), ended_by, tuple(self._tail()), self._stalls()
+        )
 
     def _observation(
         self, ended: Ended, seconds: float, code: int | None, window: Window | None,
         seen: tuple[ProcessSeen, ...], ended_by: tuple[str, ...], tail: tuple[str, ...],
+        stalls: tuple[StallSeen, ...],
     ) -> Observation:  # fmt: skip
         text = self._text()
         error, line = traceback_end(text) if code else ("", "")
@@ -209,9 +223,6 @@ class _Watching:
             )
         if not processes.available():
             self._collection.lacks("processes and their states", "this system has no /proc")
-        stalls = (
-            runfolder.stalls_of(self._attempt.run, self._attempt.root) if self._attempt.run.is_dir() else ()
-        )
         if self._launch.watched and not self._attempt.run.is_dir():
             self._collection.missing.append(Missing("the run folder", "the case wrote none"))
         success = bool(re.search(self._launch.success, text, re.MULTILINE)) if self._launch.success else None
@@ -222,6 +233,10 @@ class _Watching:
             files=(*self._attempt.outputs(), *self._collection.kept), missing=tuple(self._collection.missing),
             ended_by=ended_by, arrived=self._arrived,
         )  # fmt: skip
+
+    def _stalls(self) -> tuple[StallSeen, ...]:
+        """Read what the sidecar has found; ending the case makes findings of its own."""
+        return runfolder.stalls_of(self._attempt.run, self._attempt.root)
 
     def _text(self) -> str:
         return "\n".join(_read(path) for path in (self._attempt.stdout, self._attempt.stderr))

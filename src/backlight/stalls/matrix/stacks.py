@@ -8,14 +8,13 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-import backlight
 from backlight.stalls.matrix.observations import Place, Stack
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-fA-F]+).*\(most recent call first\):")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 _TRACEBACK = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)(?:, in .*)?$')
 _OUTERMOST = {"<module>", "_run_module_as_main"}
-_LIBRARIES = ("site-packages", "dist-packages", str(Path(backlight.__file__).parent))
+_LIBRARIES = ("site-packages", "dist-packages", str(Path(__file__).parents[2]))
 _STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 _PYTHON_LIBRARY = re.compile(r"/lib(?:64)?/python3\.\d+/")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -9,7 +10,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import backlight
 from backlight.stalls.matrix.checking import Interpreter
 from backlight.stalls.matrix.evidence import pyspy
 
@@ -25,7 +25,7 @@ def describe(directory: Path, interpreters: Sequence[Interpreter]) -> dict[str, 
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processors": f"{_processors()} usable of {os.cpu_count()}",
         "memory": _memory(),
-        "backlight": backlight.__version__,
+        "backlight": importlib.metadata.version("backlight"),
     }
     for number, interpreter in enumerate(interpreters):
         label = "interpreter" if len(interpreters) == 1 else f"interpreter {number + 1}"

@@ -119,4 +119,6 @@ def refuse_script(words: Sequence[str]) -> None:
         If there is one.
     """
     if words:
-        raise PlanError(f"unexpected {words[0]!r}: a script is only taken with --init, the plan names its own")
+        raise PlanError(
+            f"unexpected {words[0]!r}: a script is only taken with --init, the plan names its own"
+        )

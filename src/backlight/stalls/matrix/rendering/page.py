@@ -6,6 +6,7 @@ import base64
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 from backlight.records import Verdict
 from backlight.stalls.matrix.rendering.words import markup
@@ -134,7 +135,10 @@ def _evidence(case: CaseReport) -> Iterator[str]:
     yield from (f"<dt>{label}</dt><dd><code>{markup(text)}</code></dd>" for label, text in said if text)
     yield (
         "<dt>files</dt><dd>"
-        + _list(f"<code>{markup(k.path)}</code> {markup(k.what)}" for k in case.files)
+        + _list(
+            f'<a href="{quote(k.path)}"><code>{markup(k.path)}</code></a> {markup(k.what)}'
+            for k in case.files
+        )
         + "</dd></dl>"
     )
     if case.tail:
