@@ -70,6 +70,21 @@ def use_everything(run: Run) -> None:
         (b'{"kind": "backlight run", "format": 1}', "is damaged: KeyError: 'run_id'"),
         (b'{"kind": "backlight run", "format": 1, "run_id": "x", "attempts": 3}', "is damaged: TypeError"),
         (b'{"kind": "backlight run", "format": 1, "run_id": "x", "attempts": [{}]}', "is damaged: KeyError"),
+        (
+            b'{"kind": "backlight run", "format": 1, "run_id": "x",'
+            b' "attempts": [{"index": 1%s, "step_offset": 0}]}' % (b"0" * 300),
+            "is damaged: ValueError: attempt 1000",
+        ),
+        (
+            b'{"kind": "backlight run", "format": 1, "run_id": "x",'
+            b' "attempts": [{"index": 0, "step_offset": 1%s}]}' % (b"0" * 30),
+            "is damaged: ValueError: attempt 0 with step offset 1000",
+        ),
+        (
+            b'{"kind": "backlight run", "format": 1, "run_id": "x",'
+            b' "attempts": [{"index": 0, "step_offset": 0}, {"index": 0, "step_offset": 0}]}',
+            "is damaged: ValueError: two attempts have one number",
+        ),
     ],
 )
 def test_a_manifest_that_is_not_ours_is_refused(run_path: Path, content: bytes, match: str) -> None:
@@ -180,14 +195,39 @@ def test_a_damaged_row_is_left_out_and_said(run_path: Path) -> None:
     assert any("a row of table event is damaged" in loss for loss in run.losses)
 
 
-def test_rows_without_their_parameter_table_are_left_out_and_said(run_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("json_text", "error"),
+    [
+        ("[{}]", "KeyError"),
+        (
+            '[{"name": ["x"], "shape": [], "dtype": "f", "device": "c", "numel": 1}]',
+            "ValueError: a parameter is",
+        ),
+        (
+            '[{"name": "x", "shape": [], "dtype": "f", "device": "c", "numel": 1e400}]',
+            "ValueError: a parameter is",
+        ),
+        (
+            '[{"name": "x", "shape": [], "dtype": "f", "device": "c", "numel": 1,'
+            ' "placement": {"offset": ["y"]}}]',
+            "ValueError: the placement",
+        ),
+        (
+            "[" + ", ".join(['{"name": "x", "shape": [], "dtype": "", "device": "", "numel": 1}'] * 2) + "]",
+            "twice",
+        ),
+    ],
+)
+def test_rows_without_their_parameter_table_are_left_out_and_said(
+    run_path: Path, json_text: str, error: str
+) -> None:
     connection = sqlite3.connect(database(run_path))
-    connection.execute("UPDATE parameter_table SET json = '[{}]'")
+    connection.execute("UPDATE parameter_table SET json = ?", (json_text,))
     connection.commit()
     connection.close()
     run = open_run(run_path)
     assert run.frame("gradient", "norm").steps.size == 0
-    assert any("a row of table parameter_table is damaged: KeyError" in loss for loss in run.losses)
+    assert any("a row of table parameter_table is damaged" in x and error in x for x in run.losses)
     assert any(f"{STEPS} rows of series 'gradient' are damaged" in loss for loss in run.losses)
     assert len(run.scalar("loss").steps) == STEPS
 

@@ -25,6 +25,10 @@ SILENCE = 60.0
 """Seconds of silence after which a writer on another host is no longer called running."""
 
 
+LARGEST_INDEX = 1_000_000
+"""Attempts of a run, beyond any real one."""
+
+
 @dataclass(slots=True)
 class Progress:
     """How far one rank of an attempt got, as it says itself at each flush.
@@ -90,10 +94,19 @@ class AttemptEntry:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what :func:`backlight.records.to_json` wrote."""
+        """Read what :func:`backlight.records.to_json` wrote.
+
+        Raises
+        ------
+        ValueError
+            If a number is out of any sensible range.
+        """
+        index, offset = int(data["index"]), int(data["step_offset"])
+        if not 0 <= index < LARGEST_INDEX or abs(offset) >= 2**62:
+            raise ValueError(f"attempt {index} with step offset {offset}")
         return cls(
-            index=int(data["index"]),
-            step_offset=int(data["step_offset"]),
+            index=index,
+            step_offset=offset,
             started=float(data.get("started", 0.0)),
             world_size=int(data.get("world_size", 1)),
             launch=str(data.get("launch", "")),
@@ -124,7 +137,16 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what :meth:`write` wrote; unknown keys are ignored."""
+        """Read what :meth:`write` wrote; unknown keys are ignored.
+
+        Raises
+        ------
+        ValueError
+            If two attempts have one number.
+        """
+        attempts = [AttemptEntry.from_json(entry) for entry in data.get("attempts", ())]
+        if len({entry.index for entry in attempts}) != len(attempts):
+            raise ValueError("two attempts have one number")
         return cls(
             run_id=str(data["run_id"]),
             name=str(data.get("name", "")),
@@ -135,7 +157,7 @@ class Manifest:
                 str(room): {str(k): float(v) for k, v in fields.items()}
                 for room, fields in data.get("overrides", {}).items()
             },
-            attempts=[AttemptEntry.from_json(entry) for entry in data.get("attempts", ())],
+            attempts=attempts,
         )
 
     def write(self, folder: Path) -> None:

@@ -195,7 +195,16 @@ class RankFile:
 
 
 def _table(data: Any) -> Table:
-    return tuple(ParameterRecord.from_json(row) for row in data)
+    table = tuple(ParameterRecord.from_json(row) for row in data)
+    for p in table:
+        shape = (*p.placement.local_shape, *p.placement.offset)
+        if not (isinstance(p.name, str) and isinstance(p.numel, int) and 0 <= p.numel < 2**63):
+            raise ValueError(f"a parameter is named {p.name!r} and has {p.numel!r} scalars")
+        if not all(isinstance(n, int) for n in shape):
+            raise ValueError(f"the placement of parameter {p.name!r} is not in whole numbers")
+    if len({p.name for p in table}) != len(table):
+        raise ValueError("a name stands twice")
+    return table
 
 
 def _mapping(data: Any) -> dict[str, Any]:

@@ -76,6 +76,7 @@ class RunWriter:
         self._batch = Batch()
         self._dropped: dict[str, int] = {}
         self._tables: dict[tuple[ParameterRecord, ...], int] = {}
+        self._latest: tuple[tuple[ParameterRecord, ...] | None, int] = (None, 0)
         self._sizes: dict[int, npt.NDArray[np.int64]] = {}
         self._names: dict[tuple[str, str], int] = {}
         self._entry = entry
@@ -193,8 +194,12 @@ class RunWriter:
         if self._pid != os.getpid():
             return 0
         with self._buffers:
+            # To hash hundreds of records at every step would cost more than the rest of it.
+            if parameters is self._latest[0]:
+                return self._latest[1]
             known = self._tables.get(parameters)
             if known is not None:
+                self._latest = (parameters, known)
                 return known
             names = [p.name for p in parameters]
             if len(set(names)) != len(names):
@@ -204,6 +209,7 @@ class RunWriter:
                 )
             table = len(self._tables) + 1
             self._tables[parameters] = table
+            self._latest = (parameters, table)
             self._sizes[table] = np.array([p.numel for p in parameters], dtype=np.int64)
             self._batch.tables.append((table, documents.dump(parameters)))
             return table
