@@ -200,8 +200,9 @@ class WhyNoGrad(Listener):
     # Rows
 
     def _update(self) -> None:
+        HUB.seen.roots()  # forgets dead modules, whose ids new ones may have
+        HUB.seen.scan()
         if not self._rows:
-            HUB.seen.scan()
             HUB.optimizers.scan()
         self._roots = named_roots(HUB.seen)
         self._candidates = candidates(self._roots)
