@@ -1,8 +1,8 @@
-"""The compiled tier: one fused kernel of ``torch.compile`` per device type and dtype, or the reason why not.
+"""The compiled tier: one fused kernel of ``torch.compile`` per type of tensor, or the reason why not.
 
-A list of 148 tensors as one kernel takes a minute to compile; a kernel with one dynamic size, called
-per tensor, takes seconds. Whatever goes wrong here costs the compiled tier only: the caller falls back
-to the eager kernels, which give the same numbers.
+A list of 148 tensors as one kernel takes a minute to compile; a kernel with dynamic sizes, called per
+tensor, takes seconds. Whatever goes wrong here costs the compiled tier only: the caller falls back to
+the eager kernels, which give the same numbers.
 
 R rows, W scalars in each.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,96 +24,92 @@ WORTHWHILE = 2**15
 """Scalars below which a call of the kernel costs more than eager arithmetic beside other small tensors."""
 
 PRICE_WITH_IMPORT = 5.0
-"""Seconds that a first compilation takes in a process (see `bench/statistics.py`)."""
+"""Seconds that a first compilation takes in a process (``bench/statistics.py`` prints it)."""
 
 PRICE = 1.5
 """Seconds where the user's own ``torch.compile`` has loaded the compiler already."""
 
+_MOST_KERNELS = 8  # where settings change at every step, compiling would never end
 _EXAMPLE = 2**22
-_OPTIONS: dict[str, str | int | bool] = {
+_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "compile_threads": 1,  # no pool of worker processes inside somebody's training
     "cpp.dynamic_threads": True,  # the user's thread count, as it is at each call
     "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add: a tenth faster on one thread
 }
 
+_State = tuple[int, bool, torch.dtype]
+_Kernel = Callable[[Tensor], Tensor]
+
 
 class NotCompiledError(RuntimeError):
-    """The function ran as plain Python, where a full-size float64 copy would be the price."""
+    """The kernel ran as plain Python, where a full-size float64 copy would be the price."""
 
 
-def _rows(x_RW: Tensor) -> Tensor:
-    """Return ``[4, R]``: norm, largest magnitude, sum and number of non-zero values.
-
-    Raises
-    ------
-    NotCompiledError
-        If it is not being compiled.
-    """
-    if not torch.compiler.is_compiling():
-        raise NotCompiledError("torch.compile is switched off here (disabled, or an eager stance)")
-    x_RW = x_RW.to(torch.float32)
-    wide_RW = x_RW.to(torch.float64)
-    # Without its sign bit a float is ordered as its bits are, infinity above all numbers and NaN above
-    # infinity: integer maxima keep NaN for free, and min(bits, 1) is 0 for zeros alone.
-    bits_RW = x_RW.abs().view(torch.int32)
-    return torch.stack(
-        (
-            (wide_RW * wide_RW).sum(1).sqrt(),
-            bits_RW.amax(1).view(torch.float32).to(torch.float64),
-            wide_RW.sum(1),
-            bits_RW.clamp(max=1).sum(1, dtype=torch.int32).to(torch.float64),
-        )
-    )
-
-
-def _rows_and_non_finite(x_RW: Tensor) -> Tensor:
-    """Return ``[6, R]``: the same, then the numbers of NaN and infinite values."""
-    four_4R = _rows(x_RW)
-    nan_R = torch.isnan(x_RW).sum(1, dtype=torch.int32).to(torch.float64)
-    inf_R = torch.isinf(x_RW).sum(1, dtype=torch.int32).to(torch.float64)
-    return torch.cat((four_4R, torch.stack((nan_R, inf_R))))
-
-
-@dataclass
 class Kernels:
-    """Compiled kernels by device type and dtype, and why there is none.
+    """The compiled kernels of a process, and why there is none.
 
-    ``reason`` is empty while nothing has failed. A failure is final for the process: what failed once
-    inside somebody's training is not tried again.
+    ``reason`` is empty while nothing has failed. A failure is final: what failed once inside somebody's
+    training is not tried again.
     """
 
-    reason: str = ""
-    _made: dict[tuple[str, torch.dtype], Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.reason = ""
+        self._made: dict[tuple[str, torch.dtype, _State], _Kernel] = {}
 
     def rows(self, device: torch.device) -> int:
         """Return the number of rows that tensors on ``device`` are cut into."""
         return 16 if device.type == "cpu" else 256
 
-    def call(self, x_RW: Tensor) -> Tensor | None:
-        """Run the kernel on a contiguous matrix; None where there is no kernel.
+    def get(self, device: torch.device, dtype: torch.dtype) -> _Kernel | None:
+        """Return the kernel for such tensors, compiled now if it is the first time.
 
         Returns
         -------
-        Tensor or None
-            float64 ``[4, R]``: norm, largest magnitude, sum and number of non-zero values; on an
-            accelerator ``[6, R]``, with the numbers of NaN and infinite values.
+        callable or None
+            Takes a contiguous matrix ``[R, W]`` with the rows of :meth:`rows` and returns float64
+            ``[4, R]``: norm, largest magnitude, sum and number of non-zero values; on an accelerator
+            ``[6, R]``, with the numbers of NaN and infinite values. None where there is no kernel.
         """
-        if self.reason:
+        if self.reason or not _undisturbed(device):
             return None
-        try:
-            kernel = self._made.get((x_RW.device.type, x_RW.dtype))
-            if kernel is None:
-                kernel = self._made[x_RW.device.type, x_RW.dtype] = _compile(x_RW)
-            return kernel(x_RW)
-        except Exception as error:  # noqa: BLE001 - compilers fail in every way; training must go on
-            first = str(error).strip().splitlines()[:1]
-            self.reason = f"{type(error).__name__}: {first[0] if first else 'no message'}"
-            self._made.clear()
+        # torch guards a compiled function by these settings and compiles again when one has changed;
+        # with a kernel for each, nothing of ours is ever recompiled.
+        state = (
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype(),
+        )
+        key = (device.type, dtype, state)
+        if key not in self._made and len(self._made) >= _MOST_KERNELS:
             return None
+        if key not in self._made:
+            try:
+                self._made[key] = self._compile(device, dtype)
+            except Exception as error:  # noqa: BLE001 - compilers fail in every way; training must go on
+                self.fail(error)
+                return None
+        return self._made[key]
 
+    def fail(self, error: Exception) -> None:
+        """Give the compiled tier up and keep the first line of why."""
+        first = next(iter(str(error).strip().splitlines()), "no message")
+        self.reason = f"{type(error).__name__}: {first}"
+        self._made.clear()
 
-KERNELS = Kernels()
-"""The kernels of this process."""
+    def _compile(self, device: torch.device, dtype: torch.dtype) -> _Kernel:
+        import torch._inductor  # noqa: PLC0415 - seconds, which only the compiled tier shall pay
+
+        function = _rows if device.type == "cpu" else _rows_and_non_finite
+        name = f"{function.__name__}_{device.type}_{str(dtype).removeprefix('torch.')}_{len(self._made)}"
+        # torch keeps one cache, with limits and policies on recompiling, per code object: each kernel
+        # gets its own, so that none counts as a recompilation of another.
+        own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
+        known = set(torch._inductor.list_options())
+        options = {option: value for option, value in _OPTIONS.items() if option in known}
+        kernel: _Kernel = torch.compile(own, dynamic=True, fullgraph=True, options=options)
+        example = torch.empty(_EXAMPLE, dtype=dtype, device=device).view(self.rows(device), -1)
+        kernel(example)
+        return kernel
 
 
 class Patience:
@@ -135,21 +130,48 @@ class Patience:
         return self._spent >= (PRICE if "torch._inductor.compile_fx" in sys.modules else PRICE_WITH_IMPORT)
 
 
-def _compile(x_RW: Tensor) -> Callable[[Tensor], Tensor]:
-    function = _rows if x_RW.device.type == "cpu" else _rows_and_non_finite
-    name = f"{function.__name__}_{x_RW.device.type}_{str(x_RW.dtype).removeprefix('torch.')}"
-    # torch.compile keeps one cache, with a limit and a policy on recompiling, per code object: each
-    # kernel gets its own, so that none counts as a recompilation of another.
-    own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
-    options: dict[str, Any] = {k: v for k, v in _OPTIONS.items() if k in _known_options()}
-    kernel: Callable[[Tensor], Tensor] = torch.compile(own, fullgraph=True, options=options)
-    example_RW = torch.empty(_EXAMPLE, dtype=x_RW.dtype, device=x_RW.device).view(x_RW.shape[0], -1)
-    torch._dynamo.mark_dynamic(example_RW, 1)
-    kernel(example_RW)
-    return kernel
+KERNELS = Kernels()
+"""The kernels of this process."""
+
+PATIENCE = Patience()
+"""The eager work of this process."""
 
 
-def _known_options() -> set[str]:
-    import torch._inductor  # noqa: PLC0415 - seconds, which only the compiled tier shall pay
+def _undisturbed(device: torch.device) -> bool:
+    """Tell whether no mode of the user's is on in which our kernel would be compiled again, or not at all."""
+    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type):
+        return False
+    stacks = ("_len_torch_function_stack", "_len_torch_dispatch_stack")
+    return not any(getattr(torch._C, stack, int)() for stack in stacks)
 
-    return set(torch._inductor.list_options())
+
+def _rows(x_RW: Tensor) -> Tensor:
+    """Return ``[4, R]``, see :meth:`Kernels.get`.
+
+    Raises
+    ------
+    NotCompiledError
+        If it is not being compiled.
+    """
+    if not torch.compiler.is_compiling():
+        raise NotCompiledError("torch.compile is switched off here: disabled, or an eager stance")
+    x_RW = x_RW.to(torch.float32)
+    wide_RW = x_RW.to(torch.float64)
+    # Without its sign bit a float is ordered as its bits are, infinity above all numbers and NaN above
+    # infinity: integer maxima keep NaN for free, and min(bits, 1) is 0 for zeros alone.
+    bits_RW = x_RW.abs().view(torch.int32)
+    return torch.stack(
+        (
+            (wide_RW * wide_RW).sum(1).sqrt(),
+            bits_RW.amax(1).view(torch.float32).to(torch.float64),
+            wide_RW.sum(1),
+            bits_RW.clamp(max=1).sum(1, dtype=torch.int32).to(torch.float64),
+        )
+    )
+
+
+def _rows_and_non_finite(x_RW: Tensor) -> Tensor:
+    """Return ``[6, R]``, see :meth:`Kernels.get`."""
+    nan_R = torch.isnan(x_RW).sum(1, dtype=torch.int32).to(torch.float64)
+    inf_R = torch.isinf(x_RW).sum(1, dtype=torch.int32).to(torch.float64)
+    return torch.cat((_rows(x_RW), torch.stack((nan_R, inf_R))))

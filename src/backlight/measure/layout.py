@@ -41,6 +41,8 @@ def stored(tensor: Tensor) -> Flat:
             f"statistics are for floating-point and complex tensors, got {tensor.dtype} of shape "
             f"{tuple(tensor.shape)}; leave it out or convert it with .float()"
         )
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         tensor = _stored_sparse(tensor)
     if tensor.is_contiguous():

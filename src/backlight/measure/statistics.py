@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure.compiled import DTYPES, KERNELS, Patience
+from backlight.measure.compiled import DTYPES, KERNELS, PATIENCE
 from backlight.measure.layout import stored
 from backlight.measure.norms import max_by, root_sum_squares_by
 from backlight.measure.packing import Owned, large_share
@@ -30,8 +30,6 @@ INTEGERS = ("measured", "numel", "zeros", "nan", "inf")
 """Names of the int64 columns, in order."""
 
 Tier = Literal["auto", "eager", "compiled"]
-
-_PATIENCE = Patience()
 
 
 def statistics(
@@ -84,7 +82,7 @@ def statistics(
             begin = perf_counter()
             table.eager(rest)
             if dtype in DTYPES:
-                _PATIENCE.spend((perf_counter() - begin) * large_share(rest))
+                PATIENCE.spend((perf_counter() - begin) * large_share(rest))
         for device, table in tables.items():
             table.count_non_finite(
                 [pair for kind, owned in kinds.items() if kind[0] == device for pair in owned]
@@ -115,7 +113,7 @@ def why_not_compiled() -> str:
 def _compiles(tier: Tier, dtype: torch.dtype) -> bool:
     if dtype not in DTYPES or KERNELS.reason:
         return False
-    return tier == "compiled" or (tier == "auto" and _PATIENCE.exhausted())
+    return tier == "compiled" or (tier == "auto" and PATIENCE.exhausted())
 
 
 def _synchronous(device: torch.device) -> bool:

@@ -23,6 +23,9 @@ COLUMNS = ("norm", "max_abs", "sum", "nonzero", "nan", "inf")
 """Numbers per row, in the order in which a table sends them."""
 
 
+_MOST = 2**32  # scalars that a kernel may count in 32 bits per row
+
+
 class Arrived(NamedTuple):
     """Numbers ``[6, N]`` in the order of :data:`COLUMNS`, and the tensor that owns each row ``[N]``."""
 
@@ -63,20 +66,30 @@ class Table:
 
     def compiled(self, values: Owned) -> Owned:
         """Measure large tensors of one dtype with the compiled kernel; return what that leaves over."""
+        kernel = KERNELS.get(self._device, values[0][1].dtype)
+        if kernel is None:
+            return values
         rest: Owned = []
+        blocks: list[Tensor] = []
+        owners: list[tuple[int, int]] = []
         rows = KERNELS.rows(self._device)
-        for owner, tensor in values:
-            matrix = found = None
-            if tensor.dim() == 1 and tensor.numel() >= WORTHWHILE and not tensor.is_neg():
-                whole = tensor.numel() // rows * rows
-                matrix = tensor[:whole].view(rows, -1)
-                found = KERNELS.call(matrix)
-            if matrix is None or found is None:
-                rest.append((owner, tensor))
-                continue
-            self._add(found.unbind(), [(owner, rows)])
-            if matrix.numel() < tensor.numel():
-                rest.append((owner, tensor[matrix.numel() :]))
+        try:
+            for owner, tensor in values:
+                scalars = tensor.numel()
+                if tensor.dim() != 1 or not WORTHWHILE <= scalars <= _MOST or tensor.is_neg():
+                    rest.append((owner, tensor))
+                    continue
+                over = scalars % rows
+                whole = tensor[: scalars - over] if over else tensor
+                blocks.append(kernel(whole.view(rows, -1)))
+                owners.append((owner, rows))
+                if over:
+                    rest.append((owner, tensor[scalars - over :]))
+        except Exception as error:  # noqa: BLE001 - compilers fail in every way; training must go on
+            KERNELS.fail(error)
+            return values
+        if blocks:
+            self._add(torch.cat(blocks, 1).unbind(), owners)
         return rest
 
     def count_non_finite(self, values: Owned) -> None:
