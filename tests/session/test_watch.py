@@ -223,7 +223,10 @@ def test_a_finding_asks_for_detail(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rooms": "health,kitchen"}, "no room is called 'kitchen'; expected some of: health, stalls, steptime"),
+        (
+            {"rooms": "health,kitchen"},
+            "no room is called 'kitchen'; expected some of: health, stalls, steptime",
+        ),
         ({"every": 0}, "every=0: expected 1 or more"),
         ({"evry": 3}, "unknown key 'evry'; did you mean 'every'"),
         ({"every": "often"}, "every: Input should be a valid integer"),
@@ -238,6 +241,24 @@ def test_bad_settings_are_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         backlight.watch(run=tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_loop_without_an_optimizer_is_told_the_way_out(tmp_path: Path) -> None:
+    model = build()
+    with backlight.watch(run=tmp_path / "by_hand"):
+        for x, y in batches(STEPS):
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(0.1 * parameter.grad)
+    (event,) = backlight.open_run(tmp_path / "by_hand").events("unmeasured")
+    assert event.payload["reason"].startswith("4 backward passes were seen, but no step of a torch.optim")
+    assert "backlight.collect" in event.payload["reason"]
+    with backlight.watch(run=tmp_path / "nothing"):
+        pass
+    (event,) = backlight.open_run(tmp_path / "nothing").events("unmeasured")
+    assert event.payload["reason"] == "neither a backward pass nor an optimizer step was seen"
 
 
 def test_groups(tmp_path: Path) -> None:

@@ -78,6 +78,11 @@ class StepTracker(Listener):
         Receives steps.
     per_backward:
         Also report the end of every single backward (accumulation).
+
+    Attributes
+    ----------
+    backwards:
+        Backward passes seen in all.
     """
 
     def __init__(self, scope: Scope, sink: StepSink, *, per_backward: bool = False) -> None:
@@ -96,6 +101,7 @@ class StepTracker(Listener):
         self._unscaled_loss: tuple[int, torch.Tensor] | None = None
         self._clock = 0.0
         self._opened = time.perf_counter()
+        self.backwards = 0
         self._open()
 
     @property
@@ -170,6 +176,7 @@ class StepTracker(Listener):
         """Count the backward; remember versions, by which a change by hand is seen later."""
         self._spent("backward", self._clock)
         self._summary.backwards += 1
+        self.backwards += 1
         if not self._recording:
             return
         self._refresh()

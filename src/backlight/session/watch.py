@@ -186,6 +186,7 @@ class Watch:
         with self._shield():
             self._drain.stop()
             self._take_fingerprint()
+            self._say_if_nothing()
             if error is not None:
                 writer.event(
                     self._tracker.index,
@@ -199,6 +200,18 @@ class Watch:
                     writer.finding(finding)
         with self._shield():
             writer.close(RunStatus.FINISHED if error is None else RunStatus.FAILED)
+
+    def _say_if_nothing(self) -> None:
+        if self._tracker.done:
+            return
+        seen = self._tracker.backwards
+        reason = (
+            f"{seen} backward passes were seen, but no step of a torch.optim optimizer that holds the "
+            "model: in a loop that updates by hand, call backlight.collect"
+            if seen
+            else "neither a backward pass nor an optimizer step was seen"
+        )
+        self._notice("unmeasured", {"what": "gradients", "reason": reason}, None)
 
     @contextlib.contextmanager
     def _shield(self) -> Any:
