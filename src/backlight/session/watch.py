@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import time
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -23,11 +20,12 @@ from backlight.session.config import Settings
 from backlight.session.drain import Drain
 from backlight.session.fingerprints import take_fingerprint
 from backlight.session.judge import judge
+from backlight.session.notices import Notices
 from backlight.session.plan import make_plan
 from backlight.session.recorder import Recorder
+from backlight.session.run_path import default_path
 from backlight.session.stalling import Stalling, launch_id
 from backlight.stalls.board import State
-from backlight.store.names import safe_name
 from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter
 
@@ -41,24 +39,25 @@ class StopTraining(SystemExit):
 
 
 class _Tracker(StepTracker):
-    """A tracker that tells its watch when it has been taken off."""
+    """A tracker that asks its watch whether to go on, and tells it when it has been taken off."""
 
-    watch: Watch
+    check_limit: Callable[[], None]
+    trouble: Callable[[Exception], None]
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """End the script instead, if it has had the steps that were asked for."""
-        self.watch.check_limit()
+        self.check_limit()
         super().backward_begin(roots)
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """End the script instead, where no backward was seen that could have."""
         if not self.in_step:
-            self.watch.check_limit()
+            self.check_limit()
         super().optimizer_begin(optimizer, has_closure=has_closure)
 
     def dropped(self, error: Exception) -> None:
         """Say once that nothing is measured any more."""
-        self.watch.trouble(error)
+        self.trouble(error)
 
 
 class Watch:
@@ -87,7 +86,7 @@ class Watch:
         self._models = list(models)
         self._optimizers = list(optimizers)
         self._depth = 0
-        self._warned: set[str] = set()
+        self._notices = Notices(self.path)
         self._fingerprinted = False
         self._writer: RunWriter | None = None
         self._stalling: Stalling | None = None
@@ -138,17 +137,20 @@ class Watch:
             groups=settings.groups,
             rooms=settings.rooms,
             flush_interval=settings.flush_interval,
-            on_lost=self._lost,
+            on_lost=self._notices.lost,
             step_offset=settings.step_offset,
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             run_id=launch_id(),
         )
+        self._notices.writer = self._writer
         self._scope = Scope(self._models, self._optimizers)
-        self._recorder = Recorder(self._scope, self._plan, self._cadence, self._notice, self._at_step)
-        self._drain = Drain(self._recorder, self._writer, settings.flush_interval, self._alarm, self.trouble)
+        self._recorder = Recorder(self._scope, self._plan, self._cadence, self._notices.event, self._at_step)
+        self._drain = Drain(
+            self._recorder, self._writer, settings.flush_interval, self._alarm, self._notices.trouble
+        )
         self._tracker = _Tracker(self._scope, self._recorder, per_backward=settings.per_backward)
-        self._tracker.watch = self
+        self._tracker.check_limit, self._tracker.trouble = self.check_limit, self._notices.trouble
         self._recorder.spent = lambda: (
             self._tracker.spent
             + self._drain.spent
@@ -167,10 +169,10 @@ class Watch:
                 self._scope,
                 stall=settings.stall,
                 thresholds=settings.thresholds.get("stalls", {}),
-                notice=self._notice,
+                notice=self._notices.event,
                 parameters_changed=self._recorder.parameters_changed,
             )
-            with self._shield():
+            with self._notices.shield():
                 self._stalling.start()
 
     def _end(self, error: BaseException | None) -> None:
@@ -178,12 +180,12 @@ class Watch:
         if writer is None or os.getpid() != self._pid:
             return
         if self._stalling is not None:
-            with self._shield():
+            with self._notices.shield():
                 self._stalling.stop(State.FINISHED if error is None else State.FAILED)
-        with self._shield():
+        with self._notices.shield():
             self._tracker.finish()
         HUB.remove(self._tracker)
-        with self._shield():
+        with self._notices.shield():
             self._drain.stop()
             self._take_fingerprint()
             self._say_if_nothing()
@@ -198,7 +200,7 @@ class Watch:
                 run = open_run(self.path)
                 for finding in judge(run, made=Made.LIVE):
                     writer.finding(finding)
-        with self._shield():
+        with self._notices.shield():
             writer.close(RunStatus.FINISHED if error is None else RunStatus.FAILED)
 
     def _say_if_nothing(self) -> None:
@@ -211,14 +213,7 @@ class Watch:
             if seen
             else "neither a backward pass nor an optimizer step was seen"
         )
-        self._notice("unmeasured", {"what": "gradients", "reason": reason}, None)
-
-    @contextlib.contextmanager
-    def _shield(self) -> Any:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
-            self.trouble(error)
+        self._notices.unmeasured("gradients", reason)
 
     # What the user calls
 
@@ -290,7 +285,7 @@ class Watch:
                 self._writer.fingerprint(take_fingerprint(self._scope, self._arguments))
                 self._unmeasured()
             except Exception as error:  # noqa: BLE001 - the rest of the run is worth having without it
-                self.trouble(error, "the fingerprint")
+                self._notices.trouble(error, "the fingerprint")
 
     def _unmeasured(self) -> None:
         names = [record.name for record in self._scope.table.records]
@@ -298,48 +293,18 @@ class Watch:
             try:
                 members(names, pattern)
             except GroupError as error:
-                self._notice("unmeasured", {"what": f"group {group}", "reason": str(error)}, None)
-                self._warn(f"group {group}", f"the group {group!r} is not measured: {error}")
+                self._notices.unmeasured(f"group {group}", str(error))
+                self._notices.warn(f"group {group}", f"the group {group!r} is not measured: {error}")
         devices = {record.device.split(":")[0] for record in self._scope.table.records} - {"cpu"}
         if devices and "steptime" in self.settings.rooms:
             reason = "phases are host times; what the device does meanwhile is not separated"
-            self._notice(
-                "unmeasured", {"what": f"device time on {', '.join(sorted(devices))}", "reason": reason}, None
-            )
+            self._notices.unmeasured(f"device time on {', '.join(sorted(devices))}", reason)
 
     def _alarm(self, step: int, cause: str) -> None:
         if step > self._alarmed:
             self._alarmed = step + self.settings.detail
             self._cadence.detail(self._tracker.index, self.settings.detail)
-            self._notice("detail", {"steps": self.settings.detail, "cause": cause}, step)
-
-    def _notice(self, kind: str, payload: Mapping[str, Any], step: int | None) -> None:
-        if self._writer is not None:
-            self._writer.event(step, kind, payload)
-
-    def _lost(self, reason: str) -> None:
-        self._warn(
-            "lost",
-            f"the run in {self.path} can no longer be written ({reason}); what follows is not measured",
-        )
-
-    def trouble(self, error: Exception, lost: str = "everything from here on") -> None:
-        """Say once what went wrong in backlight, and what is lost by it; the training goes on."""
-        what = f"{type(error).__name__}: {error}"
-        self._warn(lost, f"not measured: {lost}, after {what}")
-        with contextlib.suppress(Exception):
-            self._notice("unmeasured", {"what": lost, "reason": what}, None)
-
-    def _warn(self, about: str, text: str) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            # Not through the warnings module alone: a filter that makes them errors must not end a training.
-            try:
-                warnings.warn(
-                    f"backlight: {text}. Your training goes on unchanged.", RuntimeWarning, stacklevel=3
-                )
-            except RuntimeWarning as warning:
-                print(warning, file=sys.stderr)
+            self._notices.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
 
 
 def _clean(error: BaseException) -> bool:
@@ -356,17 +321,6 @@ def _loggable(name: str, value: Any) -> Any:
         raise TypeError(
             f"watch.log({name}=...): expected a number or a tensor with one element, got {kind}"
         ) from None
-
-
-def default_path(script: str) -> Path:
-    """Return ``runs/<script>-<time>``, with a number where that exists."""
-    stem = safe_name(Path(script or (sys.argv[0] if sys.argv else "")).stem or "training")
-    base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = base, 1
-    while path.exists():
-        number += 1
-        path = base.with_name(f"{base.name}-{number}")
-    return path
 
 
 def watch(

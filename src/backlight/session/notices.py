@@ -1,0 +1,69 @@
+"""What a session says: events into the run, and each trouble once to the user.
+
+Whatever breaks in backlight, the training goes on; what is lost by it is told and recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from backlight.store.writer import RunWriter
+
+
+class Notices:
+    """The voice of one watch; silent towards the run until ``writer`` is set."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._warned: set[str] = set()
+        self.writer: RunWriter | None = None
+
+    def event(self, kind: str, payload: Mapping[str, Any], step: int | None = None) -> None:
+        """Record something that happened."""
+        if self.writer is not None:
+            self.writer.event(step, kind, payload)
+
+    def unmeasured(self, what: str, reason: str) -> None:
+        """Record that something is not measured, and why."""
+        self.event("unmeasured", {"what": what, "reason": reason})
+
+    def trouble(self, error: Exception, lost: str = "everything from here on") -> None:
+        """Tell once what went wrong in backlight, and what is lost by it."""
+        reason = f"{type(error).__name__}: {error}"
+        self.warn(lost, f"not measured: {lost}, after {reason}")
+        with contextlib.suppress(Exception):
+            self.unmeasured(lost, reason)
+
+    def lost(self, reason: str) -> None:
+        """Tell that the run can no longer be written."""
+        self.warn(
+            "lost",
+            f"the run in {self._path} can no longer be written ({reason}); what follows is not measured",
+        )
+
+    def warn(self, about: str, text: str) -> None:
+        """Warn the user, once for each ``about``."""
+        if about in self._warned:
+            return
+        self._warned.add(about)
+        # Not through the warnings module alone: a filter that makes them errors must not end a training.
+        try:
+            warnings.warn(
+                f"backlight: {text}. Your training goes on unchanged.", RuntimeWarning, stacklevel=3
+            )
+        except RuntimeWarning as warning:
+            print(warning, file=sys.stderr)
+
+    @contextlib.contextmanager
+    def shield(self) -> Iterator[None]:
+        """Turn an exception of ours into :meth:`trouble`."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            self.trouble(error)
