@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+import warnings
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,13 @@ def _device(devices: set[str]) -> str:
 
 
 def _flags() -> dict[str, str]:
+    # Some releases warn when the older switches are read; that is not for the user to see.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _read_flags()
+
+
+def _read_flags() -> dict[str, str]:
     return {
         "threads": str(torch.get_num_threads()),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
