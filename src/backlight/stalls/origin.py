@@ -55,6 +55,13 @@ class Origins:
         at = bisect_right(self._begins, number) - 1
         return self._origins[at] if at >= 0 and number < self._ends[at] else None
 
+    def trim(self, limit: int) -> None:
+        """Forget the oldest where there are more than ``limit``."""
+        if len(self._begins) > limit:
+            kept = slice(-limit // 2, None)
+            self._begins, self._ends = self._begins[kept], self._ends[kept]
+            self._origins = self._origins[kept]
+
     def clear(self) -> None:
         """Forget everything."""
         self._begins.clear()

@@ -1,0 +1,147 @@
+"""``backlight nan``: where the first non-finite value was born."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from backlight.stalls.birthplace import Birthplace
+    from backlight.stalls.hunt import NanHunt
+
+SHOWN = 8
+"""Names of a list that are printed; --json has them all."""
+
+
+def nan(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script; with -m, a module.")],
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Optimizer steps to look at; without it all.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one object; what the script prints goes to standard error.")
+    ] = False,
+    fail: Annotated[bool, typer.Option("--fail", help="Exit 1 if a birthplace was found.")] = False,
+) -> int:
+    """Find the first operation that made a NaN or infinity: backlight nan [OPTIONS] SCRIPT [ITS ARGUMENTS].
+
+    Every operation is checked, which slows a training down several times but changes none of its
+    numbers. The script is ended once a loss, a gradient or a parameter is not finite.
+
+    Raises
+    ------
+    ValueError
+        If the script ended before anything could be looked at.
+    """
+    from backlight.cli.explained import Page, print_json
+    from backlight.session.explaining import end_script, explain
+    from backlight.session.launcher import check
+    from backlight.stalls.hunt import NanHunt
+
+    check(script, module=module)
+    hunt = NanHunt(end_script, steps)
+    code = explain(hunt, script, list(context.args), module=module, quiet=as_json)
+    if not hunt.backwards and hunt.found is None:
+        raise ValueError(
+            f"{script}: ended (exit code {code}) without a backward; expected a script that calls "
+            "loss.backward() and is not stopped before"
+        )
+    if as_json:
+        print_json(_as_json(hunt, script, code))
+    else:
+        _print(Page(), hunt, code)
+    return int(fail and hunt.found is not None)
+
+
+def _print(page: Any, hunt: NanHunt, code: int) -> None:
+    from backlight.cli.explained import place
+
+    found = hunt.found
+    looked = f"{hunt.operations} operations, {hunt.backwards} backwards, {hunt.step + 1} steps"
+    if found is None:
+        page.say("no loss, gradient or parameter was other than finite", f" ({looked})")
+    else:
+        where = f" of {found.module}" if found.module else ""
+        page.say((f"{found.value} at step {found.step}, in {found.phase}: ", "bold red"), _born(found), where)
+        page.say("  line: ", (place(found.line) or "not known (no frame of the script)", "bold"))
+        if found.backward_line is not None:
+            page.say("  in backward: ", place(found.backward_line))
+        if found.constant is not None:
+            page.say("  made of the infinity put in at: ", place(found.constant))
+        page.say("  noticed in: ", found.symptom)
+        if found.modules:
+            page.say("  then spread over: ", _some(found.modules))
+        if found.parameters:
+            page.say("  parameters, in this order: ", _some(found.parameters))
+        for note in found.notes:
+            page.say("  ", note)
+    if hunt.skipped_steps:
+        page.say(("note: ", "dim"), f"{hunt.skipped_steps} steps skipped by the gradient scaler are left out")
+    if found is None:
+        for spot, count in list(hunt.passing.items())[:SHOWN]:
+            page.say(
+                ("note: ", "dim"), f"{count} times an infinity or NaN that reached none of these: {spot}"
+            )
+    for note in hunt.notes:
+        page.say(("note: ", "dim"), note)
+    if code:
+        page.say(("note: ", "dim"), f"the script ended with exit code {code}")
+
+
+def _born(found: Birthplace) -> str:
+    shape = "x".join(map(str, found.shape)) or "scalar"
+    if not found.born:
+        what = f"the parameter {found.parameter}" if found.parameter else f"a tensor [{shape}] {found.dtype}"
+        return f"{what} came in not finite; {found.operation} used it first"
+    node = f" in {found.node}" if found.node else ""
+    return f"born in {found.operation}{node}, output [{shape}] {found.dtype}"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _as_json(hunt: NanHunt, script: str, code: int) -> dict[str, Any]:
+    from backlight.cli.explained import line_json
+
+    found = hunt.found
+    return {
+        "script": script,
+        "exit_code": code,
+        "steps": hunt.step + 1,
+        "backwards": hunt.backwards,
+        "operations": hunt.operations,
+        "skipped_by_scaler": hunt.skipped_steps,
+        "found": None
+        if found is None
+        else {
+            "step": found.step,
+            "phase": found.phase,
+            "value": found.value,
+            "born": found.born,
+            "operation": found.operation,
+            "node": found.node,
+            "module": found.module,
+            "parameter": found.parameter,
+            "shape": list(found.shape),
+            "dtype": found.dtype,
+            "place": line_json(found.line),
+            "backward": line_json(found.backward_line),
+            "constant": line_json(found.constant),
+            "symptom": found.symptom,
+            "modules": found.modules,
+            "parameters": found.parameters,
+            "notes": found.notes,
+        },
+        "passing": hunt.passing,
+        "notes": hunt.notes,
+    }
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to ``app``; what follows SCRIPT belongs to the script."""
+    app.command("nan", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(nan)

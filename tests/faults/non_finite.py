@@ -1,0 +1,146 @@
+"""Trainings in which a NaN or an infinity is born, each with its healthy twin."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from faults.missing_gradients import Net, train
+from faults.planting import Fault, registrar
+
+FAULTS: dict[str, Fault] = {}
+fault = registrar(FAULTS)
+
+
+class At(Net):
+    """Does something at its third call."""
+
+    calls = 0
+
+    def between(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return self.third(hidden, self.calls == 3)
+
+    def third(self, hidden: Tensor, now: bool) -> Tensor:
+        raise NotImplementedError
+
+
+@fault(step=2, phase="forward", value="NaN", operation="log", module="Logarithm", symptom="loss")
+def born_in_forward(planted: bool) -> None:
+    class Logarithm(At):
+        def third(self, hidden: Tensor, now: bool) -> Tensor:
+            return torch.log(hidden - 2 if now and planted else hidden + 2)  # HERE
+
+    train(Logarithm())
+
+
+@fault(step=2, phase="forward", value="infinity", operation="exp", module="Exponential", symptom="loss")
+def overflow_in_forward(planted: bool) -> None:
+    class Exponential(At):
+        def third(self, hidden: Tensor, now: bool) -> Tensor:
+            grown = torch.exp(hidden * (1e4 if now and planted else 1.0))  # HERE
+            return grown / grown.sum()
+
+    train(Exponential())
+
+
+@fault(step=2, phase="backward", value="infinity", node="SqrtBackward0", module="Root", symptom="gradients")
+def born_in_backward_only(planted: bool) -> None:
+    class Root(At):
+        def third(self, hidden: Tensor, now: bool) -> Tensor:
+            size = hidden * (0.0 if now and planted else 1.0)
+            return hidden + torch.sqrt(size.square() + (0.0 if planted else 1e-6))  # HERE
+
+    train(Root())
+
+
+class Dividing(torch.autograd.Function):
+    """Its backward divides by zero where it is told to."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, zero: bool) -> Tensor:
+        ctx.divisor = 0.0 if zero else 1.0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.abs().add(1.0) / ctx.divisor, None
+
+
+@fault(step=2, phase="backward", value="infinity", node="DividingBackward", symptom="gradients")
+def born_in_a_custom_backward(planted: bool) -> None:
+    class WithFunction(At):
+        def third(self, hidden: Tensor, now: bool) -> Tensor:
+            return Dividing.apply(hidden, now and planted)
+
+    train(WithFunction())
+
+
+@fault(step=2, phase="forward", value="NaN", operation="_softmax", symptom="loss", constant=True)
+def row_masked_entirely(planted: bool) -> None:
+    class Masked(At):
+        def third(self, hidden: Tensor, now: bool) -> Tensor:
+            hidden_where = torch.zeros_like(hidden, dtype=torch.bool)
+            hidden_where[:, 0 if now and planted else 1 :] = True
+            scores = hidden.masked_fill(hidden_where, -math.inf)
+            return torch.softmax(scores, -1)  # HERE
+
+    train(Masked())
+
+
+@fault(step=2, phase="forward", value="NaN", symptom="loss", born=False)
+def came_with_the_data(planted: bool) -> None:
+    class Fed(Net):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            batch = x.numpy().copy()
+            if planted and self.calls == 3:
+                batch[0, 0] = math.nan
+            return super().forward(torch.from_numpy(batch) + 0)  # HERE
+
+    train(Fed())
+
+
+@fault(step=0, phase="forward", value="NaN", symptom="loss", born=False, parameter="second.weight")
+def came_with_a_parameter(planted: bool) -> None:
+    model = Net()
+    if planted:
+        model.second.weight.data.numpy()[0, 0] = math.nan
+    train(model)
+
+
+@fault(step=1, phase="optimizer", value="NaN", symptom="parameters")
+def born_in_the_optimizer(planted: bool) -> None:
+    class Shrinking(torch.optim.SGD):
+        calls = 0
+
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:
+            self.calls += 1
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    size = parameter.grad.norm() * (0.0 if planted and self.calls == 2 else 1.0)
+                    parameter.sub_(0.1 * parameter.grad * size / size)  # HERE
+
+    model = Net()
+    train(model, Shrinking(model.parameters(), lr=0.1))
+
+
+def scaler_searches() -> int:
+    """A gradient scaler overflows on its way to a scale that fits: nothing is wrong. Return how often."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-12)
+    skipped = 0
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(3, 4) * 1e3).square().mean()).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        skipped += scaler.get_scale() < before
+    return skipped

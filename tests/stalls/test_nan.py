@@ -1,0 +1,137 @@
+"""The birthplace of planted non-finite values is found; healthy twins are silent and nothing changes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from backlight.capture.hub import HUB
+from backlight.stalls.hunt import NanHunt
+from cases import CASES
+from faults.non_finite import FAULTS, scaler_searches
+from faults.planting import Fault, Train
+
+
+class _Stop(BaseException):
+    """Ends a training that has been observed for long enough."""
+
+
+def hunt(train: Train, planted: bool) -> NanHunt:
+    def end() -> None:
+        raise _Stop
+
+    observer = NanHunt(end)
+    with observer, contextlib.suppress(_Stop):
+        train(planted)
+    assert not HUB.active
+    assert observer.notes == []
+    return observer
+
+
+EACH = pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+
+
+@EACH
+def test_the_birthplace(fault: Fault) -> None:
+    found = hunt(fault.train, planted=True).found
+    assert found is not None
+    expected = dict(fault.expected)
+    assert (found.constant is not None) == expected.pop("constant", False)
+    assert found.born == expected.pop("born", True)
+    if "operation" in expected:
+        assert found.operation.split(".")[0] == expected.pop("operation")
+    for name, value in expected.items():
+        assert getattr(found, name) == value, name
+    if fault.line is not None:
+        assert found.line is not None
+        assert found.line.number == fault.line
+    if found.phase in {"forward", "backward"}:
+        assert found.parameters
+
+
+@EACH
+def test_the_healthy_twin_is_silent(fault: Fault) -> None:
+    observer = hunt(fault.train, planted=False)
+    assert observer.found is None
+    assert observer.backwards == 4
+
+
+def test_how_it_spread() -> None:
+    found = hunt(FAULTS["born_in_backward_only"].train, planted=True).found
+    # Backward goes from the last layer to the first: what lies behind the birth is spoiled, nothing before.
+    assert set(found.parameters) == {"first.weight", "first.bias"}
+    assert "Root" not in found.modules
+    found = hunt(FAULTS["born_in_forward"].train, planted=True).found
+    assert found.modules == ["second", "last"]
+
+
+def test_a_custom_backward_has_its_own_line() -> None:
+    found = hunt(FAULTS["born_in_a_custom_backward"].train, planted=True).found
+    assert "ctx.divisor" in found.backward_line.text
+    assert found.line.function in {"forward", "third"}
+
+
+def test_a_scaler_that_searches_is_left_alone() -> None:
+    skipped: list[int] = []
+    observer = hunt(lambda _planted: skipped.append(scaler_searches()), planted=False)
+    assert observer.found is None
+    assert skipped == [observer.skipped_steps]
+    assert observer.skipped_steps > 0
+
+
+OVERFLOWING = {"scaler_skips", "scaler_skips_with_fused"}
+"""Cases that multiply the loss itself by infinity, before the scaler does anything."""
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_cases_stay_bit_identical_and_finite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+    case = CASES[name]
+    alone = case.train()
+
+    ended = []
+    observer = NanHunt(lambda: ended.append(name))
+    with observer:
+        watched = case.train()
+    for one, two in zip(alone, watched, strict=True):
+        assert torch.equal(one.nan_to_num(), two.nan_to_num())
+    assert observer.notes == []
+    if name in OVERFLOWING:
+        assert name in ended
+        assert "inf" in observer.found.line.text
+    else:
+        assert observer.found is None
+
+
+SCRIPT = """
+import torch
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    optimizer.zero_grad()
+    print("step", step)
+    loss = torch.log(model(torch.ones(2, 3)).mean() * (0 if step == 3 else 0.01) + (0 if step == 3 else 1))
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "backlight", "nan", "--json", "--fail", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)["found"]
+    assert (found["step"], found["phase"], found["value"]) == (3, "forward", "infinity")
+    assert found["place"]["line"] == "train.py:8"
+    assert done.stderr == "step 0\nstep 1\nstep 2\nstep 3\n"
