@@ -30,7 +30,12 @@ class Classifier(nn.Module):
     def __init__(self, classes: int, width: int = 128) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Linear(2, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU()
+            nn.Linear(2, width),
+            nn.GELU(),
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.Linear(width, width),
+            nn.GELU(),
         )
         self.head = nn.Linear(width, classes)
 

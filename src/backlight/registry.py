@@ -203,7 +203,8 @@ class Probe:
     gradients: ``measure(tensors, scale) -> Pending``; weights: ``before(parameters)`` and
     ``after() -> Pending``; steps: ``measure(summary) -> dict`` of scalars. ``series`` is the
     series of the store that the numbers go to, empty for scalars. A probe ``on_request`` is only
-    there when an option of its name is set.
+    there when an option of its name is set. ``spacing`` makes it take part in every Nth recorded
+    step only (all of them while a finding is looked at in detail).
     """
 
     name: str
@@ -212,18 +213,25 @@ class Probe:
     make: Callable[..., Any]
     series: str = ""
     on_request: bool = False
+    spacing: int = 1
 
 
 PROBES: Registry[Probe] = Registry("probe", part="probes", group="backlight.probes")
 
 
 def probe(
-    name: str, *, room: str, needs: Needs, series: str = "", on_request: bool = False
+    name: str,
+    *,
+    room: str,
+    needs: Needs,
+    series: str = "",
+    on_request: bool = False,
+    spacing: int = 1,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated class or function as the probe ``name`` of ``room``; see :class:`Probe`."""
 
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
-        PROBES.add(name, Probe(name, room, needs, make, series, on_request))
+        PROBES.add(name, Probe(name, room, needs, make, series, on_request, spacing))
         return make
 
     return decorate

@@ -51,7 +51,7 @@ def test_numbers_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = []
-    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, exact_updates=True):
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, exact_updates=1):
         for x, y in batches(STEPS):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)

@@ -41,7 +41,7 @@ class Settings:
     histogram:
         Record exponent histograms at every recorded step.
     exact_updates:
-        Measure updates over all weights instead of a sample.
+        Measure updates over all weights, at every Nth recorded step; None for a sample at every 4th.
     per_backward:
         Also record the gradients after every single backward of an accumulation.
     detail:
@@ -65,7 +65,7 @@ class Settings:
     steps: int | None = None
     groups: dict[str, str] = dataclasses.field(default_factory=dict)
     histogram: bool = False
-    exact_updates: bool = False
+    exact_updates: int | None = None
     per_backward: bool = False
     detail: int = 20
     stall: float | None = None
@@ -78,6 +78,7 @@ class Settings:
         for name, least in (
             ("every", 1),
             ("steps", 1),
+            ("exact_updates", 1),
             ("detail", 0),
             ("max_disk", 1),
             ("flush_interval", 0.01),

@@ -9,15 +9,16 @@ from typing import Any
 
 from backlight.registry import PROBES, Needs, Probe
 
-DEFAULT_ROOMS = ("health", "steptime")
+DEFAULT_ROOMS = ("health", "stalls", "steptime")
 
 
 @dataclass(frozen=True)
 class Active:
-    """A probe in use: its declaration and its measuring object."""
+    """A probe in use: its declaration, its measuring object, and at which recorded steps it measures."""
 
     probe: Probe
     measuring: Any
+    spacing: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def make_plan(
     requested:
         Names of probes that are otherwise only there on request.
     options:
-        Keyword arguments by probe name.
+        Keyword arguments by probe name; ``spacing`` replaces what the probe declares.
 
     Returns
     -------
@@ -71,8 +72,13 @@ def make_plan(
     on = [p for p in wanted if not p.on_request or p.name in requested]
     off = [p for p in wanted if p not in on and p.needs is Needs.GRADIENTS]
 
+    def activate(probe: Probe) -> Active:
+        given = dict((options or {}).get(probe.name, {}))
+        spacing = int(given.pop("spacing", probe.spacing))
+        return Active(probe, probe.make(**given), spacing)
+
     def made(probes: list[Probe], needs: Needs) -> tuple[Active, ...]:
-        return tuple(Active(p, p.make(**(options or {}).get(p.name, {}))) for p in probes if p.needs is needs)
+        return tuple(activate(p) for p in probes if p.needs is needs)
 
     return Plan(
         tuple(rooms),

@@ -56,6 +56,8 @@ class Recorder:
         self._told_by_hand = False
         self._told_missing: set[int] = set()
         self._sampled: list[int] = []
+        self._updating: list[Active] = []
+        self._recorded = 0
         self._step = 0
         self._spent = 0.0
         self.queue: deque[Draft] = deque()
@@ -119,18 +121,20 @@ class Recorder:
         self._measure(self._plan.gradients[:1], parameters, None, index + 1)
 
     def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Keep a sample of the weights."""
-        if self._plan.weights:
+        """Keep a sample of the weights, at the steps at which updates are measured."""
+        detail = self._cadence.in_detail(self._step)
+        self._updating = [a for a in self._plan.weights if detail or self._recorded % a.spacing == 0]
+        if self._updating:
             rows = [(row, p) for p in parameters if (row := self._scope.table.row(p)) is not None]
             self._sampled = [row for row, _ in rows]
             tensors = [local(p.detach()) for _, p in rows]
-            for active in self._plan.weights:
+            for active in self._updating:
                 active.measuring.before(tensors)
 
     def update_ends(self, parameters: Sequence[torch.Tensor]) -> None:
         """Compare the sample with the weights after the step."""
         draft = self._current()
-        for active in self._plan.weights:
+        for active in self._updating:
             pending = active.measuring.after()
             if pending is not None:
                 draft.parts.append(Part(active.probe.series, self._sampled, pending))
@@ -162,6 +166,7 @@ class Recorder:
             self.queue.popleft()
             self.dropped += 1
         self.queue.append(draft)
+        self._recorded += 1
         self._draft = None
 
     def _tell_by_hand(self, count: int) -> None:

@@ -91,7 +91,8 @@ class Watch:
         self._writer: RunWriter | None = None
         self._stalling: Stalling | None = None
         # Everything that can be refused is refused here, before anything is attached or written.
-        probes = {"update": {"per_tensor": None}} if settings.exact_updates else {}
+        exact = settings.exact_updates
+        probes = {"update": {"per_tensor": None, "spacing": exact}} if exact is not None else {}
         self._plan = make_plan(settings.rooms, {"histogram"} if settings.histogram else (), probes)
         self._cadence = Cadence(settings.every)
         if self._models:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,8 +32,11 @@ def run(
     ] = None,
     histogram: Annotated[bool, typer.Option("--histogram", help="Record exponent histograms.")] = False,
     exact_updates: Annotated[
-        bool, typer.Option("--exact-updates", help="Measure updates over all weights, not a sample.")
-    ] = False,
+        int | None,
+        typer.Option(
+            "--exact-updates", min=1, help="Measure updates over all weights, every Nth recorded step."
+        ),
+    ] = None,
     per_backward: Annotated[
         bool, typer.Option("--per-backward", help="Also record after every backward of an accumulation.")
     ] = False,
@@ -64,7 +68,7 @@ def run(
         "steps": steps,
         "groups": parse_groups(group) if group else None,
         "histogram": histogram or None,
-        "exact_updates": exact_updates or None,
+        "exact_updates": exact_updates,
         "per_backward": per_backward or None,
         "stall": stall,
         "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
@@ -77,7 +81,8 @@ def run(
     watch = Watch((), (), settings, out, script=script, arguments=tuple(arguments))
     code = launch(watch, script, arguments, module=module)
     sys.stdout.flush()
-    after_run(watch.path)
+    if os.environ.get("RANK", "0") == "0":  # the run is one, whoever reads it
+        after_run(watch.path)
     return code
 
 

@@ -11,7 +11,7 @@ from backlight.measure.update import Sample
 from backlight.registry import Needs, probe
 
 
-@probe("update", room="health", needs=Needs.WEIGHTS, series="update")
+@probe("update", room="health", needs=Needs.WEIGHTS, series="update", spacing=4)
 class UpdateProbe:
     """Norm of the update and of the weights before it, per parameter.
 

@@ -1,0 +1,98 @@
+"""The words are true to the code: links lead somewhere, snippets run, every command has its line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+
+from backlight.cli import app as application
+from backlight.health.thresholds import Thresholds
+from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.registry import Rule
+from backlight.session.config import Settings
+from backlight.store.reader import Run, open_run
+from backlight.store.schema import GRADIENT
+from backlight.store.writer import RunWriter
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_rule_of_the_readme_works(tmp_path: Path) -> None:
+    snippet = re.search(
+        r"```python\n(# src/backlight/health/rules/silent\.py.*?)```",
+        (ROOT / "README.md").read_text(),
+        re.DOTALL,
+    )
+    assert snippet is not None
+    names: dict[str, object] = {}
+
+    def rule(name: str, **declared: object) -> object:
+        return lambda evaluate: names.setdefault(
+            "rule_silent", Rule(name, "health", 1, evaluate, needs=("gradient",))
+        )
+
+    scope = {
+        "rule": rule, "Run": Run, "Thresholds": Thresholds, "Iterator": Iterator, "Finding": Finding,
+        "Severity": Severity, "Subject": Subject, "Evidence": Evidence,
+    }  # fmt: skip
+    exec(snippet[1], scope)
+    made = names["rule_silent"]
+    assert isinstance(made, Rule)
+    for norm, expected in ((0.0, 1), (1.0, 0)):
+        run = _run(tmp_path / str(norm), norm)
+        assert len(list(made.evaluate(run, Thresholds()))) == expected
+
+
+def _run(path: Path, norm: float) -> Run:
+    from backlight.records import ParameterRecord
+
+    writer = RunWriter.create(path, rooms=("health",))
+    table = writer.parameter_table((ParameterRecord("weight", (2,), "float32", "cpu", 2),))
+    floats = np.array([[norm, norm, norm]])
+    integers = np.array([[1, 2, 0, 0, 0]])
+    assert floats.shape[1] == len(GRADIENT.floats)
+    writer.append("gradient", 0, table, floats, integers)
+    writer.close()
+    return open_run(path)
+
+
+def test_the_thresholds_of_the_docs_exist(tmp_path: Path) -> None:
+    block = re.search(r"```toml\n(.*?)```", (ROOT / "docs" / "health.md").read_text(), re.DOTALL)
+    assert block is not None
+    (tmp_path / "backlight.toml").write_text(block[1])
+    settings = Settings.read(tmp_path / "backlight.toml", {})
+    assert settings.every == 10
+    assert settings.thresholds["health"]
+
+
+def test_every_command_is_in_the_readme() -> None:
+    application._load()
+    text = (ROOT / "README.md").read_text()
+    for name in typer.main.get_command(application.app).commands:
+        assert re.search(rf"`(backlight )?{re.escape(name)}\b", text), f"{name} is not in the README"
+
+
+def test_nothing_names_this_machine() -> None:
+    home = str(Path.home())
+    for page in [*PAGES, *ROOT.glob("src/**/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("bench/*.py")]:
+        text = page.read_text()
+        assert f"{ROOT}/" not in text, page
+        assert f"{home}/" not in text, page
