@@ -96,7 +96,12 @@ def _stored_sparse(tensor: Tensor) -> Tensor:
         return tensor.to_dense()
     if tensor.is_coalesced():
         return tensor.values()
-    return tensor.coalesce().values() if tensor.device.type == "cpu" else add_duplicates(tensor)
+    return tensor.coalesce().values() if synchronous(tensor.device) else add_duplicates(tensor)
+
+
+def synchronous(device: torch.device) -> bool:
+    """Tell whether the host may look at a number of ``device`` without waiting for anybody."""
+    return device.type == "cpu"
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

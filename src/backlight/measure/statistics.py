@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.measure.compiled import DTYPES, KERNELS, PATIENCE
-from backlight.measure.layout import stored
+from backlight.measure.layout import stored, synchronous
 from backlight.measure.norms import max_by, root_sum_squares_by
 from backlight.measure.packing import Owned, large_share
 from backlight.measure.pending import Arrays, Pending
@@ -116,13 +116,9 @@ def _compiles(tier: Tier, dtype: torch.dtype) -> bool:
     return tier == "compiled" or (tier == "auto" and PATIENCE.exhausted())
 
 
-def _synchronous(device: torch.device) -> bool:
-    return device.type == "cpu"
-
-
 def _table(tables: dict[torch.device, Table], device: torch.device) -> Table:
     if device not in tables:
-        tables[device] = Table(device, synchronous=_synchronous(device))
+        tables[device] = Table(device, synchronous=synchronous(device))
     return tables[device]
 
 

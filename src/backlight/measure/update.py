@@ -27,7 +27,7 @@ INTEGERS = ("measured", "sampled", "numel")
 """Names of the int64 columns, in order."""
 
 PER_TENSOR = 4096
-"""Weights sampled of a tensor at most, unless something else is asked for."""
+"""Weights sampled of a tensor, about, unless something else is asked for."""
 
 _ROW = 256
 _ROWS = 2**11  # rows compared at once: a float64 copy of them is 4 MiB
@@ -43,7 +43,8 @@ class Sample:
     parameters
         P tensors. They are looked up again each time, so their memory and type may be replaced.
     per_tensor
-        Weights sampled of a tensor at most; None for all of them, which costs a copy of the model.
+        About how many weights are sampled of a tensor, at most twice that; None for all of them, which
+        costs a copy of the model.
     local
         Gives the part of a parameter that this process holds; the parameter itself by default.
     """
@@ -228,9 +229,13 @@ class _Kept:
         return tensor[self._places[slot.position]]
 
 
-def stride(numel: int, at_most: int) -> int:
-    """Return the smallest k that takes at most ``at_most`` of ``numel`` and shares no factor with it."""
-    step = max(1, -(-numel // at_most))
-    while step > 1 and math.gcd(step, numel) > 1:
+def stride(numel: int, wanted: int) -> int:
+    """Return a k that shares no factor with ``numel`` and takes about as many as wanted, at most twice that."""
+    ideal = max(1, numel // wanted)
+    for step in range(ideal, (ideal + 1) // 2 - 1, -1):
+        if math.gcd(step, numel) == 1 and numel <= 2 * wanted * step:
+            return step
+    step = ideal + 1
+    while math.gcd(step, numel) > 1:
         step += 1
     return step

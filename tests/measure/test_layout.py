@@ -1,0 +1,57 @@
+"""Flat pieces without copies: what is a view, and how large a copy may be."""
+
+import pytest
+import torch
+
+from backlight.measure.layout import add_duplicates, pieces, stored
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(4, 5),
+        torch.randn(4, 5).t(),
+        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.randn(3, 1, 4).permute(2, 1, 0),
+        torch.randn(9)[2:],
+    ],
+)
+def test_dense_memory_is_viewed(tensor):
+    values, times = stored(tensor)
+    assert times == 1
+    assert values.dim() == 1
+    assert values.data_ptr() == tensor.data_ptr()
+    assert sorted(values.tolist()) == sorted(tensor.flatten().tolist())
+
+
+def test_repeated_memory_is_read_once():
+    values, times = stored(torch.randn(1, 6, 1).expand(5, 6, 7))
+    assert (values.numel(), times) == (6, 35)
+
+
+def test_scattered_memory_comes_in_bounded_pieces():
+    tensor = torch.arange(3 * 40 * 50.0).view(3, 40, 50)[:, 1:, ::2]
+    found = list(pieces(stored(tensor).values, 64))
+    assert max(piece.numel() for piece in found) <= 64
+    assert all(piece.dim() == 1 for piece in found)
+    assert sorted(torch.cat(found).tolist()) == sorted(tensor.flatten().tolist())
+
+
+def test_pieces_of_dense_memory_are_views():
+    tensor = torch.randn(1000)
+    found = list(pieces(tensor, 300))
+    assert [piece.numel() for piece in found] == [300, 300, 300, 100]
+    assert all(p.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for p in found)
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 2, 4)])
+@pytest.mark.parametrize("dense", [(), (3,)])
+def test_duplicates_are_added_like_torch_does(shape, dense):
+    places = torch.stack([torch.randint(0, size, (40,)) for size in shape])
+    values = torch.randint(-5, 5, (40, *dense)).float()
+    tensor = torch.sparse_coo_tensor(places, values, (*shape, *dense), check_invariants=True)
+    expected = tensor.coalesce().values()
+    found = add_duplicates(tensor)
+    assert found.shape == values.shape
+    assert torch.equal(found[: len(expected)], expected)
+    assert not found[len(expected) :].any()

@@ -1,0 +1,111 @@
+"""On an accelerator the host gives work and goes on: no value is read, nothing is copied more than once."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backlight.measure import pending as transfer
+from backlight.measure.histogram import histogram
+from backlight.measure.statistics import statistics
+from backlight.measure.update import Sample
+
+READS = (
+    "_local_scalar_dense",
+    "is_nonzero",
+    "nonzero",
+    "equal",
+    "unique",
+    "bincount",
+    "masked_select",
+    "_coalesce",
+)
+"""Operations whose result, or whose shape, the host must wait for."""
+
+
+class Recorded(TorchDispatchMode):
+    """Names of the operations that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+    def reads(self):
+        return [name for name in self.names if name in READS]
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The tables whose copy to the host was started."""
+    tables = []
+    original = transfer.send
+
+    def send(table):
+        tables.append(table)
+        return original(table)
+
+    for module in ("pending", "table", "histogram", "update"):
+        monkeypatch.setattr(f"backlight.measure.{module}.send", send)
+    return tables
+
+
+def gradients():
+    sparse = torch.sparse_coo_tensor([[1, 1, 2]], [1.0, 2.0, 3.0], (5,), check_invariants=True)
+    bad = torch.tensor([float("nan"), float("inf"), 1.0])
+    return [
+        *(torch.randn(300, 500).to(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)),
+        torch.randn(50, 40).t()[::3],
+        torch.randn(7, dtype=torch.complex64),
+        bad,
+        bad.double(),
+        torch.empty(0),
+        torch.ones(1).expand(9),
+        sparse,
+        None,
+    ]
+
+
+@pytest.mark.usefixtures("as_device")
+def test_statistics_read_nothing_and_send_once(sent, check):
+    tensors, scale = gradients(), torch.tensor(1.0)
+    with Recorded() as recorded:
+        pending = statistics(tensors, tier="eager", scale=scale)
+    assert recorded.names
+    assert recorded.reads() == []
+    assert len(sent) == 1
+    check(pending, tensors)
+
+
+def test_on_the_host_only_what_is_not_finite_is_counted():
+    finite = [torch.randn(300), torch.randn(200_000)]
+    with Recorded() as recorded:
+        statistics(finite, tier="eager")
+    assert "isnan" not in recorded.names
+    with Recorded() as recorded:
+        statistics([*finite, torch.tensor([float("nan")])], tier="eager")
+    assert recorded.names.count("isnan") + recorded.names.count("ne") <= 6
+
+
+@pytest.mark.usefixtures("as_device")
+def test_a_histogram_reads_nothing_and_sends_once(sent):
+    with Recorded() as recorded:
+        pending = histogram(gradients(), scale=torch.tensor(2.0))
+    assert recorded.names
+    assert recorded.reads() == []
+    assert len(sent) == 1
+    assert pending.arrays()[1][0].sum() == 1 + 300 * 500
+
+
+@pytest.mark.usefixtures("as_device")
+def test_an_update_reads_nothing_and_sends_once_for_each_type(sent):
+    weights = [torch.randn(300, 500), torch.randn(40, 30).t(), torch.randn(7)]
+    sample = Sample.of(weights)
+    with Recorded() as recorded:
+        sample.before()
+        pending = sample.after()
+    assert recorded.reads() == []
+    assert len(sent) == 1
+    assert pending.arrays()[1][:, 0].tolist() == [1, 1, 1]

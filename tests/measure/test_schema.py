@@ -1,0 +1,15 @@
+"""The columns that this floor fills are those that the store keeps; neither imports the other."""
+
+from backlight.measure import histogram, statistics, update
+from backlight.store.schema import GRADIENT, HISTOGRAM, HISTOGRAM_BINS, HISTOGRAM_LOWEST, UPDATE
+
+
+def test_columns():
+    assert GRADIENT.floats == statistics.FLOATS
+    assert GRADIENT.integers == statistics.INTEGERS
+    assert UPDATE.floats == update.FLOATS
+    assert UPDATE.integers == update.INTEGERS
+    assert histogram.LOWEST == HISTOGRAM_LOWEST
+    assert histogram.BINS == HISTOGRAM_BINS
+    assert len(HISTOGRAM.integers) == 1 + histogram.BINS
+    assert HISTOGRAM.floats == ()
