@@ -80,5 +80,5 @@ def test_the_tensor_is_left_alone():
 
 
 def test_integers_are_refused():
-    with pytest.raises(TypeError, match="got torch.int32"):
+    with pytest.raises(TypeError, match=r"got torch\.int32"):
         histogram([torch.ones(2, dtype=torch.int32)])

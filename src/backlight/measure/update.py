@@ -230,7 +230,7 @@ class _Kept:
 
 
 def stride(numel: int, wanted: int) -> int:
-    """Return a k that shares no factor with ``numel`` and takes about as many as wanted, at most twice that."""
+    """Return a k that shares no factor with ``numel`` and takes about as many as wanted, at most twice."""
     ideal = max(1, numel // wanted)
     for step in range(ideal, (ideal + 1) // 2 - 1, -1):
         if math.gcd(step, numel) == 1 and numel <= 2 * wanted * step:
