@@ -78,6 +78,7 @@ class Stalling:
         self._sidecar: subprocess.Popen[bytes] | None = None
         self._sidecar_pid = 0
         self._turns = 0
+        self._first_here = int(os.environ.get("LOCAL_RANK", "0")) == 0
         self._world = int(os.environ.get("WORLD_SIZE", "1"))
         launch = launch_id() or str(os.getpid())
         self._place = rendezvous.meeting_place(writer.path, writer.attempt, launch)
@@ -91,7 +92,7 @@ class Stalling:
         except OSError as error:
             reason = f"no board in {self._place}: {error.strerror or error}"
             self._notice("unmeasured", {"what": "stalls", "reason": reason}, None)
-            if not os.environ.get("LOCAL_RANK", "0").strip("0"):
+            if self._first_here:
                 rendezvous.leave(self._place)
             return
         main = threading.main_thread()
@@ -130,6 +131,8 @@ class Stalling:
                 faulthandler.unregister(SIGNAL)
             self._dump.close()
             self._dump = None
+        if self._first_here and not self._sidecar_lives():
+            rendezvous.leave(self._place)
 
     @property
     def spent(self) -> float:
@@ -199,7 +202,7 @@ class Stalling:
 
     def _chores(self) -> None:
         """In the helper thread: start the sidecar, and see now and then whether it lives."""
-        if self._turns == 0 and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        if self._turns == 0 and self._first_here:
             self._start_sidecar()
         self._turns += 1
         if self._sidecar is not None and self._sidecar.poll() is not None:
@@ -213,6 +216,12 @@ class Stalling:
             self._sidecar_pid = -1
             reason = "the sidecar has ended; a stall is no longer seen"
             self._notice("unmeasured", {"what": "stalls", "reason": reason}, None)
+
+    def _sidecar_lives(self) -> bool:
+        """Tell whether a sidecar is there to tidy up, or is about to be."""
+        if self._sidecar_pid > 0:
+            return Path(f"/proc/{self._sidecar_pid}").exists()
+        return self._sidecar is not None and self._sidecar.poll() is None
 
     def _start_sidecar(self) -> None:
         house = Path(backlight.__file__).parents[1]

@@ -1,9 +1,9 @@
 """Beats: what the training is doing, written to the board as it happens.
 
-Nothing here waits or reads a device. Backward, optimizer, clipping and batches come from the capture's events. Inside backward a hook on each
-parameter tells which gradient has arrived, and the entry of custom functions, which are Python, tells
-which of them is at work since when. Native nodes are reached by a few hooks (see
-:mod:`backlight.stalls.position`).
+Nothing here waits or reads a device. Backward, optimizer, clipping and batches come from the capture's
+events. Inside backward a hook on each parameter tells which gradient has arrived, and the entry of custom
+functions, which are Python, tells which of them is at work since when. Native nodes are reached by a few
+hooks (see :mod:`backlight.stalls.position`).
 """
 
 from __future__ import annotations

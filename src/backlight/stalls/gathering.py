@@ -19,7 +19,7 @@ from backlight.stalls.board import BoardState, State, at, read_board
 from backlight.stalls.patience import patience, suspicious
 from backlight.stalls.stacks import Look, ThreadStack, as_text, from_witness, working
 from backlight.stalls.thresholds import Thresholds
-from backlight.stalls.verdict import View
+from backlight.stalls.verdict import View, moving
 
 SILENT = 0.7
 """Seconds of silence of the helper thread after which the process is asked by a signal."""
@@ -27,6 +27,7 @@ SILENT = 0.7
 BETWEEN_DUMPS = 0.3
 MOST_DUMPS = 6
 _HISTORY = 240
+WAITING = {"a sleep": "sleep"}
 
 
 class Rank:
@@ -37,6 +38,7 @@ class Rank:
         self.pidfd = -1
         self.board: BoardState | None = None
         self.ended = ""
+        self.ended_at = 0.0
         self._place = place
         self._path = rendezvous.board_path(place, rank)
         self._limits = limits
@@ -97,6 +99,25 @@ class Rank:
         return passed - allowed if passed >= allowed else None
 
     @property
+    def looked(self) -> bool:
+        """Whether there is enough for a claim about a line, or none is going to be made."""
+        board = self.board
+        if board is None or self.done or (self._process is not None and self._process.stopped):
+            return True
+        allowed = patience(board, self._limits)
+        if allowed is not None and moving(board, allowed):
+            return True
+        looks = self._looks()
+        enough = len(looks) >= self._limits.looks
+        spans = enough and (looks[-1].at - looks[0].at) / 1e9 >= self._limits.window
+        return spans and self._cpu(0)[0] is not None
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether a signal ended it that people and launchers use for that."""
+        return any(name in self.ended for name in ("SIGTERM", "SIGINT", "SIGHUP"))
+
+    @property
     def died(self) -> bool:
         """Whether it ended without saying so, by more than an exit of its own that went well."""
         board = self.board
@@ -109,6 +130,7 @@ class Rank:
             return bool(self.ended)
         if not select.select([self.pidfd], [], [], 0)[0]:
             return False
+        self.ended_at = time.monotonic()
         code = proc.exit_code_by(self.pidfd)
         last = proc.process(self.board.pid) if self.board is not None else None
         if code is not None:
@@ -174,6 +196,7 @@ class Rank:
             own_cpu=own_cpu,
             wait=proc.waits_for(board.pid, own) if board is not None and own and not self.ended else "",
             ended=self.ended if self.died else "",
+            ended_at=self.ended_at,
             stopped=process is not None and process.stopped,
             names=tuple(
                 rendezvous.read_document(rendezvous.document_path(self._place, self.rank, "names")) or ()
@@ -251,7 +274,7 @@ class Rank:
             parts.append(f"{len(dead)} of them dead ({', '.join(map(str, dead))})")
         if stopped:
             parts.append(f"{len(stopped)} of them stopped ({', '.join(map(str, stopped))})")
-        waits = {proc.waits_for(c.pid, c.pid) for c in found if c.state == "S"} - {""}
+        waits = {WAITING.get(w, f"wait for {w}") for c in found if (w := proc.waits_for(c.pid, c.pid))}
         if waits:
-            parts.append(f"they wait for {', '.join(sorted(waits))}")
+            parts.append(f"they {', '.join(sorted(waits))}")
         return ", ".join(parts)

@@ -40,7 +40,7 @@ def attribute(
     waiting = [v for v in views if (j := judged.get(v.rank)) is not None and j.waits]
     gone = [v for v in views if v.ended or v.stopped]
     if gone:
-        return _gone(gone, waiting, judged)
+        return _gone(gone, waiting, judged, views, groups)
     if not waiting:
         found = [j for j in judged.values() if j is not None]
         return max(found, key=_weight) if found else None
@@ -54,13 +54,23 @@ def attribute(
 
 
 def _gone(
-    gone: Sequence[View], waiting: Sequence[View], judged: Mapping[int, Judgement | None]
+    gone: Sequence[View],
+    waiting: Sequence[View],
+    judged: Mapping[int, Judgement | None],
+    views: Sequence[View],
+    groups: Mapping[int, Sequence[int]],
 ) -> Judgement | None:
-    killed = sorted(gone, key=lambda v: (v.stopped, v.rank))
+    killed = sorted(gone, key=lambda v: (v.stopped, v.ended_at, v.rank))
     first = judged.get(killed[0].rank)
     if first is None:
         return None
-    more = f"; also rank {', '.join(str(v.rank) for v in killed[1:])}" if len(killed) > 1 else ""
+    differ = _different(views, groups)
+    if differ is not None and "SIGABRT" in killed[0].ended:
+        # The backend gave up on calls that do not fit together: they are the cause, not who noticed first.
+        return dataclasses.replace(
+            differ, claim=f"{differ.claim}; rank {killed[0].rank} {killed[0].ended} in it"
+        )
+    more = f"; after it rank {', '.join(str(v.rank) for v in killed[1:])}" if len(killed) > 1 else ""
     return dataclasses.replace(first, claim=first.claim + more + _others(waiting))
 
 

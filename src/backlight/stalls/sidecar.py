@@ -1,7 +1,8 @@
 """The sidecar: one process per machine that reads the boards and speaks when a rank stands still. No torch.
 
 ``python -m backlight.stalls.sidecar PLACE RUN ATTEMPT OFFSET LIMITS`` detaches itself, so that it is
-nobody's child, and ends with the last rank. It never writes to a watched process; if it dies, the training does not notice.
+nobody's child, and ends with the last rank. It never writes to a watched process; if it dies, the training
+does not notice.
 """
 
 from __future__ import annotations
@@ -118,6 +119,13 @@ class Sidecar:
                 self._dead.add(one.rank)
         if judgement is None:
             return
+        if judgement.verdict is Verdict.DEAD and all(r.done for r in self._ranks.values()):
+            first = min((r for r in self._ranks.values() if r.died), key=lambda r: r.ended_at, default=None)
+            if first is not None and first.told_to_end:
+                # Somebody ended the whole job: nothing to look into.
+                step = None if first.board is None else first.board.step
+                self._writer.event(step, "ended", {"rank": first.rank, "how": first.ended})
+                return
         slow = judgement.verdict is Verdict.SLOW
         repeated = [r for r in due if r.rank in self._again]
         for one in self._ranks.values():
@@ -126,13 +134,13 @@ class Sidecar:
                 continue
             if slow:
                 self._slow[one.rank] = board.phase_since
+                continue
             self._quiet[one.rank] = board.progress
             if judgement.verdict is Verdict.UNKNOWN:
                 self._again[one.rank] = now + 2 * max(board.still, 1.0)
             else:
                 self._again.pop(one.rank, None)
-            if not slow:
-                self._stalled[one.rank] = now
+            self._stalled[one.rank] = now
         if judgement.verdict is Verdict.UNKNOWN and repeated:
             return  # said before, and nothing new is known
         shown = {v.rank: v for v in views if v.rank == judgement.rank} or {v.rank: v for v in views[:8]}
@@ -140,8 +148,9 @@ class Sidecar:
         file(self._writer, judgement, views, evidence, offset=self._offset)
 
     def _judge(self, due: list[Rank]) -> tuple[Judgement | None, list[View]]:
-        if len(self._ranks) > 1 and any(r not in due and not r.done for r in self._ranks.values()):
-            self._look_closely()
+        others = any(r not in due and not r.done for r in self._ranks.values())
+        if others or not all(r.looked for r in due):
+            self._look_closely(others=others)
         views = [r.view() for _, r in sorted(self._ranks.items())]
         allowed = min(
             (a for r in due if r.board is not None and (a := patience(r.board, self._limits)) is not None),
@@ -168,7 +177,8 @@ class Sidecar:
                 return True
         return False
 
-    def _look_closely(self) -> None:
+    def _look_closely(self, *, others: bool) -> None:
+        """Take what a claim about a line needs, for a bounded time, also of ranks that look well."""
         wish = self._place / "look"
         with contextlib.suppress(OSError):
             wish.touch()
@@ -177,6 +187,8 @@ class Sidecar:
             time.sleep(CLOSE_POLL)
             for one in self._ranks.values():
                 one.poll(closely=True)
+            if all(r.looked for r in self._ranks.values()):
+                break
         with contextlib.suppress(OSError):
             wish.unlink(missing_ok=True)
 

@@ -34,8 +34,8 @@ class View:
         Cores in use by all its threads, and by the thread that works; None where not known.
     wait:
         What that thread sleeps for, as the kernel says.
-    ended, stopped:
-        How it ended, empty while it lives; whether it is stopped by a signal.
+    ended, ended_at, stopped:
+        How it ended, empty while it lives, and when (monotonic seconds); whether it is stopped by a signal.
     names:
         Names of its parameters by row.
     denied:
@@ -50,6 +50,7 @@ class View:
     own_cpu: float | None = None
     wait: str = ""
     ended: str = ""
+    ended_at: float = 0.0
     stopped: bool = False
     names: tuple[str, ...] = ()
     denied: tuple[str, ...] = ()
@@ -132,7 +133,7 @@ def judge(view: View, limits: Thresholds, allowed: float | None = None) -> Judge
         or (board.phase is not Phase.BACKWARD and stacks.phase_of(seen.thread) in EXEMPT)
     ):
         return None
-    if board.phase is Phase.BACKWARD and moving(view, allowed):
+    if board.phase is Phase.BACKWARD and moving(board, allowed):
         return _slow(view, board) if board.in_phase > allowed else None
     if board.still < allowed:
         return None
@@ -143,12 +144,9 @@ def judge(view: View, limits: Thresholds, allowed: float | None = None) -> Judge
     return _stuck(view, board, seen, limits)
 
 
-def moving(view: View, allowed: float) -> bool:
-    """Tell whether beats were seen during the observation, or lately enough."""
-    board = view.board
-    if board is None:
-        return False
-    return len({b.progress for b in view.boards}) > 1 or board.still < 0.5 * allowed
+def moving(board: BoardState, allowed: float) -> bool:
+    """Tell whether the last beat is recent, measured by the patience."""
+    return board.still < 0.5 * allowed
 
 
 def see(view: View, limits: Thresholds) -> _Seen:
@@ -289,7 +287,7 @@ def _phase(view: View, board: BoardState, seen: _Seen, limits: Thresholds) -> Ju
         again = "in every look" if seen.same_line else "now"
         parts.append(f"{again} at {seen.frame.place} in {seen.frame.method}")
     if view.wait and _idle(view, limits):
-        parts.append(f"it waits for {view.wait}")
+        parts.append(f"it {_waits(view)}")
     if view.helpers and phase is Phase.DATA:
         parts.append(view.helpers)
     return Judgement(
@@ -316,7 +314,9 @@ def _stuck(view: View, board: BoardState, seen: _Seen, limits: Thresholds) -> Ju
             return _unknown(known, "the host waits; whether the device computes is not seen from here", tail)
         who = _who(seen, board)
         where = inside if seen.same_line else node
-        doing = f"waits for {view.wait}" if view.wait else "waits"
+        doing = _waits(view)
+        if seen.native and board.world > 1:
+            doing = "waits in native code of backward, where reductions over ranks are waited for"
         if not seen.same_line and not seen.native and seen.threads:
             where = f"{where or inside} (not the same line in every look)"
         return dataclasses.replace(
@@ -326,7 +326,7 @@ def _stuck(view: View, board: BoardState, seen: _Seen, limits: Thresholds) -> Ju
             refuted_if="it moves on by itself: then what it waits for was only slow",
             next_check=f"find who should let it go on{': ' + known.line if known.line else ''}",
             confidence=HIGH if seen.same_line and inside else MEDIUM,
-            waits=seen.native and board.distributed,
+            waits=seen.native and board.world > 1,
         )
     if not _busy(view, limits):
         return _unknown(known, "it neither waits nor computes without a pause", tail)
@@ -426,6 +426,12 @@ def _idle(view: View, limits: Thresholds) -> bool:
 def _busy(view: View, limits: Thresholds) -> bool:
     used = view.own_cpu if view.own_cpu is not None else view.cpu
     return used is not None and used >= limits.busy
+
+
+def _waits(view: View) -> str:
+    if view.wait == "a sleep":
+        return "sleeps"
+    return f"waits for {view.wait}" if view.wait else "waits"
 
 
 def _who(seen: _Seen, board: BoardState) -> str:

@@ -1,0 +1,120 @@
+"""A training on several ranks over gloo with faults planted in one of them; run by the fault suite.
+
+    torchrun --nproc-per-node 3 -m backlight run ranks.py SECONDS FAULT [FAULT ...]
+
+A fault is ``KIND:RANK``. Those that let go after SECONDS may be followed by others; the rest end the run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+
+SECONDS = float(sys.argv[1])
+FAULTS = [fault.split(":") for fault in sys.argv[2:]]
+
+
+class Faulty(torch.autograd.Function):
+    """Passes the gradient on, after its fault."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fault: str) -> torch.Tensor:
+        ctx.fault = fault
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.fault == "backward":
+            time.sleep(SECONDS)  # at: backward
+        if ctx.fault == "spin":
+            end = time.monotonic() + SECONDS
+            while time.monotonic() < end:
+                pass  # noqa: E701  # at: spin
+        return grad, None
+
+
+class Net(nn.Module):
+    """Two layers with a place for a fault between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, fault: str) -> torch.Tensor:
+        return self.second(Faulty.apply(self.first(x), fault))
+
+
+def fault_of(step: int, rank: int) -> str:
+    index, place = divmod(step, 2)
+    if place != 1 or index >= len(FAULTS):
+        return ""
+    kind, at = FAULTS[index]
+    return kind if int(at) == rank else ""
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pair = dist.new_group([0, 1]) if world > 1 else None
+    ddp = any(kind.startswith("ddp_") for kind, _ in FAULTS)
+    model: Any = Net()
+    if ddp:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    total = torch.ones(16)
+    for step in range(2 * len(FAULTS) + 2):
+        fault = fault_of(step, rank)
+        if fault == "between":
+            time.sleep(SECONDS)  # at: between
+        if fault == "evaluation":
+            with torch.no_grad():
+                (model.module if ddp else model)(torch.ones(2, 8), "")
+                time.sleep(SECONDS)
+        if fault == "stop":
+            subprocess.Popen(["sh", "-c", f"sleep {SECONDS}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "raise":
+            raise ValueError("planted")
+        if fault == "fewer":
+            time.sleep(SECONDS)
+            break
+        if fault == "barrier":
+            dist.barrier()
+        if fault == "subgroup" and rank in {0, 1}:
+            dist.all_reduce(total, group=pair)
+        loss = model(torch.ones(2, 8), fault.removeprefix("ddp_")).square().mean()
+        optimizer.zero_grad()
+        if fault != "ddp_skip":
+            loss.backward()
+        if not ddp:
+            if fault == "broadcast":
+                dist.broadcast(total, src=rank)
+            elif fault == "shape":
+                dist.all_reduce(torch.ones(1 << 20))
+            elif fault != "skip":
+                dist.all_reduce(total)
+            if fault == "reorder":
+                dist.barrier()
+            dist.all_gather([torch.ones(4) for _ in range(world)], torch.ones(4))
+        optimizer.step()
+        if fault:
+            print("after", fault, rank, step, flush=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""A small training with faults planted at given steps; run by the fault suite, never imported by it.
+
+    python trainings.py SECONDS FAULT [FAULT ...]
+
+Each fault lasts SECONDS and then lets go, so that one process shows several; with SECONDS=0.01 it is the
+healthy twin. Two clean steps lie before each. The line that is at fault carries a mark ``# at: FAULT``.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+
+SECONDS = float(sys.argv[1])
+FAULTS = sys.argv[2:]
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+LOCK = threading.Lock()
+LIBC = ctypes.PyDLL(None)
+now = time.monotonic
+
+
+def sleeps() -> None:
+    time.sleep(SECONDS)  # at: sleep
+
+
+def spins() -> None:
+    end = now() + SECONDS
+    while now() < end:
+        pass  # at: spin
+
+
+def locks() -> None:
+    LOCK.acquire()
+    LOCK.acquire(timeout=SECONDS)  # at: lock
+    LOCK.release()
+
+
+def spins_in_c() -> None:
+    count = int(RATE * SECONDS)
+    collections.deque(itertools.repeat(0, count), maxlen=0)  # at: gil_spin
+
+
+def blocks_in_c() -> None:
+    mutex = ctypes.create_string_buffer(64)
+    LIBC.pthread_mutex_lock(mutex)
+    until = time.time() + SECONDS
+    limit = (ctypes.c_long * 2)(int(until), int(until % 1 * 1e9))
+    LIBC.pthread_mutex_timedlock(mutex, limit)  # at: gil_block
+
+
+def long_operation() -> None:
+    size = 256
+    end = now() + SECONDS
+    while now() < end and size < 20000:  # sized so that one call lasts about as long as asked
+        begin = now()
+        torch.mm(torch.ones(size, size), torch.ones(size, size))
+        one = now() - begin
+        if one * 8 > SECONDS / 4:
+            size = int(size * (SECONDS / one) ** (1 / 3))
+            break
+        size *= 2
+    a = torch.ones(size, size)
+    torch.mm(a, a)  # at: long_op
+
+
+BACKWARD = {
+    "sleep": sleeps,
+    "spin": spins,
+    "lock": locks,
+    "gil_spin": spins_in_c,
+    "gil_block": blocks_in_c,
+    "long_op": long_operation,
+    "threads": locks,
+}
+
+
+class Faulty(torch.autograd.Function):
+    """Passes the gradient on, after its fault."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fault: Any) -> torch.Tensor:
+        ctx.fault = fault
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.fault is not None:
+            ctx.fault()
+        return grad, None
+
+
+class Short(torch.autograd.Function):
+    """A node that takes a moment."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class Net(nn.Module):
+    """Two layers with a place for a fault between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, fault: str = "") -> torch.Tensor:
+        h = self.first(x)
+        if fault == "forward":
+            time.sleep(SECONDS)  # at: forward
+        if fault == "evaluation" and not torch.is_grad_enabled():
+            time.sleep(SECONDS)
+        if fault == "slow":
+            for _ in range(40):
+                h = Short.apply(h, SECONDS / 40)
+        if fault == "nodes":
+            for _ in range(int(NODES)):
+                h = h * 1.0
+        if fault == "checkpointed":
+            for _ in range(20):
+                h = checkpoint(many, h, int(NODES / 40), use_reentrant=True)
+        if fault == "nested":
+            h = nested(h, 70)
+        h = Faulty.apply(h, BACKWARD.get(fault))
+        return self.second(h)
+
+
+def many(h: torch.Tensor, count: int) -> torch.Tensor:
+    for _ in range(count):
+        h = h * 1.0
+    return h
+
+
+def nested(h: torch.Tensor, depth: int) -> torch.Tensor:
+    if depth == 0:
+        return Faulty.apply(h, locks)
+    return checkpoint(nested, h, depth - 1, use_reentrant=True)
+
+
+class Data(Dataset[torch.Tensor]):
+    """One item per step."""
+
+    def __len__(self) -> int:
+        return 3 * len(FAULTS) + 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if fault_of(index) == "data":
+            time.sleep(SECONDS)
+        if fault_of(index) == "worker_stopped":
+            subprocess.Popen(["sh", "-c", f"sleep {SECONDS}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return torch.ones(2, 8)
+
+
+class Sluggish:
+    """Takes its time to be written."""
+
+    def __reduce__(self) -> Any:
+        time.sleep(SECONDS)
+        return (Sluggish, ())
+
+
+def fault_of(step: int) -> str:
+    index, place = divmod(step, 3)
+    return FAULTS[index] if place == 2 and index < len(FAULTS) else ""
+
+
+def between(fault: str, model: nn.Module) -> None:
+    if fault == "between":
+        time.sleep(SECONDS)  # at: between
+    if fault == "evaluation":
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(2, 8), fault)
+            time.sleep(SECONDS)
+        model.train()
+    if fault == "save":
+        torch.save(Sluggish(), os.devnull)
+    if fault == "threads":
+        for _ in range(120):
+            threading.Thread(target=time.sleep, args=(SECONDS + 2,), daemon=True).start()
+    if fault == "stop":
+        subprocess.Popen(["sh", "-c", f"sleep {SECONDS}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rate() -> float:
+    begin = now()
+    collections.deque(itertools.repeat(0, 200_000_000), maxlen=0)
+    return 2e8 / (now() - begin)
+
+
+def node_count() -> float:
+    x = torch.ones(2, 8, requires_grad=True)
+    begin = now()
+    many(x, 3000).sum().backward()
+    return SECONDS * 3000 / (now() - begin) * 2
+
+
+RATE = rate() if "gil_spin" in FAULTS else 0.0
+NODES = node_count() if {"nodes", "checkpointed"} & set(FAULTS) else 0.0
+
+
+def main() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    workers = 1 if {"data", "worker_stopped"} & set(FAULTS) else 0
+    loader = DataLoader(Data(), batch_size=None, num_workers=workers, prefetch_factor=1 if workers else None)
+    for step, x in enumerate(loader):
+        fault = fault_of(step)
+        between(fault, model)
+        loss = model(x, fault).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if fault:
+            print("after", fault, step, flush=True)
+
+
+if __name__ == "__main__":
+    main()
