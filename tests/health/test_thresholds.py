@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from backlight.health.thresholds import ThresholdError, Thresholds
+from backlight.health.thresholds import Thresholds
+from backlight.limits import ThresholdError
 from backlight.registry import RULES
 
 FIELDS = dataclasses.fields(Thresholds)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backlight.health.thresholds import ThresholdError, Thresholds
+from backlight.health.thresholds import Thresholds
+from backlight.limits import ThresholdError
 from backlight.records import Finding, Made, ParameterRecord, Severity, Subject
 from backlight.registry import RULES, Rule
 from backlight.session.judge import RuleFailedWarning, findings_of, in_order, judge, thresholds

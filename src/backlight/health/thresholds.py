@@ -7,17 +7,11 @@ are every step of the training or every N-th, as the cadence says.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-
-class ThresholdError(ValueError):
-    """A threshold that does not exist, or a value that it cannot take."""
-
+from backlight.limits import Limits, limit
 
 _SHEET = "the formulas of the project: section 1, gradient health"
 _CHOSEN = "chosen: planted faults found, healthy twins silent, see the tests of the rule"
@@ -25,17 +19,18 @@ _FP16 = "IEEE 754 binary16: smallest normal number 2^-14, smallest subnormal 2^-
 
 
 def _limit(default: Any, reason: str, source: str, *, low: float, high: float = math.inf) -> Any:
-    """Declare one threshold; ``low`` and ``high`` bound what an override may set, both included."""
-    return field(default=default, metadata={"reason": reason, "source": source, "low": low, "high": high})
+    return limit(default, reason, source=source, low=low, high=high)
 
 
 @dataclass(frozen=True)
-class Thresholds:
+class Thresholds(Limits):
     """Every number that a rule or the health score of this room compares with.
 
     ``dataclasses.fields(Thresholds)`` lists them; ``metadata`` of each holds ``reason``, ``source``
     and the bounds ``low`` and ``high`` of an override.
     """
+
+    room: ClassVar[str] = "health"
 
     # The health score of one step, and the masks that it rests on.
     penalty_vanishing: float = _limit(
@@ -334,65 +329,3 @@ class Thresholds:
     group_share: float = _limit(
         0.9, "share of those steps at which the ratio must lie outside", _CHOSEN, low=0.0, high=1.0
     )
-
-    def override(self, changes: Mapping[str, Any]) -> Self:
-        """Return these thresholds with some values replaced.
-
-        Parameters
-        ----------
-        changes:
-            New values by field name. A field that counts steps takes whole numbers only.
-
-        Raises
-        ------
-        ThresholdError
-            If a name is unknown or a value has the wrong type or lies out of bounds; the message
-            names the key and what would be valid.
-        """
-        taken: dict[str, Any] = {}
-        for name, value in changes.items():
-            problem = _problem(name, value)
-            if problem:
-                raise ThresholdError(problem)
-            taken[name] = int(value) if isinstance(_FIELDS[name].default, int) else float(value)
-        return dataclasses.replace(self, **taken)
-
-    @classmethod
-    def recorded(cls, changes: Mapping[str, Any]) -> tuple[Self, tuple[str, ...]]:
-        """Return the thresholds that a run recorded, with what is wrong with those that are left out.
-
-        Another release may have written the run, and that must not keep it from being read.
-        """
-        problems = {name: _problem(name, value) for name, value in changes.items()}
-        known = {name: value for name, value in changes.items() if not problems[name]}
-        return cls().override(known), tuple(problem for problem in problems.values() if problem)
-
-    def changed(self) -> dict[str, float]:
-        """Return the values that differ from the defaults, by field name."""
-        return {
-            f.name: getattr(self, f.name)
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        }
-
-
-_FIELDS = {f.name: f for f in dataclasses.fields(Thresholds)}
-
-
-def _problem(name: str, value: Any) -> str:
-    """Say what is wrong with ``value`` for the field ``name``; empty if nothing is."""
-    if name not in _FIELDS:
-        near = difflib.get_close_matches(str(name), _FIELDS, n=3, cutoff=0.5)
-        hint = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(_FIELDS))}"
-        return f"the health room has no threshold {name!r}; {hint}"
-    whole = isinstance(_FIELDS[name].default, int)
-    kind = "a whole number" if whole else "a number"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return f"threshold {name!r} of the health room must be {kind}, got {value!r}"
-    if whole and value != int(value):
-        return f"threshold {name!r} of the health room counts steps and must be {kind}, got {value!r}"
-    low, high = _FIELDS[name].metadata["low"], _FIELDS[name].metadata["high"]
-    if not low <= value <= high:
-        bounds = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
-        return f"threshold {name!r} of the health room must be {bounds}, got {value!r}"
-    return ""
