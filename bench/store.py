@@ -11,8 +11,10 @@ of which no bit can be saved.
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import shutil
+import signal
 import sqlite3
 import statistics
 import sys
@@ -60,7 +62,7 @@ def numbers(kind: str, steps: int, parameters: int) -> Numbers:
     return floats, ints, table
 
 
-def write_run(path: Path, data: Numbers) -> None:
+def write_run(path: Path, data: Numbers, tell: Callable[[int], None]) -> None:
     floats, ints, table = data
     writer = RunWriter.create(path)
     identifier = writer.parameter_table(table)
@@ -68,6 +70,7 @@ def write_run(path: Path, data: Numbers) -> None:
         writer.append("gradient", step, identifier, floats[step], ints[step])
         if step % FLUSH_EVERY == FLUSH_EVERY - 1:
             writer.flush()
+            tell(step + 1)
     writer.close()
 
 
@@ -75,7 +78,7 @@ def read_run(path: Path) -> np.ndarray:
     return open_run(path).frame("gradient", "norm").values
 
 
-def write_rows(path: Path, data: Numbers) -> None:
+def write_rows(path: Path, data: Numbers, tell: Callable[[int], None]) -> None:
     floats, ints, _ = data
     path.mkdir()
     connection = sqlite3.connect(path / "rows.db", isolation_level=None)
@@ -96,6 +99,7 @@ def write_rows(path: Path, data: Numbers) -> None:
                 ],
             )
         connection.execute("COMMIT")
+        tell(start + FLUSH_EVERY)
     connection.close()
 
 
@@ -109,7 +113,7 @@ def read_rows(path: Path) -> np.ndarray:
     return out
 
 
-def write_hdf5(path: Path, data: Numbers) -> None:
+def write_hdf5(path: Path, data: Numbers, tell: Callable[[int], None]) -> None:
     floats, ints, _ = data
     path.mkdir()
     P = floats.shape[1]
@@ -124,6 +128,7 @@ def write_hdf5(path: Path, data: Numbers) -> None:
                 dataset.resize(start + len(part), axis=0)
                 dataset[start : start + len(part)] = part
             file.flush()
+            tell(start + FLUSH_EVERY)
 
 
 def read_hdf5(path: Path) -> np.ndarray:
@@ -131,11 +136,42 @@ def read_hdf5(path: Path) -> np.ndarray:
         return np.asarray(file["floats"][:, :, 0])
 
 
-WAYS: dict[str, tuple[Callable[[Path, Numbers], None], Callable[[Path], np.ndarray], str]] = {
-    "run folder": (write_run, read_run, "yes"),
-    "SQLite rows": (write_rows, read_rows, "yes"),
-    "HDF5": (write_hdf5, read_hdf5, "no"),
+WAYS: dict[str, tuple[Callable[[Path, Numbers, Callable[[int], None]], None], Callable[[Path], np.ndarray]]]
+WAYS = {
+    "run folder": (write_run, read_run),
+    "SQLite rows": (write_rows, read_rows),
+    "HDF5": (write_hdf5, read_hdf5),
 }
+
+
+def survived(way: str, data: Numbers, kills: int, seconds: float, base: Path) -> int:
+    """Return after how many of so many kills, at random moments, every flushed step is read as it was."""
+    write, read = WAYS[way]
+    source, path, good, done = np.random.default_rng(1), base / "killed", 0, 0
+    flushed = mmap.mmap(-1, mmap.PAGESIZE)
+    while done < kills:
+        shutil.rmtree(path, ignore_errors=True)
+        flushed[:8] = bytes(8)
+        child = os.fork()
+        if child == 0:
+            try:
+                write(path, data, lambda steps: flushed.__setitem__(slice(0, 8), steps.to_bytes(8, "little")))
+            finally:
+                os._exit(0)
+        time.sleep(source.uniform(0.1, 0.9) * seconds)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        steps = int.from_bytes(flushed[:8], "little")
+        if not steps or steps == len(data[0]):
+            continue
+        done += 1
+        try:
+            values = read(path)
+        except Exception:  # noqa: BLE001 - whatever a reader meets, it could not read
+            continue
+        good += len(values) >= steps and np.array_equal(values, data[0][: len(values), :, 0])
+    shutil.rmtree(path, ignore_errors=True)
+    return good
 
 
 def measure(way: str, data: Numbers, repeats: int, base: Path) -> tuple[float, float, float]:
@@ -146,12 +182,12 @@ def measure(way: str, data: Numbers, repeats: int, base: Path) -> tuple[float, f
     SystemExit
         If a way does not give back what was written.
     """
-    write, read, _ = WAYS[way]
+    write, read = WAYS[way]
     path, wrote, took, size = base / "store", [], [], 0
     for _ in range(repeats):
         shutil.rmtree(path, ignore_errors=True)
         began = time.perf_counter()
-        write(path, data)
+        write(path, data, lambda _: None)
         wrote.append(time.perf_counter() - began)
         size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
         for _ in range(repeats):
@@ -171,29 +207,32 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--parameters", type=int, default=150)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=10, help="kills of a writer, per way")
     options = parser.parse_args()
     raw = options.steps * options.parameters * 8 * 8 / 1e6
     title = f"{options.steps:,} steps, {options.parameters} parameters, 8 numbers: {raw:.0f} MB"
     table = Table(title=f"{title} (median of {options.repeats})")
-    heads = ("numbers", "stored as", "write s", "x", "MB", "x", "read s", "x", "kill")
+    heads = ("numbers", "stored as", "write s", "x", "MB", "x", "read s", "x", "kills")
     for name in heads:
         table.add_column(name, justify="left" if name in heads[:2] else "right", no_wrap=True)
     with tempfile.TemporaryDirectory(prefix="backlight-bench-") as base:
         for kind in ("gradients", "noise"):
             data = numbers(kind, options.steps, options.parameters)
             first: tuple[float, float, float] | None = None
-            for way, (_, _, survives) in WAYS.items():
+            for way in WAYS:
                 found = measure(way, data, options.repeats, Path(base))
+                alive = survived(way, data, options.kills, found[0], Path(base))
                 first = first or found
                 cells = [
                     cell for a, b in zip(found, first, strict=True) for cell in (f"{a:.3f}", f"{a / b:.1f}")
                 ]
                 cells[2] = f"{found[1]:.1f}"
-                table.add_row(kind, way, *cells, survives)
+                table.add_row(kind, way, *cells, f"{alive}/{options.kills}")
     Console().print(table)
     bound = estimate(options.parameters, 8, 1, options.steps, scalars=0) / 1e6
     Console().print(
-        "read: one series; kill: readable after SIGKILL; x: against the run folder.\n"
+        "read: one series. kills: how often all that was flushed is read after SIGKILL.\n"
+        "x: against the run folder. "
         f"`estimate` says at most {bound:.0f} MB. One flush every {FLUSH_EVERY} steps."
     )
     return 0
