@@ -22,6 +22,7 @@ from typing import Any, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from backlight.session.plan import DEFAULT_ROOMS, default_thresholds
+from backlight.session.tracing import traced_kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Settings:
         Steps recorded in full after a finding.
     stall:
         Seconds after which a step that does not move is looked at; None to follow the run.
+    trace:
+        What to trace line by line: gradients, modules, buckets; without it what BACKLIGHT_TRACE says.
     max_disk:
         Bytes that the run may take; None for no limit.
     flush_interval:
@@ -69,6 +72,7 @@ class Settings:
     per_backward: bool = False
     detail: int = 20
     stall: float | None = None
+    trace: tuple[str, ...] = ()
     max_disk: int | None = None
     flush_interval: float = 1.0
     step_offset: int | None = None
@@ -134,6 +138,7 @@ class Settings:
         prepared = dict(values)
         if isinstance(prepared.get("rooms"), str):
             prepared["rooms"] = tuple(r.strip() for r in prepared["rooms"].split(",") if r.strip())
+        prepared["trace"] = traced_kinds(prepared.get("trace"))
         try:
             return TypeAdapter(cls).validate_python(prepared)
         except ValidationError as error:

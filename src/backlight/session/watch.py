@@ -25,6 +25,7 @@ from backlight.session.plan import make_plan
 from backlight.session.recorder import Recorder
 from backlight.session.run_path import default_path
 from backlight.session.stalling import Stalling, launch_id
+from backlight.session.tracing import start_tracing
 from backlight.stalls.board import State
 from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter
@@ -32,6 +33,8 @@ from backlight.store.writer import RunWriter
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from backlight.stalls.tracing import Tracer
 
 
 class StopTraining(SystemExit):
@@ -90,6 +93,7 @@ class Watch:
         self._fingerprinted = False
         self._writer: RunWriter | None = None
         self._stalling: Stalling | None = None
+        self._tracing: Tracer | None = None
         # Everything that can be refused is refused here, before anything is attached or written.
         exact = settings.exact_updates
         probes = {"update": {"per_tensor": None, "spacing": exact}} if exact is not None else {}
@@ -175,6 +179,9 @@ class Watch:
             )
             with self._notices.shield():
                 self._stalling.start()
+        if settings.trace:
+            with self._notices.shield():
+                self._tracing = start_tracing(settings.trace, self._writer, lambda: self._tracker.index)
 
     def _end(self, error: BaseException | None) -> None:
         writer = self._writer
@@ -183,6 +190,9 @@ class Watch:
         if self._stalling is not None:
             with self._notices.shield():
                 self._stalling.stop(State.FINISHED if error is None else State.FAILED)
+        if self._tracing is not None:
+            with self._notices.shield():
+                self._tracing.stop()
         with self._notices.shield():
             self._tracker.finish()
         HUB.remove(self._tracker)

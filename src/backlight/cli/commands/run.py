@@ -44,6 +44,10 @@ def run(
         float | None,
         typer.Option("--stall", min=0.5, help="Seconds without progress after which a verdict is due."),
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option("--trace", help="Print lines while backward runs: gradients,modules,buckets."),
+    ] = None,
     max_disk: Annotated[
         str | None, typer.Option("--max-disk", help="Most that the run may take: 500M, 2G.")
     ] = None,
@@ -71,6 +75,7 @@ def run(
         "exact_updates": exact_updates,
         "per_backward": per_backward or None,
         "stall": stall,
+        "trace": trace,
         "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
     }
     given = {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,96 @@
+"""Buckets of DistributedDataParallel: which parameters are reduced together, without a hook of ours.
+
+DDP allows one communication hook, which is the user's. What can be read without one: the assignment
+of parameters to buckets, and that all gradients of a bucket are there, which is when its all-reduce
+starts. The end of one bucket's all-reduce cannot be seen; all are over when backward returns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The buckets of one wrapped model, in the order in which they are reduced.
+
+    ``buckets`` holds names of parameters, empty where the assignment is not known; ``note`` says
+    what else is to be known of it.
+    """
+
+    model: str
+    buckets: tuple[tuple[str, ...], ...]
+    ids: tuple[tuple[int, ...], ...]
+    reduced: bool
+    note: str
+
+
+def wrappers(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return those of ``modules`` that are DistributedDataParallel."""
+    distributed = sys.modules.get("torch.nn.parallel.distributed")
+    if distributed is None:
+        return []
+    return [m for m in modules if issubclass(type(m), distributed.DistributedDataParallel)]
+
+
+def assignment(model: Any) -> Assignment:
+    """Return how the parameters of a DistributedDataParallel are spread over buckets now.
+
+    DDP starts with one bucket (several where it looks for unused parameters) and builds them anew
+    after the first backward, in the order in which gradients came.
+    """
+    kind = type(model.module).__name__
+    data = model._get_ddp_logging_data()
+    parameters, sparse = model._build_params_for_reducer()
+    names = {id(p): name for name, p in model.module.named_parameters()}
+    notes = []
+    rebuilt = data.get("rebuilt_per_bucket_param_indices", "")
+    indices: list[list[int]] | None
+    if rebuilt:
+        indices = [[int(i) for i in bucket.split()] for bucket in rebuilt.split(",")]
+    else:
+        indices = _first(model, parameters, sparse, data)
+        notes.append("assignment of the first backward; buckets are built anew after it")
+    hooks = getattr(model, "_comm_hooks", None)
+    if hooks:
+        notes.append(f"reduced by the communication hook {getattr(hooks[0][0], '__qualname__', hooks[0][0])}")
+    reduced = bool(getattr(model, "require_backward_grad_sync", True))
+    if not reduced:
+        notes.append("no_sync: gradients stay on this rank")
+    if indices is None or any(i >= len(parameters) for bucket in indices for i in bucket):
+        return Assignment(
+            kind, (), (), reduced, "; ".join([*notes, "which parameters share a bucket is not known"])
+        )
+    return Assignment(
+        kind,
+        tuple(tuple(names.get(id(parameters[i]), f"parameter {i}") for i in bucket) for bucket in indices),
+        tuple(tuple(id(parameters[i]) for i in bucket) for bucket in indices),
+        reduced,
+        "; ".join(notes),
+    )
+
+
+def _first(
+    model: Any, parameters: list[Any], sparse: list[bool], data: dict[str, Any]
+) -> list[list[int]] | None:
+    sizes = [int(size) for size in str(data.get("bucket_sizes", "")).split(",") if size.strip()]
+    if len(sizes) == 1:
+        return [list(range(len(parameters)))]
+    # Several at the start: found by the function that DDP itself uses, and believed if the sizes agree.
+    try:
+        dist: Any = sys.modules["torch.distributed"]
+        limits = [int(dist._DEFAULT_FIRST_BUCKET_BYTES), int(model.bucket_bytes_cap)]
+        found, _ = dist._compute_bucket_assignment_by_size(parameters, limits, sparse)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    buckets = [list(bucket) for bucket in reversed(found)]
+    bytes_of = [
+        sum(parameters[i].numel() * parameters[i].element_size() for i in bucket) for bucket in buckets
+    ]
+    return buckets if sorted(bytes_of) == sorted(sizes) else None
