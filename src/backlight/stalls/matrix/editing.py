@@ -14,6 +14,15 @@ from typing import Any
 from backlight.stalls.matrix.launching import FileEdit, Launch
 from backlight.stalls.matrix.problems import PlanError, near
 
+_STYLES: tuple[dict[str, Any], ...] = (
+    {"indent": 2},
+    {"indent": 4},
+    {"indent": "\t"},
+    {},
+    {"separators": (",", ":")},
+)
+"""Ways in which people lay out JSON: an edit keeps the one it finds, so that only the value differs."""
+
 
 def edited(text: str, edit: FileEdit) -> str:
     """Return ``text`` with the edit made.
@@ -36,10 +45,10 @@ def edited(text: str, edit: FileEdit) -> str:
             document = json.loads(text)
         except ValueError as error:
             raise PlanError(f"edits: {edit.file} is not valid JSON: {error}") from None
+        style = next((s for s in _STYLES if json.dumps(document, **s) == text.rstrip("\n")), _STYLES[0])
         _put(document, edit)
-        after = json.dumps(document, indent=2) + "\n"
-        if json.loads(text) == document:
-            after = text
+        ending = "\n" if text.endswith("\n") else ""
+        after = text if json.loads(text) == document else json.dumps(document, **style) + ending
     if after == text:
         raise PlanError(
             f"edits: the edit of {edit.file} changes nothing; {edit.key or edit.find!r} is so already"

@@ -19,7 +19,10 @@ IDLE = 0.05
 """Cores per process below which it does nothing; launchers that poll stay under it."""
 
 BUSY = 0.8
-"""Cores above which one thread of Python is at work without a pause."""
+"""Cores above which a thread works without a pause; time waiting for a processor counts."""
+
+WAITING = 0.2
+"""Cores above which a thread works without a pause; waiting for a processor counts."""
 
 SHORTEST = 1.0
 """Seconds of window below which nothing is judged by CPU time, which the kernel counts in 0.01 s."""
@@ -54,7 +57,7 @@ def read_verdicts(text: str) -> tuple[Verdict, ...]:
     words = [word.strip().upper() for word in text.split(",") if word.strip()]
     for word in words:
         if word not in set(Verdict):
-            raise ValueError(f"no verdict is called {word!r}{near(word, list(Verdict))}")
+            raise ValueError(f"no verdict is called {word!r}{near(word, [v.value for v in Verdict])}")
     return tuple(Verdict(word) for word in words)
 
 
@@ -157,7 +160,11 @@ def _idle(seen: Observation) -> Judgement | None:
     window = seen.window
     if window is None or window.seconds < SHORTEST or not seen.processes:
         return None
-    if any(p.cpu >= IDLE for p in seen.processes) or window.output_bytes > 0 or _came_on(seen):
+    if (
+        any(p.cpu >= IDLE or p.delay >= WAITING for p in seen.processes)
+        or window.output_bytes > 0
+        or _came_on(seen)
+    ):
         return None
     held = _held(seen)
     if held is None:
@@ -187,7 +194,7 @@ def _busy(seen: Observation) -> Judgement | None:
         return None
     for stack, place in _all_held(seen):
         process = next((p for p in seen.processes if p.pid == stack.pid), None)
-        if process is None or process.cpu < BUSY:
+        if process is None or process.cpu + process.delay < BUSY or process.cpu < IDLE:
             continue
         same = [s for s in _dumps_of(seen, stack) if s.source == "py-spy"]
         native = {stacks.native_top(s) for s in same if s.frames and any(f.native for f in s.frames)}

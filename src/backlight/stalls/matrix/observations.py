@@ -50,7 +50,10 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSeen:
-    """One process of a case when its time was over; ``cpu`` in cores over the last half window."""
+    """One process of a case when its time was over; ``cpu`` in cores over the last half window.
+
+    ``delay`` is the time that its threads waited for a processor, in the same unit.
+    """
 
     pid: int
     parent: int
@@ -58,6 +61,7 @@ class ProcessSeen:
     state: str
     threads: int
     cpu: float
+    delay: float = 0.0
     waits: tuple[str, ...] = ()
 
 

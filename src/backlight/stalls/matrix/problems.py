@@ -45,7 +45,7 @@ def _keys(model: Any, path: list[int | str]) -> list[str]:
         field = model.model_fields.get(part) if _is_model(model) else None
         model = field.annotation if field is not None else model
         while not _is_model(model):
-            inner = [a for a in getattr(model, "__args__", ()) if a is not str and a is not type(None)]
+            inner = [a for a in getattr(model, "__args__", ()) if a not in (str, type(None), Ellipsis)]
             if not inner:
                 return []
             model = inner[-1]

@@ -47,6 +47,7 @@ class _Mark:
     time: float
     moment: float
     cpu: dict[tuple[int, int], float]
+    delay: dict[tuple[int, int], float]
     output: int
     said: tuple[int, int] = (0, 0)
 
@@ -163,10 +164,12 @@ class _Watching:
                     self._dropped += size
 
     def _mark(self) -> _Mark:
-        cpu = {(p.pid, p.started): p.cpu for p in self._tree.living()}
+        alive = self._tree.living()
+        cpu = {(p.pid, p.started): p.cpu for p in alive}
+        delay = {(p.pid, p.started): processes.delay_of(p.pid) for p in alive}
         output = sum(path.stat().st_size for path in (self._attempt.stdout, self._attempt.stderr))
         said = counted(self._launch.progress, self._text()) if self._launch.progress else (0, 0)
-        return _Mark(time.monotonic(), time.time(), cpu, output + self._dropped, said)
+        return _Mark(time.monotonic(), time.time(), cpu, delay, output + self._dropped, said)
 
     def _progress(self, marks: Sequence[_Mark]) -> Iterator[Progress]:
         if self._launch.progress:
@@ -181,13 +184,14 @@ class _Watching:
         _, middle, last = marks
         alive = self._tree.living(thorough=True)
         spent = max(last.time - middle.time, 1e-3)
-        cpu = {key: max(last.cpu[key] - middle.cpu.get(key, 0.0), 0.0) / spent for key in last.cpu}
+        cpu = _rates(middle.cpu, last.cpu, spent)
+        delay = _rates(middle.delay, last.delay, spent)
         tail = tuple(self._tail())
         self._collection.keep(
             "tail.txt", "\n".join(tail) + "\n", "end of the output before the case was ended"
         )
         collect(self._collection, alive)
-        seen = tuple(_seen(p, cpu.get((p.pid, p.started), 0.0)) for p in alive)
+        seen = tuple(_seen(p, cpu, delay) for p in alive)
         stalls = self._stalls()
         ended_by = self._tree.end(self._grace)
         window = Window(
@@ -274,12 +278,21 @@ def arrived(launch: Launch, alive: Sequence[Process]) -> Mapping[str, bool]:
     return given | {f"environment {n}": any(n not in e for e in found) for n in launch.unset}
 
 
-def _seen(process: Process, cpu: float) -> ProcessSeen:
+_Rates = Mapping[tuple[int, int], float]
+
+
+def _rates(before: _Rates, after: _Rates, seconds: float) -> dict[tuple[int, int], float]:
+    return {key: max(total - before.get(key, 0.0), 0.0) / seconds for key, total in after.items()}
+
+
+def _seen(process: Process, cpu: _Rates, delay: _Rates) -> ProcessSeen:
+    key = (process.pid, process.started)
     command = " ".join(processes.command_of(process.pid)) or process.name
     waits = processes.waits_of(process.pid)
     return ProcessSeen(
-        process.pid, process.parent, command, process.state, process.threads, round(cpu, 3), waits
-    )
+        process.pid, process.parent, command, process.state, process.threads,
+        round(cpu.get(key, 0.0), 3), round(delay.get(key, 0.0), 3), waits,
+    )  # fmt: skip
 
 
 def _read(path: Path) -> str:

@@ -1,0 +1,82 @@
+"""Scripts without torch that end, hang, spin, crawl or fail on request."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, threading, time
+
+def wait():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+def spin():
+    while True:
+        pass
+
+def crawl():
+    for step in range(10**6):
+        print(f"step {step}/1000", flush=True)
+        time.sleep(0.02)
+
+def fail():
+    raise ValueError("planted")
+
+mode = sys.argv[1] if len(sys.argv) > 1 else "end"
+print("mode:", mode, flush=True)
+{"end": lambda: None, "wait": wait, "spin": spin, "crawl": crawl, "fail": fail}[mode]()
+print("finished")
+"""
+
+Writer = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def script() -> str:
+    return SCRIPT
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "job.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def plan(folder: Path) -> Writer:
+    """Write ``plan.toml``: the text goes behind a base that runs ``job.py`` unwatched."""
+
+    def write(
+        text: str, *, base: str = 'script = "job.py"\nwatch = false', top: str = "time_limit = 3"
+    ) -> Path:
+        path = folder / "plan.toml"
+        path.write_text(f"{top}\n[base]\n{textwrap.dedent(base)}\n{textwrap.dedent(text)}")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line in this process and return its exit code and what it printed."""
+    from backlight.cli.app import main
+
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as leaving:
+            main(list(arguments))
+        said = capsys.readouterr()
+        assert isinstance(leaving.value.code, int)
+        return leaving.value.code, said.out, said.err
+
+    return run

@@ -1,0 +1,435 @@
+"""A whole matrix over processes that end, hang, spin, crawl and fail: judged, resumed, rendered."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from backlight.records import Verdict
+from backlight.stalls.matrix import processes
+from backlight.stalls.matrix.comparing import Effect
+from backlight.stalls.matrix.execution import execute, prepare
+from backlight.stalls.matrix.folder import MatrixFolderError, is_matrix
+from backlight.stalls.matrix.problems import PlanError
+from backlight.stalls.matrix.rendering.bundle import write_bundle
+from backlight.stalls.matrix.rendering.markdown import render_markdown
+from backlight.stalls.matrix.rendering.page import render_html
+from backlight.stalls.matrix.report import MatrixReport, read_report
+from backlight.stalls.matrix.tree import Standing
+
+Writer = Callable[..., Path]
+Command = Callable[..., tuple[int, str, str]]
+
+BASE = """
+script = "job.py"
+watch = false
+progress = 'step (\\d+)/(\\d+)'
+success = '^finished'
+"""
+
+CASES = """
+[cases.base]
+[cases.fails]
+control = "base"
+arguments = ["fail"]
+[cases.waits]
+control = "base"
+arguments = ["wait"]
+[cases.spins]
+control = "base"
+arguments = ["spin"]
+[cases.crawls]
+control = "base"
+arguments = ["crawl"]
+[cases.nothing]
+control = "base"
+environment = { NOTHING_READS_THIS = "1" }
+[cases.gone]
+command = ["sh", "-c", "exit 0"]
+[tree.start]
+ask = "Does waiting matter?"
+compare = "waits"
+on = { causes = "it-does", none = "it-does-not" }
+[tree.it-does]
+conclusion = "the wait"
+actions = [{ do = "do not wait", at = "job.py:7" }]
+[tree.it-does-not]
+conclusion = "something else"
+"""
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, script: str) -> tuple[Path, MatrixReport]:
+    folder = tmp_path_factory.mktemp("matrix")
+    (folder / "job.py").write_text(script)
+    (folder / "plan.toml").write_text(f"time_limit = 4\nname = 'a <b>matrix</b>'\n[base]\n{BASE}\n{CASES}")
+    return folder, execute(prepare(folder / "plan.toml"), folder / "out")
+
+
+def test_every_case_has_its_verdict(done: tuple[Path, MatrixReport]) -> None:
+    _, report = done
+    verdicts = {case.name: case.judgement.verdict for case in report.cases}
+    assert verdicts == {
+        "base": Verdict.PASS,
+        "fails": Verdict.CRASH,
+        "waits": Verdict.BLOCKED,
+        "spins": Verdict.SPIN,
+        "crawls": Verdict.SLOW,
+        "nothing": Verdict.PASS,
+        "gone": Verdict.UNKNOWN,  # it exits with 0 and says nothing of what the plan calls success
+    }
+    lines = {case.name: case.judgement.line.rpartition("/")[2] for case in report.cases}
+    assert lines["waits"] == "job.py:7"
+    assert lines["spins"] in {"job.py:10", "job.py:11"}
+    assert lines["fails"] == "job.py:19"
+    assert report.not_run == ()
+
+
+def test_no_process_is_left_and_what_ended_them_is_said(done: tuple[Path, MatrixReport]) -> None:
+    folder, report = done
+    marks = {json.loads(start.read_text())["mark"] for start in folder.glob("out/cases/*/*/start.json")}
+    assert len(marks) == len(report.cases)
+    assert not [p for p in processes.table() if processes.environment_of(p).get(processes.MARK) in marks]
+    ended = {case.name: case.ended_by for case in report.cases}
+    assert ended["base"] == ()
+    assert ended["waits"][0].startswith("SIGTERM to ")
+
+
+def test_evidence_was_collected_before_the_end(done: tuple[Path, MatrixReport]) -> None:
+    folder, report = done
+    waits = next(case for case in report.cases if case.name == "waits")
+    files = {Path(kept.path).name.split("-")[0] for kept in waits.files}
+    assert {"processes.txt", "tail.txt", "proc", "stacks", "stdout.txt", "start.json"} <= files
+    for case in report.cases:
+        for kept in case.files:
+            assert (folder / "out" / kept.path).exists(), kept
+    # The process was alive when it was looked at: the kernel said that its main thread sleeps.
+    state = next(k for k in waits.files if "processes.txt" in k.path)
+    assert " S " in (folder / "out" / state.path).read_text()
+    assert any("stdout: mode: wait" in line for line in waits.tail)
+
+
+def test_cases_are_held_against_their_controls(done: tuple[Path, MatrixReport]) -> None:
+    _, report = done
+    said = {c.case: c for c in report.comparisons}
+    assert {name: c.outcome for name, c in said.items()} == {
+        "fails": "causes", "waits": "causes", "spins": "causes", "crawls": "causes", "nothing": "",
+    }  # fmt: skip
+    assert said["waits"].effect is Effect.SEEN
+    assert said["waits"].factor == "argument positional"
+    assert said["nothing"].effect is Effect.NONE
+    assert said["nothing"].claim.endswith("(PASS -> PASS): the knob had no effect that shows in the outputs")
+    assert any("NOTHING_READS_THIS reaches the training" in action.do for action in report.actions)
+
+
+def test_the_tree_is_walked_and_actions_are_ordered(done: tuple[Path, MatrixReport]) -> None:
+    _, report = done
+    assert {b.name: b.standing for b in report.branches} == {
+        "start": Standing.SUPPORTED, "it-does": Standing.SUPPORTED, "it-does-not": Standing.REFUTED,
+    }  # fmt: skip
+    assert report.headline == "the wait"
+    first, *others = report.actions
+    assert (first.do, first.at, first.why) == ("do not wait", "job.py:7", "the wait")
+    waits = next(a for a in others if a.at.endswith("job.py:7"))
+    assert waits.verify.endswith("--again waits")
+
+
+def test_the_report_survives_its_file_and_every_form_shows_it(done: tuple[Path, MatrixReport]) -> None:
+    folder, report = done
+    out = folder / "out"
+    assert is_matrix(out)
+    assert not is_matrix(folder)
+    assert read_report(out) == report
+    text = render_markdown(out)
+    wanted = ("# a &lt;b&gt;matrix", "Environment", "Left open", "Evidence that could not be collected")
+    wanted += ("What to do, in this order", "Commands to verify", "`job.py:7`", "BLOCKED")
+    for part in wanted:
+        assert part in text, part
+    page = render_html(out)
+    assert "a &lt;b&gt;matrix&lt;/b&gt;" in page
+    assert "<b>" not in page
+    assert "default-src 'none'" in page
+    links = _Links()
+    links.feed(page)
+    assert links.scripts == 0
+    assert links.found
+    for link in links.found:
+        assert (out / link).exists(), link
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.scripts = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag in {"script", "img", "link", "iframe"}
+        self.found += [value for name, value in attrs if name == "href" and value]
+
+
+def test_everything_goes_into_one_archive(done: tuple[Path, MatrixReport], tmp_path: Path) -> None:
+    out = done[0] / "out"
+    with tarfile.open(write_bundle(out, tmp_path / "all.tar.gz")) as tar:
+        names = set(tar.getnames())
+    with zipfile.ZipFile(write_bundle(out, tmp_path / "all.zip")) as archive:
+        assert set(archive.namelist()) == names
+        assert archive.testzip() is None
+    assert {"all/matrix.json", "all/plan.toml", "all/report.html", "all/report.md"} <= names
+    assert "all/cases/waits/000/evidence/processes.txt" in names
+    assert not [name for name in names if name.endswith((".lock", ".tmp"))]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["all.tar.gz", "all.zip"]
+    with pytest.raises(ValueError, match=r"all.rar: expected a name that ends in .tar.gz, .tgz, .zip"):
+        write_bundle(out, tmp_path / "all.rar")
+
+
+def test_what_has_a_result_does_not_run_again(folder: Path, plan: Writer) -> None:
+    path = plan("[cases.a]\n[cases.b]\narguments = ['fail']\n")
+    started: list[str] = []
+
+    def run(**options: object) -> MatrixReport:
+        started.clear()
+        return execute(
+            prepare(path), folder / "out", on_start=lambda case: started.append(case.name), **options
+        )
+
+    report = run(only=["b"])
+    assert (started, report.not_run) == (["b"], ("a",))
+    report = run()
+    assert (started, report.not_run) == (["a"], ())
+    run()
+    assert started == []
+    report = run(again=["b"])
+    assert started == ["b"]
+    assert [case.attempt for case in report.cases] == ["cases/a/000", "cases/b/001"]
+    # A script that changed makes every earlier result a result of something else.
+    (folder / "job.py").write_text((folder / "job.py").read_text() + "# changed\n")
+    run()
+    assert started == ["a", "b"]
+    # An attempt that was cut short has no result, and the next one does not touch it.
+    (folder / "out/cases/a/001/result.json").write_text('{"format": 1, "dig')
+    report = run()
+    assert started == ["a"]
+    assert report.cases[0].attempt == "cases/a/002"
+    with pytest.raises(PlanError, match=r"no case is called 'c'; there are: a, b"):
+        run(only=["c"])
+
+
+def test_a_folder_of_something_else_is_left_alone(folder: Path, plan: Writer) -> None:
+    (folder / "out").mkdir()
+    (folder / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(
+        MatrixFolderError, match=r"out: holds something that is no matrix; choose another --out"
+    ):
+        execute(prepare(plan("[cases.a]\n")), folder / "out")
+    assert [p.name for p in (folder / "out").iterdir()] == ["mine.txt"]
+    with pytest.raises(
+        MatrixFolderError, match=r"matrix.json: cannot be read: No such file.*is .* a matrix\?"
+    ):
+        read_report(folder / "out")
+
+
+def cli(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "backlight", "matrix", "plan.toml", "--out", "out"],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def marked(folder: Path) -> tuple[str, int]:
+    """Wait for the first case of the matrix, and return its mark and the pid of its process."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for start in folder.glob("out/cases/*/*/start.json"):
+            mark = json.loads(start.read_text())["mark"]
+            for pid in processes.table():
+                if processes.environment_of(pid).get(processes.MARK) == mark:
+                    return mark, pid
+        time.sleep(0.05)
+    raise AssertionError("no case was started")
+
+
+def test_an_interrupt_ends_the_case_and_the_next_call_goes_on(folder: Path, plan: Writer) -> None:
+    plan("[cases.a]\narguments = ['wait']\n", top="time_limit = 60")
+    process = cli(folder)
+    mark, pid = marked(folder)
+    other = subprocess.run(
+        [sys.executable, "-m", "backlight", "matrix", "plan.toml", "--out", "out"],
+        cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert other.returncode == 2
+    assert "another matrix is running in it" in other.stderr
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert processes.environment_of(pid).get(processes.MARK) != mark
+    assert not (folder / "out/cases/a/000/result.json").exists()
+    plan("[cases.a]\n", top="time_limit = 60")
+    report = execute(prepare(folder / "plan.toml"), folder / "out")
+    assert [(c.attempt, c.judgement.verdict) for c in report.cases] == [("cases/a/001", Verdict.PASS)]
+
+
+def test_what_a_killed_matrix_left_running_is_ended_by_the_next(folder: Path, plan: Writer) -> None:
+    plan("[cases.a]\narguments = ['wait']\n", top="time_limit = 60")
+    process = cli(folder)
+    mark, pid = marked(folder)
+    process.kill()
+    process.communicate(timeout=30)
+    assert processes.environment_of(pid).get(processes.MARK) == mark
+    plan("[cases.a]\n", top="time_limit = 60")
+    execute(prepare(folder / "plan.toml"), folder / "out")
+    assert processes.environment_of(pid).get(processes.MARK) != mark
+
+
+def test_a_variable_that_a_wrapper_drops_had_no_effect(folder: Path, plan: Writer) -> None:
+    path = plan(
+        "[cases.base]\n[cases.knob]\ncontrol = 'base'\nenvironment = { KNOB = '1' }\n",
+        base=f"command = ['env', '-u', 'KNOB', '{sys.executable}', '-c', 'import time; time.sleep(1)']",
+    )
+    report = execute(prepare(path), folder / "out")
+    (said,) = report.comparisons
+    assert said.effect is Effect.NONE
+    assert (
+        said.why == "the knob had no effect that shows in environment KNOB, "
+        "which did not arrive where the work is done"
+    )
+
+
+def test_edits_are_made_in_copies(folder: Path, plan: Writer) -> None:
+    (folder / "c.json").write_text('{"net": {"depth": 2}}')
+    (folder / "c.txt").write_text("depth = 2\n")
+    (folder / "show.py").write_text(
+        "import sys\nfor a in sys.argv[1:]: print(open(a.removeprefix('--config=')).read())\n"
+    )
+    path = plan(
+        """
+        [cases.base]
+        [cases.text]
+        control = "base"
+        edits = [{ file = "c.txt", find = "depth = 2", replace = "depth = 7" }]
+        [cases.key]
+        control = "base"
+        edits = [{ file = "c.json", key = "net.depth", value = 9 }]
+        """,
+        base='script = "show.py"\nwatch = false\narguments = ["c.json", "--config=c.txt"]',
+    )
+    report = execute(prepare(path), folder / "out")
+    said = {c.name: (folder / "out" / c.attempt / "stdout.txt").read_text() for c in report.cases}
+    assert '"depth": 2' in said["base"]
+    assert "depth = 7" in said["text"]
+    assert '"depth": 9' in said["key"]
+    assert (folder / "c.json").read_text() == '{"net": {"depth": 2}}'
+    assert (folder / "c.txt").read_text() == "depth = 2\n"
+    # Only a number differs in what was printed, which by itself could be chance.
+    assert {c.case: c.effect for c in report.comparisons} == {"text": Effect.PERHAPS, "key": Effect.PERHAPS}
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_branch_runs_from_a_copy_of_its_files(folder: Path, plan: Writer) -> None:
+    git(folder, "init", "-q", "-b", "main")
+    git(folder, "add", "job.py")
+    git(folder, "commit", "-q", "-m", "first")
+    (folder / "job.py").write_text("print('changed here')\n")
+    status = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=folder, capture_output=True, check=True
+    ).stdout
+    path = plan("[cases.here]\n[cases.main]\ncontrol = 'here'\nbranch = 'main'\n")
+    assert prepare(path).cases[1].launch.inputs.keys() == {"commit"}
+    path = plan("[cases.here]\n[cases.main]\ncontrol = 'here'\nbranch = 'mian'\n")
+    with pytest.raises(PlanError, match=r"branch 'mian': not found in .*: no such commit"):
+        prepare(path)
+    path = plan("[cases.here]\n[cases.main]\ncontrol = 'here'\nbranch = 'main'\n")
+    report = execute(prepare(path), folder / "out")
+    said = {c.name: (folder / "out" / c.attempt / "stdout.txt").read_text() for c in report.cases}
+    assert said == {"here": "changed here\n", "main": "mode: end\nfinished\n"}
+    assert subprocess.run(
+        ["git", "status", "--porcelain", "--", "job.py"], cwd=folder, capture_output=True, check=True
+    ).stdout in status  # fmt: skip
+    assert report.comparisons[0].effect is Effect.SEEN
+
+
+def test_secrets_stay_out(folder: Path, plan: Writer) -> None:
+    path = plan("[cases.a]\nenvironment = { HUB_TOKEN = 'sesame', PLAIN = 'x' }\n")
+    report = execute(prepare(path), folder / "out")
+    assert report.cases[0].environment == {"HUB_TOKEN": "(hidden)", "PLAIN": "x"}
+    texts = [
+        p.read_text(errors="replace")
+        for p in (folder / "out").rglob("*")
+        if p.is_file() and p.name != "plan.toml"
+    ]
+    assert texts
+    assert not any("sesame" in text for text in texts)
+
+
+def test_an_interpreter_of_its_own(folder: Path, plan: Writer) -> None:
+    environment = folder / "other"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").write_text(f'#!/bin/sh\necho "the other"\nexec {sys.executable} "$@"\n')
+    (environment / "bin" / "python").chmod(0o755)
+    prepared = prepare(plan("[cases.a]\n[cases.b]\ncontrol = 'a'\ninterpreter = 'other'\n"))
+    assert {i.path for i in prepared.interpreters} == {sys.executable, str(environment / "bin" / "python")}
+    report = execute(prepared, folder / "out")
+    assert (report.comparisons[0].factor, report.comparisons[0].effect) == ("interpreter", Effect.SEEN)
+
+
+def test_the_command_line(folder: Path, plan: Writer, command: Command) -> None:
+    plan("[cases.a]\n[cases.b]\ncontrol = 'a'\narguments = ['fail']\n")
+    code, out, _ = command("matrix", "plan.toml", "--check")
+    assert code == 0
+    assert "argument positional" in out
+    assert not (folder / "runs").exists()
+    for arguments, message in (
+        (("nowhere.toml",), "nowhere.toml: cannot be read"),
+        (("plan.toml", "--fail-on", "BLOKED"), "did you mean 'BLOCKED'?"),
+        (("plan.toml", "--bundle", "x.rar"), "--bundle x.rar: expected a name that ends in"),
+        (("plan.toml", "--bundle", "no/x.zip"), "no such folder"),
+        (("plan.toml", "train.py"), "unexpected 'train.py': a script is only taken with --init"),
+        (("plan.toml", "--only", "c"), "no case is called 'c'"),
+    ):
+        code, _, err = command("matrix", *arguments)
+        assert code == 2, arguments
+        assert message in err
+        assert err.count("\n") == 1
+        assert not (folder / "runs").exists()
+    code, out, err = command("matrix", "plan.toml", "--json", "--bundle", "x.zip", "--fail-on", "CRASH")
+    assert code == 1
+    report = json.loads(out)
+    assert [c["judgement"]["verdict"] for c in report["cases"]] == ["PASS", "CRASH"]
+    assert "CRASH" in err
+    assert (folder / "x.zip").is_file()
+    assert (folder / "runs/matrix-plan/report.html").is_file()
+    code, out, _ = command("matrix", "plan.toml")
+    assert code == 0
+    assert "ValueError: planted" in out
+    assert os.path.join("runs", "matrix-plan", "report.html") in out  # noqa: PTH118 - text, not a path
+
+
+def test_hostile_text_acts_nowhere(folder: Path, plan: Writer, command: Command) -> None:
+    (folder / "job.py").write_text(
+        "print('\\x1b[31m<script>alert(1)</script> | `code` @someone')\nraise SystemExit(3)\n"
+    )
+    plan("[cases.a]\n[tree.x]\nconclusion = '<img src=x> [link](http://example.org) @someone'\n")
+    code, out, _ = command("matrix", "plan.toml")
+    assert code == 0
+    assert "\x1b[31m" not in out
+    folder_out = folder / "runs" / "matrix-plan"
+    page, text = render_html(folder_out), render_markdown(folder_out)
+    assert "<script" not in page
+    assert "<img" not in page + text
+    assert "\\[link\\]" in text
+    assert "http:" not in text.replace("h&#8203;ttp", "")

@@ -1,0 +1,110 @@
+"""The walk over a decision tree: what evidence supports, refutes, and leaves open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from backlight.records import Verdict
+from backlight.stalls.matrix.comparing import Comparison, Effect
+from backlight.stalls.matrix.judging import Judgement
+from backlight.stalls.matrix.plan import read_plan
+from backlight.stalls.matrix.tree import Standing, walk
+
+TREE = """
+[cases.base]
+[cases.knob]
+control = "base"
+arguments = ["wait"]
+[tree.start]
+ask = "How does it end?"
+case = "base"
+on = { PASS = "fine", "BLOCKED|SPIN" = "hangs", SLOW = "slow" }
+[tree.hangs]
+ask = "Does the knob help?"
+compare = "knob"
+on = { cures = "the-knob", none = "something-else" }
+[tree.fine]
+conclusion = "fine"
+[tree.slow]
+conclusion = "slow"
+[tree.the-knob]
+conclusion = "the knob"
+[tree.something-else]
+conclusion = "something else"
+"""
+
+YES, NO, OPEN = Standing.SUPPORTED, Standing.REFUTED, Standing.OPEN
+
+
+def judgement(verdict: Verdict) -> Judgement:
+    return Judgement(verdict, "", "high", (), "")
+
+
+def comparison(outcome: str, why: str = "") -> Comparison:
+    return Comparison("knob", "base", "argument", Effect.SEEN, (), (), outcome, "", why)
+
+
+@pytest.mark.parametrize(
+    ("base", "outcome", "expected"),
+    [
+        ("PASS", "", {"fine": YES, "slow": NO, "hangs": NO, "the-knob": NO, "something-else": NO}),
+        ("SPIN", "cures", {"fine": NO, "slow": NO, "hangs": YES, "the-knob": YES, "something-else": NO}),
+        ("BLOCKED", "none", {"fine": NO, "slow": NO, "hangs": YES, "the-knob": NO, "something-else": YES}),
+        ("BLOCKED", "", {"fine": NO, "slow": NO, "hangs": YES, "the-knob": OPEN, "something-else": OPEN}),
+        (
+            "UNKNOWN",
+            "cures",
+            {"fine": OPEN, "slow": OPEN, "hangs": OPEN, "the-knob": OPEN, "something-else": NO},
+        ),
+        (
+            "DID_NOT_FINISH",
+            "",
+            {"fine": OPEN, "slow": OPEN, "hangs": OPEN, "the-knob": OPEN, "something-else": OPEN},
+        ),
+        ("CRASH", "", {"fine": NO, "slow": NO, "hangs": NO, "the-knob": NO, "something-else": NO}),
+    ],
+)
+def test_the_standing_of_every_branch(
+    base: str, outcome: str, expected: dict[str, Standing], plan: Callable[..., Path]
+) -> None:
+    read = read_plan(plan(TREE))
+    branches = walk(
+        read, "start", {"base": judgement(Verdict(base))}, {"knob": comparison(outcome, "no effect")}
+    )
+    assert {b.name: b.standing for b in branches} == {"start": YES} | expected
+    start = next(b for b in branches if b.name == "start")
+    assert start.answer == ("" if base in {"UNKNOWN", "DID_NOT_FINISH"} else base)
+    if outcome == "" and base == "BLOCKED":
+        assert next(b for b in branches if b.name == "the-knob").why == "hangs: no effect"
+    if base == "CRASH":
+        assert start.leads == ""
+
+
+def test_a_case_that_has_not_run_leaves_everything_open(plan: Callable[..., Path]) -> None:
+    branches = walk(read_plan(plan(TREE)), "start", {}, {})
+    assert {b.standing for b in branches if b.name != "start"} == {OPEN}
+    assert branches[1].why == "start: case base has not run"
+
+
+def test_two_ways_to_one_conclusion_take_the_better(plan: Callable[..., Path]) -> None:
+    tree = """
+    [cases.base]
+    [cases.other]
+    arguments = ["wait"]
+    [tree.a]
+    case = "base"
+    on = { PASS = "b", SLOW = "end" }
+    [tree.b]
+    case = "other"
+    on = { PASS = "end", CRASH = "no" }
+    [tree.end]
+    conclusion = "x"
+    [tree.no]
+    conclusion = "y"
+    """
+    judged = {"base": judgement(Verdict.PASS), "other": judgement(Verdict.PASS)}
+    branches = {b.name: b.standing for b in walk(read_plan(plan(tree)), "a", judged, {})}
+    assert branches == {"a": YES, "b": YES, "end": YES, "no": NO}
