@@ -83,6 +83,16 @@ def test_report(command: Run, sick: Path, tmp_path: Path) -> None:
     assert "last.weight" in (tmp_path / "page.md").read_text()
 
 
+def test_groups_are_drawn(command: Run, tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    groups = {"body": "first,norm", "head": "last"}
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, groups=groups):
+        loop(model, optimizer)
+    assert command("report", tmp_path / "run", "--out", tmp_path / "page.html")[0] == 0
+    assert "body / head" in (tmp_path / "page.html").read_text()
+
+
 def test_export(command: Run, healthy: Path, tmp_path: Path) -> None:
     import pyarrow.parquet
 

@@ -32,13 +32,22 @@ ALWAYS = {"events", "fingerprint", "thresholds", "learning_rates", "health"}
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Source:
     run = write_run(tmp_path_factory.mktemp("full") / "run", FULL)
-    return Source(run, health=health_of(run))
+    frame = run.frame("gradient", "rms")
+    halves = {"lower": frame.values[:, ::2].mean(axis=1), "upper": frame.values[:, 1::2].mean(axis=1)}
+    groups = {name: (frame.steps, values) for name, values in halves.items()}
+    return Source(run, health=health_of(run), groups=groups)
 
 
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory) -> Source:
     plan = Plan(steps=20, gradients=False, updates=False)
     return Source(write_run(tmp_path_factory.mktemp("empty") / "run", plan))
+
+
+def test_groups_that_were_not_named_are_not_drawn(empty: Source) -> None:
+    result = PANELS["groups"].render(empty)
+    assert isinstance(result, NotMeasured)
+    assert "--group NAME=PATTERN" in result.reason
 
 
 def drawn(source: Source, name: str) -> Drawn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -114,6 +115,30 @@ def test_a_module_and_a_package_import_of_its_own(tmp_path: Path) -> None:
     seen = watched(tmp_path, "-m", "mine.train", "--flag")
     assert seen.stdout == "__main__ mine\n", seen.stderr
     assert seen.returncode == 0
+
+
+def test_a_watched_script_under_coverage(tmp_path: Path) -> None:
+    write(tmp_path, "train(3)\nif sys.argv[1:] == ['never']:\n    print('not covered')\n")
+    command = [
+        "-m",
+        "coverage",
+        "run",
+        "--branch",
+        "--include",
+        "train.py",
+        "-m",
+        "backlight",
+        "run",
+        "--out",
+        "run",
+    ]
+    seen = python(tmp_path, *command, "train.py")
+    assert seen.returncode == 0, seen.stderr
+    report = python(tmp_path, "-m", "coverage", "json", "-q", "-o", "coverage.json")
+    assert report.returncode == 0, report.stderr
+    (covered,) = json.loads((tmp_path / "coverage.json").read_text())["files"].values()
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    assert [lines[n - 1] for n in covered["missing_lines"]] == ["    print('not covered')"]
 
 
 def test_steps_ends_the_script_cleanly(tmp_path: Path) -> None:

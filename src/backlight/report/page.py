@@ -40,6 +40,7 @@ def write_report(
     health: tuple[NDArray[np.int64], NDArray[np.float64]] | None = None,
     attempt: int | None = None,
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
+    groups: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]] | None = None,
 ) -> Path:
     """Write the report of ``run`` to ``target`` and return its path.
 
@@ -58,6 +59,8 @@ def write_report(
         Index of the attempt to show; None shows all, joined by their global steps.
     thresholds:
         Thresholds in use, by room and name.
+    groups:
+        Steps ``[S]`` and rms ``[S]`` of each named group of parameters, NaN where it was not measured.
 
     Raises
     ------
@@ -67,7 +70,7 @@ def write_report(
     if attempt is not None and attempt not in {a.index for a in run.attempts}:
         known = ", ".join(str(a.index) for a in run.attempts) or "none"
         raise ValueError(f"{run.path}: there is no attempt {attempt}; the run has {known}")
-    text = render_page(Source(run, tuple(findings), health, attempt, thresholds or {}))
+    text = render_page(Source(run, tuple(findings), health, attempt, thresholds or {}, groups or {}))
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")

@@ -30,7 +30,8 @@ class Source:
     """A run as the report sees it.
 
     ``health`` is the score over steps, which the caller computes by the rules of its room.
-    ``thresholds`` are those in use, by room and name. ``attempt`` limits everything to one attempt.
+    ``thresholds`` are those in use, by room and name. ``groups`` is the rms over steps of each named
+    group, all at the same steps. ``attempt`` limits everything to one attempt.
     """
 
     run: Run
@@ -38,6 +39,7 @@ class Source:
     health: Series | None = None
     attempt: int | None = None
     thresholds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    groups: Mapping[str, Series] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> tuple[ParameterRecord, ...]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.health.groups import GroupError, group_rms
 from backlight.health.scoring import health_series
 from backlight.report.markdown import render_markdown
 from backlight.report.page import write_report
 from backlight.session.judge import findings_of, thresholds
-from backlight.store.reader import open_run
+from backlight.store.reader import Run, open_run
 
 
 def write_html(path: Path, target: Path) -> Path:
@@ -22,7 +26,18 @@ def write_html(path: Path, target: Path) -> Path:
         for room in run.rooms
         if (limits := thresholds(room, run.overrides.get(room)))
     }
-    return write_report(run, findings_of(run), target, health=scored, thresholds=in_use)
+    return write_report(run, findings_of(run), target, health=scored, thresholds=in_use, groups=_groups(run))
+
+
+def _groups(run: Run) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
+    found = {}
+    for name, pattern in run.groups.items():
+        try:
+            rms = group_rms(run, pattern)
+        except GroupError:
+            continue  # said by the session, as an event
+        found[name] = (rms.steps, rms.values)
+    return found
 
 
 def write_markdown(path: Path, target: Path) -> Path:
