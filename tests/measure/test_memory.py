@@ -62,10 +62,8 @@ def test_many_small_tensors():
     assert 0 < largest.size <= 4 * 2**20
 
 
-@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.parametrize("kind", [kind for kind in TENSORS if kind != "expanded"])
 def test_histograms(kind):
-    if kind == "expanded":
-        pytest.skip("the same reading of memory as in the statistics")
     with Largest([TENSORS[kind]]) as largest:
         histogram([TENSORS[kind]])
     assert 0 < largest.size <= 4 * 2**20

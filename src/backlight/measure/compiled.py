@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -84,16 +85,19 @@ class Kernels:
             return None
         if key not in self._made:
             try:
-                self._made[key] = self._compile(device, dtype)
+                # The compiler warns of its own affairs, which an error filter of the user's would make fail.
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self._made[key] = self._compile(device, dtype)
             except Exception as error:  # noqa: BLE001 - compilers fail in every way; training must go on
                 self.fail(error)
                 return None
         return self._made[key]
 
     def fail(self, error: Exception) -> None:
-        """Give the compiled tier up and keep the first line of why."""
-        first = next(iter(str(error).strip().splitlines()), "no message")
-        self.reason = f"{type(error).__name__}: {first}"
+        """Give the compiled tier up and keep the first lines of why."""
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        self.reason = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"
         self._made.clear()
 
     def _compile(self, device: torch.device, dtype: torch.dtype) -> _Kernel:

@@ -1,0 +1,298 @@
+"""The compiled tier gives the numbers of the eager one, or steps aside and says why."""
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+from backlight.measure import compiled, table
+from backlight.measure import statistics as module
+from backlight.measure.compiled import PRICE_WITH_IMPORT, Kernels, Patience
+from backlight.measure.statistics import statistics, tier_in_use, why_not_compiled
+
+LARGE = 50_003
+NAN, INF = math.nan, math.inf
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))),
+    reason="torch.compile on the CPU needs a C++ compiler",
+)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels of a process in which nothing has been compiled yet."""
+    fresh = Kernels()
+    for place in (module, table, compiled):
+        monkeypatch.setattr(place, "KERNELS", fresh)
+    return fresh
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    fresh = Patience()
+    monkeypatch.setattr(module, "PATIENCE", fresh)
+    return fresh
+
+
+def with_values(*values, size=LARGE):
+    tensor = torch.randn(size)
+    tensor[:: size // len(values)][: len(values)] = torch.tensor(values)
+    return tensor
+
+
+def matrix(dtype):
+    """Large tensors of every layout and special value, and small ones beside them."""
+    tensors = [
+        torch.randn(300, 200),
+        torch.randn(300, 200).t(),
+        torch.randn(20, 30, 40, 5).contiguous(memory_format=torch.channels_last),
+        torch.randn(400, 300)[:, ::2],
+        torch.randn(LARGE, 1).expand(LARGE, 3),
+        torch.randn(LARGE)[3:],
+        torch.randn(LARGE + 13, requires_grad=True),
+        torch.zeros(LARGE),
+        -torch.zeros(LARGE),
+        with_values(NAN, 1.0, 0.0),
+        with_values(INF, -INF, 3.0),
+        with_values(-INF, 0.0),
+        with_values(NAN, INF, size=2**16),
+        torch.full((LARGE,), 1e20),
+        torch.full((LARGE,), 1e-30),
+        torch.full((LARGE,), 1e-44),
+        with_values(3e38, -3e38, 1e-45, 0.0, -0.0),
+        torch.randn(7),
+        torch.empty(0),
+        torch.tensor(2.0),
+    ]
+    return [tensor.detach().to(dtype) for tensor in tensors] + [tensors[6].to(dtype)]
+
+
+def assert_same(one, other):
+    np.testing.assert_array_equal(one.arrays()[1], other.arrays()[1])
+    np.testing.assert_array_equal(one.arrays()[0][:, 1], other.arrays()[0][:, 1])
+    np.testing.assert_allclose(one.arrays()[0][:, 0], other.arrays()[0][:, 0], rtol=1e-13)
+    size = np.maximum(one.arrays()[1][:, 1], 1)
+    slack = 1e-13 * np.where(np.isfinite(one.arrays()[0][:, 0]), np.sqrt(size) * one.arrays()[0][:, 0], 0)
+    same = one.arrays()[0][:, 2], other.arrays()[0][:, 2]
+    finite = np.isfinite(same[0])
+    np.testing.assert_array_equal(same[0][~finite], same[1][~finite])
+    assert (np.abs(same[0][finite] - same[1][finite]) <= slack[finite]).all()
+
+
+@needs_compiler
+def test_the_tiers_agree_and_nothing_is_compiled_twice(check):
+    tensors = matrix(torch.float32)
+    state = torch.get_rng_state()
+    found = statistics(tensors, tier="compiled")
+    assert why_not_compiled() == ""
+    assert tier_in_use("compiled") == "compiled"
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+    assert_same(found, statistics(tensors, tier="eager"))
+    check(found, tensors)
+
+    counters = torch._dynamo.utils.counters["stats"]
+    graphs = counters["unique_graphs"]
+    for size in (2**15, 2**15 + 1, 2**16, 123_456):
+        tensor = torch.randn(size)
+        check(statistics([tensor], tier="compiled", scale=1.0), [tensor])
+    ones = torch.ones(2**24 + 5)
+    ones[7] = 0
+    floats, integers = statistics([ones], tier="compiled").arrays()
+    assert integers[0].tolist() == [1, 2**24 + 5, 1, 0, 0]
+    assert floats[0].tolist() == [2.0**12 * math.sqrt(1 + 2**-22), 1.0, 2**24 + 4]
+    with torch.inference_mode():
+        check(statistics(tensors[:2], tier="compiled"), tensors[:2])
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+        check(statistics(tensors[:2], tier="compiled"), tensors[:2])
+    assert why_not_compiled() == ""
+    assert counters["unique_graphs"] == graphs
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_tiers_agree_on_small_types(dtype, check):
+    tensors = matrix(dtype)
+    found = statistics(tensors, tier="compiled")
+    assert why_not_compiled() == ""
+    assert_same(found, statistics(tensors, tier="eager"))
+    check(found, tensors)
+
+
+def test_rare_types_are_eager_in_any_tier(kernels, check):
+    tensors = [torch.randn(LARGE, dtype=dtype) for dtype in (torch.float64, torch.complex64)]
+    check(statistics(tensors, tier="compiled"), tensors)
+    assert kernels.reason == ""
+    assert kernels._made == {}
+
+
+def test_a_compiler_that_fails_is_not_asked_again(kernels, monkeypatch, check):
+    asked = []
+
+    def compile_(self, device, dtype):
+        asked.append(dtype)
+        raise RuntimeError("no compiler\n\n  here\nand a long story")
+
+    monkeypatch.setattr(Kernels, "_compile", compile_)
+    tensors = [torch.randn(LARGE), torch.randn(9)]
+    for _ in range(3):
+        check(statistics(tensors, tier="compiled"), tensors)
+    assert asked == [torch.float32]
+    assert why_not_compiled() == "RuntimeError: no compiler here"
+    assert tier_in_use("compiled") == "eager"
+
+
+def test_a_kernel_that_fails_late_loses_no_tensor(kernels, monkeypatch, check):
+    def kernel(x_RW):
+        if x_RW.numel() > LARGE:
+            raise RuntimeError("broken")
+        return torch.zeros(4, 16, dtype=torch.float64)
+
+    monkeypatch.setattr(Kernels, "_compile", lambda self, device, dtype: kernel)
+    tensors = [torch.randn(LARGE), torch.randn(2 * LARGE), torch.randn(3)]
+    check(statistics(tensors, tier="compiled"), tensors)
+    assert why_not_compiled() == "RuntimeError: broken"
+
+
+def test_settings_that_keep_changing_do_not_compile_without_end(kernels, monkeypatch, check):
+    made = []
+
+    def compile_(self, device, dtype):
+        made.append(torch.get_default_dtype())
+        return lambda x_RW: torch.full((4, 16), NAN, dtype=torch.float64)
+
+    monkeypatch.setattr(Kernels, "_compile", compile_)
+    threads = iter(range(1, 100))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: next(threads))
+    device = torch.device("cpu")
+    found = [kernels.get(device, torch.float32) for _ in range(20)]
+    assert len(made) == 8
+    assert found[8:] == [None] * 12
+    assert kernels.reason == ""
+
+
+def test_auto_compiles_once_eager_work_has_cost_as_much(kernels, patience, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Kernels, "_compile", lambda self, device, dtype: asked.append(dtype) or 1 / 0)
+    monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
+    large = [torch.randn(200_000)]
+    statistics(large)
+    assert tier_in_use() == "eager"
+    assert 0 < patience._spent < 1
+    spent = patience._spent
+    statistics([torch.randn(9)] * 50)
+    assert patience._spent == spent  # no kernel would have helped those
+    patience.spend(PRICE_WITH_IMPORT)
+    assert tier_in_use() == "compiled"
+    statistics(large, tier="eager")
+    assert asked == []
+    statistics(large)
+    assert asked == [torch.float32]
+    assert why_not_compiled() == "ZeroDivisionError: division by zero"
+
+
+def test_inside_somebodys_compiled_function_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    floats, integers = statistics([torch.ones(3)]).arrays()
+    assert not integers.any()
+    assert not floats.any()
+
+
+def run(body):
+    """Run a script that has its own process and its own compiler."""
+    script = "import torch\nfrom backlight.measure.statistics import *\n" + textwrap.dedent(body)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@needs_compiler
+@pytest.mark.full
+def test_where_recompiling_is_an_error():
+    run(
+        """
+        torch._dynamo.config.error_on_recompile = True
+        x = [torch.randn(n) for n in (40_000, 50_000, 65_536)]
+        a = statistics(x, tier="compiled").arrays()
+        assert why_not_compiled() == ""
+        torch.use_deterministic_algorithms(True)
+        b = statistics(x, tier="compiled").arrays()
+        y = [p.bfloat16() for p in x]
+        statistics(y, tier="compiled").arrays()
+        assert why_not_compiled() == ""
+        assert abs(a[0] - b[0]).max() < 1e-9
+        """
+    )
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "off", ["torch.compiler.set_stance('force_eager')", "setattr(torch._dynamo.config, 'disable', True)"]
+)
+def test_where_compiling_is_switched_off(off):
+    run(
+        f"""
+        import torch._dynamo
+        {off}
+        x = torch.randn(40_000)
+        values, counts = statistics([x], tier="compiled").arrays()
+        assert why_not_compiled().startswith("NotCompiledError"), why_not_compiled()
+        assert abs(values[0, 0] - float(x.double().norm())) < 1e-9
+        """
+    )
+
+
+@needs_compiler
+@pytest.mark.full
+def test_the_users_compiled_functions_are_left_alone():
+    run(
+        """
+        import torch._dynamo
+        torch._dynamo.config.recompile_limit = 2
+        torch._dynamo.config.error_on_recompile = True
+        calls = []
+
+        def backend(graph, inputs):
+            calls.append(graph)
+            return graph.forward
+
+        double = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
+        x = torch.ones(40_000)
+        double(x)
+        config = torch._dynamo.config
+        before = config.recompile_limit, config.error_on_recompile
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            statistics([x.to(dtype), torch.ones(90_000, dtype=dtype)], tier="compiled").arrays()
+        assert why_not_compiled() == ""
+        assert before == (config.recompile_limit, config.error_on_recompile)
+        assert torch.equal(double(x), x * 2)
+        assert len(calls) == 1
+        """
+    )
+
+
+@needs_compiler
+@pytest.mark.full
+def test_no_process_is_started_to_compile():
+    done = run(
+        """
+        import os, threading
+        statistics([torch.randn(40_000)], tier="compiled").arrays()
+        assert why_not_compiled() == ""
+        children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+        print("children", children)
+        """
+    )
+    assert "children []" in done.stdout
+    assert done.stderr == ""
