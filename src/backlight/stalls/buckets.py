@@ -54,6 +54,11 @@ def assignment(model: Any) -> Assignment:
     indices: list[list[int]] | None
     if rebuilt:
         indices = [[int(i) for i in bucket.split()] for bucket in rebuilt.split(",")]
+    elif getattr(model, "_has_rebuilt_buckets", False):
+        # Built anew in this very forward; what DDP logs follows one step later.
+        order = [int(i) for i in str(data.get("prev_iteration_grad_ready_order_indices", "")).split(",") if i]
+        complete = sorted(order) == list(range(len(parameters)))
+        indices = _spread(model, parameters, sparse, order) if complete else None
     else:
         indices = _first(model, parameters, sparse, data)
         notes.append("assignment of the first backward; buckets are built anew after it")
@@ -82,15 +87,29 @@ def _first(
     sizes = [int(size) for size in str(data.get("bucket_sizes", "")).split(",") if size.strip()]
     if len(sizes) == 1:
         return [list(range(len(parameters)))]
-    # Several at the start: found by the function that DDP itself uses, and believed if the sizes agree.
+    found = _spread(model, parameters, sparse, None)
+    if found is None:
+        return None
+    weights = [p.numel() * p.element_size() for p in parameters]
+    found_sizes = sorted(sum(weights[i] for i in bucket) for bucket in found)
+    return found[::-1] if found_sizes == sorted(sizes) else None
+
+
+def _spread(
+    model: Any, parameters: list[Any], sparse: list[bool], order: list[int] | None
+) -> list[list[int]] | None:
+    """Spread parameters over buckets by the function that DDP itself uses; None where it is another."""
     try:
         dist: Any = sys.modules["torch.distributed"]
-        limits = [int(dist._DEFAULT_FIRST_BUCKET_BYTES), int(model.bucket_bytes_cap)]
-        found, _ = dist._compute_bucket_assignment_by_size(parameters, limits, sparse)
-    except (AttributeError, RuntimeError, TypeError):
+        cap = int(model.bucket_bytes_cap)
+        first = int(dist._DEFAULT_FIRST_BUCKET_BYTES) if model.bucket_bytes_cap_default else cap
+        limits = list(getattr(model, "bucket_bytes_cap_list", ())) or ([first, cap] if first < cap else [cap])
+        if order is None:
+            found, _ = dist._compute_bucket_assignment_by_size(parameters, limits, sparse)
+        else:
+            ordered = [parameters[i] for i in order]
+            rows = [sparse[i] for i in order]
+            found, _ = dist._compute_bucket_assignment_by_size(ordered, limits, rows, order)
+    except (AttributeError, RuntimeError, TypeError, KeyError):
         return None
-    buckets = [list(bucket) for bucket in reversed(found)]
-    bytes_of = [
-        sum(parameters[i].numel() * parameters[i].element_size() for i in bucket) for bucket in buckets
-    ]
-    return buckets if sorted(bytes_of) == sorted(sizes) else None
+    return [list(bucket) for bucket in found]

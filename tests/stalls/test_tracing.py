@@ -1,0 +1,248 @@
+"""Tracing: the lines are right, flushed when they happen, and no gradient changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import backlight
+from backlight.session.config import Settings
+from backlight.session.tracing import traced_kinds
+from backlight.stalls.tracing import Tracer
+from cases import CASES, build
+
+
+def trace(kinds: tuple[str, ...], train: object) -> list[dict[str, object]]:
+    lines: list[dict[str, object]] = []
+    tracer = Tracer(kinds, lambda text, payload: lines.append({"text": text, **payload}))
+    tracer.start()
+    try:
+        train()
+    finally:
+        tracer.stop()
+    return lines
+
+
+def once(model: nn.Module) -> None:
+    model(torch.randn(5, 4)).pow(2).mean().backward()
+
+
+def test_gradients_come_in_the_order_of_backward() -> None:
+    model = build()
+    lines = [line for line in trace(("gradients",), lambda: once(model)) if line["what"] == "gradient"]
+    names = [line["name"] for line in lines]
+    assert sorted(names) == sorted(n for n, _ in model.named_parameters())
+    assert {names.index("last.weight"), names.index("last.bias")} == {0, 1}
+    assert [line["number"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[0]["text"].startswith("+")
+    assert "gradient 1/" in lines[0]["text"]
+    assert "[8x4]" in lines[names.index("first.weight")]["text"]
+
+
+def test_modules_from_the_last_to_the_first() -> None:
+    model = build()
+    lines = [line for line in trace(("modules",), lambda: once(model)) if line["what"] == "module"]
+    assert [line["name"] for line in lines] == ["last", "Net", "norm", "first"]
+
+
+def test_a_removed_tracer_says_nothing_more() -> None:
+    model = build()
+    lines = trace(("gradients", "modules"), lambda: once(model))
+    count = len(lines)
+    once(model)
+    assert len(lines) == count
+    assert not model.first.weight._post_accumulate_grad_hooks
+
+
+ALL = ("gradients", "modules", "buckets")
+BY_HAND = {"functional_gradients", "gradients_by_grad"}
+"""Cases without a backward that could be traced."""
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_tracing_changes_nothing(name: str) -> None:
+    case = CASES[name]
+    warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+    ended: list[list[torch.Tensor]] = []
+    alone = case.train()
+    lines = trace(ALL, lambda: ended.append(case.train()))
+    for one, two in zip(alone, ended[0], strict=True):
+        assert torch.equal(one.nan_to_num(), two.nan_to_num())
+    seen = {line["what"] for line in lines}
+    assert seen == (
+        set() if name in BY_HAND else {"begin", "end", "gradient", "module"} - NOT_SEEN.get(name, set())
+    )
+
+
+NOT_SEEN: dict[str, set[str]] = {"compiled": {"module"}}
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "checkpointing_reentrant", "copied_and_saved", "scaler_with_fused"]
+)
+def test_a_watch_that_traces_changes_nothing(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    alone = case.train()
+    with backlight.watch(run=tmp_path / "run", every=1, trace=ALL, rooms=("health",)):
+        traced = case.train()
+    for one, two in zip(alone, traced, strict=True):
+        assert torch.equal(one.nan_to_num(), two.nan_to_num())
+    events = backlight.open_run(tmp_path / "run").events("trace")
+    assert {event.payload["what"] for event in events} == {"begin", "end", "gradient", "module"}
+    assert {event.step for event in events} == set(range(case.steps))
+
+
+def test_a_long_chain_of_modules_is_not_followed_to_the_end() -> None:
+    code = (
+        "import torch\nfrom backlight.stalls.tracing import Tracer\n"
+        "cell = torch.nn.Tanh()\nx = y = torch.ones(1, requires_grad=True)\nlines = []\n"
+        "tracer = Tracer(('modules',), lambda text, payload: lines.append(payload['what']))\ntracer.start()\n"
+        "for _ in range(60000):\n    y = cell(y)\n"
+        "y.sum().backward()\ntracer.stop()\ndel y\nprint(lines.count('module'), lines.count('limit'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "5000 1\n"
+
+
+def test_kinds() -> None:
+    assert traced_kinds("gradients, buckets") == ("gradients", "buckets")
+    assert traced_kinds(None, {"BACKLIGHT_TRACE": "modules"}) == ("modules",)
+    assert traced_kinds(None, {}) == ()
+    with pytest.raises(
+        ValueError, match="BACKLIGHT_TRACE: cannot trace 'layers'; expected some of gradients,mod"
+    ):
+        traced_kinds(None, {"BACKLIGHT_TRACE": "layers"})
+    with pytest.raises(ValueError, match="--trace: cannot trace 'all'"):
+        Settings.of({"trace": "all"})
+
+
+HANGING = """
+import sys, time, torch
+class Hanging(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        print("stuck", flush=True)
+        time.sleep(60)
+        return grad
+first, last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], lr=0.1)
+last(Hanging.apply(first(torch.ones(2, 3)))).sum().backward()
+optimizer.step()
+"""
+
+
+def test_lines_and_events_are_there_when_backward_hangs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HANGING)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "backlight", "run", "--out", "run", "train.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "BACKLIGHT_TRACE": "gradients"},
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline() == "stuck\n"
+        # What was printed before is in the pipe already, and in the run: no interval has to pass.
+        run = backlight.open_run(tmp_path / "run")
+        names = [e.payload["name"] for e in run.events("trace") if e.payload["what"] == "gradient"]
+        assert sorted(names) == ["Linear#2.bias", "Linear#2.weight"]
+    finally:
+        process.send_signal(signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    assert [line.split(" ms ")[1] for line in errors.splitlines() if "gradient" in line] == [
+        "gradient 1/4 Linear#2.bias [1]",
+        "gradient 2/4 Linear#2.weight [1x3]",
+    ]
+
+
+DISTRIBUTED = """
+import os, sys, torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(4)])
+model = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.35)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    if step == 2:
+        with model.no_sync():
+            model(torch.randn(2, 200)).sum().backward()
+    else:
+        model(torch.randn(2, 200)).sum().backward()
+    optimizer.step()
+print("sum", rank, float(sum(p.double().sum() for p in net.parameters())), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def ranks(folder: Path, *command: str) -> list[subprocess.CompletedProcess[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "BACKLIGHT_RUN_ID": "one"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    deadline = time.monotonic() + 120
+    done = []
+    for process in started:
+        try:
+            out, errors = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, errors = process.communicate()
+        done.append(subprocess.CompletedProcess(process.args, process.returncode, out, errors))
+    return done
+
+
+def test_buckets_over_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DISTRIBUTED)
+    alone = ranks(tmp_path, "train.py")
+    traced = ranks(
+        tmp_path, "-m", "backlight", "run", "--out", "run", "--trace", "gradients,modules,buckets", "train.py"
+    )
+    for rank, (one, two) in enumerate(zip(alone, traced, strict=True)):
+        assert two.returncode == one.returncode == 0, two.stderr
+        assert two.stdout == one.stdout
+        lines = [line for line in two.stderr.splitlines() if line.startswith(f"[rank {rank}]")]
+        steps = [[line for line in lines if f" step {n} " in line] for n in range(3)]
+        assert "Sequential: 1 buckets (assignment of the first backward" in "\n".join(steps[0])
+        # Built anew in the order in which gradients came: a bucket is full with three layers of 160.8 kB.
+        first = [line.split(" ms ")[1] for line in steps[1] if "bucket" in line]
+        assert first[0] == "Sequential: 2 buckets"
+        assert "its all-reduce starts" in first[1]
+        assert first[-1].endswith("every bucket is reduced")
+        assert "not reduced (no_sync)" in "\n".join(steps[2])
+        assert "every bucket is reduced" not in "\n".join(steps[2])
+    run = backlight.open_run(tmp_path / "run")
+    last = [e for e in run.events("trace") if e.payload["what"] == "assignment" and e.step == 1]
+    assert {event.rank for event in last} == {0, 1}
+    # What DDP itself logs a step later agrees, apart from the note on no_sync.
+    logged = [e for e in run.events("trace") if e.payload["what"] == "assignment" and e.step == 2]
+    assert [e.payload["buckets"] for e in logged] == [e.payload["buckets"] for e in last]
+    held = [name for bucket in last[0].payload["buckets"] for name in bucket]
+    assert sorted(held) == sorted(f"{n}.{kind}" for n in range(4) for kind in ("weight", "bias"))
+    complete = [
+        e.payload
+        for e in run.events("trace")
+        if e.payload["what"] == "bucket" and e.step == 1 and e.rank == 0
+    ]
+    assert [p["parameters"] for p in complete] == last[0].payload["buckets"]
