@@ -200,8 +200,9 @@ class Probe:
     """What a room measures of a live training, declared as data.
 
     ``make(**options)`` returns the measuring object, whose form follows ``needs``:
-    gradients: ``measure(tensors, scale) -> Pending``; weights: ``before(parameters)`` and
-    ``after() -> Pending``; steps: ``measure(summary) -> dict`` of scalars. ``series`` is the
+    gradients: ``measure(tensors, scale, carrier) -> Pending``; weights: ``before(parameters)`` and
+    ``after(carrier) -> Pending``, where the carrier takes results of a whole step to the host in one
+    copy; steps: ``measure(summary) -> dict`` of scalars. ``series`` is the
     series of the store that the numbers go to, empty for scalars. A probe ``on_request`` is only
     there when an option of its name is set. ``spacing`` makes it take part in every Nth recorded
     step only (all of them while a finding is looked at in detail).

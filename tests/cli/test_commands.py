@@ -176,6 +176,6 @@ def test_the_surface_is_frozen() -> None:
         "findings": ["--fail-on", "--json"],
         "report": ["--format", "--out"],
         "run": ["--config", "--every", "--exact-updates", "--group", "--histogram", "--max-disk", "--out",
-                "--per-backward", "--rooms", "--stall", "--steps"],
+                "--per-backward", "--rooms", "--stall", "--steps", "--trace"],
     }  # fmt: skip
     assert {name: surface[name] for name in expected} == expected

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import backlight
+from backlight.measure import carrier
 from cases import CASES
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.masked_select")
@@ -49,7 +51,8 @@ def counting() -> Iterator[Count]:
 )
 def test_the_path_of_a_step_reads_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the code does on an accelerator, on a machine that may have none.
-    monkeypatch.setattr("backlight.measure.statistics._synchronous", lambda _device: False)
+    for module in ("statistics", "layout"):
+        monkeypatch.setattr(f"backlight.measure.{module}.synchronous", lambda _device: False)
     with counting() as alone:
         CASES[name].train()
     watch = backlight.watch(run=tmp_path / "run", every=1, histogram=True)
@@ -64,14 +67,41 @@ def test_the_mode_would_see_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     measure = GradientProbe.measure
 
-    def reading(self: GradientProbe, tensors: Any, scale: Any) -> Any:
+    def reading(self: GradientProbe, tensors: Any, *others: Any) -> Any:
         assert float(tensors[0].sum()) is not None
-        return measure(self, tensors, scale)
+        return measure(self, tensors, *others)
 
     monkeypatch.setattr(GradientProbe, "measure", reading)
     with backlight.watch(run=tmp_path / "run", every=1), counting() as count:
         CASES["plain"].train()
     assert count.reads["aten._local_scalar_dense.default"] == 4
+
+
+@pytest.mark.parametrize("name", ["clipped_by_norm", "scaler_with_clipping", "two_optimizers_one_backward"])
+def test_one_copy_a_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with backlight.watch(run=tmp_path / "usual", every=1, histogram=True):
+        CASES[name].train()
+    sent = []
+    original = carrier.send
+    # Treat the host as a device: every table leaves by the carrier.
+    monkeypatch.setattr(carrier, "_alone", lambda _table: False)
+    monkeypatch.setattr(carrier, "send", lambda table: (sent.append(table.numel()), original(table))[1])
+    with backlight.watch(run=tmp_path / "carried", every=1, histogram=True):
+        CASES[name].train()
+    assert len(sent) == CASES[name].steps
+    usual, carried = (backlight.open_run(tmp_path / run) for run in ("usual", "carried"))
+    assert usual.scalar_names() == carried.scalar_names()
+    for scalar in ("loss", "clip/norm", "scaler/scale", "total_norm"):
+        assert np.array_equal(usual.scalar(scalar).values, carried.scalar(scalar).values)
+    for series, column in (
+        ("gradient", "norm"),
+        ("gradient", "zeros"),
+        ("update", "ratio"),
+        ("histogram", "b30"),
+    ):
+        one, other = (run.frame(series, column) for run in (usual, carried))
+        assert np.array_equal(one.values, other.values, equal_nan=True)
+        assert one.measured.any()
 
 
 @pytest.mark.gpu

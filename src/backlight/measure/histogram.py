@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backlight.measure.carrier import Carrier
 from backlight.measure.layout import stored
 from backlight.measure.packing import Owned, batches
 from backlight.measure.pending import Arrays, Pending, send
@@ -41,7 +42,12 @@ _SINGLE = _Float(torch.float32, torch.int32, 23, 0xFF, 127)
 _DOUBLE = _Float(torch.float64, torch.int64, 52, 0x7FF, 1023)
 
 
-def histogram(tensors: Sequence[Tensor | None], *, scale: Tensor | float | None = None) -> Pending:
+def histogram(
+    tensors: Sequence[Tensor | None],
+    *,
+    scale: Tensor | float | None = None,
+    carrier: Carrier | None = None,
+) -> Pending:
     """Count the values of every tensor by exponent.
 
     Parameters
@@ -50,6 +56,8 @@ def histogram(tensors: Sequence[Tensor | None], *, scale: Tensor | float | None 
         P local tensors as for :func:`backlight.measure.statistics.statistics`; None where there is none.
     scale
         What the values are divided by before they are counted, on their device.
+    carrier
+        Takes the results along with others of the same step; without one they travel at once.
 
     Returns
     -------
@@ -72,7 +80,8 @@ def histogram(tensors: Sequence[Tensor | None], *, scale: Tensor | float | None 
                     values, times_P[position] = stored(tensor)
                     kinds = devices.setdefault(values.device, {})
                     kinds.setdefault(values.dtype, []).append((position, values))
-            flights = [send(_count(kinds, size, device, scale)) for device, kinds in devices.items()]
+            go = send if carrier is None else carrier.take
+            flights = [go(_count(kinds, size, device, scale)) for device, kinds in devices.items()]
     else:
         flights = []
 

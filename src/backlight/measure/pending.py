@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -56,6 +57,16 @@ def send(table: Tensor) -> Flight:
     return Flight(host, done, table)
 
 
+class Arriving(Protocol):
+    """Something on its way to the host: a :class:`Flight`, or a seat in a shared one."""
+
+    def landed(self) -> bool:
+        """Tell, without waiting, whether the host may read."""
+
+    def read(self) -> NDArray[np.generic]:
+        """Wait for it alone, and return what it brought."""
+
+
 class Pending:
     """Numbers per tensor, possibly in flight; nothing waits until :meth:`arrays` is called.
 
@@ -69,7 +80,7 @@ class Pending:
     """
 
     def __init__(
-        self, flights: Sequence[Flight], finish: Callable[[list[NDArray[np.generic]]], Arrays]
+        self, flights: Sequence[Arriving], finish: Callable[[list[NDArray[np.generic]]], Arrays]
     ) -> None:
         self._flights = tuple(flights)
         self._finish: Callable[[list[NDArray[np.generic]]], Arrays] | None = finish

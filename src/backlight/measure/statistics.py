@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backlight.measure.carrier import Carrier
 from backlight.measure.compiled import DTYPES, KERNELS, PATIENCE
 from backlight.measure.layout import stored, synchronous
 from backlight.measure.norms import max_by, root_sum_squares_by
@@ -33,7 +34,11 @@ Tier = Literal["auto", "eager", "compiled"]
 
 
 def statistics(
-    tensors: Sequence[Tensor | None], *, tier: Tier = "auto", scale: Tensor | float | None = None
+    tensors: Sequence[Tensor | None],
+    *,
+    tier: Tier = "auto",
+    scale: Tensor | float | None = None,
+    carrier: Carrier | None = None,
 ) -> Pending:
     """Measure every tensor.
 
@@ -50,6 +55,8 @@ def statistics(
     scale
         What all values are to be divided by, a loss scale for example. The results are divided, not
         the tensors; a tensor on a device comes to the host with the results.
+    carrier
+        Takes the results along with others of the same step; without one they travel at once.
 
     Returns
     -------
@@ -89,7 +96,7 @@ def statistics(
             )
         if isinstance(scale, Tensor):
             _table(tables, scale.device).carry(scale)
-        flights = [table.send() for table in tables.values()]
+        flights = [table.send(carrier) for table in tables.values()]
     unpack = [table.unpack() for table in tables.values()]
     divisor = 1.0 if scale is None or isinstance(scale, Tensor) else float(scale)
 

@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backlight.measure.carrier import Carrier
 from backlight.measure.compiled import KERNELS, WORTHWHILE
 from backlight.measure.layout import pieces
 from backlight.measure.packing import Owned, batches
-from backlight.measure.pending import Flight, send
+from backlight.measure.pending import Arriving, send
 from backlight.measure.rows import narrow, non_finite, wide
 
 COLUMNS = ("norm", "max_abs", "sum", "nonzero", "nan", "inf")
@@ -115,12 +116,13 @@ class Table:
         """Send a single number of this device, a loss scale for example, with the same copy."""
         self._carried = number.detach().reshape(1).to(self._float)
 
-    def send(self) -> Flight:
+    def send(self, carrier: Carrier | None = None) -> Arriving:
         """Start the one copy of this device: the columns behind one another, then what is carried."""
         parts = [torch.cat(column).to(self._float) for column in self._columns if column]
         if self._carried is not None:
             parts.append(self._carried)
-        return send(torch.cat(parts) if parts else torch.empty(0, dtype=self._float))
+        table = torch.cat(parts) if parts else torch.empty(0, dtype=self._float)
+        return send(table) if carrier is None else carrier.take(table)
 
     def unpack(self) -> Callable[[NDArray[np.generic]], Arrived]:
         """Return what makes of the numbers on the host what they mean; it holds nothing of the device."""

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backlight.measure.carrier import Carrier
 from backlight.measure.norms import root_sum_squares_by
 from backlight.measure.pending import Arrays, Pending, send
 from backlight.measure.rows import row_norms
@@ -81,8 +82,13 @@ class Sample:
             for kept in self._kept:
                 kept.keep(now)
 
-    def after(self) -> Pending:
+    def after(self, carrier: Carrier | None = None) -> Pending:
         """Compare the weights with those that were kept.
+
+        Parameters
+        ----------
+        carrier
+            Takes the results along with others of the same step; without one they travel at once.
 
         Returns
         -------
@@ -106,7 +112,8 @@ class Sample:
                 for slot in kept.slots:
                     sampled_P[slot.position] = slot.taken
                     numel_P[slot.position] = math.prod(kept.shapes[slot.position])
-            flights = [send(kept.compare(now)) for kept in self._kept]
+            go = send if carrier is None else carrier.take
+            flights = [go(kept.compare(now)) for kept in self._kept]
 
         def finish(arrived: list[NDArray[np.generic]]) -> Arrays:
             owner = np.concatenate([np.empty(0, dtype=np.int64), *owners])

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
+from backlight.measure.carrier import Carrier
 from backlight.records import ParameterRecord
 from backlight.store.schema import SERIES
 
@@ -27,7 +29,11 @@ class Part:
 
 @dataclass
 class Draft:
-    """One recorded step; ``scalars`` may hold tensors that nobody has read yet."""
+    """One recorded step.
+
+    ``scalars`` hold numbers, and tables of one number that may still be on their way; ``carrier`` takes
+    everything of the step to the host.
+    """
 
     step: int
     records: tuple[ParameterRecord, ...]
@@ -36,10 +42,28 @@ class Draft:
     clips: list[tuple[str, float, Any]] = field(default_factory=list)
     scale: Any = None
     skipped: Any = None
+    carrier: Carrier = field(default_factory=Carrier)
+
+    def depart(self) -> None:
+        """Send what the step measured on its way, tensors among the scalars included."""
+        self.scalars = {name: self._boarded(value) for name, value in self.scalars.items()}
+        self.clips = [(kind, limit, self._boarded(norm)) for kind, limit, norm in self.clips]
+        self.scale = self._boarded(self.scale)
+        self.skipped = self._boarded(self.skipped)
+        self.carrier.send()
+
+    def _boarded(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.detach().reshape(-1)[:1]
+        return self.carrier.take((value.real if value.is_complex() else value).to(torch.float64))
 
     def ready(self) -> bool:
         """Whether every result has arrived on the host, so that nothing would wait."""
-        return all(part.pending.ready() for part in self.parts)
+        single = (*self.scalars.values(), *(norm for _, _, norm in self.clips), self.scale, self.skipped)
+        return all(part.pending.ready() for part in self.parts) and all(
+            value.landed() for value in single if hasattr(value, "landed")
+        )
 
     def arrays(self) -> dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]:
         """Return float64 and int64 blobs ``[P, k]`` by series and part; unmeasured rows are 0."""

@@ -163,6 +163,8 @@ class Drain:
 
 
 def _number(value: Any) -> float:
+    if hasattr(value, "landed"):
+        return float(value.read()[0])
     if isinstance(value, torch.Tensor):
         value = value.detach()
         return float(value.real) if value.is_complex() else float(value)

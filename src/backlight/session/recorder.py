@@ -104,7 +104,7 @@ class Recorder:
                 rows.append(row)
                 grads.append(None if grad is None else local(grad))
         for active in probes:
-            pending = active.measuring.measure(grads, scale)
+            pending = active.measuring.measure(grads, scale, draft.carrier)
             draft.parts.append(Part(active.probe.series, rows, pending, part))
 
     def collect(
@@ -135,7 +135,7 @@ class Recorder:
         """Compare the sample with the weights after the step."""
         draft = self._current()
         for active in self._updating:
-            pending = active.measuring.after()
+            pending = active.measuring.after(draft.carrier)
             if pending is not None:
                 draft.parts.append(Part(active.probe.series, self._sampled, pending))
 
@@ -161,6 +161,7 @@ class Recorder:
         draft.skipped = summary.skipped
         for active in self._plan.steps:
             scalars.update(active.measuring.measure(summary))
+        draft.depart()
         self._tell_missing(summary.without_gradient)
         if len(self.queue) >= QUEUE:
             self.queue.popleft()

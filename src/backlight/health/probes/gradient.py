@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from backlight.measure.carrier import Carrier
 from backlight.measure.pending import Pending
 from backlight.measure.statistics import statistics
 from backlight.registry import Needs, probe
@@ -16,6 +17,6 @@ from backlight.registry import Needs, probe
 class GradientProbe:
     """Norm, largest value, sum and counts per parameter, in one pass."""
 
-    def measure(self, tensors: Sequence[Tensor | None], scale: Any) -> Pending:
+    def measure(self, tensors: Sequence[Tensor | None], scale: Any, carrier: Carrier) -> Pending:
         """Measure local gradients, ``None`` where there is none; see :func:`statistics`."""
-        return statistics(tensors, scale=scale)
+        return statistics(tensors, scale=scale, carrier=carrier)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from backlight.measure.carrier import Carrier
 from backlight.measure.histogram import histogram
 from backlight.measure.pending import Pending
 from backlight.registry import Needs, probe
@@ -16,6 +17,6 @@ from backlight.registry import Needs, probe
 class HistogramProbe:
     """Counts of values per power of two, per parameter."""
 
-    def measure(self, tensors: Sequence[Tensor | None], scale: Any) -> Pending:
+    def measure(self, tensors: Sequence[Tensor | None], scale: Any, carrier: Carrier) -> Pending:
         """Count local gradients, ``None`` where there is none; see :func:`histogram`."""
-        return histogram(tensors, scale=scale)
+        return histogram(tensors, scale=scale, carrier=carrier)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from backlight.measure.carrier import Carrier
 from backlight.measure.pending import Pending
 from backlight.measure.update import Sample
 from backlight.registry import Needs, probe
@@ -34,6 +35,6 @@ class UpdateProbe:
             self._ids = ids
         self._sample.before()
 
-    def after(self) -> Pending | None:
+    def after(self, carrier: Carrier) -> Pending | None:
         """Compare with the same weights after the step; None where there was no before."""
-        return None if self._sample is None else self._sample.after()
+        return None if self._sample is None else self._sample.after(carrier)
