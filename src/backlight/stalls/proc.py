@@ -9,13 +9,16 @@ import contextlib
 import os
 import signal
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-try:
+_ioctl: Callable[..., Any] | None = None
+with contextlib.suppress(ImportError):
     import fcntl
-except ImportError:  # no such calls on this system
-    fcntl = None  # type: ignore[assignment]  # a module everywhere else
+
+    _ioctl = fcntl.ioctl
 
 _INFO_SIZE = 64
 _INFO_MASK = struct.Struct("=Q")
@@ -129,8 +132,9 @@ def waits_for(pid: int, tid: int) -> str:
     task = Path(f"/proc/{pid}/task/{tid}")
     with contextlib.suppress(OSError, ValueError, IndexError):
         number = (task / "syscall").read_text(encoding="ascii").split()[0]
-        if number.isdecimal():
-            return _WAITS.get(_SYSCALLS.get(os.uname().machine, {}).get(int(number), ""), "")
+        name = _SYSCALLS.get(os.uname().machine, {}).get(int(number), "") if number.isdecimal() else ""
+        if name:  # a call that was restarted after a signal goes by another number
+            return _WAITS.get(name, "")
     with contextlib.suppress(OSError):
         channel = (task / "wchan").read_text(encoding="ascii").strip()
         for word, meaning in _WAITS.items():
@@ -194,12 +198,12 @@ def exit_code_by(pidfd: int) -> int | None:
 
     Kernels from 6.15 on keep it for those who hold a descriptor, also after the parent has looked.
     """
-    if fcntl is None:
+    if _ioctl is None:
         return None
     buffer = bytearray(_INFO_SIZE)
     _INFO_MASK.pack_into(buffer, 0, _INFO_EXIT)
     try:
-        fcntl.ioctl(pidfd, _GET_INFO, buffer)
+        _ioctl(pidfd, _GET_INFO, buffer)
     except OSError:
         return None
     if not _INFO_MASK.unpack_from(buffer, 0)[0] & _INFO_EXIT:

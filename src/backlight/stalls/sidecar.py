@@ -202,10 +202,14 @@ def main(arguments: list[str]) -> None:
     # What the watched process is told by its terminal or its launcher is not for us: we end with the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    rendezvous.write_document(Path(place) / "sidecar.json", {"pid": os.getpid()})
-    Sidecar(
-        Path(place), Path(run), Path(folder), Thresholds().override(json.loads(limits)), int(offset)
-    ).run()
+    try:
+        rendezvous.write_document(Path(place) / "sidecar.json", {"pid": os.getpid()})
+        taken = Thresholds().override(json.loads(limits))
+        Sidecar(Path(place), Path(run), Path(folder), taken, int(offset)).run()
+    except FileNotFoundError:
+        return  # the ranks have ended before we began
+    except Exception as error:  # noqa: BLE001 - a traceback of ours has no place in somebody's output
+        say(f"the sidecar has ended: {type(error).__name__}: {error}; a stall is no longer seen")
 
 
 if __name__ == "__main__":

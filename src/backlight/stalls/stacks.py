@@ -72,7 +72,7 @@ def from_witness(data: Any) -> tuple[Look, ...]:
                     tuple(Frame(str(f), int(line), str(name)) for f, line, name in t["frames"]),
                     str(t["name"]),
                     t["tid"],
-                    bool(t["turn"]),
+                    t["turn"],
                 )
                 for t in item["threads"]
             )

@@ -178,7 +178,7 @@ def see(view: View, limits: Thresholds) -> _Seen:
         and all(f is not None and (f.file, f.function) == (newest.file, newest.function) for f in frames),
         frame=newest,
         native=bool(known) and all(stacks.in_native_backward(t) for t in known),
-        turns=any(turns) if turns else None,
+        turns=True if any(turns) else False if 3 * len(turns) >= 2 * len(known) and turns else None,
     )
 
 

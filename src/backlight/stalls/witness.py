@@ -7,6 +7,7 @@ It never waits for the training and the training never waits for it.
 from __future__ import annotations
 
 import dis
+import os
 import sys
 import threading
 import time
@@ -34,6 +35,10 @@ SLOW_BUILD = 0.3
 
 LOOKS = 8
 """Looks at the stacks that are kept for the sidecar."""
+
+PROBES = 5
+PROBE = 0.001
+"""Seconds of sleep between two questions for the interpreter lock."""
 
 DEEPEST = 48
 MOST_THREADS = 160
@@ -65,7 +70,7 @@ class Witness:
         self._path = path
         self._limits = limits
         self._stacks = stacks
-        self._wish = stacks.parent / "look"
+        self._place = stacks.parent
         self._chores = chores
         self._stop = threading.Event()
         self._looks: deque[dict[str, Any]] = deque(maxlen=LOOKS)
@@ -103,10 +108,14 @@ class Witness:
         if building and not self._compiling():
             self._beats.position.sample()
         state = read_board(self._path, now)
-        if state is not None and (suspicious(state, self._limits) or self._wish.exists()):
+        if state is not None and (suspicious(state, self._limits) or self._wished()):
             self._keep(state)
             return PERIOD / 2
         return QUICK if building else PERIOD
+
+    def _wished(self) -> bool:
+        """Tell whether somebody outside asks for looks: the sidecar, or `backlight attach`."""
+        return any(name.startswith("look") for name in os.listdir(self._place))  # noqa: PTH208 - ten a second
 
     def _compiling(self) -> bool:
         if "torch._dynamo" not in sys.modules:
@@ -119,7 +128,12 @@ class Witness:
         if state.phase_since != self._since:
             self._since = state.phase_since
             self._looks.clear()
-        self._looks.append(look(state.taken))
+        taken = look(state.taken)
+        ident = state.backward_ident if state.phase is Phase.BACKWARD else state.main_ident
+        for thread in taken["threads"]:
+            if thread["ident"] == ident and not thread["turn"]:
+                thread["turn"] = takes_turns(thread["tid"])
+        self._looks.append(taken)
         try:
             write_document(self._stacks, list(self._looks))
         except OSError:
@@ -130,7 +144,7 @@ def look(now: int) -> dict[str, Any]:
     """Return the Python stacks of all other threads of this process, innermost frame first.
 
     ``turn`` of a thread is True where its innermost frame stands at a place of the byte code at which
-    threads take turns, so that it runs Python, and False where it stands in a call.
+    only threads that run Python take turns, None where it stands in a call.
     """
     own = threading.get_ident()
     names = {t.ident: (t.name, t.native_id) for t in threading.enumerate()}
@@ -141,9 +155,41 @@ def look(now: int) -> dict[str, Any]:
             continue
         code = frame.f_code.co_code
         at = frame.f_lasti
-        turn = 0 <= at < len(code) and code[at] in _TURNS
+        turn = True if 0 <= at < len(code) and code[at] in _TURNS else None
         threads.append({"ident": ident, "name": name, "tid": tid, "turn": turn, "frames": _frames(frame)})
     return {"at": now, "source": "witness", "threads": threads}
+
+
+def takes_turns(tid: int | None) -> bool | None:
+    """Tell whether a thread runs Python, by asking for the interpreter lock a few times.
+
+    A thread that runs Python gives the lock up only after the switch interval, and then has to wait for
+    it itself, which the kernel counts. A thread in native code that has let go of the lock does neither.
+    None where the two signs do not agree, as on a machine with too much to do.
+    """
+    before = _waits(tid)
+    late = []
+    for _ in range(PROBES):
+        begin = time.perf_counter()
+        time.sleep(PROBE)
+        late.append(time.perf_counter() - begin - PROBE)
+    waited = None if before is None else (_waits(tid) or 0) - before
+    interval = sys.getswitchinterval()
+    typical = sorted(late)[PROBES // 2]
+    if typical > 0.6 * interval and (waited is None or waited >= PROBES - 1):
+        return True
+    if typical < 0.3 * interval and (waited is None or waited <= 1):
+        return False
+    return None
+
+
+def _waits(tid: int | None) -> int | None:
+    try:
+        status = Path(f"/proc/self/task/{tid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = [line for line in status.splitlines() if line.startswith("voluntary_ctxt_switches")]
+    return int(found[0].split()[1]) if found else None
 
 
 def _frames(frame: FrameType | None) -> list[list[Any]]:

@@ -1,0 +1,42 @@
+"""``backlight attach``: look into a process that is stuck."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def attach(
+    pid: Annotated[int, typer.Argument(metavar="PID", help="The process.")],
+    seconds: Annotated[float, typer.Option("--seconds", min=0.5, help="How long to look.")] = 2.0,
+    native: Annotated[
+        bool, typer.Option("--native/--no-native", help="Take native stacks, which pauses it for a moment.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
+) -> None:
+    """Say what a process does, all threads, Python and native, and what cannot be seen from outside."""
+    from backlight.records import to_json
+    from backlight.stalls.attaching import attach as look_into
+    from backlight.stalls.stacks import as_text
+
+    found = look_into(pid, seconds, native=native)
+    if as_json:
+        print(json.dumps(to_json(found)))
+        return
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console.print(found.judgement.claim)
+    console.print(f"confidence {found.judgement.confidence}; refuted if {found.judgement.refuted_if}")
+    console.print(f"next: {found.judgement.next_check}\n")
+    console.print(found.threads)
+    for look in found.looks:
+        console.print(as_text(look))
+    for what in found.unseen:
+        console.print(f"not seen: {what}")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("attach")(attach)

@@ -1,0 +1,134 @@
+"""The fault suite: every planted stall gets its verdict, and its healthy twin stays silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from backlight.store.reader import open_run
+from faults.verdicts import HERE, LASTING, ONE, RANKS, Fault, run_faults, score, step_of
+
+TOGETHER = [f for f in ONE if not f.alone and not f.slow]
+LETTING_GO = [f for f in RANKS if f.name not in LASTING and not f.slow]
+
+
+def check(faults: list[Fault], out: Path, **options: float) -> str:
+    script = HERE / ("trainings.py" if faults[0].world == 1 else "ranks.py")
+    findings, log, _ = run_faults(faults, out, **options)
+    wrong = []
+    for index, fault in enumerate(faults):
+        step = step_of(index, fault.world)
+        mine = [f for f in findings if f.subject.step == step]
+        verdict, why = score(fault, mine, script)
+        if verdict != "right":
+            wrong.append(f"{fault.name}: {verdict}: {why}")
+    others = {step_of(i, faults[0].world) for i in range(len(faults))}
+    wrong += [f.claim for f in findings if f.subject.step not in others]
+    assert not wrong, "\n".join([*wrong, log[-4000:]])
+    return log
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_faults_of_one_process(half: int, tmp_path: Path) -> None:
+    faults = TOGETHER[: len(TOGETHER) // 2] if half == 0 else TOGETHER[len(TOGETHER) // 2 :]
+    log = check(faults, tmp_path / "run")
+    lasting = [f.name for f in faults if f.name != "kill"]
+    assert [line.split()[1] for line in log.splitlines() if line.startswith("after")] == lasting
+
+
+def test_healthy_twins_stay_silent(tmp_path: Path) -> None:
+    faults = [f for f in TOGETHER if f.name != "kill"]
+    findings, log, code = run_faults(faults, tmp_path / "run", seconds=0.02, stall=None)
+    assert code == 0, log
+    assert findings == []
+    assert "backlight: " not in log
+    assert not list((tmp_path / "run").glob("attempt-000/watchdog-*"))
+
+
+def test_faults_of_ranks_that_let_go(tmp_path: Path) -> None:
+    check(LETTING_GO, tmp_path / "run")
+
+
+def test_a_first_backward_of_many_nodes_is_slow_and_not_hung(tmp_path: Path) -> None:
+    fault = next(f for f in ONE if f.name == "nodes")
+    log = check([fault], tmp_path / "run")
+    said = re.search(r"SLOW, not hung: backward ([\d,]+) of ([\d,]+) nodes, [\d.]+k?/s, ETA (\d+) s", log)
+    assert said is not None, log
+    done, total = (int(text.replace(",", "")) for text in said.groups()[:2])
+    assert 0 < done < total
+
+
+@pytest.mark.parametrize("fault", [f for f in RANKS if f.name in {"broadcast", "kill"}], ids=lambda f: f.name)
+def test_a_rank_that_ends_the_run(fault: Fault, tmp_path: Path) -> None:
+    check([fault], tmp_path / "run")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "fault",
+    [f for f in (*ONE, *RANKS) if f.slow or f.alone or (f.name in LASTING and f.world > 1)],
+    ids=lambda f: f"{f.name}-{f.world}",
+)
+def test_the_rest_of_the_suite(fault: Fault, tmp_path: Path) -> None:
+    check([fault], tmp_path / "run")
+
+
+@pytest.mark.full
+def test_healthy_ranks_stay_silent(tmp_path: Path) -> None:
+    faults = [f for f in RANKS if f.name not in LASTING]
+    findings, log, code = run_faults(faults, tmp_path / "run", seconds=0.02)
+    assert (findings, code) == ([], 0), log
+
+
+def test_the_verdict_stands_while_the_process_hangs(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "backlight",
+        "run",
+        "--rooms",
+        "stalls",
+        "--stall",
+        "1",
+        "--out",
+        str(out),
+    ]
+    script = [str(HERE / "trainings.py"), "600", "lock"]
+    process = subprocess.Popen(
+        [*command, *script], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline().decode()
+        assert line.startswith("backlight: BLOCKED: the main thread waits for a lock in locks, trainings.py:")
+        assert process.poll() is None
+        read = [sys.executable, "-m", "backlight", "findings", str(out), "--json", "--fail-on", "stall"]
+        deadline = time.monotonic() + 5
+        while True:
+            answer = subprocess.run(read, capture_output=True, check=False)
+            if answer.returncode or time.monotonic() > deadline:
+                break
+        assert answer.returncode == 1, answer.stderr
+        (finding,) = json.loads(answer.stdout)
+        assert finding["rule"] == "stall"
+        assert finding["subject"]["verdict"] == "BLOCKED"
+        assert finding["subject"]["parameter"] == "second.weight"
+        assert finding["refuted_if"]
+        dump = open_run(out).read_evidence(finding["evidence"][0]["path"]).decode()
+        assert "in locks" in dump
+        assert "a lock" in dump
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
