@@ -113,6 +113,8 @@ class Tracer(Listener):
     # Gradients
 
     def _attach(self) -> None:
+        HUB.seen.roots()  # forgets dead modules, whose ids new ones may have
+        HUB.seen.scan()
         roots = named_roots(HUB.seen)
         self._modules = module_names(roots)
         self._names = {}
@@ -162,6 +164,8 @@ class Tracer(Listener):
             self._emit(f"more than {MODULES} calls of modules: the rest is not followed", {"what": "limit"})
 
         def before(_grads: Any) -> None:
+            if not self._inside:
+                return  # gradients by torch.autograd.grad: no backward that has begun
             owner = reference()
             name = self._modules.get(id(owner), "") if owner is not None else ""
             self._line(f"module {name or '(no name)'} ({kind})", "module", name=name, type=kind)
