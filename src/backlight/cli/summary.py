@@ -21,4 +21,4 @@ def after_run(path: Path) -> None:
     except StoreError as error:
         console.print(f"backlight: {error}", markup=False, highlight=False)
         return
-    console.print(f"report: backlight report {path}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"next: backlight report {path}", markup=False, highlight=False, soft_wrap=True)
