@@ -87,7 +87,10 @@ def main() -> None:
         torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
     net: nn.Module = Net(4, 32, recompute=options.checkpoint)
-    print(f"recomputation: {'on' if options.checkpoint else 'off'}; lock: {options.lock}; ranks: {ranks}", flush=True)
+    print(
+        f"recomputation: {'on' if options.checkpoint else 'off'}; lock: {options.lock}; ranks: {ranks}",
+        flush=True,
+    )
     model = nn.parallel.DistributedDataParallel(net) if ranks > 1 else net
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(options.steps):

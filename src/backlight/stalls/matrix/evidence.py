@@ -110,8 +110,10 @@ def _kernel(collection: Collection, tree: Sequence[Process]) -> None:
 def _by_signal(collection: Collection, pythons: Sequence[Process]) -> None:
     for process in pythons:
         what = f"stacks by signal of process {process.pid}"
+        if any(processes.SIDECAR in part for part in processes.command_of(process.pid)):
+            continue
         if not processes.catches(process.pid, processes.DUMP_SIGNAL):
-            collection.lacks(what, "no handler is installed there; it is under `backlight run`")
+            collection.lacks(what, "no handler is installed there; `backlight run` installs one")
             continue
         texts = []
         for sample in range(SAMPLES):

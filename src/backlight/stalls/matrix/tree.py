@@ -37,6 +37,19 @@ class Branch:
     why: str = ""
     leads: str = ""
 
+    @property
+    def label(self) -> str:
+        """What the standing means for a reader: a question is asked, or does not arise, or waits."""
+        if self.conclusion:
+            return self.standing.value
+        asked = {Standing.SUPPORTED: "asked", Standing.REFUTED: "not asked", Standing.OPEN: "open"}
+        return asked[self.standing]
+
+    @property
+    def text(self) -> str:
+        """The conclusion, or the question with its answer."""
+        return self.conclusion or f"{self.ask or self.name} {self.answer or 'undecided'}"
+
 
 def check_tree(plan: Plan, cases: Mapping[str, str], path: Path) -> str:
     """Check the tree of a plan and return the name of its root, empty where the plan has no tree.

@@ -30,13 +30,26 @@ def check_bundle(target: Path) -> None:
 
 def write_reports(folder: Path) -> tuple[Path, Path]:
     """Write ``report.md`` and ``report.html`` into the folder of a matrix and return their paths."""
-    written = []
-    for name, text in (("report.md", render_markdown(folder)), ("report.html", render_html(folder))):
-        temporary = folder / f".{name}.{os.getpid()}.tmp"
+    text = write_form(folder, folder / "report.md", as_html=False)
+    return text, write_form(folder, folder / "report.html", as_html=True)
+
+
+def write_form(folder: Path, target: Path, *, as_html: bool) -> Path:
+    """Write the report of the matrix in ``folder`` to ``target``, whole or not at all, and return it.
+
+    Raises
+    ------
+    MatrixFolderError
+        If the folder holds no report.
+    """
+    text = render_html(folder) if as_html else render_markdown(folder)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        temporary.replace(folder / name)
-        written.append(folder / name)
-    return written[0], written[1]
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
 
 
 def write_bundle(folder: Path, target: Path) -> Path:

@@ -49,8 +49,7 @@ def _lines(report: MatrixReport) -> Iterator[str]:
     if report.branches:
         yield "\n## Decision tree\n"
         for branch in report.branches:
-            said = branch.conclusion or f"{branch.ask or branch.name} {branch.answer or 'undecided'}"
-            yield f"- **{branch.standing.value}**: {markdown(said)} ({markdown(branch.why)})"
+            yield f"- **{branch.label}**: {markdown(branch.text)} ({markdown(branch.why)})"
     yield "\n## What to do, in this order\n"
     for number, action in enumerate(report.actions, 1):
         at = f" at {code(action.at)}" if action.at else ""

@@ -85,8 +85,8 @@ def _body(report: MatrixReport) -> Iterator[str]:
             ("standing", "branch", "why"),
             (
                 (
-                    f'<span class="v {_CLASSES[b.standing]}">{b.standing.value}</span>',
-                    markup(b.conclusion or f"{b.ask or b.name} {b.answer or 'undecided'}"), markup(b.why),
+                    f'<span class="v {_CLASSES[b.standing]}">{b.label}</span>',
+                    markup(b.text), markup(b.why),
                 )
                 for b in report.branches
             ),

@@ -63,8 +63,8 @@ def print_report(report: MatrixReport, console: Console) -> None:
         console,
         "decision tree",
         [
-            Text(f"{b.standing.value:<10}", style=_STANDINGS[b.standing])
-            .append(visible(b.conclusion or f"{b.ask or b.name} {b.answer or 'undecided'}"), style="default")
+            Text(f"{b.label:<10}", style=_STANDINGS[b.standing])
+            .append(visible(b.text), style="default")
             .append(f" ({visible(b.why)})", style="dim")
             for b in report.branches
         ],
