@@ -44,7 +44,7 @@ class Sink:
     def update_begins(self, parameters: Sequence[Tensor]) -> None:
         self.updates += 1
 
-    def update_ends(self, parameters: Sequence[Tensor]) -> None:
+    def update_ends(self) -> None:
         pass
 
     def backward_ended(self, parameters: Sequence[Tensor], index: int) -> None:

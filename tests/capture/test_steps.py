@@ -196,3 +196,18 @@ def test_events_after_a_fork_are_none() -> None:
             os._exit(int(HUB.active))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert HUB.active
+
+
+def test_an_optimizer_made_before_watching_is_collected_before_its_first_clipping() -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    largest = []
+
+    def clip(model: torch.nn.Module) -> None:
+        largest.append(max(p.grad.abs().max().item() for p in model.parameters()))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+    with tracking() as sink:
+        loop(model, optimizer, clip)
+    assert sink.moments == ["clip"] * 4
+    assert [max(g.abs().max().item() for g in step.values()) for step in sink.grads[:4]] == largest

@@ -54,7 +54,7 @@ class StepSink(Protocol):
     def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
         """Parameters are about to be updated."""
 
-    def update_ends(self, parameters: Sequence[torch.Tensor]) -> None:
+    def update_ends(self) -> None:
         """Parameters have been updated."""
 
     def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:
@@ -199,12 +199,14 @@ class StepTracker(Listener):
         self._clock = time.perf_counter()
         if not self._recording:
             return
-        HUB.optimizers.use_holders(tensors)
         self._refresh()
         parameters = [t for t in tensors if self._scope.knows(t)]
         if not parameters:
+            # Gradients, or parameters of an optimizer that has not stepped since watching began.
+            HUB.optimizers.use_holders(tensors)
+            self._scope.refresh()
             wanted = {id(t) for t in tensors}
-            parameters = [p for p in self._scope.parameters() if id(p.grad) in wanted]
+            parameters = [p for p in self._scope.parameters() if id(p) in wanted or id(p.grad) in wanted]
         if not parameters:
             return
         self._collect(parameters, None, "clip")
@@ -251,7 +253,7 @@ class StepTracker(Listener):
         self._stepped.add(id(optimizer))
         self._spent("optimizer", self._clock)
         if self._recording:
-            self._sink.update_ends(self._scope.parameters_of(optimizer))
+            self._sink.update_ends()
         if not self._scaling and not HUB.backward_depth and self._scope.alone():
             self._close()
 

@@ -131,7 +131,7 @@ class Recorder:
             for active in self._updating:
                 active.measuring.before(tensors)
 
-    def update_ends(self, parameters: Sequence[torch.Tensor]) -> None:
+    def update_ends(self) -> None:
         """Compare the sample with the weights after the step."""
         draft = self._current()
         for active in self._updating:
