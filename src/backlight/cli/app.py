@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import sys
 import traceback
@@ -51,6 +52,10 @@ def options(
 def _load() -> None:
     for module in pkgutil.iter_modules(commands.__path__):
         importlib.import_module(f"{commands.__name__}.{module.name}").add_to(app)
+    for command in app.registered_commands:
+        # A docstring's sections are for readers of the code, not of --help.
+        written = inspect.cleandoc(getattr(command.callback, "__doc__", "") or "")
+        command.help = written.split("\n\nRaises\n")[0].split("\n\nParameters\n")[0]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -48,8 +48,8 @@ _UNUSED = _Reason(
     Severity.WARNING,
     "held by an optimizer and trainable, but had no gradient when it stepped: not used in forward, or cut "
     "from the loss by detach, no_grad, .data or an integer cast",
-    "Call loss.backward() once on one batch and list the parameters whose grad is None; then search their "
-    "modules' forward for a branch not taken, detach(), torch.no_grad() or .data.",
+    "Run `backlight why-no-grad SCRIPT`: it names the reason for each of them and the line of code, such as "
+    "a branch not taken, detach(), torch.no_grad() or .data.",
     "group",
 )
 

@@ -114,7 +114,7 @@ def _loss_words(loss: Scalar, step: int, evidence: list[Evidence]) -> str:
 
 def _next_check(step: int) -> str:
     return (
-        f"Run again up to step {step} inside torch.autograd.detect_anomaly(), which names the operation "
-        "whose backward made NaN; check its inputs for a division by zero, a logarithm or root of 0, an "
+        f"Run `backlight nan SCRIPT` up to step {step}: it names the first operation with finite inputs and "
+        "a non-finite output, and its line. Check that for a division by zero, a logarithm or root of 0, an "
         "overflow in half precision, or a batch with bad values."
     )
