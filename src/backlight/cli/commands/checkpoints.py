@@ -1,0 +1,110 @@
+"""``backlight checkpoints``: every activation-checkpointed region, inspected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from backlight.stalls.inspection import Checkpoints
+
+
+def checkpoints(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script; with -m, a module.")],
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Optimizer steps to observe before the script is ended.")
+    ] = 2,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one object; what the script prints goes to standard error.")
+    ] = False,
+    fail: Annotated[bool, typer.Option("--fail", help="Exit 1 if anything is remarked.")] = False,
+) -> int:
+    """Inspect activation checkpointing: backlight checkpoints [OPTIONS] SCRIPT [ITS ARGUMENTS].
+
+    For each region: its mode and line, in-place operations inside, state that differs between forward
+    and recomputation, attention inputs that are not contiguous, and parameters that its boundary cuts.
+
+    Raises
+    ------
+    ValueError
+        If the script ended before anything could be looked at.
+    """
+    from backlight.cli.explained import Page, print_json
+    from backlight.session.explaining import end_script, explain
+    from backlight.session.launcher import check
+    from backlight.stalls.inspection import Checkpoints
+
+    check(script, module=module)
+    observer = Checkpoints(steps, end_script)
+    code = explain(observer, script, list(context.args), module=module, quiet=as_json)
+    if not observer.backwards and not observer.regions:
+        raise ValueError(
+            f"{script}: ended (exit code {code}) without a backward; expected a script that calls "
+            "loss.backward() and is not stopped before"
+        )
+    if as_json:
+        print_json(_as_json(observer, script, code))
+    else:
+        _print(Page(), observer, code)
+    return int(fail and any(region.remarks for region in observer.regions))
+
+
+def _print(page: Any, observer: Checkpoints, code: int) -> None:
+    from backlight.cli.explained import place
+
+    regions = observer.regions
+    looked = f"{observer.steps} steps, {observer.backwards} backwards"
+    if not regions:
+        page.say("no checkpointed region", f" ({looked})")
+    else:
+        noun = "region" if len(regions) == 1 else "regions"
+        page.say((f"{len(regions)} checkpointed {noun}", "bold"), f" ({looked})")
+    for region in regions:
+        page.say(
+            (region.function, "bold"), f"  {region.mode}, {region.calls} calls, ",
+            f"{region.recomputations} recomputations  {place(region.line)}",
+        )  # fmt: skip
+        for remark in region.remarks:
+            where = place(remark.line) if remark.line != region.line else ""
+            page.say("  ", (f"{remark.kind}: ", "yellow"), remark.text, f"  {where}" if where else "")
+    for note in observer.notes:
+        page.say(("note: ", "dim"), note)
+    if code:
+        page.say(("note: ", "dim"), f"the script ended with exit code {code}")
+
+
+def _as_json(observer: Checkpoints, script: str, code: int) -> dict[str, Any]:
+    from backlight.cli.explained import line_json
+
+    return {
+        "script": script,
+        "exit_code": code,
+        "steps": observer.steps,
+        "backwards": observer.backwards,
+        "regions": [
+            {
+                "function": region.function,
+                "reentrant": region.reentrant is not False,
+                "mode": region.mode,
+                "preserve_rng_state": region.preserves,
+                "place": line_json(region.line),
+                "calls": region.calls,
+                "recomputations": region.recomputations,
+                "remarks": [
+                    {"kind": r.kind, "text": r.text, "place": line_json(r.line)} for r in region.remarks
+                ],
+            }
+            for region in observer.regions
+        ],
+        "notes": observer.notes,
+    }
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to ``app``; what follows SCRIPT belongs to the script."""
+    app.command("checkpoints", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(
+        checkpoints
+    )

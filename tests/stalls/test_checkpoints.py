@@ -1,0 +1,109 @@
+"""Checkpointed regions: mode and line of each, remarks on planted faults, silence on healthy twins."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+from backlight.capture.hub import HUB
+from backlight.stalls.inspection import Checkpoints
+from backlight.stalls.regions import Region
+from cases import CASES
+from faults.checkpoints import FAULTS
+from faults.planting import Fault, Train
+
+
+class _Stop(BaseException):
+    """Ends a training that has been observed for long enough."""
+
+
+def inspect(train: Train, planted: bool) -> Region:
+    def end() -> None:
+        raise _Stop
+
+    before = torch.utils.checkpoint.checkpoint
+    observer = Checkpoints(2, end)
+    with observer, contextlib.suppress(_Stop, RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(planted)
+    assert torch.utils.checkpoint.checkpoint is before
+    assert not HUB.active
+    assert observer.notes == []
+    return observer.regions[0]
+
+
+EACH = pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+
+
+@EACH
+def test_what_is_remarked(fault: Fault) -> None:
+    region = inspect(fault.train, planted=True)
+    expected = fault.expected
+    assert {remark.kind for remark in region.remarks} == expected["kinds"]
+    texts = [remark.text for remark in region.remarks]
+    assert any(re.search(expected["text"], text) for text in texts), texts
+    assert region.reentrant is expected.get("reentrant", False)
+    if fault.line is not None:
+        assert fault.line in {remark.line.number for remark in region.remarks}
+
+
+@EACH
+def test_the_healthy_twin_is_silent(fault: Fault) -> None:
+    region = inspect(fault.train, planted=False)
+    assert region.remarks == []
+    assert region.calls >= 2
+    assert region.recomputations >= 2
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpointing", "checkpointing_reentrant", "plain", "accumulation", "lbfgs"]
+)
+def test_cases_stay_bit_identical(name: str) -> None:
+    case = CASES[name]
+    alone = case.train()
+    observer = Checkpoints(10**6, lambda: None)
+    with observer:
+        watched = case.train()
+    for one, two in zip(alone, watched, strict=True):
+        assert torch.equal(one.nan_to_num(), two.nan_to_num())
+    assert [region.remarks for region in observer.regions if region.remarks] == []
+
+
+SCRIPT = """
+import torch
+from torch.utils.checkpoint import checkpoint
+first, norm, last = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD([*first.parameters(), *norm.parameters(), *last.parameters()], lr=0.1)
+for step in range(5):
+    optimizer.zero_grad()
+    hidden = checkpoint(norm, first(torch.randn(6, 4)), use_reentrant=False)
+    last(hidden).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "backlight", "checkpoints", "--fail"]
+    done = subprocess.run(
+        [*command, "--json", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    (region,) = json.loads(done.stdout)["regions"]
+    assert region["place"]["line"] == "train.py:8"
+    assert (region["mode"], region["calls"], region["recomputations"]) == ("not re-entrant", 3, 2)
+    assert {remark["kind"] for remark in region["remarks"]} == {"state"}
