@@ -14,9 +14,10 @@ import torch
 from backlight.measure import compiled, table
 from backlight.measure import statistics as module
 from backlight.measure.compiled import PRICE_WITH_IMPORT, Kernels, Patience
+from backlight.measure.packing import SMALL
 from backlight.measure.statistics import statistics, tier_in_use, why_not_compiled
 
-LARGE = 50_003
+LARGE = SMALL + 3
 NAN, INF = math.nan, math.inf
 
 needs_compiler = pytest.mark.skipif(
@@ -50,19 +51,19 @@ def with_values(*values, size=LARGE):
 def matrix(dtype):
     """Large tensors of every layout and special value, and small ones beside them."""
     tensors = [
-        torch.randn(300, 200),
-        torch.randn(300, 200).t(),
-        torch.randn(20, 30, 40, 5).contiguous(memory_format=torch.channels_last),
-        torch.randn(400, 300)[:, ::2],
+        torch.randn(400, 500),
+        torch.randn(400, 500).t(),
+        torch.randn(20, 30, 40, 10).contiguous(memory_format=torch.channels_last),
+        torch.randn(800, 500)[:, ::2],
         torch.randn(LARGE, 1).expand(LARGE, 3),
-        torch.randn(LARGE)[3:],
+        torch.randn(LARGE + 9)[7:],
         torch.randn(LARGE + 13, requires_grad=True),
         torch.zeros(LARGE),
         -torch.zeros(LARGE),
         with_values(NAN, 1.0, 0.0),
         with_values(INF, -INF, 3.0),
         with_values(-INF, 0.0),
-        with_values(NAN, INF, size=2**16),
+        with_values(NAN, INF, size=2**17),
         torch.full((LARGE,), 1e20),
         torch.full((LARGE,), 1e-30),
         torch.full((LARGE,), 1e-44),
@@ -100,7 +101,7 @@ def test_the_tiers_agree_and_nothing_is_compiled_twice(check):
 
     counters = torch._dynamo.utils.counters["stats"]
     graphs = counters["unique_graphs"]
-    for size in (2**15, 2**15 + 1, 2**16, 123_456):
+    for size in (2**17, 2**17 + 1, 2**18, 323_456):
         tensor = torch.randn(size)
         check(statistics([tensor], tier="compiled", scale=1.0), [tensor])
     ones = torch.ones(2**24 + 5)
@@ -208,7 +209,8 @@ def test_inside_somebodys_compiled_function_nothing_is_measured(monkeypatch):
 
 def run(body):
     """Run a script that has its own process and its own compiler."""
-    script = "import torch\nfrom backlight.measure.statistics import *\n" + textwrap.dedent(body)
+    script = "import torch\nfrom backlight.measure.packing import SMALL
+from backlight.measure.statistics import *\n" + textwrap.dedent(body)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
     )
@@ -222,7 +224,7 @@ def test_where_recompiling_is_an_error():
     run(
         """
         torch._dynamo.config.error_on_recompile = True
-        x = [torch.randn(n) for n in (40_000, 50_000, 65_536)]
+        x = [torch.randn(n) for n in (140_000, 150_000, 262_144)]
         a = statistics(x, tier="compiled").arrays()
         assert why_not_compiled() == ""
         torch.use_deterministic_algorithms(True)
@@ -245,7 +247,7 @@ def test_where_compiling_is_switched_off(off):
         f"""
         import torch._dynamo
         {off}
-        x = torch.randn(40_000)
+        x = torch.randn(140_000)
         values, counts = statistics([x], tier="compiled").arrays()
         assert why_not_compiled().startswith("NotCompiledError"), why_not_compiled()
         assert abs(values[0, 0] - float(x.double().norm())) < 1e-9
@@ -268,12 +270,12 @@ def test_the_users_compiled_functions_are_left_alone():
             return graph.forward
 
         double = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
-        x = torch.ones(40_000)
+        x = torch.ones(140_000)
         double(x)
         config = torch._dynamo.config
         before = config.recompile_limit, config.error_on_recompile
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            statistics([x.to(dtype), torch.ones(90_000, dtype=dtype)], tier="compiled").arrays()
+            statistics([x.to(dtype), torch.ones(190_000, dtype=dtype)], tier="compiled").arrays()
         assert why_not_compiled() == ""
         assert before == (config.recompile_limit, config.error_on_recompile)
         assert torch.equal(double(x), x * 2)
@@ -288,7 +290,7 @@ def test_no_process_is_started_to_compile():
     done = run(
         """
         import os, threading
-        statistics([torch.randn(40_000)], tier="compiled").arrays()
+        statistics([torch.randn(140_000)], tier="compiled").arrays()
         assert why_not_compiled() == ""
         children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
         print("children", children)

@@ -21,11 +21,8 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types with a kernel: those whose squares float64 always holds. The others are rare, and eager."""
 
-WORTHWHILE = 2**15
-"""Scalars below which a call of the kernel costs more than eager arithmetic beside other small tensors."""
-
 PRICE_WITH_IMPORT = 5.0
-"""Seconds that a first compilation takes in a process (``bench/statistics.py`` prints it)."""
+"""Seconds that a first compilation takes in a process (``bench/measure.py`` prints it)."""
 
 PRICE = 1.5
 """Seconds where the user's own ``torch.compile`` has loaded the compiler already."""

@@ -18,14 +18,13 @@ from backlight.measure.carrier import Carrier
 from backlight.measure.layout import stored
 from backlight.measure.packing import Owned, batches
 from backlight.measure.pending import Arrays, Pending, send
+from backlight.measure.rows import SCRATCH
 
 LOWEST = -40
 """Exponent of the first bin: bin i counts 2^(LOWEST+i) <= |g| < 2^(LOWEST+i+1)."""
 
 BINS = 64
 """Number of bins; the first and the last also take what lies beyond."""
-
-_DROPPED = BINS  # a bin more, for zeros and for what is not finite
 
 
 class _Float(NamedTuple):
@@ -89,7 +88,7 @@ def histogram(
         counts = np.zeros((size, 1 + BINS), dtype=np.int64)
         counts[:, 0] = times_P > 0
         for table in arrived:
-            counts[:, 1:] += table.reshape(size, BINS + 1)[:, :BINS].astype(np.int64) * times_P[:, None]
+            counts[:, 1:] += table.reshape(size, BINS).astype(np.int64) * times_P[:, None]
         return np.zeros((size, 0)), counts
 
     return Pending(flights, finish)
@@ -98,35 +97,61 @@ def histogram(
 def _count(
     kinds: dict[torch.dtype, Owned], size: int, device: torch.device, scale: Tensor | float | None
 ) -> Tensor:
-    """Return int64 ``[P * (BINS + 1)]`` of one device."""
-    counts = torch.zeros(size * (BINS + 1), dtype=torch.int64, device=device)
+    """Return int64 ``[P * BINS]`` of one device."""
+    counts_PB = torch.zeros((size, BINS), dtype=torch.int64, device=device)
     if isinstance(scale, Tensor):
         scale = scale.detach().to(device, non_blocking=True)
-    for owned in kinds.values():
-        for matrix, owners in batches(owned, 2**17 if device.type == "cpu" else 2**22, 2**12):
-            bin_RW = _bins(matrix, scale)
-            first = np.repeat([owner * (BINS + 1) for owner, _ in owners], [rows for _, rows in owners])
-            first_R = torch.from_numpy(first)
-            if device.type != "cpu":
-                first_R = first_R.pin_memory() if device.type == "cuda" else first_R
-                first_R = first_R.to(device, non_blocking=True)
-            place_N = bin_RW.add_(first_R[:, None]).view(-1)
-            # Sums of integers do not depend on their order, on any device.
-            counts.scatter_add_(0, place_N, torch.ones_like(place_N))
-    return counts
+    for dtype, owned in kinds.items():
+        counts_PB += _count_of_type(owned, size, _kind(dtype, device, scale), scale)
+    return counts_PB.view(-1)
 
 
-def _bins(x_RW: Tensor, scale: Tensor | float | None) -> Tensor:
-    """Return int64 ``[R, W]``, the bin of each value."""
-    narrow = x_RW.dtype.itemsize <= 4 and not x_RW.is_complex() and scale is None
-    kind = _SINGLE if narrow or x_RW.device.type == "mps" else _DOUBLE
+def _count_of_type(owned: Owned, size: int, kind: _Float, scale: Tensor | float | None) -> Tensor:
+    """Return int64 ``[P, BINS]``.
+
+    Counted are first all values by the bits of their exponent, E possibilities. The highest one is that
+    of NaN and infinity, the lowest that of subnormal values and of zeros, which are counted again.
+    """
+    device = owned[0][1].device
+    counts_PE = torch.zeros((size, kind.exponent + 1), dtype=torch.int64, device=device)
+    zeros_P = torch.zeros(size, dtype=torch.int64, device=device)
+    piece = 2**17 if device.type == "cpu" else 2**22
+    ones = torch.ones(piece, dtype=torch.int64, device=device)
+    for matrix, owners in batches(owned, piece, 2**12):
+        x_RW = _values(matrix, kind, scale)
+        shape, scalars = x_RW.shape, x_RW.numel()
+        owner_R = _on(device, np.repeat([o for o, _ in owners], [rows for _, rows in owners]))
+        zero_RW = torch.eq(x_RW, 0, out=SCRATCH.take("zero", scalars, kind.dtype, device).view(shape))
+        zeros_P.index_add_(0, owner_R, zero_RW.sum(1).to(torch.int64))
+        field_RW = SCRATCH.take("field", scalars, kind.bits, device).view(shape)
+        torch.bitwise_right_shift(x_RW.view(kind.bits), kind.mantissa, out=field_RW)
+        place_RW = SCRATCH.take("place", scalars, torch.int64, device).view(shape)
+        place_RW.copy_(field_RW.bitwise_and_(kind.exponent)).add_((owner_R * (kind.exponent + 1))[:, None])
+        # Sums of integers do not depend on their order, on any device.
+        counts_PE.view(-1).scatter_add_(0, place_RW.view(-1), ones[:scalars])
+    bin_E = (torch.arange(kind.exponent, device=device) - (kind.bias + LOWEST)).clamp_(0, BINS - 1)
+    counts_PB = torch.zeros((size, BINS), dtype=torch.int64, device=device)
+    counts_PB.index_add_(1, bin_E, counts_PE[:, :-1])
+    counts_PB[:, 0] -= zeros_P
+    return counts_PB
+
+
+def _kind(dtype: torch.dtype, device: torch.device, scale: Tensor | float | None) -> _Float:
+    """Return the type to count in: what float32 holds stays so, unless a division could leave its range."""
+    narrow = dtype.itemsize <= 4 and not dtype.is_complex and scale is None
+    return _SINGLE if narrow or device.type == "mps" else _DOUBLE
+
+
+def _values(x_RW: Tensor, kind: _Float, scale: Tensor | float | None) -> Tensor:
     if x_RW.is_complex():
         parts_RWC = torch.view_as_real(x_RW.resolve_conj()).to(kind.dtype)
         x_RW = torch.hypot(parts_RWC[..., 0], parts_RWC[..., 1])
     x_RW = x_RW.to(kind.dtype)
-    if scale is not None:
-        x_RW = x_RW / scale
-    field_RW = (x_RW.view(kind.bits) >> kind.mantissa).bitwise_and_(kind.exponent)
-    dropped_RW = (x_RW == 0).logical_or_(field_RW == kind.exponent)
-    bin_RW = (field_RW - (kind.bias + LOWEST)).clamp_(0, BINS - 1)
-    return bin_RW.masked_fill_(dropped_RW, _DROPPED).to(torch.int64)
+    return x_RW if scale is None else x_RW / scale
+
+
+def _on(device: torch.device, array: NDArray[np.int64]) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

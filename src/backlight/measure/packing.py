@@ -19,8 +19,8 @@ SMALL_ROW = 256
 """Width of the rows that small tensors are padded to."""
 
 SMALL = 2**17
-"""Tensors below this many scalars are copied together with others; above, a copy costs more than it saves."""
-
+"""Tensors below this many scalars are copied together with others; from here on a copy, or eager work
+instead of a call of the compiled kernel, costs more than it saves."""
 
 Owned = list[tuple[int, Tensor]]
 """Stored values with the position of the tensor that they are of."""

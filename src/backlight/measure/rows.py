@@ -48,9 +48,13 @@ class Scratch(threading.local):
                 self._held[use, dtype] = held
         return held[:size]
 
+    def drop(self) -> None:
+        """Give the buffers of this thread back."""
+        self._held.clear()
+
 
 SCRATCH = Scratch()
-"""The buffers of this process: at most 16 bytes for each scalar of a piece."""
+"""The buffers of this process: a few MiB for each thread that measures."""
 
 
 def narrow(x_RW: Tensor) -> Partials:

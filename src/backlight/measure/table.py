@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.measure.carrier import Carrier
-from backlight.measure.compiled import KERNELS, WORTHWHILE
+from backlight.measure.compiled import KERNELS
 from backlight.measure.layout import pieces
-from backlight.measure.packing import Owned, batches
+from backlight.measure.packing import SMALL, Owned, batches
 from backlight.measure.pending import Arriving, send
 from backlight.measure.rows import narrow, non_finite, wide
 
@@ -77,7 +77,7 @@ class Table:
         try:
             for owner, tensor in values:
                 scalars = tensor.numel()
-                if tensor.dim() != 1 or not WORTHWHILE <= scalars <= _MOST or tensor.is_neg():
+                if tensor.dim() != 1 or not SMALL <= scalars <= _MOST or tensor.is_neg():
                     rest.append((owner, tensor))
                     continue
                 over = scalars % rows

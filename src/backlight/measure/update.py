@@ -8,7 +8,7 @@ a matrix would see a few columns only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -59,6 +59,8 @@ class Sample:
         self._parameters = tuple(parameters)
         self._per_tensor = per_tensor
         self._local = local
+        self._signs: list[object] = [None] * len(self._parameters)
+        self._now: list[Tensor | None] = [None] * len(self._parameters)
         self._keys: list[_Key | None] | None = None
         self._kept: list[_Kept] = []
 
@@ -75,12 +77,12 @@ class Sample:
     def before(self) -> None:
         """Keep the sampled weights as they are now."""
         with torch.no_grad():
-            now = [self._look(parameter) for parameter in self._parameters]
-            keys = [None if t is None else (t.shape, t.device, t.dtype) for t in now]
-            if keys != self._keys:
-                self._place(keys)
+            if self._look() or self._keys is None:
+                keys = [None if t is None else (t.shape, t.device, t.dtype) for t in self._now]
+                if keys != self._keys:
+                    self._place(keys)
             for kept in self._kept:
-                kept.keep(now)
+                kept.keep(self._now)
 
     def after(self, carrier: Carrier | None = None) -> Pending:
         """Compare the weights with those that were kept.
@@ -102,10 +104,11 @@ class Sample:
         sampled_P = np.zeros(len(keys), dtype=np.int64)
         numel_P = np.zeros(len(keys), dtype=np.int64)
         with torch.no_grad():
-            now = [self._look(parameter) for parameter in self._parameters]
-            for i, (tensor, key) in enumerate(zip(now, keys, strict=True)):
-                if tensor is not None and (key is None or (tensor.shape, tensor.device) != key[:2]):
-                    now[i] = None
+            self._look()
+            now = [
+                tensor if key is not None and tensor is not None and _same_place(tensor, key) else None
+                for tensor, key in zip(self._now, keys, strict=True)
+            ]
             owners = [kept.owner for kept in self._kept]
             measured_P = np.array([tensor is not None for tensor in now], dtype=bool)
             for kept in self._kept:
@@ -134,15 +137,25 @@ class Sample:
 
         return Pending(flights, finish)
 
-    def _look(self, parameter: Tensor) -> Tensor | None:
-        """Return the tensor to sample as it is now, None where there is nothing to read."""
-        tensor = parameter if self._local is None else self._local(parameter)
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            return None
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            return None
-        # Sharding frees the memory of whole parameters between uses without changing their shape.
-        return None if tensor.numel() and not tensor.untyped_storage().nbytes() else tensor
+    def _look(self) -> bool:
+        """Look up what each parameter is now, None where there is nothing to read; tell if any changed.
+
+        A tensor that is where it was keeps its alias, which also keeps its memory from being given to
+        another one. Sharding frees the memory of whole parameters without changing their shape.
+        """
+        changed = False
+        for position, parameter in enumerate(self._parameters):
+            tensor = parameter if self._local is None else self._local(parameter)
+            sign: object = None
+            if tensor.layout is torch.strided and not tensor.is_meta:
+                sign = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if sign is None or sign != self._signs[position]:
+                readable = sign is not None and (tensor.data_ptr() or not tensor.numel())
+                number = tensor.is_floating_point() or tensor.is_complex()
+                self._now[position] = tensor.detach() if readable and number else None
+                self._signs[position] = sign
+                changed = True
+        return changed
 
     def _place(self, keys: list[_Key | None]) -> None:
         kinds: dict[tuple[torch.device, torch.dtype], _Kept] = {}
@@ -153,6 +166,10 @@ class Sample:
                     kinds[kind] = _Kept(*kind)
                 kinds[kind].add(position, key[0], self._per_tensor)
         self._keys, self._kept = keys, list(kinds.values())
+
+
+def _same_place(tensor: Tensor, key: _Key) -> bool:
+    return tensor.shape == key[0] and tensor.device == key[1]
 
 
 class _Slot(NamedTuple):
@@ -174,9 +191,14 @@ class _Kept:
         self._dtype = dtype
         self._rows = 0
         self._buffer: Tensor | None = None
-        self._places: dict[int, tuple[Tensor, ...]] = {}
+        self._places: list[Tensor] = []
+        self._compared: Tensor | None = None
+        self._pieces: list[_Piece] = []
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+        self._indices: dict[int, tuple[Tensor, ...]] = {}
         widest = torch.float32 if device.type == "mps" else torch.float64
         self._widest = widest.to_complex() if dtype.is_complex else widest
+        self._norms = row_norms if self._widest.is_complex or dtype is widest else _plain_norms
 
     @property
     def owner(self) -> NDArray[np.int64]:
@@ -195,45 +217,90 @@ class _Kept:
     def keep(self, now: Sequence[Tensor | None]) -> None:
         """Copy the sampled weights into the buffer."""
         if self._buffer is None:
-            self._buffer = torch.zeros(self._rows * _ROW, dtype=self._dtype, device=self._device)
-        buffer = self._buffer
-        places = [buffer[s.row * _ROW : s.row * _ROW + s.taken] for s in self.slots]
+            self._buffer = torch.zeros((self._rows, _ROW), dtype=self._dtype, device=self._device)
+            flat = self._buffer.view(-1)
+            self._places = [flat[s.row * _ROW : s.row * _ROW + s.taken] for s in self.slots]
         weights = [self._sample(tensor, s) for s in self.slots if (tensor := now[s.position]) is not None]
-        torch._foreach_copy_(places, weights)
+        torch._foreach_copy_(self._places, weights)
 
     def compare(self, now: Sequence[Tensor | None]) -> Tensor:
         """Return the norms of the change and of what was kept, row by row: ``[2 * N]``."""
-        assert self._buffer is not None
-        kept_NW = self._buffer.view(-1, _ROW)
-        samples = [(s, self._sample(t, s)) for s in self.slots if (t := now[s.position]) is not None]
+        if self._buffer is None or not self._rows:
+            return torch.empty(0)
+        if self._compared is None:
+            size = (min(self._rows, _ROWS), _ROW)
+            self._compared = torch.empty(size, dtype=self._widest, device=self._device)
+            self._pieces = list(self._cut(self._compared.view(-1)))
+        samples = {s: self._sample(t, s) for s in self.slots if (t := now[s.position]) is not None}
         change, weight = [], []
+        for piece in self._pieces:
+            old_RW = self._buffer[piece.first : piece.first + _ROWS].to(self._widest)
+            new_RW = self._compared[: len(old_RW)].zero_()
+            there = [
+                (place, cut)
+                for place, cut in zip(piece.places, piece.cuts, strict=True)
+                if cut.slot in samples
+            ]
+            torch._foreach_copy_(
+                [place for place, _ in there],
+                [
+                    samples[slot] if end - begin == slot.taken else samples[slot][begin:end]
+                    for _, (slot, begin, end) in there
+                ],
+            )
+            weight.append(self._norms(old_RW))
+            change.append(self._norms(new_RW.sub_(old_RW)))
+        return torch.cat(change + weight)
+
+    def _cut(self, flat: Tensor) -> Iterator[_Piece]:
+        """Yield which weights are compared together, and where in ``flat`` they are put."""
         for first in range(0, self._rows, _ROWS):
-            old_RW = kept_NW[first : first + _ROWS].to(self._widest)
-            new_RW = torch.zeros_like(old_RW)
-            flat, start = new_RW.view(-1), first * _ROW
-            places, parts = [], []
-            for slot, values in samples:
-                begin = max(0, start - slot.row * _ROW)
-                end = min(slot.taken, start + flat.numel() - slot.row * _ROW)
+            cuts, places = [], []
+            for slot in self.slots:
+                ahead = (slot.row - first) * _ROW
+                begin, end = max(0, -ahead), min(slot.taken, flat.numel() - ahead)
                 if begin < end:
-                    offset = slot.row * _ROW + begin - start
-                    places.append(flat[offset : offset + end - begin])
-                    parts.append(values[begin:end])
-            torch._foreach_copy_(places, parts)
-            change.append(row_norms(new_RW.sub_(old_RW)))
-            weight.append(row_norms(old_RW))
-        return torch.cat(change + weight) if change else torch.empty(0)
+                    cuts.append(_Cut(slot, begin, end))
+                    places.append(flat[ahead + begin : ahead + end])
+            yield _Piece(first, cuts, places)
 
     def _sample(self, tensor: Tensor, slot: _Slot) -> Tensor:
         """Return the sampled weights ``[taken]``, a view where the tensor is contiguous."""
+        source, view = self._views.get(slot.position, (None, None))
+        if source is tensor and view is not None:
+            return view
         if tensor.is_contiguous():
-            return tensor.as_strided((slot.taken,), (slot.step,))
+            view = tensor.as_strided((slot.taken,), (slot.step,))
+            self._views[slot.position] = (tensor, view)
+            return view
         if slot.step == 1:
             return tensor.reshape(-1)
-        if slot.position not in self._places:
+        if slot.position not in self._indices:
             index = torch.arange(slot.taken, device=self._device) * slot.step
-            self._places[slot.position] = torch.unravel_index(index, tensor.shape)
-        return tensor[self._places[slot.position]]
+            self._indices[slot.position] = torch.unravel_index(index, tensor.shape)
+        return tensor[self._indices[slot.position]]
+
+
+class _Cut(NamedTuple):
+    """The weights from ``begin`` to ``end`` of a slot's sample."""
+
+    slot: _Slot
+    begin: int
+    end: int
+
+
+class _Piece(NamedTuple):
+    """What is compared together: rows from ``first`` on, of these weights, put into these places."""
+
+    first: int
+    cuts: list[_Cut]
+    places: list[Tensor]
+
+
+def _plain_norms(x_RW: Tensor) -> Tensor:
+    """Return the norm of each row where no square is lost: float64 that was float32 or less."""
+    norm_R: Tensor = torch.linalg.vector_norm(x_RW, dim=1)
+    return norm_R
 
 
 def stride(numel: int, wanted: int) -> int:

@@ -1,0 +1,204 @@
+"""All statistics of a step's gradients, against one norm and against what people write.
+
+The shapes are those of GPT-2 small, 148 tensors with 124 million scalars, and a model of a million in
+50 tensors. All ways take turns in one process, and every figure is the median of its turns; ratios are
+to one ``torch._foreach_norm`` over the same tensors. Memory is how far the peak of the process rose
+above what it held before the call, as the kernel counts it. Beside it stand exponent histograms, what
+``wandb.watch`` does for its histograms, and the cost of the update ratio, which has a pass of its own.
+
+    OMP_WAIT_POLICY=PASSIVE python bench/measure.py --threads 1 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics as stdlib_statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from backlight.measure.histogram import histogram
+from backlight.measure.rows import SCRATCH
+from backlight.measure.statistics import statistics, why_not_compiled
+from backlight.measure.update import PER_TENSOR, Sample
+
+Way = Callable[[], object]
+
+FOREACH = "torch._foreach_norm"
+
+
+def gpt2_small() -> list[tuple[int, ...]]:
+    """Return the shapes of the 148 parameters of GPT-2 small, the head tied to the embedding."""
+    width = 768
+    norm = [(width,), (width,)]
+    attention = [(3 * width, width), (3 * width,), (width, width), (width,)]
+    feed_forward = [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    block = [*norm, *attention, *norm, *feed_forward]
+    return [(50257, width), (1024, width), *(block * 12), *norm]
+
+
+def million() -> list[tuple[int, ...]]:
+    """Return 50 shapes of a transformer with about a million parameters."""
+    width = 128
+    attention = [(3 * width, width), (3 * width,), (width, width), (width,)]
+    block = [(width,), (width,), *attention, (width,), (width,), (4 * width, width), (width, 4 * width)]
+    return [(96, width), (128, width), *(block * 5)][:50]
+
+
+def by_item(gradients: list[Tensor]) -> list[tuple[float, ...]]:
+    """Read six numbers of every gradient, one after the other, as loops in training scripts do."""
+    return [
+        (
+            g.norm().item(),
+            g.abs().max().item(),
+            g.mean().item(),
+            (g == 0).sum().item(),
+            g.isnan().sum().item(),
+            g.isinf().sum().item(),
+        )
+        for g in gradients
+    ]
+
+
+def like_wandb(gradients: list[Tensor]) -> list[tuple[float, float, Tensor]]:
+    """Take a histogram of 64 bins of every gradient between its extremes, and move it to the host."""
+    found = []
+    for gradient in gradients:
+        flat = gradient.reshape(-1)
+        if not torch.isfinite(flat).all():
+            flat = flat[torch.isfinite(flat)]
+        low, high = flat.min().item(), flat.max().item()
+        found.append((low, high, flat.histc(bins=64, min=low, max=high).cpu().detach().clone()))
+    return found
+
+
+def updates(parameters: list[Tensor], per_tensor: int | None) -> Way:
+    """Return a pass that keeps a sample of the weights and compares it, as around a step."""
+    sample = Sample.of(parameters, per_tensor=per_tensor)
+
+    def run() -> object:
+        sample.before()
+        return sample.after()
+
+    return run
+
+
+def peak(way: Way) -> float | None:
+    """Return by how many MB the resident memory rose while ``way`` ran; None where nothing counts it.
+
+    What earlier calls left in torch's or in our own buffers is given back first.
+    """
+    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    SCRATCH.drop()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        clear.write_text("5")
+        before = _status(status, "VmRSS")
+        kept = way()
+        top = _status(status, "VmHWM")
+        del kept
+    except (OSError, KeyError, AttributeError):
+        return None
+    return max(0.0, (top - before) / 1024)
+
+
+def _status(path: Path, field: str) -> int:
+    lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    return int(lines[field].split()[0])
+
+
+def timed(ways: dict[str, Way], repeats: int) -> dict[str, float]:
+    """Return the median milliseconds of each way; they take turns."""
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        way()
+    for _ in range(repeats):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            took[name].append(time.perf_counter() - begin)
+    return {name: 1e3 * stdlib_statistics.median(values) for name, values in took.items()}
+
+
+def table_for(
+    title: str, shapes: list[tuple[int, ...]], repeats: int, rare: int, dtype: torch.dtype
+) -> Table:
+    """Measure everything for one list of shapes."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape).mul_(1e-3).to(dtype) for shape in shapes]
+    begin = time.perf_counter()
+    statistics(tensors, tier="compiled")
+    first = time.perf_counter() - begin
+    samples = {
+        f"update ratio, {PER_TENSOR} of a tensor": PER_TENSOR,
+        "update ratio, 1024 of a tensor": 1024,
+        "update ratio, exact": None,
+    }
+    often: dict[str, Way] = {
+        FOREACH: lambda: torch._foreach_norm(tensors),
+        "all statistics, compiled": lambda: statistics(tensors, tier="compiled"),
+        "all statistics, compiled, and read": lambda: statistics(tensors, tier="compiled").arrays(),
+        "all statistics, eager": lambda: statistics(tensors, tier="eager"),
+        **{name: updates(tensors, wanted) for name, wanted in samples.items() if wanted},
+        "the loop of .item()": lambda: by_item(tensors),
+    }
+    seldom: dict[str, Way] = {
+        FOREACH: often[FOREACH],
+        "update ratio, exact": updates(tensors, None),
+        "exponent histograms": lambda: histogram(tensors),
+        "histograms as wandb.watch does": lambda: like_wandb(tensors),
+    }
+    table = Table(title=title)
+    table.add_column("way", no_wrap=True)
+    for name in ("ms", "x", "extra MB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for ways, count in ((often, repeats), (seldom, rare)):
+        found = timed(ways, count)
+        for name, value in found.items():
+            if ways is seldom and name == FOREACH:
+                continue
+            # A sample keeps its buffers, so that a new one is needed to see what they take.
+            extra = peak(updates(tensors, samples[name]) if name in samples else ways[name])
+            memory = "?" if extra is None else f"{extra:.1f}"
+            table.add_row(name, f"{value:.2f}", f"{value / found[FOREACH]:.2f}", memory)
+    reason = why_not_compiled()
+    size = f"{len(tensors)} tensors, {sum(t.numel() for t in tensors):,} scalars"
+    table.caption = f"{size}; " + (
+        f"not compiled: {reason}" if reason else f"first compiled call {first:.1f} s"
+    )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
+    parser.add_argument("--repeats", type=int, default=15, help="turns of the fast ways")
+    parser.add_argument("--rare", type=int, default=3, help="turns of the slow ways")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--small", action="store_true", help="the model of a million only")
+    options = parser.parse_args()
+    console = Console()
+    dtype = getattr(torch, options.dtype)
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        named = f"{options.dtype}, {threads} thread{'s' if threads > 1 else ''}"
+        if not options.small:
+            console.print(
+                table_for(f"GPT-2 small, {named}", gpt2_small(), options.repeats, options.rare, dtype)
+            )
+        console.print(
+            table_for(f"a million in 50 tensors, {named}", million(), 10 * options.repeats, 20, dtype)
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
