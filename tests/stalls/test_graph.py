@@ -1,0 +1,170 @@
+"""The walk of the graph: what it finds, and that a long chain survives it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from backlight.stalls import graph
+from backlight.stalls.calls import ModuleCalls
+from backlight.stalls.graph import Graph, WalkError, walk
+from backlight.stalls.lines import user_line
+from backlight.stalls.origin import Origin, Origins
+from backlight.stalls.overwritten import find_overwritten
+from backlight.stalls.tape import Tape
+
+
+def test_nodes_edges_leaves() -> None:
+    a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
+    shared = a * b
+    loss = (shared + shared.detach() * c).sum()
+    found = walk([loss])
+    assert found.names[found.roots[0]] == "SumBackward0"
+    assert {found.reaches(t) for t in (a, b, c)} == {True}
+    assert not found.reaches(torch.ones(2, requires_grad=True))
+    assert len(found) == 7
+    assert sorted(n for n in found.sequence if n >= 0) == sorted(
+        node._sequence_nr() for node in (loss.grad_fn, shared.grad_fn, *_inner(loss))
+    )
+    product = found.names.index("MulBackward0")
+    assert found.leaves[id(c)] not in found.below(product) or found.leaves[id(a)] not in found.below(product)
+
+
+def _inner(loss: torch.Tensor) -> list[object]:
+    add = loss.grad_fn.next_functions[0][0]
+    return [add, add.next_functions[1][0]]
+
+
+def test_a_leaf_as_the_root() -> None:
+    leaf = torch.ones((), requires_grad=True)
+    assert walk([leaf]).reaches(leaf)
+    assert len(walk([torch.ones(())])) == 0
+
+
+def test_shares_by_line() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with ModuleCalls() as calls, Tape(calls, pytest.fail) as tape:
+        y = x
+        for _ in range(8):
+            y = y * 2
+        loss = y.sum()
+    lines = [str(line).rpartition(":")[2] for line in (o.line for o in tape.operations)]
+    shares = walk([loss]).shares(lambda number: str(tape.origins.of(number).line).rpartition(":")[2])
+    assert shares == [(lines[0], 8 / 9), (lines[-1], 1 / 9)]
+
+
+def test_origins_of_numbers_that_nobody_added() -> None:
+    origins = Origins()
+    line = user_line()
+    origins.add(4, 6, Origin("late", line))
+    origins.add(2, 3, Origin("early", line))
+    names = [o.operation if (o := origins.of(number)) else None for number in range(8)]
+    assert names == [None, None, "early", None, "late", "late", None, None]
+    origins.trim(1)
+    assert origins.of(2) is None
+
+
+CHAIN = """
+import gc, resource, sys, torch
+from backlight.stalls.graph import walk
+from backlight.stalls.missing import WhyNoGrad
+limit = 8 << 20
+resource.setrlimit(resource.RLIMIT_STACK, (limit, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+x = torch.ones(1, requires_grad=True)
+def chain():
+    y = x
+    for _ in range(200_000):
+        y = y * 1.0
+    return y.sum()
+if sys.argv[1] == "walk":
+    loss = chain()
+    graph = walk([loss])
+    print(len(graph), graph.reaches(x))
+    if sys.argv[2] == "backward":
+        loss.backward()
+else:
+    with WhyNoGrad(10, lambda: None) as observer:
+        loss = chain()
+        loss.backward()
+    print(observer.answer.nodes, observer.answer.notes)
+del loss
+gc.collect()
+print("released")
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first"),
+    [
+        pytest.param(("walk", "drop"), "200002 True", marks=pytest.mark.full),
+        (("walk", "backward"), "200002 True"),
+        (("observe", ""), "200002 ['no torch optimizer was seen, so who updates the parameters is not known']"),
+    ],
+)
+def test_a_chain_of_200000_nodes_is_released(arguments: tuple[str, str], first: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHAIN, *arguments], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{first}\nreleased\n"
+
+
+def test_the_walk_leaves_no_wrapper_behind() -> None:
+    loss = (torch.ones(2, requires_grad=True) * 2).sum()
+    walk([loss])
+    # A node that Python has looked at keeps its object; one that it has not makes a new one.
+    kinds = [type(o).__name__ for o in __import__("gc").get_objects() if type(o).__name__ == "MulBackward0"]
+    assert kinds == []
+
+
+def test_a_walk_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_tensors: object) -> object:
+        raise KeyError("node")
+
+    monkeypatch.setattr(graph, "_walk", broken)
+    with pytest.raises(WalkError, match="the walk of the autograd graph failed: KeyError: 'node'"):
+        walk([torch.ones((), requires_grad=True)])
+
+
+def test_a_walk_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "TIMEOUT", 0.2)
+    monkeypatch.setattr(graph, "_walk", lambda _tensors: __import__("time").sleep(60))
+    with pytest.raises(WalkError, match="took longer than 0 s"):
+        walk([torch.ones((), requires_grad=True)])
+
+
+def test_below_and_shares_of_a_graph_by_hand() -> None:
+    found = Graph(("A", "B", "C"), (2, 1, -1), ((1, -1), (2,), ()), {7: 2}, (0,))
+    assert found.below(1) == {1, 2}
+    assert found.shares(lambda number: number) == [(2, 0.5), (1, 0.5)]
+
+
+def test_another_error_is_no_overwritten_tensor() -> None:
+    assert find_overwritten("Trying to backward through the graph a second time", []) is None
+    message = (
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        "[torch.FloatTensor [3]] is at version 2; expected version 1 instead. Hint: enable anomaly detection"
+    )
+    unseen = find_overwritten(message, [])
+    assert unseen is not None
+    assert unseen.line is None
+    assert "the operation was not seen" in unseen.text
+
+
+def test_calls_survive_an_exception() -> None:
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError("mine")
+
+    outer = nn.Sequential(nn.Identity(), Failing())
+    with ModuleCalls() as calls:
+        with pytest.raises(ArithmeticError, match="mine"):
+            outer(torch.ones(1))
+        assert calls.current() is None
+        assert calls.was_called(outer[0])
+    nn.Identity()(torch.ones(1))
+    assert len(calls.called) == 3
