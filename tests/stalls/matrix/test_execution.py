@@ -152,7 +152,7 @@ def test_the_report_survives_its_file_and_every_form_shows_it(done: tuple[Path, 
     assert not is_matrix(folder)
     assert read_report(out) == report
     text = render_markdown(out)
-    wanted = ("# a &lt;b&gt;matrix", "Environment", "Left open", "Evidence that could not be collected")
+    wanted = ("# a &lt;b>matrix", "Environment", "Left open", "Evidence that could not be collected")
     wanted += ("What to do, in this order", "Commands to verify", "`job.py:7`", "BLOCKED")
     for part in wanted:
         assert part in text, part

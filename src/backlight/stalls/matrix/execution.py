@@ -102,7 +102,7 @@ def execute(
         if name not in names:
             raise PlanError(f"{prepared.path}: no case is called {name!r}{near(name, names)}")
     rerun = f"backlight matrix {shlex.quote(str(prepared.path))} --out {shlex.quote(str(out))}"
-    out = out.absolute()
+    out = out.resolve()
     folder = MatrixFolder(out)
     environment = describe(prepared.path.parent.absolute(), prepared.interpreters)
     seen: dict[str, Seen] = {}

@@ -99,9 +99,14 @@ def _exited(seen: Observation) -> Judgement:
             "the pattern of success stands in the output of another attempt",
             alternatives=("it ended early without an error", "the pattern is wrong"),
         )
-    proof = ("exit code 0",) if seen.success is None else ("exit code 0", "the pattern of success matches")
+    proof = ["exit code 0"] if seen.success is None else ["exit code 0", "the pattern of success matches"]
+    proof += [f"meanwhile the run had a stall finding: {stall.claim}" for stall in seen.stalls]
     return Judgement(
-        Verdict.PASS, f"finished in {seen.seconds:.1f} s", "high", proof, "it does not finish when run again"
+        Verdict.PASS,
+        f"finished in {seen.seconds:.1f} s",
+        "high",
+        tuple(proof),
+        "it does not finish when run again",
     )
 
 

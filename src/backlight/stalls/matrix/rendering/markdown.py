@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from backlight.stalls.matrix.rendering.words import code, markdown
+from backlight.stalls.matrix.rendering.words import code, markdown, visible
 from backlight.stalls.matrix.report import CaseReport, MatrixReport, read_report
 
 
@@ -85,4 +85,4 @@ def _evidence(case: CaseReport) -> Iterator[str]:
     yield from (f"- file: {code(kept.path)}: {markdown(kept.what)}" for kept in case.files)
     if case.tail:
         yield "- end of its output:\n"
-        yield from (f"      {line}" for line in (code(text)[1:-1] for text in case.tail))
+        yield from (f"      {visible(line)}" for line in case.tail)

@@ -18,7 +18,7 @@ _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem;border-bottom:1px solid #8886}
 table{border-collapse:collapse;width:100%}th,td{text-align:left;vertical-align:top;padding:.3rem .6rem;
-border-bottom:1px solid #8884}code,pre{font:13px/1.4 ui-monospace,monospace;overflow-wrap:anywhere}
+border-bottom:1px solid #8884}code,pre{font:13px/1.4 ui-monospace,monospace;overflow-wrap:break-word}
 pre{white-space:pre-wrap;background:#8881;padding:.6rem;margin:.4rem 0}
 .v{font-weight:600;white-space:nowrap}.good{color:#1a7f37}.bad{color:#c0262d}.weak{color:#8a6100}
 @media(prefers-color-scheme:dark){.good{color:#57c479}.bad{color:#ff7b80}.weak{color:#e0b040}}

@@ -7,7 +7,7 @@ import re
 import unicodedata
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
-_ADDRESS = re.compile(r"(?i)\b(https?|ftp)(?=:)|\bwww(?=\.)")
+_LINKED = re.compile(r"(?i)\b(https?|ftp)(?=:)|\bwww(?=\.)|@|#(?=\d)")
 
 
 def visible(text: object) -> str:
@@ -22,10 +22,12 @@ def visible(text: object) -> str:
 
 def markdown(text: object) -> str:
     """Return ``text`` as Markdown that shows it as it is, without links, mentions or HTML."""
-    shown = re.sub(r"[&<>@]", lambda m: html.escape(m[0]) if m[0] != "@" else "&#64;", visible(text))
-    shown = re.sub(r"([\\`*_{}\[\]()!|~$^])", r"\\\1", shown)
-    shown = re.sub(r"(?<!&)#", r"\\#", shown)
-    return _ADDRESS.sub(lambda m: m[0][0] + "&#8203;" + m[0][1:], re.sub(r"^(\d*)([-+=.])", r"\1\\\2", shown))
+    shown = visible(text).replace("&", "&amp;").replace("<", "&lt;")
+    shown = re.sub(r"([\\`*_{}\[\]!|~$^])", r"\\\1", shown)
+    # These are only markup where a line begins, a list, a heading or a quotation with them.
+    shown = re.sub(r"^(?=[-+=#>])|^(\d+)(?=[.)](?:\s|$))", r"\1\\", shown)
+    # Mentions, tickets and addresses become links wherever they stand: a blank of no width breaks them.
+    return _LINKED.sub(lambda m: m[0][0] + "&#8203;" + m[0][1:], shown)
 
 
 def code(text: object) -> str:

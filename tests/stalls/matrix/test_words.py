@@ -1,0 +1,41 @@
+"""Text of cases and plans is shown in every form and acts in none."""
+
+from __future__ import annotations
+
+import pytest
+
+from backlight.stalls.matrix.rendering.words import code, markdown, markup, visible
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("PASS -> BLOCKED (2 s), 1.5 of 3", "PASS -> BLOCKED (2 s), 1.5 of 3"),
+        (
+            "<b> & | *x* _y_ `z` [a](b) ~~c~~",
+            "&lt;b> &amp; \\| \\*x\\* \\_y\\_ \\`z\\` \\[a\\](b) \\~\\~c\\~\\~",
+        ),
+        ("- item", "\\- item"),
+        ("1. item", "1\\. item"),
+        ("2026-11-21 02:47", "2026-11-21 02:47"),
+        ("1.5 s", "1.5 s"),
+        ("fixes #12", "fixes #&#8203;12"),
+        ("# head", "\\# head"),
+        ("> said", "\\> said"),
+        ("@someone https://example.org", "@&#8203;someone h&#8203;ttps://example.org"),
+        ("a\nb\x1b[31m\u202e", "a\\\\nb\\\\x1b\\[31m\\\\u202e"),
+    ],
+)
+def test_markdown_shows_text_as_it_is(text: str, shown: str) -> None:
+    assert markdown(text) == shown
+
+
+def test_code_spans_hold_backticks() -> None:
+    assert code("a") == "`a`"
+    assert code("a`b``c") == "```a`b``c```"
+    assert code("`") == "`` ` ``"
+
+
+def test_html_and_terminal() -> None:
+    assert markup("<a href='x'>&\"") == "&lt;a href=&#x27;x&#x27;&gt;&amp;&quot;"
+    assert visible("a\tb\rc") == "a\\tb\\rc"
