@@ -209,8 +209,7 @@ def test_inside_somebodys_compiled_function_nothing_is_measured(monkeypatch):
 
 def run(body):
     """Run a script that has its own process and its own compiler."""
-    script = "import torch\nfrom backlight.measure.packing import SMALL
-from backlight.measure.statistics import *\n" + textwrap.dedent(body)
+    script = "import torch\nfrom backlight.measure.statistics import *\n" + textwrap.dedent(body)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
     )
