@@ -1,0 +1,79 @@
+"""The same numbers on a CUDA device, and no waiting for it."""
+
+import numpy as np
+import pytest
+import torch
+
+from backlight.measure.histogram import histogram
+from backlight.measure.statistics import statistics, why_not_compiled
+from backlight.measure.update import Sample
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
+
+
+def tensors():
+    bad = torch.randn(300_000)
+    bad[[5, 70_000, 299_999]] = torch.tensor([float("nan"), float("inf"), 0.0])
+    return [
+        *(torch.randn(700, 901).to(d) for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)),
+        torch.randn(50, 40).t()[::3],
+        torch.randn(9, dtype=torch.complex64),
+        bad,
+        torch.full((200_000,), 1e20),
+        torch.full((200_000,), 1e-30),
+        torch.empty(0),
+        torch.sparse_coo_tensor([[1, 1, 2]], [1.0, 2.0, 3.0], (5,), check_invariants=True),
+        None,
+    ]
+
+
+@pytest.fixture
+def watched():
+    """Make whatever waits for the device an error, once the allocator and the kernels are warm."""
+
+    def run(way):
+        way().arrays()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return way()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return run
+
+
+@pytest.mark.parametrize("tier", ["eager", "compiled"])
+def test_statistics(tier, watched, check):
+    there = [None if t is None else t.cuda() for t in tensors()]
+    scale = torch.ones((), device="cuda")
+    pending = watched(lambda: statistics(there, tier=tier, scale=scale))
+    assert why_not_compiled() == ""
+    check(pending, there)
+    assert pending.ready()
+
+
+def test_histograms(watched):
+    here = tensors()
+    there = [None if t is None else t.cuda() for t in here]
+    found = watched(lambda: histogram(there)).arrays()[1]
+    np.testing.assert_array_equal(found, histogram(here).arrays()[1])
+
+
+def test_updates(watched):
+    weights = [torch.randn(300, 512, device="cuda"), torch.randn(7, device="cuda", dtype=torch.bfloat16)]
+    sample = Sample.of(weights, per_tensor=None)
+
+    def step():
+        sample.before()
+        for weight in weights:
+            weight.mul_(2)
+        return sample.after()
+
+    floats, integers = watched(step).arrays()
+    np.testing.assert_allclose(floats[:, 0], floats[:, 1], rtol=1e-12)
+    assert integers[:, 0].tolist() == [1, 1]
