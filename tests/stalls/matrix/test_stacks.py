@@ -115,3 +115,21 @@ def test_the_last_error_and_its_line() -> None:
         f'  File "{library}", line 1 in f\n  File "/home/me/train.py", line 5 in <module>\n'
     )
     assert stacks.traceback_end(fatal) == ("Fatal Python error: Segmentation fault", "/home/me/train.py:5")
+
+
+def test_what_a_launcher_says_of_its_children_is_not_the_error() -> None:
+    launcher = (
+        "Traceback (most recent call last):\n"
+        '  File "<frozen runpy>", line 198, in _run_module_as_main\n'
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    )
+    worker = (
+        'Traceback (most recent call last):\n  File "/home/me/train.py", line 9, in <module>\nKeyError: 3\n'
+    )
+    assert stacks.traceback_end(worker + launcher) == ("KeyError: 3", "/home/me/train.py:9")
+    refused = "train.py: error: unrecognized arguments: --backend math"
+    assert stacks.traceback_end(f"usage: train.py\n{refused}\n{launcher}") == (refused, "")
+    assert stacks.traceback_end(launcher)[1] == ""
+    chained = worker + "\nDuring handling of the above exception, another exception occurred:\n\n"
+    last = worker.replace("line 9", "line 11").replace("KeyError: 3", "OSError: full")
+    assert stacks.traceback_end(chained + last) == ("OSError: full", "/home/me/train.py:11")

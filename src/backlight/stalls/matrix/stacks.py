@@ -127,28 +127,44 @@ def short(place: Place) -> str:
 
 
 def traceback_end(text: str) -> tuple[str, str]:
-    """Return the last error of an output and the ``file:line`` in the user's code that it came from.
+    """Return the error that an output ends with, and the ``file:line`` in the user's code that it came from.
 
-    Both are empty where the output holds no traceback. faulthandler's report of a fatal signal counts.
+    Either is empty where the output does not tell. faulthandler's report of a fatal signal counts; what
+    a launcher says of the failure of its children does not, unless there is nothing else.
     """
     lines = text.splitlines()
-    error, place = "", ""
-    begin = next(
-        (i for i in reversed(range(len(lines))) if lines[i].startswith(("Traceback (", "Fatal Python"))), -1
-    )
-    if begin < 0:
-        return "", ""
-    if lines[begin].startswith("Fatal Python"):
-        error = lines[begin]
-        stacks = from_faulthandler("\n".join(lines[begin:]), 0, 0)
-        found = next((p for s in stacks for p in s.frames if is_users(p)), None)
-        return error, f"{found.file}:{found.line}" if found else ""
-    for line in lines[begin + 1 :]:
+    found = []
+    for index, line in enumerate(lines):
+        if line.startswith("Fatal Python"):
+            found.append(_fatal(lines[index:]))
+        elif line.startswith("Traceback ("):
+            found.append(_exception(lines[index + 1 :]))
+    own = [entry for entry in found if not entry[0].startswith(_LAUNCHERS)]
+    if own:
+        return own[-1]
+    # A script that refuses its arguments prints a line and no traceback.
+    said = [line for line in lines if _REFUSAL.match(line)]
+    if said:
+        return said[-1], ""
+    return (found[-1][0], "") if found else ("", "")
+
+
+_LAUNCHERS = ("torch.distributed.elastic.",)
+_REFUSAL = re.compile(r"^\S+: error: ")
+
+
+def _fatal(lines: Sequence[str]) -> tuple[str, str]:
+    stacks = from_faulthandler("\n".join(lines), 0, 0)
+    place = next((p for s in stacks for p in s.frames if is_users(p)), None)
+    return lines[0], f"{place.file}:{place.line}" if place else ""
+
+
+def _exception(lines: Sequence[str]) -> tuple[str, str]:
+    place = ""
+    for line in lines:
         if frame := _TRACEBACK.match(line):
-            found = Place("", frame["file"], int(frame["line"]))
-            if is_users(found) or not place:
-                place = f"{found.file}:{found.line}"
+            if is_users(Place("", frame["file"], int(frame["line"]))):
+                place = f"{frame['file']}:{frame['line']}"
         elif line and not line.startswith(" "):
-            error = line
-            break
-    return error, place
+            return line, place
+    return "", place
