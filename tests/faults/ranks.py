@@ -40,8 +40,8 @@ class Faulty(torch.autograd.Function):
             time.sleep(SECONDS)  # at: backward
         if ctx.fault == "spin":
             end = time.monotonic() + SECONDS
-            while time.monotonic() < end:
-                pass  # at: spin
+            while time.monotonic() < end:  # at: spin
+                pass
         return grad, None
 
 
@@ -86,6 +86,7 @@ def main() -> None:
             subprocess.Popen(["sh", "-c", f"sleep {SECONDS}; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
         if fault == "kill":
+            time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "raise":
             raise ValueError("planted")

@@ -41,8 +41,8 @@ def sleeps() -> None:
 
 def spins() -> None:
     end = now() + SECONDS
-    while now() < end:
-        pass  # at: spin
+    while now() < end:  # at: spin
+        pass
 
 
 def locks() -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from stalls.test_verdict import LIMITS, S, TOP, board, looks, view
-
 from backlight.records import Phase, Verdict
 from backlight.stalls.board import Collective, State
 from backlight.stalls.ranks import attribute
 from backlight.stalls.verdict import Judgement, View, judge
+from stalls.test_verdict import LIMITS, TOP, S, board, looks, view
 
 WORLD = 3
 GROUP = 5
 
 
-def call(number: int, kind: int = 1, shape: int = 1, *, inside: bool = False, group: int = GROUP) -> Collective:
+def call(
+    number: int, kind: int = 1, shape: int = 1, *, inside: bool = False, group: int = GROUP
+) -> Collective:
     text = f"call{kind}({shape}) #{number}"
     return Collective(group, number, kind, shape, 900 * S, 0 if inside else 901 * S, text)
 
@@ -37,14 +38,19 @@ def decide(*views: View, groups: dict[int, list[int]] | None = None) -> Judgemen
 
 
 def test_a_dead_rank_is_the_cause_whatever_the_others_do() -> None:
-    found = decide(waiting(0), waiting(1, call(1), call(2, kind=9, inside=True), ended="killed by SIGKILL"), waiting(2))
+    found = decide(
+        waiting(0), waiting(1, call(1), call(2, kind=9, inside=True), ended="killed by SIGKILL"), waiting(2)
+    )
     assert found is not None
     assert (found.verdict, found.rank) == (Verdict.DEAD, 1)
     assert "Waiting for it: rank 0, 2 in call1(1) #2" in found.claim
 
 
 def test_the_first_to_die_is_the_cause() -> None:
-    found = decide(waiting(0, ended="killed by SIGTERM", ended_at=9.0), waiting(1, ended="killed by SIGSEGV", ended_at=3.0))
+    found = decide(
+        waiting(0, ended="killed by SIGTERM", ended_at=9.0),
+        waiting(1, ended="killed by SIGSEGV", ended_at=3.0),
+    )
     assert found is not None
     assert found.rank == 1
     assert "after it rank 0" in found.claim

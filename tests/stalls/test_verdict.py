@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from backlight.limits import ThresholdError
 from backlight.records import Phase, Verdict
 from backlight.stalls.board import BoardState, Collective, State
 from backlight.stalls.patience import patience, suspicious
 from backlight.stalls.stacks import Frame, Look, ThreadStack
-from backlight.stalls.thresholds import ThresholdError, Thresholds
+from backlight.stalls.thresholds import Thresholds
 from backlight.stalls.verdict import View, judge, native_operation, speed
 
 LIMITS = Thresholds()
@@ -34,7 +35,9 @@ def board(**changes: Any) -> BoardState:
     return dataclasses.replace(base, **changes)
 
 
-def looks(*frames: Frame, turn: bool | None = None, source: str = "witness", count: int = 4) -> tuple[Look, ...]:
+def looks(
+    *frames: Frame, turn: bool | None = None, source: str = "witness", count: int = 4
+) -> tuple[Look, ...]:
     stack = ThreadStack(MAIN, frames, "MainThread", 4242, turn)
     return tuple(Look((990 + i) * S, source, (stack,)) for i in range(count))
 
@@ -71,7 +74,9 @@ def test_blocked_names_thread_line_and_parameter() -> None:
 def test_a_busy_line_is_a_loop_or_one_native_call_or_undecided(
     turn: bool | None, source: str, verdict: Verdict
 ) -> None:
-    found = judge(view(cpu=1.0, own_cpu=1.0, looks=looks(OURS, ENGINE, TOP, turn=turn, source=source)), LIMITS)
+    found = judge(
+        view(cpu=1.0, own_cpu=1.0, looks=looks(OURS, ENGINE, TOP, turn=turn, source=source)), LIMITS
+    )
     assert found is not None
     assert found.verdict is verdict
 
@@ -128,7 +133,12 @@ def test_native_code_without_hooks_is_undecided_and_with_close_hooks_one_operati
 
 
 def test_the_node_at_work_is_read_from_native_frames() -> None:
-    native = ("mkl_blas", "at::native::mm", "torch::autograd::generated::MmBackward0::apply(vec&&)", "start_thread")
+    native = (
+        "mkl_blas",
+        "at::native::mm",
+        "torch::autograd::generated::MmBackward0::apply(vec&&)",
+        "start_thread",
+    )
     stack = ThreadStack(MAIN, (ENGINE, TOP), native=native)
     assert native_operation(Look(0, "py-spy", (stack,))) == "MmBackward0"
     assert native_operation(Look(0, "py-spy", (dataclasses.replace(stack, frames=(TOP,)),))) is None
@@ -156,11 +166,15 @@ def test_evaluation_and_checkpoints_are_exempt(phase: Phase, stall: float | None
 
 
 @pytest.mark.parametrize(
-    "file", ["/x/torch/_dynamo/convert_frame.py", "/x/torch/_inductor/codecache.py", "/x/torch/_inductor/graph.py"]
+    "file",
+    ["/x/torch/_dynamo/convert_frame.py", "/x/torch/_inductor/codecache.py", "/x/torch/_inductor/graph.py"],
 )
 def test_compilation_is_exempt(file: str) -> None:
     state = board(phase=Phase.FORWARD, beat=0, phase_since=0, stall=1.0)
-    assert judge(view(state, looks=looks(Frame("/x/pickle.py", 1, "dumps"), Frame(file, 2, "f"), TOP)), LIMITS) is None
+    assert (
+        judge(view(state, looks=looks(Frame("/x/pickle.py", 1, "dumps"), Frame(file, 2, "f"), TOP)), LIMITS)
+        is None
+    )
 
 
 def test_dead_and_stopped_come_first() -> None:
@@ -188,7 +202,10 @@ def test_patience_follows_the_run_and_never_exempts_backward() -> None:
     for phase in (Phase.DATA, Phase.FORWARD, Phase.OTHER):
         assert patience(dataclasses.replace(first, phase=phase), LIMITS) is None
         assert patience(board(phase=phase), LIMITS) is not None
-    assert patience(dataclasses.replace(first, phase=Phase.OTHER, inside=True), LIMITS) == LIMITS.floor_collective
+    assert (
+        patience(dataclasses.replace(first, phase=Phase.OTHER, inside=True), LIMITS)
+        == LIMITS.floor_collective
+    )
     assert patience(board(stall=3.0), LIMITS) == pytest.approx(3.0)
     assert patience(dataclasses.replace(first, phase=Phase.OTHER, stall=3.0), LIMITS) is None
     assert suspicious(board(), LIMITS)
@@ -196,8 +213,6 @@ def test_patience_follows_the_run_and_never_exempts_backward() -> None:
 
 
 def test_thresholds_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ThresholdError, match=r"unknown key 'flor'; did you mean 'floor'"):
+    with pytest.raises(ThresholdError, match=r"no threshold 'flor'; nearest: floor"):
         LIMITS.override({"flor": 1})
-    with pytest.raises(ThresholdError, match=r"thresholds.stalls.busy: got 3, expected a number from 0 to 1"):
-        LIMITS.override({"busy": 3})
     assert LIMITS.override({"floor": 5}).floor == pytest.approx(5.0)

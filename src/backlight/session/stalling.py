@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 import backlight
 from backlight.capture.hub import HUB
 from backlight.capture.modules import holding
-from backlight.stalls import rendezvous
+from backlight.stalls import proc, rendezvous
 from backlight.stalls.beat import Beats
 from backlight.stalls.board import Board, State
 from backlight.stalls.collectives import Collectives
@@ -114,9 +114,7 @@ class Stalling:
             main_tid=main.native_id or 0,
             stall=self._stall,
         )
-        HUB.add(self.beats)
-        self.beats.attach()
-        self._collectives.attach()
+        self._attach()
         self._witness.start()
 
     def stop(self, state: State) -> None:
@@ -139,11 +137,18 @@ class Stalling:
         """Host seconds that all this has taken."""
         return self.beats.spent + self._witness.spent if self.beats is not None else 0.0
 
+    def _attach(self) -> None:
+        if self.beats is not None:
+            HUB.add(self.beats)
+            self.beats.attach()
+            self._collectives.attach()
+
     def _detach(self) -> None:
         if self.beats is not None:
             HUB.remove(self.beats)
             self.beats.detach()
             self._roots.leave()
+            self._names = ((), ())
             self._collectives.detach()
 
     def _dropped(self, error: Exception) -> None:
@@ -212,7 +217,7 @@ class Stalling:
             if found:
                 self._sidecar_pid = int(found["pid"])
                 allow_tracing(self._sidecar_pid)
-        elif self._turns % _CHECK_EVERY == 0 and not Path(f"/proc/{self._sidecar_pid}").exists():
+        elif self._sidecar_pid > 0 and self._turns % _CHECK_EVERY == 0 and not proc.alive(self._sidecar_pid):
             self._sidecar_pid = -1
             reason = "the sidecar has ended; a stall is no longer seen"
             self._notice("unmeasured", {"what": "stalls", "reason": reason}, None)
@@ -220,7 +225,7 @@ class Stalling:
     def _sidecar_lives(self) -> bool:
         """Tell whether a sidecar is there to tidy up, or is about to be."""
         if self._sidecar_pid > 0:
-            return Path(f"/proc/{self._sidecar_pid}").exists()
+            return proc.alive(self._sidecar_pid)
         return self._sidecar is not None and self._sidecar.poll() is None
 
     def _start_sidecar(self) -> None:

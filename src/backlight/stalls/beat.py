@@ -29,6 +29,10 @@ _CLIP, _OPTIMIZER, _OTHER = _NUMBER[Phase.CLIP], _NUMBER[Phase.OPTIMIZER], _NUMB
 _EVALUATION, _CHECKPOINT = _NUMBER[Phase.EVALUATION], _NUMBER[Phase.CHECKPOINT]
 _now = time.monotonic_ns
 
+# Plain numbers for what runs hundreds of times in a step: looking a member up costs as much as the store.
+_ROW, _REACHED, _CALLS = int(Slot.ROW), int(Slot.REACHED), int(Slot.NODE_CALLS)
+_PROGRESS, _BEAT, _SINCE = int(Slot.PROGRESS), int(Slot.BEAT), int(Slot.NODE_SINCE)
+
 
 class Beats(Listener):
     """Writes the board of this process.
@@ -79,7 +83,7 @@ class Beats(Listener):
         self._patches.undo()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._hooked = [], ()
 
     def dropped(self, error: Exception) -> None:
         """Take off what is attached, and pass the error on."""
@@ -191,18 +195,18 @@ class Beats(Listener):
             name = names.get(kind)
             if name is None:
                 name = names[kind] = kind.__name__.encode("utf-8", "replace")
-            outer = slots[Slot.NODE_SINCE]
+            outer = slots[_SINCE]
             board.node(name)
             position.at(node._sequence_nr())
-            slots[Slot.NODE_CALLS] += 1
-            slots[Slot.PROGRESS] += 1
-            slots[Slot.BEAT] = slots[Slot.NODE_SINCE] = _now()
+            slots[_CALLS] += 1
+            slots[_PROGRESS] += 1
+            slots[_BEAT] = slots[_SINCE] = _now()
             try:
                 return original(node, *args)
             finally:
-                slots[Slot.NODE_SINCE] = outer
-                slots[Slot.PROGRESS] += 1
-                slots[Slot.BEAT] = _now()
+                slots[_SINCE] = outer
+                slots[_PROGRESS] += 1
+                slots[_BEAT] = _now()
 
         return apply
 
@@ -220,7 +224,7 @@ class Beats(Listener):
 
 
 def _arrived(slots: memoryview, row: int, _parameter: torch.Tensor) -> None:
-    slots[Slot.ROW] = row
-    slots[Slot.REACHED] += 1
-    slots[Slot.PROGRESS] += 1
-    slots[Slot.BEAT] = _now()
+    slots[_ROW] = row
+    slots[_REACHED] += 1
+    slots[_PROGRESS] += 1
+    slots[_BEAT] = _now()

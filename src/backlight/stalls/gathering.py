@@ -43,7 +43,7 @@ class Rank:
         self._path = rendezvous.board_path(place, rank)
         self._limits = limits
         self._boards: deque[BoardState] = deque(maxlen=_HISTORY)
-        self._ticks: deque[tuple[int, int, dict[int, int]]] = deque(maxlen=40)
+        self._ticks: deque[tuple[int, int, dict[int, proc.Thread]]] = deque(maxlen=40)
         self._dumps: deque[Look] = deque(maxlen=MOST_DUMPS)
         self._native: list[Look] = []
         self._denied: dict[str, None] = {}
@@ -146,7 +146,7 @@ class Rank:
 
     def _watch(self, state: BoardState) -> None:
         self._process = proc.process(state.pid) or self._process
-        every = {t.tid: t.ticks for t in proc.threads(state.pid)}
+        every = {t.tid: t for t in proc.threads(state.pid)}
         self._ticks.append((time.monotonic_ns(), self._process.ticks if self._process else 0, every))
         newest = self._dumps[-1].at if self._dumps else 0
         silent = min(state.witness_silent, 1e6) > SILENT
@@ -194,6 +194,7 @@ class Rank:
             native=tuple(self._native),
             cpu=cpu,
             own_cpu=own_cpu,
+            runnable=self._runnable(own),
             wait=proc.waits_for(board.pid, own) if board is not None and own and not self.ended else "",
             ended=self.ended if self.died else "",
             ended_at=self.ended_at,
@@ -261,7 +262,11 @@ class Rank:
         whole = (newest[1] - since[1]) / proc.TICK / seconds
         if tid not in newest[2] or tid not in since[2]:
             return whole, None
-        return whole, (newest[2][tid] - since[2][tid]) / proc.TICK / seconds
+        return whole, (newest[2][tid].ticks - since[2][tid].ticks) / proc.TICK / seconds
+
+    def _runnable(self, tid: int) -> float | None:
+        states = [every[tid].state for _, _, every in self._ticks if tid in every]
+        return states.count("R") / len(states) if len(states) >= 4 else None
 
     def _helpers(self, board: BoardState) -> str:
         found = [c for c in proc.children(board.pid) if "python" in c.name or c.name.startswith("pt_")]

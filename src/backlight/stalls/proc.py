@@ -112,6 +112,12 @@ def process(pid: int) -> Process | None:
     )
 
 
+def alive(pid: int) -> bool:
+    """Tell whether a process lives; one of which only the entry is left does not."""
+    found = process(pid)
+    return found is not None and not found.dead
+
+
 def threads(pid: int) -> tuple[Thread, ...]:
     """Return the threads of a process, the main thread first; empty where there is no process."""
     try:

@@ -13,9 +13,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from backlight.stalls.board import read_board
+
+YOUNG = 60.0
+"""Seconds in which a place without a living process is left alone."""
 
 _BOARD = re.compile(r"rank-(\d{5,9})\.board")
 
@@ -89,6 +95,20 @@ def read_document(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def sweep(alive: Callable[[int], bool]) -> None:
+    """Remove the places of launches that were killed before a sidecar could tidy up.
+
+    ``alive`` tells whether a process lives. A place that is younger than a minute may be in the making.
+    """
+    for place in places():
+        with contextlib.suppress(OSError):
+            boards = [read_board(board_path(place, rank)) for rank in ranks_at(place)]
+            pids = [board.pid for board in boards if board is not None]
+            pids.append(int((read_document(place / "sidecar.json") or {}).get("pid", 0)))
+            if time.time() - place.stat().st_mtime > YOUNG and not any(map(alive, filter(None, pids))):
+                leave(place)
 
 
 def leave(place: Path) -> None:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from backlight.records import Verdict
-from backlight.stalls import rendezvous
+from backlight.stalls import proc, rendezvous
 from backlight.stalls.filing import file, say
 from backlight.stalls.gathering import Rank
 from backlight.stalls.patience import EXEMPT, patience
@@ -63,6 +63,7 @@ class Sidecar:
                 select.select(fds, [], [], CLOSE_POLL if close else POLL)
         self._writer.close()
         rendezvous.leave(self._place)
+        rendezvous.sweep(proc.alive)
 
     def turn(self) -> bool:
         """Look once at everything; False when there is nothing more to watch."""

@@ -32,6 +32,9 @@ class View:
         Its Python stacks; and stacks with native frames, where they were taken.
     cpu, own_cpu:
         Cores in use by all its threads, and by the thread that works; None where not known.
+    runnable:
+        Share of the moments at which that thread was running or ready to run: on a machine with too much to
+        do a thread that computes gets less than a core.
     wait:
         What that thread sleeps for, as the kernel says.
     ended, ended_at, stopped:
@@ -48,6 +51,7 @@ class View:
     native: tuple[Look, ...] = ()
     cpu: float | None = None
     own_cpu: float | None = None
+    runnable: float | None = None
     wait: str = ""
     ended: str = ""
     ended_at: float = 0.0
@@ -425,7 +429,10 @@ def _idle(view: View, limits: Thresholds) -> bool:
 
 def _busy(view: View, limits: Thresholds) -> bool:
     used = view.own_cpu if view.own_cpu is not None else view.cpu
-    return used is not None and used >= limits.busy
+    if used is None:
+        return False
+    starved = view.runnable is not None and view.runnable >= 0.8 and used > limits.idle
+    return used >= limits.busy or starved
 
 
 def _waits(view: View) -> str:

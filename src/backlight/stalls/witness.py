@@ -89,7 +89,7 @@ class Witness:
 
     def _run(self) -> None:
         slots = self._beats.board.slots
-        pause = PERIOD
+        pause = 0.0  # the first round starts the sidecar: a process may die young
         while not self._stop.wait(pause):
             begin = time.thread_time()
             try:

@@ -1,0 +1,133 @@
+"""The room of stalls: how often its verdicts are right, and what it costs while nothing stalls.
+
+The fault suite of the tests is run and scored: right, undetermined, wrong. Cost: nanoseconds of a beat, and
+the time that the room adds to a step of the demo model, by alternating blocks with and without it in one process.
+
+    OMP_WAIT_POLICY=PASSIVE python bench/stalls.py [--all]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import backlight
+from backlight.stalls.board import Board, Slot
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
+
+from overhead import Training  # noqa: E402 - beside us
+
+from faults.verdicts import HERE, LASTING, ONE, RANKS, Fault, run_faults, score, step_of  # noqa: E402 - beside us
+
+
+def beat_cost(count: int = 200_000) -> float:
+    """Return the nanoseconds that the hook of a parameter takes."""
+    from backlight.stalls.beat import _arrived
+
+    with tempfile.TemporaryDirectory() as folder:
+        slots = Board(Path(folder) / "rank-00000.board").slots
+        parameter = torch.zeros(1)
+        rounds = []
+        for _ in range(5):
+            begin = time.perf_counter_ns()
+            for _ in range(count):
+                _arrived(slots, 3, parameter)
+            rounds.append((time.perf_counter_ns() - begin) / count)
+        assert slots[Slot.REACHED] == 5 * count
+    return statistics.median(rounds)
+
+
+def added_time(pairs: int, block: int) -> list[float]:
+    """Return, for pairs of blocks, seconds with the room over seconds without it."""
+    training = Training("cpu")
+    ratios = []
+    with tempfile.TemporaryDirectory() as folder:
+        watch = backlight.watch(training.model, training.optimizer, run=Path(folder) / "run", rooms="stalls")
+        with watch:
+            room = watch._stalling
+            assert room is not None
+            training.steps(block)
+            for number in range(pairs):
+                seconds = {}
+                for on in (True, False) if number % 2 else (False, True):
+                    (room._attach if on else room._detach)()
+                    training.steps(1)
+                    seconds[on] = training.steps(block)
+                ratios.append(seconds[True] / seconds[False])
+            room._attach()
+    return ratios
+
+
+def launches(*, everything: bool) -> list[list[Fault]]:
+    """Return the faults by launch: those that let go share a process, the others end theirs."""
+    one = [f for f in ONE if everything or not f.slow]
+    ranks = [f for f in RANKS if everything or not f.slow]
+    together = [
+        [f for f in one if not f.alone],
+        [f for f in ranks if f.name not in LASTING and not f.name.startswith("ddp_")],
+    ]
+    alone = [f for f in one if f.alone]
+    alone += [f for f in ranks if f.name in LASTING or f.name.startswith("ddp_")]
+    return [*together, *([f] for f in alone)]
+
+
+def suite(*, everything: bool) -> Table:
+    """Run the fault suite and return the table of its score."""
+    table = Table(title="verdicts on planted faults")
+    for column in ("fault", "ranks", "expected", "score", "what was said"):
+        table.add_column(column)
+    counts = {"right": 0, "undetermined": 0, "wrong": 0}
+    for faults in launches(everything=everything):
+        script = HERE / ("trainings.py" if faults[0].world == 1 else "ranks.py")
+        with tempfile.TemporaryDirectory() as folder:
+            findings, _, _ = run_faults(faults, Path(folder) / "run")
+        for index, fault in enumerate(faults):
+            mine = [f for f in findings if f.subject.step == step_of(index, fault.world)]
+            verdict, why = score(fault, mine, script)
+            counts[verdict] += 1
+            table.add_row(fault.name, str(fault.world), fault.verdict or "silence", verdict, why[:100])
+        twins = [f for f in faults if f.name not in LASTING]
+        if twins:
+            with tempfile.TemporaryDirectory() as folder:
+                findings, _, _ = run_faults(twins, Path(folder) / "run", seconds=0.02)
+            outcome = "wrong" if findings else "right"
+            counts[outcome] += 1
+            table.add_row(f"{len(twins)} healthy twins", str(faults[0].world), "silence", outcome, "")
+    total = sum(counts.values())
+    table.caption = ", ".join(f"{n} of {total} {word}" for word, n in counts.items())
+    return table
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="the whole suite, several minutes")
+    parser.add_argument("--pairs", type=int, default=16)
+    parser.add_argument("--block", type=int, default=12)
+    parser.add_argument("--no-suite", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    cost = Table(title="what the room costs while nothing stalls")
+    cost.add_column("what")
+    cost.add_column("value", justify="right")
+    cost.add_row("one beat (the hook of a parameter)", f"{beat_cost():.0f} ns")
+    low, middle, high = statistics.quantiles(added_time(options.pairs, options.block), n=4)
+    cost.add_row("added to a step of the demo model, median", f"{(middle - 1) * 100:+.2f} %")
+    cost.add_row("quartiles over pairs of blocks", f"{(low - 1) * 100:+.2f} … {(high - 1) * 100:+.2f} %")
+    console.print(cost)
+    if not options.no_suite:
+        console.print(suite(everything=options.all))
+
+
+if __name__ == "__main__":
+    main()

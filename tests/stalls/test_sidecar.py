@@ -1,0 +1,192 @@
+"""A watched process and its sidecar: neither can harm the training, and `attach` sees what they see."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import backlight
+from backlight.cli.app import main
+from backlight.records import Verdict
+from backlight.session import stalling
+from backlight.stalls import proc, rendezvous
+from backlight.stalls.attaching import ProcessNotFoundError, attach
+from backlight.stalls.board import State, read_board
+from backlight.store.reader import open_run
+
+
+def train(steps: int, seconds: float = 0.0) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(steps):
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(seconds)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the boards of the tests are, so that they can be counted."""
+    base = tmp_path / "shared"
+    base.mkdir()
+    monkeypatch.setattr(rendezvous, "base", lambda: base)
+    return base
+
+
+def sidecar_of(base: Path) -> int:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for found in base.glob("backlight-*/sidecar.json"):
+            data = rendezvous.read_document(found)
+            if data:
+                return int(data["pid"])
+        time.sleep(0.02)
+    pytest.fail("no sidecar was started")
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while (found := proc.process(pid)) is not None and not found.dead:
+        assert time.monotonic() < deadline, "the sidecar outlives the ranks"
+        time.sleep(0.05)
+
+
+def test_the_board_follows_the_training_and_nothing_stays_behind(tmp_path: Path, place: Path) -> None:
+    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+        train(3)
+        pid = sidecar_of(place)
+        (path,) = place.glob("backlight-*/rank-00000.board")
+        state = read_board(path)
+        assert state is not None
+        # The first forward comes before anything is known of the model.
+        assert (state.step, state.backwards, state.forwards) == (3, 3, 2)
+        assert (state.reached, state.expected, state.state) == (4, 4, State.RUNNING)
+        assert state.nodes_total > 5
+        names = rendezvous.read_document(path.with_name("rank-00000.names.json"))
+        assert names[state.row] in {"0.weight", "0.bias"}
+        # Nobody's child: a script that waits for all of its own must not meet it.
+        parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]
+        assert int(parent) != os.getpid()
+    wait_until_gone(pid)
+    assert not list(place.iterdir())
+    assert open_run(tmp_path / "run").stored_findings() == ()
+
+
+def test_watching_changes_no_weight(tmp_path: Path, place: Path) -> None:
+    plain = train(6)
+    with backlight.watch(run=tmp_path / "run", rooms="stalls", stall=0.5):
+        watched = train(6)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def test_a_killed_sidecar_is_noted_and_the_training_goes_on(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalling, "_CHECK_EVERY", 1)
+    plain = train(30)
+    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+        pid = sidecar_of(place)
+        train(1, 0.5)  # for the helper thread to have met it
+        os.kill(pid, signal.SIGKILL)
+        train(1, 1.0)
+        watched = train(30)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    (event,) = open_run(tmp_path / "run").events("unmeasured")
+    assert "the sidecar has ended" in event.payload["reason"]
+    assert not list(place.iterdir())
+
+
+def test_a_full_shared_memory_is_noted_and_the_training_goes_on(
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+        train(2)
+    (event,) = open_run(tmp_path / "run").events("unmeasured")
+    assert event.payload["what"] == "stalls"
+    assert "No space left" in event.payload["reason"]
+    assert not list(place.iterdir())
+
+
+def test_a_signal_that_somebody_else_handles_is_left_to_them(tmp_path: Path, place: Path) -> None:
+    from backlight.stalls.dumps import SIGNAL
+
+    def theirs(*_args: object) -> None:
+        return None
+
+    before = signal.signal(SIGNAL, theirs)
+    try:
+        with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+            train(1)
+            assert signal.getsignal(SIGNAL) is theirs
+    finally:
+        signal.signal(SIGNAL, before)
+    (event,) = open_run(tmp_path / "run").events("unmeasured")
+    assert event.payload["what"] == "stacks by signal"
+
+
+def test_everything_is_taken_off(tmp_path: Path, place: Path) -> None:
+    apply = torch.autograd.function.BackwardCFunction.apply
+    save, reduce = torch.save, torch.distributed.all_reduce
+    model = torch.nn.Linear(2, 2)
+    with backlight.watch(model, run=tmp_path / "run", rooms="stalls"):
+        model(torch.ones(1, 2)).sum().backward()
+        assert torch.save is not save
+        assert torch.distributed.all_reduce is not reduce
+        assert model._forward_pre_hooks
+        assert model.weight._post_accumulate_grad_hooks
+    assert torch.autograd.function.BackwardCFunction.apply is apply
+    assert torch.save is save
+    assert torch.distributed.all_reduce is reduce
+    assert not model._forward_pre_hooks
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+def test_attach_to_nobody_is_refused() -> None:
+    with pytest.raises(
+        ProcessNotFoundError, match="attach: no process 999999999; expected the id of a running"
+    ):
+        attach(999_999_999)
+
+
+def test_attach_to_a_stopped_process(capsys: pytest.CaptureFixture[str]) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        os.kill(child.pid, signal.SIGSTOP)
+        time.sleep(0.1)
+        with pytest.raises(SystemExit):
+            main(["attach", str(child.pid), "--json"])
+        said = json.loads(capsys.readouterr().out)
+        assert said["judgement"]["verdict"] == "STOPPED"
+        assert "the process was not started by backlight" in said["unseen"][0]
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_attach_without_py_spy_says_what_it_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_a, **_k: None)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        found = attach(child.pid, 0.5)
+        assert found.judgement.verdict is Verdict.UNKNOWN
+        assert any("py-spy is not installed" in what for what in found.unseen)
+        assert str(child.pid) in found.threads
+    finally:
+        child.kill()
+        child.wait()
