@@ -270,3 +270,17 @@ def adversarial(planted: bool) -> None:
         of_generator.zero_grad()
         (-critic(fake).mean()).backward()
         of_generator.step()
+
+
+def grad_of_a_computed_tensor(planted: bool) -> None:
+    """A loop without optimizer updates by the ``.grad`` of a tensor that is no leaf."""
+    start = torch.ones(4, requires_grad=True)
+    weight = start * 0.5 if planted else start  # HERE
+    for _ in range(STEPS):
+        ((torch.randn(5, 4) * weight).sum() ** 2).backward(retain_graph=True)
+        grad = weight.grad
+        if grad is not None:
+            weight = (weight - 0.1 * grad).detach().requires_grad_(True)
+
+
+NON_LEAF = Fault("grad_of_a_computed_tensor", grad_of_a_computed_tensor, {})

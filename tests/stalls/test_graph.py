@@ -102,7 +102,10 @@ print("released")
     [
         pytest.param(("walk", "drop"), "200002 True", marks=pytest.mark.full),
         (("walk", "backward"), "200002 True"),
-        (("observe", ""), "200002 ['no torch optimizer was seen, so who updates the parameters is not known']"),
+        (
+            ("observe", ""),
+            "200002 ['no torch optimizer was seen, so who updates the parameters is not known']",
+        ),
     ],
 )
 def test_a_chain_of_200000_nodes_is_released(arguments: tuple[str, str], first: str) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ import torch
 from backlight.capture.hub import HUB
 from backlight.stalls.missing import Missing, Row, WhyNoGrad
 from cases import CASES
-from faults.missing_gradients import FAULTS, OVERWRITTEN, adversarial
+from faults.missing_gradients import FAULTS, NON_LEAF, OVERWRITTEN, adversarial
 from faults.planting import Fault, Train
 
 
@@ -75,6 +79,24 @@ def test_a_saved_tensor_changed_in_place() -> None:
     assert observe(OVERWRITTEN.train, planted=False)[0].failure is None
 
 
+def test_the_grad_of_a_computed_tensor_is_read() -> None:
+    def end() -> None:
+        raise _Stop
+
+    rows = {}
+    for planted in (True, False):
+        observer = WhyNoGrad(3, end)
+        with observer, contextlib.suppress(_Stop), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            NON_LEAF.train(planted)
+        assert observer.answer.steps == 3
+        rows[planted] = observer.answer.rows
+    assert [row.reason.cause for row in rows[True]] == ["not a leaf"]
+    assert rows[True][0].reason.line.number == NON_LEAF.line
+    assert "so backward leaves nothing in its .grad, read at" in rows[True][0].reason.text
+    assert rows[False] == []
+
+
 def test_what_arrives_in_a_later_backward_is_taken_back() -> None:
     answer, early = observe(adversarial, planted=False, steps=3)
     assert {row.name for row in early} == {"Linear.weight", "Linear.bias"}
@@ -100,3 +122,84 @@ def test_cases_stay_bit_identical_and_only_the_known_ones_are_named(
         assert torch.equal(one.nan_to_num(), two.nan_to_num())
     assert {row.name for row in observer.answer.rows} == set(case.unmeasured)
     assert observer.answer.notes == []
+
+
+SCRIPT = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    print("step", step, sys.argv[1:])
+    hidden = model[1](model[0](torch.ones(2, 3)))
+    loss = model[2](hidden.detach()).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "backlight", "why-no-grad", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_the_command_speaks_before_the_first_backward(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = command(tmp_path, "--steps", "1", "train.py", "--json")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "step 0 ['--json']"
+    assert lines[1] == "before the first backward (train.py:10):"
+    text = "  0.weight [4x3]  cut on its way to the loss: detached by detach  train.py:8  loss ="
+    assert lines[2].startswith(text)
+    assert lines[3].startswith("  0.bias [4]  cut")
+    # The second step's forward runs before its backward ends the script.
+    summary = "2 parameters are not trained (4 parameters, 1 steps, 1 backwards)"
+    assert lines[4:] == ["step 1 ['--json']", summary]
+
+
+def test_the_command_in_json(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = command(tmp_path, "--json", "--fail", "train.py")
+    assert done.returncode == 1, done.stderr
+    answer = json.loads(done.stdout)
+    assert [(r["parameter"], r["cause"], r["found"]) for r in answer["not_trained"]] == [
+        ("0.weight", "cut", "before backward"),
+        ("0.bias", "cut", "before backward"),
+    ]
+    assert answer["not_trained"][0]["place"]["line"] == "train.py:8"
+    assert done.stderr.startswith("step 0 []\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "train.py: no such script"),
+        (
+            "print('nothing to train')\n",
+            "train.py: ended (exit code 0) without a backward; expected a script",
+        ),
+        ("import sys\nsys.exit(5)\n", "train.py: ended (exit code 5) without a backward"),
+    ],
+)
+@pytest.mark.parametrize("name", ["why-no-grad", "nan", "checkpoints"])
+def test_a_script_that_does_not_train(
+    name: str, text: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from backlight.cli.app import main
+
+    if text is not None:
+        (tmp_path / "train.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(SystemExit) as leaving:
+        main([name, "train.py"])
+    assert leaving.value.code == 2
+    errors = capfd.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1

@@ -49,6 +49,11 @@ class Flow:
             for number in set(operation.outputs):
                 self._makers.setdefault(number, []).append(position)
 
+    def maker(self, number: int) -> Operation | None:
+        """Return the first operation that gave a tensor, or None if it was not seen."""
+        made = self._makers.get(number)
+        return self.operations[made[0]] if made else None
+
     def behind(self, numbers: Iterable[int]) -> set[int]:
         """Return every tensor that the given ones were computed from, gradient or not."""
         seen = set(numbers)
@@ -60,19 +65,6 @@ class Flow:
                         seen.add(number)
                         stack.append(number)
         return seen
-
-    def ahead(self, numbers: Iterable[int]) -> list[int]:
-        """Return the positions of all operations that depend on the given tensors, gradient or not."""
-        seen, found, stack = set(numbers), set(), list(numbers)
-        while stack:
-            for position in self._takers.get(stack.pop(), ()):
-                if position not in found:
-                    found.add(position)
-                    for number in self.operations[position].outputs:
-                        if number not in seen:
-                            seen.add(number)
-                            stack.append(number)
-        return sorted(found)
 
     def use(self, number: int) -> Use:
         """Follow one leaf through every operation as long as a gradient could come back.

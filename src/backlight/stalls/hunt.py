@@ -102,7 +102,7 @@ class NanHunt(Listener):
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Look at the loss."""
-        if self._stepped:
+        if self._stepped or (self.backwards and not HUB.optimizers.alive()):
             self._next_step()
         with self._unwatched():
             self.backwards += 1

@@ -92,7 +92,7 @@ class Checkpoints(Listener):
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """A forward pass is complete: look at what its boundaries cut."""
-        if self._stepped:
+        if self._stepped or (self.backwards and not HUB.optimizers.alive()):
             self._stepped = False
             self.steps += 1
         self._boundaries()

@@ -12,7 +12,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,47 +21,18 @@ from backlight.capture.listener import Listener
 from backlight.capture.patching import Patches
 from backlight.stalls import functions, reasons
 from backlight.stalls.calls import ModuleCalls
-from backlight.stalls.expected import Births, Candidate, candidates, named_roots, plain_tensors
+from backlight.stalls.expected import Births, Candidate, candidates, named_roots
 from backlight.stalls.flow import Flow
 from backlight.stalls.graph import Graph, WalkError, walk
 from backlight.stalls.lines import Line, user_line
-from backlight.stalls.overwritten import Overwritten, find_overwritten
+from backlight.stalls.overwritten import find_overwritten
 from backlight.stalls.reasons import Cause, Reason
+from backlight.stalls.rows import Missing, Row
 from backlight.stalls.tape import Tape
+from backlight.stalls.would_be import without_grad, would_be_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from backlight.stalls.tape import Operation
-
-
-@dataclass
-class Row:
-    """What is known of one parameter; ``when`` says at which moment its reason was found."""
-
-    name: str
-    shape: tuple[int, ...]
-    reference: weakref.ref[Any] | None
-    root: int = 0
-    aliases: tuple[str, ...] = ()
-    arrived: bool = False
-    reached: bool = False
-    held: bool = False
-    reason: Reason | None = None
-    when: str = ""
-
-
-@dataclass
-class Missing:
-    """The answer: rows without a gradient or without an optimizer, and what else was met."""
-
-    rows: list[Row] = field(default_factory=list)
-    watched: int = 0
-    steps: int = 0
-    backwards: int = 0
-    nodes: int = 0
-    failure: Overwritten | None = None
-    notes: list[str] = field(default_factory=list)
 
 
 class WhyNoGrad(Listener):
@@ -95,10 +65,11 @@ class WhyNoGrad(Listener):
         self._handles: list[Any] = []
         self._hooked: dict[int, weakref.ref[Any]] = {}
         self._rows: dict[int, Row] = {}
-        self._plain: dict[str, Row] = {}
+        self._plain: list[Row] = []
         self._graph: Graph | None = None
         self._nones: list[functions.NoneReturned] = []
         self._stepped = False
+        self._changes = -1
         self._roots: list[tuple[str, torch.nn.Module]] = []
         self._candidates: list[Candidate] = []
         self._optimizers = 0
@@ -148,7 +119,8 @@ class WhyNoGrad(Listener):
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Walk the graph behind the loss and say what it does not reach."""
-        if self._stepped:
+        # Where no optimizer can end a step, each backward is one.
+        if self._stepped or (self.answer.backwards and not HUB.optimizers.alive()):
             self._stepped = False
             self.answer.steps += 1
             self._tape.clear()
@@ -200,8 +172,10 @@ class WhyNoGrad(Listener):
     # Rows
 
     def _update(self) -> None:
-        HUB.seen.roots()  # forgets dead modules, whose ids new ones may have
-        HUB.seen.scan()
+        if self._changes != HUB.seen.changes:
+            self._changes = HUB.seen.changes
+            HUB.seen.roots()  # forgets dead modules, whose ids new ones may have
+            HUB.seen.scan()
         if not self._rows:
             HUB.optimizers.scan()
         self._roots = named_roots(HUB.seen)
@@ -259,26 +233,11 @@ class WhyNoGrad(Listener):
             if not parameter.requires_grad:
                 frozen = self._tape.frozen_at.get(id(parameter))
                 line = frozen[1] if frozen is not None and frozen[0]() is parameter else None
-                self._keep(row, reasons.frozen(line, held.get(id(parameter))), "before backward")
+                row.keep(reasons.frozen(line, held.get(id(parameter))), "before backward")
             elif row.arrived and not row.held and optimizers:
-                self._keep(row, self._not_held(parameter, optimizers), "at the optimizer")
-
-    def _not_held(self, parameter: Tensor, optimizers: list[Any]) -> Reason:
-        made = self._births.of_parameter(parameter)
-        for number, shapes in self._stale.items():
-            if tuple(parameter.shape) in shapes:
-                since = self._births.of_optimizer(optimizers[number])
-                text = (
-                    f"gets a gradient, but optimizer {number} holds another tensor of that shape which no "
-                    "living model has: this one was made after the optimizer"
+                row.keep(
+                    reasons.not_held(parameter, optimizers, self._stale, self._births), "at the optimizer"
                 )
-                return Reason(Cause.STALE, text + (f" ({since})" if since else ""), made, 9)
-        return Reason(Cause.NOT_IN_OPTIMIZER, "gets a gradient, but no optimizer holds it", made, 8)
-
-    @staticmethod
-    def _keep(row: Row, reason: Reason, when: str) -> None:
-        if row.reason is None or reason.weight > row.reason.weight:
-            row.reason, row.when = reason, when
 
     # Reasons
 
@@ -312,38 +271,9 @@ class WhyNoGrad(Listener):
                     elsewhere=owner is not None
                     and (id(owner) in self._calls.elsewhere or isinstance(owner, torch.jit.ScriptModule)),
                 )
-            self._keep(row, reason, "before backward")
-        self._judge_plain(flow)
-
-    def _judge_plain(self, flow: Flow) -> None:
-        """Find tensors that were meant as parameters: wanting a gradient, but computed."""
-        named = {self._tape.number(tensor): name for name, tensor in plain_tensors(self._roots)}
-        made: dict[int, Operation] = {}
-        for operation in flow.operations:
-            for number in operation.outputs:
-                made.setdefault(number, operation)
-        for number, (shape, asked) in self._tape.asked_grad.items():
-            maker = made.get(number)
-            text = "not a leaf: it is computed, so backward leaves nothing in .grad, which is read"
-            text += f" at {asked}" if asked is not None else ""
-            self._add_plain(
-                named.get(number, f"a tensor made by {maker.name}" if maker else "a tensor"),
-                shape,
-                text,
-                maker,
-            )
-        if self.answer.backwards > 1:
-            return
-        for name, tensor in plain_tensors(self._roots):
-            maker = made.get(self._tape.number(tensor))
-            # What a forward pass leaves in an attribute is a result, not a would-be parameter.
-            if maker is not None and not maker.module:
-                text = f"not a leaf: computed by {maker.name}, so it is no parameter and gets no .grad"
-                self._add_plain(name, tuple(tensor.shape), text, maker)
-
-    def _add_plain(self, name: str, shape: tuple[int, ...], text: str, maker: Operation | None) -> None:
-        row = self._plain.setdefault(name, Row(name, shape, None, root=-1, held=True))
-        self._keep(row, Reason(Cause.NON_LEAF, text, maker.line if maker else None, 5), "before backward")
+            row.keep(reason, "before backward")
+        if self.answer.backwards == 1:
+            self._plain = would_be_parameters(flow, self._roots, self._tape.number)
 
     def _judge_after(self, graph: Graph) -> None:
         below: list[tuple[functions.NoneReturned, set[int]]] = []
@@ -368,7 +298,7 @@ class WhyNoGrad(Listener):
             else:
                 text = "reached, but no gradient arrived: backward(inputs=...) or a hook may have kept it"
                 reason = Reason(Cause.UNDETERMINED, text, None, 1)
-            self._keep(row, reason, "after backward")
+            row.keep(reason, "after backward")
 
     def _judge_recomputed(self, row: Row, candidate: Candidate) -> None:
         flow = Flow([o for o in self._tape.operations if o.in_backward])
@@ -376,14 +306,14 @@ class WhyNoGrad(Listener):
         if use.cuts:
             cut = flow.operations[use.cuts[0]]
             text = f"cut inside a re-entrant checkpoint, by {cut.name} during recomputation"
-            self._keep(row, Reason(Cause.CUT, text, cut.line, 6), "after backward")
+            row.keep(Reason(Cause.CUT, text, cut.line, 6), "after backward")
 
     # The answer
 
     def _known(self, *, before: bool = False) -> list[Row]:
         trained = {r.root for r in self._rows.values() if r.held or r.arrived or (before and r.reached)}
         rows = [r for r in self._rows.values() if r.root in trained or not trained]
-        rows = [r for r in (*rows, *self._plain.values()) if r.reason is not None]
+        rows = [r for r in (*rows, *self._plain) if r.reason is not None]
         if before:
             return [
                 r for r in rows if not r.arrived and r.reason and r.reason.cause is not Cause.UNDETERMINED
@@ -406,7 +336,4 @@ class WhyNoGrad(Listener):
             )
         if not self._optimizers:
             answer.notes.append("no torch optimizer was seen, so who updates the parameters is not known")
-        for text, line in self._tape.asked_grad.values():
-            answer.notes.append(
-                f"{line}: reads .grad of {text} that is not a leaf; backward leaves none there"
-            )
+        answer.rows += without_grad(self._tape.asked_grad.values())

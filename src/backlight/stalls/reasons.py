@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from backlight.stalls.expected import Births
     from backlight.stalls.flow import Flow, Use
     from backlight.stalls.lines import Line
     from backlight.stalls.tape import Operation
@@ -62,6 +65,32 @@ def frozen(line: Line | None, held_by: int | None) -> Reason:
     if held_by is not None:
         text += f"; optimizer {held_by} holds it all the same, which looks like an accident"
     return Reason(Cause.FROZEN, text, line, 9)
+
+
+def not_held(
+    parameter: Tensor, optimizers: list[Any], stale: dict[int, list[tuple[int, ...]]], births: Births
+) -> Reason:
+    """Return why a parameter that gets a gradient is not trained.
+
+    Parameters
+    ----------
+    parameter, optimizers:
+        The parameter, and the optimizers that are there.
+    stale:
+        Shapes of the tensors that no living model has, by number of the optimizer that holds them.
+    births:
+        Lines at which parameters and optimizers were made.
+    """
+    made = births.of_parameter(parameter)
+    for number, shapes in stale.items():
+        if tuple(parameter.shape) in shapes:
+            since = births.of_optimizer(optimizers[number])
+            text = (
+                f"gets a gradient, but optimizer {number} holds another tensor of that shape which no "
+                "living model has: this one was made after the optimizer"
+            )
+            return Reason(Cause.STALE, text + (f" ({since})" if since else ""), made, 9)
+    return Reason(Cause.NOT_IN_OPTIMIZER, "gets a gradient, but no optimizer holds it", made, 8)
 
 
 def before_backward(flow: Flow, use: Use, loss: set[int], *, module_ran: bool, elsewhere: bool) -> Reason:

@@ -64,6 +64,15 @@ class Operation:
     enabled: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The ``.grad`` of a computed tensor was read at ``line``; ``maker`` had computed it."""
+
+    shape: tuple[int, ...]
+    line: Line | None
+    maker: Operation | None
+
+
 class Tape(TorchFunctionMode):
     """Records the operations of the thread that enters it.
 
@@ -85,7 +94,7 @@ class Tape(TorchFunctionMode):
         self.operations: list[Operation] = []
         self.origins = Origins()
         self.frozen_at: dict[int, tuple[weakref.ref[torch.Tensor], Line]] = {}
-        self.asked_grad: dict[int, tuple[tuple[int, ...], Line | None]] = {}
+        self.asked_grad: dict[int, Asked] = {}
         self.paused = False
         self.in_backward = False
         self.full = False
@@ -212,7 +221,8 @@ class Tape(TorchFunctionMode):
         if tensor.requires_grad and not tensor.is_leaf and not tensor.retains_grad:
             number = self.number(tensor)
             if number not in self.asked_grad:
-                self.asked_grad[number] = (tuple(tensor.shape), user_line())
+                made = next((o for o in reversed(self.operations) if number in o.outputs), None)
+                self.asked_grad[number] = Asked(tuple(tensor.shape), user_line(), made)
 
     # Custom functions
 

@@ -8,7 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from backlight.stalls.lines import Line
-    from backlight.stalls.missing import Missing, Row
+    from backlight.stalls.rows import Missing, Row
 
 
 def why_no_grad(
