@@ -41,7 +41,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, step
 FIRST = ("first.weight", "first.bias")
 
 
-@fault(names=FIRST, cause="cut", text="detached by detach")
+@fault(names=FIRST, cause="cut", text="loss by detach: detached")
 def detach(planted: bool) -> None:
     class Detaching(Net):
         def between(self, hidden: Tensor) -> Tensor:

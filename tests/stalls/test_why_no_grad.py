@@ -152,7 +152,7 @@ def test_the_command_speaks_before_the_first_backward(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == "step 0 ['--json']"
     assert lines[1] == "before the first backward (train.py:10):"
-    text = "  0.weight [4x3]  cut on its way to the loss: detached by detach  train.py:8  loss ="
+    text = "  0.weight [4x3]  cut on its way to the loss by detach: detached  train.py:8  loss ="
     assert lines[2].startswith(text)
     assert lines[3].startswith("  0.bias [4]  cut")
     # The second step's forward runs before its backward ends the script.
@@ -171,6 +171,19 @@ def test_the_command_in_json(tmp_path: Path) -> None:
     ]
     assert answer["not_trained"][0]["place"]["line"] == "train.py:8"
     assert done.stderr.startswith("step 0 []\n")
+
+
+def test_the_example(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "cut_gradient.py"
+    done = command(tmp_path, "--json", str(example), "--plant")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["not_trained"]
+    assert {(row["parameter"], row["cause"]) for row in rows} == {
+        ("centres", "cut"),
+        ("encoder.weight", "left torch"),
+        ("encoder.bias", "left torch"),
+    }
+    assert "< 0.5).sum" in rows[0]["place"]["source"]
 
 
 @pytest.mark.parametrize(

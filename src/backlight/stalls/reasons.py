@@ -145,14 +145,14 @@ def _cut(flow: Flow, position: int, *, sure: bool) -> Reason:
     extra = f"; the value then leaves torch by {out.name}" if out is not None and out is not operation else ""
     return Reason(
         Cause.CUT,
-        f"cut {where}: {_CUTS[operation.cut]} by {_plain(operation.name)}{extra}",
+        f"cut {where} by {_plain(operation.name)}: {_CUTS[operation.cut]}{extra}",
         operation.line,
         8,
     )
 
 
 def _left(cut: Operation, out: Operation) -> Reason:
-    how = "" if out is cut else f"{_CUTS[cut.cut]} by {_plain(cut.name)}, then "
+    how = "" if out is cut else f"{_plain(cut.name)} ({_CUTS[cut.cut]}), then "
     text = f"its value leaves torch: {how}taken out by {out.name}; what comes of it there has no gradient"
     return Reason(Cause.LEFT_TORCH, text, out.line, 6)
 

@@ -28,8 +28,7 @@ def nan(
 ) -> int:
     """Find the first operation that made a NaN or infinity: backlight nan [OPTIONS] SCRIPT [ITS ARGUMENTS].
 
-    Every operation is checked, which slows a training down several times but changes none of its
-    numbers. The script is ended once a loss, a gradient or a parameter is not finite.
+    Every operation is checked, which takes time but changes none of the training's numbers. The script is ended once a loss, a gradient or a parameter is not finite.
 
     Raises
     ------
