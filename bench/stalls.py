@@ -1,7 +1,7 @@
 """The room of stalls: how often its verdicts are right, and what it costs while nothing stalls.
 
 The fault suite of the tests is run and scored: right, undetermined, wrong. Cost: nanoseconds of a beat, and
-the time that the room adds to a step of the demo model, by alternating blocks with and without it in one process.
+the time that the room adds to a step of the demo model, by alternating blocks with and without it.
 
     OMP_WAIT_POLICY=PASSIVE python bench/stalls.py [--all]
 """

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from backlight.store.writer import RunWriter
 
 _CHECK_EVERY = 20
+SIDECAR_START = 3.0
+"""Seconds that the end of a training waits, at most, for a sidecar that is just starting."""
 
 
 class Stalling:
@@ -129,6 +131,11 @@ class Stalling:
                 faulthandler.unregister(SIGNAL)
             self._dump.close()
             self._dump = None
+        if self._sidecar is not None:
+            # Its first half leaves as soon as the second is there; a training that short waits for it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._sidecar.wait(SIDECAR_START)
+            self._sidecar = None
         if self._first_here and not self._sidecar_lives():
             rendezvous.leave(self._place)
 
@@ -223,10 +230,9 @@ class Stalling:
             self._notice("unmeasured", {"what": "stalls", "reason": reason}, None)
 
     def _sidecar_lives(self) -> bool:
-        """Tell whether a sidecar is there to tidy up, or is about to be."""
-        if self._sidecar_pid > 0:
-            return proc.alive(self._sidecar_pid)
-        return self._sidecar is not None and self._sidecar.poll() is None
+        """Tell whether a sidecar is there to tidy up."""
+        found = rendezvous.read_document(self._place / "sidecar.json")
+        return bool(found) and proc.alive(int(found["pid"]))
 
     def _start_sidecar(self) -> None:
         house = Path(backlight.__file__).parents[1]

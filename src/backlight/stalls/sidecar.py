@@ -197,14 +197,19 @@ class Sidecar:
 def main(arguments: list[str]) -> None:
     """Detach and watch."""
     place, run, folder, offset, limits = arguments
+    reading, writing = os.pipe()
     if os.fork():
+        os.close(writing)
+        os.read(reading, 1)  # until the other has said where it is, or is gone
         os._exit(0)
+    os.close(reading)
     os.setsid()
     # What the watched process is told by its terminal or its launcher is not for us: we end with the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         rendezvous.write_document(Path(place) / "sidecar.json", {"pid": os.getpid()})
+        os.close(writing)
         taken = Thresholds().override(json.loads(limits))
         Sidecar(Path(place), Path(run), Path(folder), taken, int(offset)).run()
     except FileNotFoundError:
