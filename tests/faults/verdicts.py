@@ -23,7 +23,7 @@ class Fault:
     """A planted fault and what must be said of it.
 
     ``line`` is the mark of the line at fault, empty where none can be named; ``rank`` the cause; a verdict
-    None is a stretch of time that must stay silent.
+    None is a stretch of time that must stay silent. ``also`` are verdicts that are true and miss the cause.
     """
 
     name: str
@@ -173,6 +173,8 @@ def score(fault: Fault, findings: list[Finding], script: Path) -> tuple[str, str
         return "undetermined", findings[-1].claim
     if subject.verdict not in {fault.verdict, *fault.also}:
         return "wrong", f"{subject.verdict} for {fault.verdict}: {findings[-1].claim}"
+    if subject.verdict in fault.also:
+        return "undetermined", f"true, but not the cause: {findings[-1].claim}"
     if subject.verdict == fault.verdict and fault.phase != subject.phase and fault.verdict != "MISMATCH":
         return "wrong", f"phase {subject.phase} for {fault.phase}"
     if subject.rank is None:
