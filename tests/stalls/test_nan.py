@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 import subprocess
 import sys
 import warnings
@@ -135,3 +137,49 @@ def test_the_command(tmp_path: Path) -> None:
     assert (found["step"], found["phase"], found["value"]) == (3, "forward", "infinity")
     assert found["place"]["line"] == "train.py:8"
     assert done.stderr == "step 0\nstep 1\nstep 2\nstep 3\n"
+
+
+RANKS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+model = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    out = model(torch.randn(3, 4))
+    if dist.get_rank() == 1 and step == 2:
+        out = torch.sqrt(out - 100)
+    optimizer.zero_grad()
+    out.mean().backward()
+    dist.barrier()
+    optimizer.step()
+"""
+
+
+def test_the_rank_of_birth(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKS)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "backlight", "nan", "--json", "train.py"], cwd=tmp_path, text=True,
+            env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    found = []
+    for process in started:
+        try:
+            out, errors = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, errors = process.communicate()
+        assert out, errors
+        found.append(json.loads(out)["found"])
+    assert [(f["step"], f["born"]) for f in found] == [(2, False), (2, True)]
+    assert found[1]["operation"] == "sqrt.default"
+    assert found[1]["place"]["line"] == "train.py:11"
+    assert sorted(found[0]["parameters"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]

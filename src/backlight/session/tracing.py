@@ -61,7 +61,9 @@ def start_tracing(kinds: tuple[str, ...], writer: RunWriter, step: Callable[[], 
 
     def emit(text: str, payload: dict[str, Any]) -> None:
         number = step()
-        print(f"[rank {rank}] step {number} {text}", file=sys.stderr, flush=True)
+        # In one write with its end of line: ranks share a terminal.
+        sys.stderr.write(f"[rank {rank}] step {number} {text}\n")
+        sys.stderr.flush()
         writer.event(number, "trace", payload)
         writer.flush()
 

@@ -130,13 +130,15 @@ class NanHunt(Listener):
             symptoms = [self._loss_bad] if self._loss_bad is not None else [record for record, _ in bad]
             birth = find_birth(symptoms)
             if birth is None:
-                if lost:
-                    text = "not finite, and no operation that was seen made it so"
-                    self.notes.append(f"the gradient of {lost[0]} is {text}")
-                return
+                if not lost:
+                    return
+                # Nothing that was seen here made it so: a reduction brings it from another rank.
+                birth = self._mode.from_elsewhere(dict(named)[lost[0]])
             symptom = "loss" if self._loss_bad is not None else "gradients"
             found = self._described(birth, symptom)
             found.parameters = [name for _, name in sorted(bad, key=lambda pair: pair[0].index)]
+            # What a reduction over ranks wrote has no record.
+            found.parameters += [name for name in lost if name not in found.parameters]
             self._pending = self._pending or found
         if sys.exception() is None and (not self._scaling or symptom == "loss"):
             self._conclude()

@@ -213,6 +213,15 @@ class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self.records.append(record)
         return record
 
+    def from_elsewhere(self, parameter: torch.Tensor) -> Bad:
+        """Return a record for a gradient that no operation of this process made non-finite."""
+        self._count += 1
+        grads = [] if parameter.grad is None else [parameter.grad]
+        return Bad(
+            self._count, "", "outside", None, 0, "backward", nan=_any_nan(grads),
+            shape=tuple(parameter.shape), dtype=str(parameter.dtype).removeprefix("torch."),
+        )  # fmt: skip
+
     def record_of(self, tensor: torch.Tensor) -> Bad | None:
         """Return what made ``tensor`` non-finite; None if it is finite or nothing of it is known."""
         return self._known(tensor) if not_finite(tensor) else None

@@ -84,12 +84,12 @@ class Tracer(Listener):
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Hook what is new, and say that backward begins."""
-        self._begin = time.perf_counter()
         self._arrived = 0
         self._followed = 0
         if self._known != HUB.seen.changes:
             self._known = HUB.seen.changes
             self._attach()
+        self._begin = time.perf_counter()
         self._line("backward begins", "begin")
         if "buckets" in self._kinds:
             self._buckets()

@@ -28,7 +28,8 @@ def nan(
 ) -> int:
     """Find the first operation that made a NaN or infinity: backlight nan [OPTIONS] SCRIPT [ITS ARGUMENTS].
 
-    Every operation is checked, which takes time but changes none of the training's numbers. The script is ended once a loss, a gradient or a parameter is not finite.
+    Every operation is checked, which takes time but changes none of the training's numbers. The script
+    is ended once a loss, a gradient or a parameter is not finite.
 
     Raises
     ------
@@ -65,7 +66,8 @@ def _print(page: Any, hunt: NanHunt, code: int) -> None:
     else:
         where = f" of {found.module}" if found.module else ""
         page.say((f"{found.value} at step {found.step}, in {found.phase}: ", "bold red"), _born(found), where)
-        page.say("  line: ", (place(found.line) or "not known (no frame of the script)", "bold"))
+        if found.operation:
+            page.say("  line: ", (place(found.line) or "not known (no frame of the script)", "bold"))
         if found.backward_line is not None:
             page.say("  in backward: ", place(found.backward_line))
         if found.constant is not None:
@@ -92,6 +94,8 @@ def _print(page: Any, hunt: NanHunt, code: int) -> None:
 
 def _born(found: Birthplace) -> str:
     shape = "x".join(map(str, found.shape)) or "scalar"
+    if not found.operation:
+        return "no operation of this process made the gradients so: they came from another rank"
     if not found.born:
         what = f"the parameter {found.parameter}" if found.parameter else f"a tensor [{shape}] {found.dtype}"
         return f"{what} came in not finite; {found.operation} used it first"
