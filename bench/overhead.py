@@ -108,6 +108,7 @@ def main() -> None:
         "nothing (two unwatched blocks)": None,
         "default rooms, cadence by the budget": {},
         "default rooms, every step": {"every": 1},
+        "without stalls, every step": {"every": 1, "rooms": "health,steptime"},
         "health alone, every step": {"every": 1, "rooms": "health"},
         "step time alone, every step": {"every": 1, "rooms": "steptime"},
         "every step, with histograms": {"every": 1, "histogram": True},

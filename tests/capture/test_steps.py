@@ -211,3 +211,16 @@ def test_an_optimizer_made_before_watching_is_collected_before_its_first_clippin
         loop(model, optimizer, clip)
     assert sink.moments == ["clip"] * 4
     assert [max(g.abs().max().item() for g in step.values()) for step in sink.grads[:4]] == largest
+
+
+def test_a_module_under_the_id_of_a_dead_one_is_found() -> None:
+    from backlight.capture.modules import SeenModules
+
+    seen = SeenModules()
+    gone = torch.nn.Linear(1, 1)
+    seen.note(gone)
+    model = build()
+    seen._modules[id(model)] = seen._modules.pop(id(gone))  # as if the memory had been used again
+    del gone
+    seen.note(model)
+    assert model in seen.roots()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -33,6 +34,11 @@ def trace(kinds: tuple[str, ...], train: object) -> list[dict[str, object]]:
     return lines
 
 
+def short(name: str) -> str:
+    """Take off the root's class, which stands there while other models are alive."""
+    return re.sub(r"^Net(#\d+)?\.?", "", name)
+
+
 def once(model: nn.Module) -> None:
     model(torch.randn(5, 4)).pow(2).mean().backward()
 
@@ -40,7 +46,7 @@ def once(model: nn.Module) -> None:
 def test_gradients_come_in_the_order_of_backward() -> None:
     model = build()
     lines = [line for line in trace(("gradients",), lambda: once(model)) if line["what"] == "gradient"]
-    names = [line["name"] for line in lines]
+    names = [short(line["name"]) for line in lines]
     assert sorted(names) == sorted(n for n, _ in model.named_parameters())
     assert {names.index("last.weight"), names.index("last.bias")} == {0, 1}
     assert [line["number"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -52,7 +58,7 @@ def test_gradients_come_in_the_order_of_backward() -> None:
 def test_modules_from_the_last_to_the_first() -> None:
     model = build()
     lines = [line for line in trace(("modules",), lambda: once(model)) if line["what"] == "module"]
-    assert [line["name"] for line in lines] == ["last", "Net", "norm", "first"]
+    assert [short(line["name"]) for line in lines] == ["last", "", "norm", "first"]
 
 
 def test_a_removed_tracer_says_nothing_more() -> None:

@@ -50,7 +50,11 @@ class SeenModules:
     def note(self, module: nn.Module) -> None:
         """Remember ``module``, to which something is being registered."""
         self.changes += 1
-        if id(module) not in self._modules:
+        self._meet(module)
+
+    def _meet(self, module: nn.Module) -> None:
+        known = self._modules.get(id(module))
+        if known is None or known() is not module:  # an id may be that of a module that is gone
             self._modules[id(module)] = weakref.ref(module)
 
     def scan(self) -> None:
@@ -58,7 +62,7 @@ class SeenModules:
         for candidate in gc.get_objects():
             # type() first: isinstance() on a stranger may run its __class__ property.
             if issubclass(type(candidate), nn.Module):
-                self._modules.setdefault(id(candidate), weakref.ref(candidate))
+                self._meet(candidate)
 
     def roots(self) -> list[nn.Module]:
         """Return the living modules that are no other module's child, oldest first."""
