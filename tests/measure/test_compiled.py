@@ -57,6 +57,8 @@ def matrix(dtype):
         torch.randn(800, 500)[:, ::2],
         torch.randn(LARGE, 1).expand(LARGE, 3),
         torch.randn(LARGE + 9)[7:],
+        torch.randn(2 * LARGE)[::2],
+        torch._neg_view(torch.randn(LARGE)),
         torch.randn(LARGE + 13, requires_grad=True),
         torch.zeros(LARGE),
         -torch.zeros(LARGE),
@@ -72,7 +74,8 @@ def matrix(dtype):
         torch.empty(0),
         torch.tensor(2.0),
     ]
-    return [tensor.detach().to(dtype) for tensor in tensors] + [tensors[6].to(dtype)]
+    assert [tensor.requires_grad for tensor in tensors].count(True) == 1
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def assert_same(one, other):
@@ -88,7 +91,10 @@ def assert_same(one, other):
 
 
 @needs_compiler
-def test_the_tiers_agree_and_nothing_is_compiled_twice(check):
+def test_the_tiers_agree_and_nothing_is_compiled_twice(kernels, check):
+    import torch._dynamo
+
+    torch._dynamo.utils.counters.clear()
     tensors = matrix(torch.float32)
     state = torch.get_rng_state()
     found = statistics(tensors, tier="compiled")
@@ -100,7 +106,7 @@ def test_the_tiers_agree_and_nothing_is_compiled_twice(check):
     check(found, tensors)
 
     counters = torch._dynamo.utils.counters["stats"]
-    graphs = counters["unique_graphs"]
+    assert counters["unique_graphs"] == 1
     for size in (2**17, 2**17 + 1, 2**18, 323_456):
         tensor = torch.randn(size)
         check(statistics([tensor], tier="compiled", scale=1.0), [tensor])
@@ -114,7 +120,18 @@ def test_the_tiers_agree_and_nothing_is_compiled_twice(check):
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
         check(statistics(tensors[:2], tier="compiled"), tensors[:2])
     assert why_not_compiled() == ""
-    assert counters["unique_graphs"] == graphs
+    with torch.no_grad():
+        check(statistics(tensors[:2], tier="compiled"), tensors[:2])
+    with torch.inference_mode():
+        inference = torch.randn(LARGE)
+    check(statistics([inference], tier="compiled"), [inference])
+    many = torch.ones(2 * 2**24 + 10).view(2, -1)  # more in a row than a float32 can count
+    many[1, 7] = 0
+    kernel = kernels.get(many.device, many.dtype)
+    with torch.no_grad():
+        assert kernel(many)[3].tolist() == [2**24 + 5, 2**24 + 4]
+    assert why_not_compiled() == ""
+    assert counters["unique_graphs"] == 1
 
 
 @needs_compiler

@@ -72,6 +72,7 @@ def test_histograms(kind):
 def test_buffers_stay_and_stay_small():
     statistics(list(TENSORS.values()), tier="eager")
     before = {key: held.data_ptr() for key, held in SCRATCH._held.items()}
+    assert before
     statistics(list(TENSORS.values()), tier="eager")
     assert {key: held.data_ptr() for key, held in SCRATCH._held.items()} == before
     assert sum(held.untyped_storage().nbytes() for held in SCRATCH._held.values()) <= 16 * 2**20

@@ -1,4 +1,5 @@
 import threading
+import weakref
 
 import numpy as np
 import torch
@@ -35,6 +36,17 @@ def test_nothing_waits_until_the_numbers_are_asked_for():
     assert event.waits == 1
     assert pending.arrays() is pending.arrays()
     assert event.waits == 1
+
+
+def test_the_memory_of_the_device_is_let_go():
+    source, gone = torch.ones(3), []
+    weakref.finalize(source, gone.append, True)
+    numbers = (np.zeros((0, 3)), np.zeros((0, 5), dtype=np.int64))
+    pending = Pending([Flight(torch.ones(3), None, source)], lambda arrived: numbers)
+    del source
+    assert gone == []
+    pending.arrays()
+    assert gone == [True]
 
 
 def test_numbers_may_be_asked_for_by_several_threads():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from backlight.measure.rows import SCRATCH
 from backlight.measure.statistics import FLOATS, INTEGERS, statistics
 
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -189,7 +190,8 @@ def test_compressed_sparse(layout, check):
 
 def test_conjugated_and_negated_views(check):
     z = torch.randn(40, 30, dtype=torch.complex64)
-    tensors = [z.conj(), z.conj().t(), z.conj().imag, z.conj().imag[:, ::2], z.real, z[:, ::2].conj()]
+    large = torch.randn(300, 700, dtype=torch.complex64).conj()
+    tensors = [z.conj(), z.conj().t(), z.conj().imag, z.conj().imag[:, ::2], z.real, z[:, ::2].conj(), large]
     assert tensors[2].is_neg()
     check(statistics(tensors), tensors)
 
@@ -276,6 +278,7 @@ def test_modes_of_the_caller_are_left_alone(check):
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
     check(pending, tensors)
+    SCRATCH.drop()
     with torch.inference_mode():
         check(statistics(tensors), tensors)
     check(statistics(tensors), tensors)

@@ -111,6 +111,15 @@ def test_memory_that_is_replaced_in_the_step():
     np.testing.assert_allclose(sample.after().arrays()[0], [[math.sqrt(9000), 3 * math.sqrt(9000)]])
 
 
+def test_the_same_memory_seen_in_another_way():
+    parameter = torch.nn.Parameter(torch.randn(30, 30))
+    change = float((parameter.detach().t() - parameter.detach()).double().norm())
+    sample = Sample.of([parameter], per_tensor=None)
+    sample.before()
+    parameter.data = parameter.data.t()
+    np.testing.assert_allclose(sample.after().arrays()[0][0, 0], change, rtol=1e-6)
+
+
 def test_a_type_that_changes_between_steps_and_within_one():
     parameter = torch.nn.Parameter(torch.ones(100, 90))
     sample = Sample.of([parameter])

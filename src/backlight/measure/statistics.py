@@ -158,8 +158,7 @@ def _finish(shares_P2: NDArray[np.int64], parts: list[Arrived], divisor: float) 
             ),
             axis=1,
         )
-        # Which of NaN and infinity a norm ends as must not depend on how the tensor was cut.
-        values[counts[:, 4] > 0, :2] = np.inf
+        # Beside an infinity a norm may miss a NaN; no number may depend on how the tensor was cut.
         values[counts[:, 3] > 0, :2] = np.nan
         values /= divisor
     values[times_P == 0] = 0.0

@@ -77,7 +77,9 @@ class Table:
         try:
             for owner, tensor in values:
                 scalars = tensor.numel()
-                if tensor.dim() != 1 or not SMALL <= scalars <= _MOST or tensor.is_neg():
+                plain = tensor.dim() == 1 and tensor.is_contiguous()
+                other = tensor.is_neg() or tensor.is_inference()  # for which it would be compiled again
+                if not plain or other or not SMALL <= scalars <= _MOST:
                     rest.append((owner, tensor))
                     continue
                 over = scalars % rows
