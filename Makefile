@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # One thread per worker: tests run in parallel, and sums do not depend on the machine.
 ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-TESTS := $(ONE) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -q
+TESTS := $(ONE) $(BIN)/python -m pytest -q
+BESIDE := -n $(JOBS) --dist worksteal
 
 .PHONY: demo test test-full lint coverage bench clean
 .DELETE_ON_ERROR:
@@ -14,10 +15,12 @@ demo: $(VENV)/.demo  ## install, train a small transformer on real text, show fi
 	$(BIN)/backlight demo
 
 test: lint  ## lint, types, import contracts, and every mechanism at least once
-	$(TESTS) -m "not full"
+	$(TESTS) $(BESIDE) -m "not full and not alone"
+	$(TESTS) -m "alone and not full"
 
 test-full: lint  ## the whole matrices and fault suites as well
-	$(TESTS)
+	$(TESTS) $(BESIDE) -m "not alone"
+	$(TESTS) -m "alone"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -27,7 +30,7 @@ lint: $(VENV)/.dev
 
 coverage: $(VENV)/.dev  ## line and branch coverage, watched scripts included
 	$(BIN)/coverage erase
-	$(TESTS) -m "not full" --cov --cov-report=
+	$(TESTS) $(BESIDE) -m "not full and not alone" --cov --cov-report=
 	$(BIN)/coverage report
 
 bench: $(VENV)/.dev  ## every claim of speed, side by side with a peer

@@ -16,6 +16,8 @@ import pytest
 from backlight.store.reader import open_run
 from faults.verdicts import HERE, LASTING, ONE, RANKS, Fault, run_faults, score, step_of
 
+pytestmark = pytest.mark.alone
+
 OPEN = {"shape", "ends", "ddp_skip"}
 """Faults by which gloo ends the processes before anything stands still; the bench scores them as it is."""
 

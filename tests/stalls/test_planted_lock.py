@@ -8,6 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.alone
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "planted_lock.py"
 
 

@@ -23,6 +23,8 @@ from backlight.stalls.attaching import ProcessNotFoundError, attach
 from backlight.stalls.board import State, read_board
 from backlight.store.reader import open_run
 
+pytestmark = pytest.mark.alone
+
 
 def train(steps: int, seconds: float = 0.0) -> list[torch.Tensor]:
     torch.manual_seed(0)

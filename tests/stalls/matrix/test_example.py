@@ -14,6 +14,8 @@ from backlight.records import Verdict
 from backlight.stalls.matrix.execution import execute, prepare
 from backlight.stalls.matrix.report import MatrixReport
 
+pytestmark = pytest.mark.alone
+
 EXAMPLES = Path(__file__).parents[3] / "examples" / "matrix"
 
 Command = Callable[..., tuple[int, str, str]]

@@ -31,6 +31,8 @@ from backlight.stalls.matrix.tree import Standing
 Writer = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
 
+pytestmark = pytest.mark.alone
+
 BASE = """
 script = "job.py"
 watch = false
