@@ -129,7 +129,7 @@ def test_the_tiers_agree_and_nothing_is_compiled_twice(kernels, check):
     many[1, 7] = 0
     kernel = kernels.get(many.device, many.dtype)
     with torch.no_grad():
-        assert kernel(many)[3].tolist() == [2**24 + 5, 2**24 + 4]
+        assert kernel.run(many)[3].tolist() == [2**24 + 5, 2**24 + 4]
     assert why_not_compiled() == ""
     assert counters["unique_graphs"] == 1
 
@@ -155,7 +155,7 @@ def test_rare_types_are_eager_in_any_tier(kernels, check):
 def test_a_compiler_that_fails_is_not_asked_again(kernels, monkeypatch, check):
     asked = []
 
-    def compile_(self, device, dtype):
+    def compile_(self, device, dtype, rows):
         asked.append(dtype)
         raise RuntimeError("no compiler\n\n  here\nand a long story")
 
@@ -172,9 +172,9 @@ def test_a_kernel_that_fails_late_loses_no_tensor(kernels, monkeypatch, check):
     def kernel(x_RW):
         if x_RW.numel() > LARGE:
             raise RuntimeError("broken")
-        return torch.zeros(4, 16, dtype=torch.float64)
+        return torch.zeros(4, len(x_RW), dtype=torch.float64)
 
-    monkeypatch.setattr(Kernels, "_compile", lambda self, device, dtype: kernel)
+    monkeypatch.setattr(Kernels, "_compile", lambda self, device, dtype, rows: kernel)
     tensors = [torch.randn(LARGE), torch.randn(2 * LARGE), torch.randn(3)]
     check(statistics(tensors, tier="compiled"), tensors)
     assert why_not_compiled() == "RuntimeError: broken"
@@ -183,9 +183,9 @@ def test_a_kernel_that_fails_late_loses_no_tensor(kernels, monkeypatch, check):
 def test_settings_that_keep_changing_do_not_compile_without_end(kernels, monkeypatch, check):
     made = []
 
-    def compile_(self, device, dtype):
+    def compile_(self, device, dtype, rows):
         made.append(torch.get_default_dtype())
-        return lambda x_RW: torch.full((4, 16), NAN, dtype=torch.float64)
+        return len
 
     monkeypatch.setattr(Kernels, "_compile", compile_)
     threads = iter(range(1, 100))
@@ -199,7 +199,7 @@ def test_settings_that_keep_changing_do_not_compile_without_end(kernels, monkeyp
 
 def test_auto_compiles_once_eager_work_has_cost_as_much(kernels, patience, monkeypatch):
     asked = []
-    monkeypatch.setattr(Kernels, "_compile", lambda self, device, dtype: asked.append(dtype) or 1 / 0)
+    monkeypatch.setattr(Kernels, "_compile", lambda self, device, dtype, rows: asked.append(dtype) or 1 / 0)
     monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
     large = [torch.randn(200_000)]
     statistics(large)
@@ -314,3 +314,20 @@ def test_no_process_is_started_to_compile():
     )
     assert "children []" in done.stdout
     assert done.stderr == ""
+
+
+@needs_compiler
+@pytest.mark.full
+def test_a_large_tensor_is_worth_several_threads():
+    run(
+        """
+        from backlight.measure.compiled import KERNELS, PARALLEL
+        torch.set_num_threads(2)
+        x = [torch.randn(PARALLEL + 5), torch.randn(200_000)]
+        found, plain = (statistics(x, tier=tier).arrays() for tier in ("compiled", "eager"))
+        assert why_not_compiled() == ""
+        assert sorted(key[2] for key in KERNELS._made) == [4, 16]
+        assert (found[1] == plain[1]).all()
+        assert abs(found[0] - plain[0]).max() < 1e-8
+        """
+    )

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from backlight.measure.layout import add_duplicates, pieces, stored
+from backlight.measure.packing import batches
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,22 @@ def test_pieces_of_dense_memory_are_views():
     found = list(pieces(tensor, 300))
     assert [piece.numel() for piece in found] == [300, 300, 300, 100]
     assert all(p.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for p in found)
+
+
+@pytest.mark.parametrize(("threads", "below"), [(1, 2**18 + 1), (4, 2**15)])
+def test_no_piece_is_large_enough_to_wake_other_threads(threads, below, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    values = [(i, torch.ones(size)) for i, size in enumerate([5, 0, 20_000, 30_000, 131_071, 600_001, 300])]
+    found = list(batches(values))
+    assert max(batch.rows.numel() for batch in found) < below
+    owned = dict.fromkeys(range(len(values)), 0)
+    for batch in batches(values):
+        per_row = batch.rows.sum(1)
+        assert len(per_row) == sum(rows for _, rows in batch.owners)
+        for owner, rows in batch.owners:
+            owned[owner] += int(per_row[:rows].sum())
+            per_row = per_row[rows:]
+    assert owned == {i: tensor.numel() for i, tensor in values}
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 2, 4)])

@@ -13,7 +13,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,16 +27,37 @@ PRICE_WITH_IMPORT = 5.0
 PRICE = 1.5
 """Seconds where the user's own ``torch.compile`` has loaded the compiler already."""
 
+PARALLEL = 2**22
+"""Scalars from which a tensor on the CPU is worth waking other threads for: an idle one takes 0.1 ms."""
+
 _MOST_KERNELS = 8  # where settings change at every step, compiling would never end
 _EXAMPLE = 2**22
+_SERIAL_ROWS = 4
+_THREADED_ROWS = 16
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
     "compile_threads": 1,  # no pool of worker processes inside somebody's training
     "cpp.dynamic_threads": True,  # the user's thread count, as it is at each call
     "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add: a tenth faster on one thread
 }
 
+_SERIAL_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
+    "cpp.threads": 1,
+    "cpp.dynamic_threads": False,
+}
+
 _State = tuple[int, bool, torch.dtype]
-_Kernel = Callable[[Tensor], Tensor]
+
+
+class Kernel(NamedTuple):
+    """A compiled function and the number of rows R that it wants a tensor to be cut into.
+
+    ``run`` takes a contiguous matrix ``[R, W]`` and returns float64 ``[4, R]``: norm, largest magnitude,
+    sum and number of non-zero values; on an accelerator ``[6, R]``, with the numbers of NaN and infinite
+    values.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    rows: int
 
 
 class NotCompiledError(RuntimeError):
@@ -52,21 +73,12 @@ class Kernels:
 
     def __init__(self) -> None:
         self.reason = ""
-        self._made: dict[tuple[str, torch.dtype, _State], _Kernel] = {}
+        self._made: dict[tuple[str, torch.dtype, int, _State], Kernel] = {}
 
-    def rows(self, device: torch.device) -> int:
-        """Return the number of rows that tensors on ``device`` are cut into."""
-        return 16 if device.type == "cpu" else 256
+    def get(self, device: torch.device, dtype: torch.dtype, *, threaded: bool = False) -> Kernel | None:
+        """Return the kernel for such tensors, compiled now if it is the first time; None if there is none.
 
-    def get(self, device: torch.device, dtype: torch.dtype) -> _Kernel | None:
-        """Return the kernel for such tensors, compiled now if it is the first time.
-
-        Returns
-        -------
-        callable or None
-            Takes a contiguous matrix ``[R, W]`` with the rows of :meth:`rows` and returns float64
-            ``[4, R]``: norm, largest magnitude, sum and number of non-zero values; on an accelerator
-            ``[6, R]``, with the numbers of NaN and infinite values. None where there is no kernel.
+        On the CPU there is one for the calling thread alone and a ``threaded`` one.
         """
         if self.reason or not _undisturbed(device):
             return None
@@ -77,7 +89,10 @@ class Kernels:
             torch.are_deterministic_algorithms_enabled(),
             torch.get_default_dtype(),
         )
-        key = (device.type, dtype, state)
+        rows = 256
+        if device.type == "cpu":
+            rows = _THREADED_ROWS if threaded and state[0] > 1 else _SERIAL_ROWS
+        key = (device.type, dtype, rows, state)
         if key not in self._made and len(self._made) >= _MOST_KERNELS:
             return None
         if key not in self._made:
@@ -85,7 +100,7 @@ class Kernels:
                 # The compiler warns of its own affairs, which an error filter of the user's would make fail.
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    self._made[key] = self._compile(device, dtype)
+                    self._made[key] = Kernel(self._compile(device, dtype, rows), rows)
             except Exception as error:  # noqa: BLE001 - compilers fail in every way; training must go on
                 self.fail(error)
                 return None
@@ -97,7 +112,7 @@ class Kernels:
         self.reason = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"
         self._made.clear()
 
-    def _compile(self, device: torch.device, dtype: torch.dtype) -> _Kernel:
+    def _compile(self, device: torch.device, dtype: torch.dtype, rows: int) -> Callable[[Tensor], Tensor]:
         import torch._inductor  # noqa: PLC0415 - seconds, which only the compiled tier shall pay
 
         function = _rows if device.type == "cpu" else _rows_and_non_finite
@@ -106,9 +121,10 @@ class Kernels:
         # gets its own, so that none counts as a recompilation of another.
         own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
         known = set(torch._inductor.list_options())
-        options = {option: value for option, value in _OPTIONS.items() if option in known}
-        kernel: _Kernel = torch.compile(own, dynamic=True, fullgraph=True, options=options)
-        example = torch.empty(_EXAMPLE, dtype=dtype, device=device).view(self.rows(device), -1)
+        wanted = _OPTIONS | (_SERIAL_OPTIONS if rows == _SERIAL_ROWS else {})
+        options = {option: value for option, value in wanted.items() if option in known}
+        kernel: Callable[[Tensor], Tensor] = torch.compile(own, dynamic=True, fullgraph=True, options=options)
+        example = torch.empty(_EXAMPLE, dtype=dtype, device=device).view(rows, -1)
         kernel(example)
         return kernel
 
@@ -147,7 +163,7 @@ def _undisturbed(device: torch.device) -> bool:
 
 
 def _rows(x_RW: Tensor) -> Tensor:
-    """Return ``[4, R]``, see :meth:`Kernels.get`.
+    """Return ``[4, R]``, see :class:`Kernel`.
 
     Raises
     ------
@@ -172,7 +188,7 @@ def _rows(x_RW: Tensor) -> Tensor:
 
 
 def _rows_and_non_finite(x_RW: Tensor) -> Tensor:
-    """Return ``[6, R]``, see :meth:`Kernels.get`."""
+    """Return ``[6, R]``, see :class:`Kernel`."""
     nan_R = torch.isnan(x_RW).sum(1, dtype=torch.int32).to(torch.float64)
     inf_R = torch.isinf(x_RW).sum(1, dtype=torch.int32).to(torch.float64)
     return torch.cat((_rows(x_RW), torch.stack((nan_R, inf_R))))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backlight.measure.carrier import Carrier
 from backlight.measure.layout import stored
-from backlight.measure.packing import Owned, batches
+from backlight.measure.packing import Owned, batches, piece_size
 from backlight.measure.pending import Arrays, Pending, send
 from backlight.measure.rows import SCRATCH
 
@@ -115,9 +115,8 @@ def _count_of_type(owned: Owned, size: int, kind: _Float, scale: Tensor | float 
     device = owned[0][1].device
     counts_PE = torch.zeros((size, kind.exponent + 1), dtype=torch.int64, device=device)
     zeros_P = torch.zeros(size, dtype=torch.int64, device=device)
-    piece = 2**17 if device.type == "cpu" else 2**22
-    ones = torch.ones(piece, dtype=torch.int64, device=device)
-    for matrix, owners in batches(owned, piece, 2**12):
+    ones = torch.ones(piece_size(device)[0], dtype=torch.int64, device=device)
+    for matrix, owners in batches(owned):
         x_RW = _values(matrix, kind, scale)
         shape, scalars = x_RW.shape, x_RW.numel()
         owner_R = _on(device, np.repeat([o for o, _ in owners], [rows for _, rows in owners]))

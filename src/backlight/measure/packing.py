@@ -33,15 +33,29 @@ class Batch(NamedTuple):
     owners: list[tuple[int, int]]
 
 
-def batches(values: Owned, size: int, width: int) -> Iterator[Batch]:
-    """Yield the scalars of tensors of one type and device as matrices of at most ``size`` scalars.
+def piece_size(device: torch.device) -> tuple[int, int]:
+    """Return how many scalars are handled at once, and how many in one row.
 
-    ``values`` holds pairs of an owner and its stored values. Large tensors get rows of ``width``, small
-    ones of :data:`SMALL_ROW`. A matrix is valid until the next one is asked for.
+    On one thread a piece in float64 still fits the second-level cache. On several it stays below the size
+    from which torch wakes other threads for each operation: for so little work that takes longer.
     """
+    if device.type != "cpu":
+        return 2**22, 2**16
+    return (2**18 if torch.get_num_threads() == 1 else 7 * 2**12), 2**12
+
+
+def batches(values: Owned) -> Iterator[Batch]:
+    """Yield the scalars of tensors of one type and device as matrices of about :func:`piece_size`.
+
+    ``values`` holds pairs of an owner and its stored values; small tensors get rows of
+    :data:`SMALL_ROW`. A matrix is valid until the next one is asked for.
+    """
+    if not values:
+        return
+    size, width = piece_size(values[0][1].device)
     small: Owned = []
     for owner, tensor in values:
-        if tensor.numel() < SMALL:
+        if tensor.numel() < min(SMALL, size):
             small.append((owner, tensor))
             continue
         for piece in pieces(tensor, size):

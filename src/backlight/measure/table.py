@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.measure.carrier import Carrier
-from backlight.measure.compiled import KERNELS
+from backlight.measure.compiled import KERNELS, PARALLEL, Kernel
 from backlight.measure.layout import pieces
-from backlight.measure.packing import SMALL, Owned, batches
+from backlight.measure.packing import SMALL, Owned, batches, piece_size
 from backlight.measure.pending import Arriving, send
 from backlight.measure.rows import narrow, non_finite, wide
 
@@ -61,30 +61,34 @@ class Table:
             return
         dtype = values[0][1].dtype
         plain = not dtype.is_complex and dtype is not torch.float64 and self._float is torch.float64
-        for matrix, owners in batches(values, *self._piece()):
+        for matrix, owners in batches(values):
             found = narrow(matrix) if plain else wide(matrix, self._float)
             self._add(found if self._synchronous else (*found, *non_finite(matrix)), owners)
 
     def compiled(self, values: Owned) -> Owned:
         """Measure large tensors of one dtype with the compiled kernel; return what that leaves over."""
-        kernel = KERNELS.get(self._device, values[0][1].dtype)
-        if kernel is None:
-            return values
         rest: Owned = []
         blocks: list[Tensor] = []
+        kernels: dict[bool, Kernel | None] = {}
         owners: list[tuple[int, int]] = []
-        rows = KERNELS.rows(self._device)
         try:
             for owner, tensor in values:
                 scalars = tensor.numel()
                 plain = tensor.dim() == 1 and tensor.is_contiguous()
                 other = tensor.is_neg() or tensor.is_inference()  # for which it would be compiled again
-                if not plain or other or not SMALL <= scalars <= _MOST:
+                kernel = None
+                if plain and not other and SMALL <= scalars <= _MOST:
+                    large = scalars >= PARALLEL
+                    if large not in kernels:
+                        kernels[large] = KERNELS.get(self._device, tensor.dtype, threaded=large)
+                    kernel = kernels[large]
+                if kernel is None:
                     rest.append((owner, tensor))
                     continue
+                rows = kernel.rows
                 over = scalars % rows
                 whole = tensor[: scalars - over] if over else tensor
-                blocks.append(kernel(whole.view(rows, -1)))
+                blocks.append(kernel.run(whole.view(rows, -1)))
                 owners.append((owner, rows))
                 if over:
                     rest.append((owner, tensor[scalars - over :]))
@@ -111,7 +115,7 @@ class Table:
         for column in self._columns[4:]:
             column.append(torch.zeros(len(suspect_N), dtype=self._float))
         for owner, tensor in values:
-            for piece in pieces(tensor, self._piece()[0]) if owner in among else ():
+            for piece in pieces(tensor, piece_size(self._device)[0]) if owner in among else ():
                 self._add((*[nothing] * 4, *non_finite(piece.view(1, -1))), [(owner, 1)])
 
     def carry(self, number: Tensor) -> None:
@@ -145,12 +149,6 @@ class Table:
         for column, values_R in zip(self._columns, columns, strict=False):
             column.append(values_R)
         self._owners += owners
-
-    def _piece(self) -> tuple[int, int]:
-        """Return scalars per piece and per row: a piece in float64 stays in the caches of the threads."""
-        if self._device.type != "cpu":
-            return 2**22, 2**16
-        return min(max(2**16 * torch.get_num_threads(), 2**18), 2**20), 2**12
 
 
 def _owner_of_rows(owners: list[tuple[int, int]]) -> NDArray[np.int64]:
