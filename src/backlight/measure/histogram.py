@@ -118,16 +118,16 @@ def _count_of_type(owned: Owned, size: int, kind: _Float, scale: Tensor | float 
     ones = torch.ones(piece_size(device)[0], dtype=torch.int64, device=device)
     for matrix, owners in batches(owned):
         x_RW = _values(matrix, kind, scale)
-        shape, scalars = x_RW.shape, x_RW.numel()
+        shape = x_RW.shape
         owner_R = _on(device, np.repeat([o for o, _ in owners], [rows for _, rows in owners]))
-        zero_RW = torch.eq(x_RW, 0, out=SCRATCH.take("zero", scalars, kind.dtype, device).view(shape))
+        zero_RW = torch.eq(x_RW, 0, out=SCRATCH.take("zero", shape, kind.dtype, device))
         zeros_P.index_add_(0, owner_R, zero_RW.sum(1).to(torch.int64))
-        field_RW = SCRATCH.take("field", scalars, kind.bits, device).view(shape)
+        field_RW = SCRATCH.take("field", shape, kind.bits, device)
         torch.bitwise_right_shift(x_RW.view(kind.bits), kind.mantissa, out=field_RW)
-        place_RW = SCRATCH.take("place", scalars, torch.int64, device).view(shape)
+        place_RW = SCRATCH.take("place", shape, torch.int64, device)
         place_RW.copy_(field_RW.bitwise_and_(kind.exponent)).add_((owner_R * (kind.exponent + 1))[:, None])
         # Sums of integers do not depend on their order, on any device.
-        counts_PE.view(-1).scatter_add_(0, place_RW.view(-1), ones[:scalars])
+        counts_PE.view(-1).scatter_add_(0, place_RW.view(-1), ones[: x_RW.numel()])
     bin_E = (torch.arange(kind.exponent, device=device) - (kind.bias + LOWEST)).clamp_(0, BINS - 1)
     counts_PB = torch.zeros((size, BINS), dtype=torch.int64, device=device)
     counts_PB.index_add_(1, bin_E, counts_PE[:, :-1])

@@ -45,56 +45,64 @@ def piece_size(device: torch.device) -> tuple[int, int]:
 
 
 def batches(values: Owned) -> Iterator[Batch]:
-    """Yield the scalars of tensors of one type and device as matrices of about :func:`piece_size`.
+    """Yield the scalars of tensors of one type and device as matrices of at most :func:`piece_size`.
 
-    ``values`` holds pairs of an owner and its stored values; small tensors get rows of
-    :data:`SMALL_ROW`. A matrix is valid until the next one is asked for.
+    ``values`` holds pairs of an owner and its stored values. A matrix is valid until the next one is
+    asked for.
     """
     if not values:
         return
     size, width = piece_size(values[0][1].device)
-    small: Owned = []
+    together = _Together(size)
     for owner, tensor in values:
-        if tensor.numel() < min(SMALL, size):
-            small.append((owner, tensor))
-            continue
-        for piece in pieces(tensor, size):
-            whole = piece.numel() // width * width
-            if whole:
-                yield Batch(piece[:whole].view(-1, width), [(owner, whole // width)])
-            if whole < piece.numel():
-                small.append((owner, piece[whole:]))
-    yield from _together(small, size // SMALL_ROW)
+        small = tensor.numel() < min(SMALL, size)
+        for piece in (
+            (tensor if tensor.dim() == 1 else tensor.reshape(-1),) if small else pieces(tensor, size)
+        ):
+            if piece.numel() == size:
+                yield Batch(piece.view(-1, width), [(owner, size // width)])
+                continue
+            if together.is_full_for(piece):
+                yield together.batch()
+            together.add(owner, piece)
+    if together.rows:
+        yield together.batch()
 
 
-def _together(small: Owned, size: int) -> Iterator[Batch]:
-    """Yield matrices of at most ``size`` rows, or as many as one tensor needs."""
-    parts: list[Tensor] = []
-    owners: list[tuple[int, int]] = []
-    used = 0
-    padding: dict[int, Tensor] = {}
-    for owner, tensor in small:
-        scalars = tensor.numel()
+class _Together:
+    """Flat values of several tensors side by side, each padded with zeros to whole rows."""
+
+    def __init__(self, size: int) -> None:
+        self.rows = 0
+        self._most = size // SMALL_ROW
+        self._parts: list[Tensor] = []
+        self._owners: list[tuple[int, int]] = []
+        self._padding: dict[int, Tensor] = {}
+
+    def is_full_for(self, values: Tensor) -> bool:
+        """Tell whether what is here must go before ``values`` can be added."""
+        return self.rows > 0 and self.rows - (-values.numel() // SMALL_ROW) > self._most
+
+    def add(self, owner: int, values: Tensor) -> None:
+        """Take flat values along; nothing is copied yet."""
+        scalars = values.numel()
         rows = -(-scalars // SMALL_ROW)
-        if used and used + rows > size:
-            yield Batch(_joined(parts, used), owners)
-            parts, owners, used = [], [], 0
-        parts.append(tensor if tensor.dim() == 1 else tensor.reshape(-1))
-        owners.append((owner, rows))
-        used += rows
+        self.rows += rows
+        self._parts.append(values)
+        self._owners.append((owner, rows))
         missing = rows * SMALL_ROW - scalars
         if missing:
-            if missing not in padding:
-                padding[missing] = tensor.new_zeros(missing)
-            parts.append(padding[missing])
-    if used:
-        yield Batch(_joined(parts, used), owners)
+            if missing not in self._padding:
+                self._padding[missing] = values.new_zeros(missing)
+            self._parts.append(self._padding[missing])
 
-
-def _joined(parts: list[Tensor], rows: int) -> Tensor:
-    first = parts[0]
-    buffer = SCRATCH.take("packed", rows * SMALL_ROW, first.dtype, first.device)
-    return torch.cat(parts, out=buffer).view(rows, SMALL_ROW)
+    def batch(self) -> Batch:
+        """Copy what is here into one matrix, and begin anew."""
+        first = self._parts[0]
+        buffer = SCRATCH.take("packed", (self.rows * SMALL_ROW,), first.dtype, first.device)
+        batch = Batch(torch.cat(self._parts, out=buffer).view(self.rows, SMALL_ROW), self._owners)
+        self.rows, self._parts, self._owners = 0, [], []
+        return batch
 
 
 def large_share(values: Owned) -> float:

@@ -6,6 +6,7 @@ are counted, not zeros.
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import NamedTuple
 
@@ -36,21 +37,32 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._seen: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def take(self, use: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a one-dimensional buffer, valid until the same use asks again in this thread."""
+    def take(self, use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer of that shape, valid until the same use asks again in this thread."""
         if device.type != "cpu":
-            return torch.empty(size, dtype=dtype, device=device)
-        held = self._held.get((use, dtype))
-        if held is None or held.numel() < size or held.is_inference() > torch.is_inference_mode_enabled():
-            held = torch.empty(size, dtype=dtype, device=device)
-            if type(held) is Tensor:  # and not what somebody's mode makes of it
-                self._held[use, dtype] = held
-        return held[:size]
+            return torch.empty(shape, dtype=dtype, device=device)
+        key = (use, dtype)
+        seen = self._seen.get(key)
+        if seen is None or seen.shape != shape or seen.is_inference() != torch.is_inference_mode_enabled():
+            seen = self._view(key, shape, device)
+        return seen
+
+    def _view(self, key: tuple[str, torch.dtype], shape: tuple[int, ...], device: torch.device) -> Tensor:
+        size = math.prod(shape)
+        held = self._held.get(key)
+        if held is None or held.numel() < size or held.is_inference() != torch.is_inference_mode_enabled():
+            held = torch.empty(size, dtype=key[1], device=device)
+        view = held[:size].view(shape)
+        if type(held) is Tensor:  # and not what somebody's mode makes of it
+            self._held[key], self._seen[key] = held, view
+        return view
 
     def drop(self) -> None:
         """Give the buffers of this thread back."""
         self._held.clear()
+        self._seen.clear()
 
 
 SCRATCH = Scratch()
@@ -59,11 +71,11 @@ SCRATCH = Scratch()
 
 def narrow(x_RW: Tensor) -> Partials:
     """Measure rows of float32 or less: the square of such a value always fits float64."""
-    shape, size, device = x_RW.shape, x_RW.numel(), x_RW.device
-    wide_RW = SCRATCH.take("wide", size, torch.float64, device).view(shape).copy_(x_RW)
+    shape, device = x_RW.shape, x_RW.device
+    wide_RW = SCRATCH.take("wide", shape, torch.float64, device).copy_(x_RW)
     norm_R = torch.linalg.vector_norm(wide_RW, dim=1)
     total_R = wide_RW.sum(1)
-    abs_RW = SCRATCH.take("abs", size, torch.float32, device).view(shape)
+    abs_RW = SCRATCH.take("abs", shape, torch.float32, device)
     if x_RW.dtype is torch.float32:
         torch.abs(x_RW, out=abs_RW)
     else:
