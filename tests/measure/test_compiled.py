@@ -13,7 +13,7 @@ import torch
 
 from backlight.measure import compiled, table
 from backlight.measure import statistics as module
-from backlight.measure.compiled import PRICE_WITH_IMPORT, Kernels, Patience
+from backlight.measure.compiled import PRICE_WITH_IMPORT, Kernel, Kernels, Patience
 from backlight.measure.packing import SMALL
 from backlight.measure.statistics import statistics, tier_in_use, why_not_compiled
 
@@ -139,6 +139,8 @@ def test_the_tiers_agree_and_nothing_is_compiled_twice(kernels, check):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_tiers_agree_on_small_types(dtype, check):
     tensors = matrix(dtype)
+    flat = torch.randn(5 * LARGE).to(dtype)
+    tensors += [flat[1:-1], flat[7 : LARGE + 8], flat[8 : LARGE + 9], flat[LARGE : 3 * LARGE]]
     found = statistics(tensors, tier="compiled")
     assert why_not_compiled() == ""
     assert_same(found, statistics(tensors, tier="eager"))
@@ -174,7 +176,7 @@ def test_a_kernel_that_fails_late_loses_no_tensor(kernels, monkeypatch, check):
             raise RuntimeError("broken")
         return torch.zeros(4, len(x_RW), dtype=torch.float64)
 
-    monkeypatch.setattr(Kernels, "_compile", lambda self, device, dtype, rows: kernel)
+    monkeypatch.setattr(Kernels, "_compile", lambda self, device, dtype, rows: Kernel(kernel, rows))
     tensors = [torch.randn(LARGE), torch.randn(2 * LARGE), torch.randn(3)]
     check(statistics(tensors, tier="compiled"), tensors)
     assert why_not_compiled() == "RuntimeError: broken"
@@ -185,7 +187,7 @@ def test_settings_that_keep_changing_do_not_compile_without_end(kernels, monkeyp
 
     def compile_(self, device, dtype, rows):
         made.append(torch.get_default_dtype())
-        return len
+        return Kernel(len, rows)
 
     monkeypatch.setattr(Kernels, "_compile", compile_)
     threads = iter(range(1, 100))

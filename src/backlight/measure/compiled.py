@@ -53,11 +53,12 @@ class Kernel(NamedTuple):
 
     ``run`` takes a contiguous matrix ``[R, W]`` and returns float64 ``[4, R]``: norm, largest magnitude,
     sum and number of non-zero values; on an accelerator ``[6, R]``, with the numbers of NaN and infinite
-    values.
+    values. A ``paired`` one wants bfloat16 seen as int32, two in each.
     """
 
     run: Callable[[Tensor], Tensor]
     rows: int
+    paired: bool = False
 
 
 class NotCompiledError(RuntimeError):
@@ -100,7 +101,7 @@ class Kernels:
                 # The compiler warns of its own affairs, which an error filter of the user's would make fail.
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    self._made[key] = Kernel(self._compile(device, dtype, rows), rows)
+                    self._made[key] = self._compile(device, dtype, rows)
             except Exception as error:  # noqa: BLE001 - compilers fail in every way; training must go on
                 self.fail(error)
                 return None
@@ -112,10 +113,10 @@ class Kernels:
         self.reason = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"
         self._made.clear()
 
-    def _compile(self, device: torch.device, dtype: torch.dtype, rows: int) -> Callable[[Tensor], Tensor]:
+    def _compile(self, device: torch.device, dtype: torch.dtype, rows: int) -> Kernel:
         import torch._inductor  # noqa: PLC0415 - seconds, which only the compiled tier shall pay
 
-        function = _rows if device.type == "cpu" else _rows_and_non_finite
+        function = _ON_CPU[dtype] if device.type == "cpu" else _rows_and_non_finite
         name = f"{function.__name__}_{device.type}_{str(dtype).removeprefix('torch.')}_{len(self._made)}"
         # torch keeps one cache, with limits and policies on recompiling, per code object: each kernel
         # gets its own, so that none counts as a recompilation of another.
@@ -123,9 +124,13 @@ class Kernels:
         known = set(torch._inductor.list_options())
         wanted = _OPTIONS | (_SERIAL_OPTIONS if rows == _SERIAL_ROWS else {})
         options = {option: value for option, value in wanted.items() if option in known}
-        kernel: Callable[[Tensor], Tensor] = torch.compile(own, dynamic=True, fullgraph=True, options=options)
+        kernel = Kernel(
+            torch.compile(own, dynamic=True, fullgraph=True, options=options),
+            rows,
+            function is _rows_of_pairs,
+        )
         example = torch.empty(_EXAMPLE, dtype=dtype, device=device).view(rows, -1)
-        kernel(example)
+        kernel.run(example.view(torch.int32) if kernel.paired else example)
         return kernel
 
 
@@ -162,16 +167,21 @@ def _undisturbed(device: torch.device) -> bool:
     return not any(getattr(torch._C, stack, int)() for stack in stacks)
 
 
-def _rows(x_RW: Tensor) -> Tensor:
-    """Return ``[4, R]``, see :class:`Kernel`.
+def _check_compiling() -> None:
+    """Let a kernel go on only while it is compiled.
 
     Raises
     ------
     NotCompiledError
-        If it is not being compiled.
+        If it runs as plain Python.
     """
     if not torch.compiler.is_compiling():
         raise NotCompiledError("torch.compile is switched off here: disabled, or an eager stance")
+
+
+def _rows(x_RW: Tensor) -> Tensor:
+    """Return ``[4, R]``, see :class:`Kernel`."""
+    _check_compiling()
     x_RW = x_RW.to(torch.float32)
     wide_RW = x_RW.to(torch.float64)
     # Without its sign bit a float is ordered as its bits are, infinity above all numbers and NaN above
@@ -187,8 +197,48 @@ def _rows(x_RW: Tensor) -> Tensor:
     )
 
 
+def _rows_of_pairs(pair_RV: Tensor) -> Tensor:
+    """Return ``[4, R]`` of bfloat16 values, two in each int32; see :class:`Kernel`.
+
+    A bfloat16 is the upper half of a float32. Converted in pairs by shifts it takes the instructions of
+    float32; converted by type, the compiler's vectors are four wide and spill, at seven times the cost.
+    """
+    _check_compiling()
+    one_RV, other_RV = pair_RV & -65536, pair_RV << 16
+    bits_RV, other_bits_RV = one_RV & 0x7FFFFFFF, other_RV & 0x7FFFFFFF
+    x_RV = one_RV.view(torch.float32).to(torch.float64)
+    y_RV = other_RV.view(torch.float32).to(torch.float64)
+    nonzero_RV = bits_RV.clamp(max=1) + other_bits_RV.clamp(max=1)
+    return torch.stack(
+        (
+            (x_RV * x_RV + y_RV * y_RV).sum(1).sqrt(),
+            torch.maximum(bits_RV, other_bits_RV).amax(1).view(torch.float32).to(torch.float64),
+            (x_RV + y_RV).sum(1),
+            nonzero_RV.sum(1, dtype=torch.int32).to(torch.float64),
+        )
+    )
+
+
+def _rows_by_value(x_RW: Tensor) -> Tensor:
+    """Return ``[4, R]``, see :class:`Kernel`; for float16, whose bits the compiler would take one by one."""
+    _check_compiling()
+    x_RW = x_RW.to(torch.float32)
+    wide_RW = x_RW.to(torch.float64)
+    return torch.stack(
+        (
+            (wide_RW * wide_RW).sum(1).sqrt(),
+            x_RW.abs().amax(1).to(torch.float64),
+            wide_RW.sum(1),
+            (x_RW != 0).sum(1, dtype=torch.int32).to(torch.float64),
+        )
+    )
+
+
 def _rows_and_non_finite(x_RW: Tensor) -> Tensor:
     """Return ``[6, R]``, see :class:`Kernel`."""
     nan_R = torch.isnan(x_RW).sum(1, dtype=torch.int32).to(torch.float64)
     inf_R = torch.isinf(x_RW).sum(1, dtype=torch.int32).to(torch.float64)
     return torch.cat((_rows(x_RW), torch.stack((nan_R, inf_R))))
+
+
+_ON_CPU = {torch.float32: _rows, torch.bfloat16: _rows_of_pairs, torch.float16: _rows_by_value}

@@ -85,13 +85,10 @@ class Table:
                 if kernel is None:
                     rest.append((owner, tensor))
                     continue
-                rows = kernel.rows
-                over = scalars % rows
-                whole = tensor[: scalars - over] if over else tensor
-                blocks.append(kernel.run(whole.view(rows, -1)))
-                owners.append((owner, rows))
-                if over:
-                    rest.append((owner, tensor[scalars - over :]))
+                matrix, ends = _cut(tensor, kernel)
+                blocks.append(kernel.run(matrix))
+                owners.append((owner, kernel.rows))
+                rest += [(owner, end) for end in ends]
         except Exception as error:  # noqa: BLE001 - compilers fail in every way; training must go on
             KERNELS.fail(error)
             return values
@@ -149,6 +146,19 @@ class Table:
         for column, values_R in zip(self._columns, columns, strict=False):
             column.append(values_R)
         self._owners += owners
+
+
+def _cut(tensor: Tensor, kernel: Kernel) -> tuple[Tensor, list[Tensor]]:
+    """Return the matrix that a kernel wants, and what of the tensor is left at its ends."""
+    scalars = tensor.numel()
+    if not kernel.paired:
+        over = scalars % kernel.rows
+        whole, ends = (tensor[: scalars - over], [tensor[scalars - over :]]) if over else (tensor, [])
+        return whole.view(kernel.rows, -1), ends
+    begin = tensor.storage_offset() % 2  # pairs begin at even places of the memory
+    end = begin + (scalars - begin) // (2 * kernel.rows) * (2 * kernel.rows)
+    ends = [part for part in (tensor[:begin], tensor[end:]) if part.numel()]
+    return tensor[begin:end].view(torch.int32).view(kernel.rows, -1), ends
 
 
 def _owner_of_rows(owners: list[tuple[int, int]]) -> NDArray[np.int64]:
