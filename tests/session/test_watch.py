@@ -81,6 +81,28 @@ def test_numbers_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
             assert ratios[step, p] == pytest.approx(wanted, rel=1e-5)
 
 
+class Exchanging(torch.optim.SGD):
+    """Gives each parameter new memory instead of changing the old."""
+
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+def test_an_optimizer_that_exchanges_the_memory_is_seen_to_update(tmp_path: Path) -> None:
+    model = build()
+    optimizer = Exchanging(model.parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, exact_updates=1):
+        for x, y in batches(STEPS):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    moved = backlight.open_run(tmp_path / "run").frame("update", "update_norm")
+    assert moved.measured.all()
+    assert (moved.values > 0).all()
+
+
 def test_scalars_of_the_user(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

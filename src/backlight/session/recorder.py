@@ -127,7 +127,7 @@ class Recorder:
         if self._updating:
             rows = [(row, p) for p in parameters if (row := self._scope.table.row(p)) is not None]
             self._sampled = [row for row, _ in rows]
-            tensors = [local(p.detach()) for _, p in rows]
+            tensors = [p for _, p in rows]
             for active in self._updating:
                 active.measuring.before(tensors)
 

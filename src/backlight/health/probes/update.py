@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from backlight.capture.parameters import local
 from backlight.measure.carrier import Carrier
 from backlight.measure.pending import Pending
 from backlight.measure.update import Sample
 from backlight.registry import Needs, probe
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return local(parameter.detach())
 
 
 @probe("update", room="health", needs=Needs.WEIGHTS, series="update", spacing=4)
@@ -31,7 +36,7 @@ class UpdateProbe:
         """Keep the sampled weights of ``parameters`` as they are before the step."""
         ids = tuple(map(id, parameters))
         if self._sample is None or ids != self._ids:
-            self._sample = Sample.of(parameters, per_tensor=self._per_tensor)
+            self._sample = Sample.of(parameters, per_tensor=self._per_tensor, local=_local)
             self._ids = ids
         self._sample.before()
 
