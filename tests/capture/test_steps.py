@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from recording import tracking
@@ -19,23 +17,20 @@ NOT_FROM_BACKWARD = {"functional_gradients", "gradients_by_grad", "optimizer_in_
 
 
 @pytest.fixture
-def truth(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[int, Tensor]]]:
+def truth(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, Tensor]]:
     """Gradients of all parameters after each backward, taken without any of our hooks."""
     seen: list[dict[int, Tensor]] = []
     original = torch.Tensor.backward
-    depth = [0]
 
     def backward(self: Tensor, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
-        leaves = leaves_of(self)
-        seen.append({id(p): p.grad.detach().clone() for p in leaves if p.grad is not None})
+        seen.append({id(p): p.grad.detach().clone() for p in leaves() if p.grad is not None})
 
     monkeypatch.setattr(torch.Tensor, "backward", backward)
-    yield seen
-    assert depth == [0]
+    return seen
 
 
-def leaves_of(root: Tensor) -> list[Tensor]:
+def leaves() -> list[Tensor]:
     import gc
 
     return [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Parameter)]

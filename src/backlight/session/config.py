@@ -21,7 +21,8 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from backlight.session.plan import DEFAULT_ROOMS, default_thresholds
+from backlight.session.judge import thresholds
+from backlight.session.plan import DEFAULT_ROOMS
 from backlight.session.tracing import traced_kinds
 
 
@@ -94,7 +95,7 @@ class Settings:
         if not self.rooms:
             raise ValueError("rooms is empty: name at least one room")
         for room, values in self.thresholds.items():
-            defaults = default_thresholds(room)
+            defaults = thresholds(room)
             if defaults is None:
                 raise ValueError(f"thresholds.{room}: no room of that name has thresholds")
             defaults.override(values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,12 +86,3 @@ def make_plan(
         made(on, Needs.WEIGHTS),
         made(on, Needs.STEPS),
     )
-
-
-def default_thresholds(room: str) -> Any:
-    """Return the frozen thresholds of ``room`` with their defaults, or None where it has none."""
-    try:
-        module = importlib.import_module(f"backlight.{room}.thresholds")
-    except ModuleNotFoundError:
-        return None
-    return module.Thresholds()
