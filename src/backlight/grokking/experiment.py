@@ -1,0 +1,124 @@
+"""What an experiment is: a published setting as data, and a task that a loop can train and resume.
+
+An experiment is one file in ``grokking/experiments``. Its settings are one frozen dataclass whose
+defaults are the published hyperparameters, in three sections: ``data``, ``model`` and ``training``.
+A task is what ``build`` makes of settings and a seed: everything that training changes is in its
+model, optimizer, scheduler and ``extra_state``, and the batch of a step follows from seed and step
+alone, so that a resumed run gives the numbers of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from backlight.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where an experiment was published, what it claims, and what the source leaves open."""
+
+    arxiv: str
+    title: str
+    authors: str
+    claim: str
+    unclear: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a verdict must know of a task.
+
+    ``chance`` is the accuracy of guessing; ``train_size`` and ``test_size`` count samples. A task
+    without accuracies (a regression) defines its own, and says so in ``accuracy``.
+    """
+
+    chance: float
+    train_size: int
+    test_size: int
+    accuracy: str = "share of samples whose largest output is the label"
+
+
+class Task(Protocol):
+    """An experiment ready to train.
+
+    Attributes
+    ----------
+    model, optimizer:
+        What is trained, and by what; the optimizer holds every trainable parameter.
+    scheduler:
+        Stepped once after each optimizer step; None for a constant learning rate.
+    facts:
+        What a verdict must know.
+    probe:
+        A fixed batch of N training samples, tensors with samples along the first dimension: what
+        per-sample gradients are taken of.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    facts: Facts
+    probe: Any
+
+    def batch(self, step: int) -> Any:
+        """Return the training batch of ``step``, a function of seed and step alone."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the training loss of ``batch``, as the paper reduces it."""
+
+    def sample_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the loss summed over samples, whose gradient is the sum of per-sample gradients."""
+
+    def inputs(self, batch: Any) -> torch.Tensor | None:
+        """Return the real-valued input of ``batch`` for the input AGOP; None where it has none."""
+
+    def evaluate(self, *, thorough: bool) -> Mapping[str, float]:
+        """Return what is logged, without touching gradients, buffers or random state.
+
+        Always ``train_loss``, ``test_loss``, ``train_accuracy``, ``test_accuracy``; progress
+        measures as ``progress/<name>``, the costly ones only where ``thorough``. What cannot be
+        measured at this step is left out, never 0.
+        """
+
+    def before_step(self, step: int) -> None:
+        """Do what the experiment does at set steps (prune, rewind, change a rate); often nothing."""
+
+    def extra_state(self) -> Mapping[str, Any]:
+        """Return tensors and plain values, beyond model and optimizer, that a resumed task needs."""
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`extra_state` gave."""
+
+
+@dataclass(frozen=True)
+class Experiment(Generic[S]):
+    """A published experiment.
+
+    ``settings()`` is the published setting, ``ci`` a small one that shows the effect in seconds to
+    minutes on one core. ``build(settings, seed, device, control)`` makes the task; ``control`` is ""
+    or ``"random-labels"``, the same run with the training and test labels shuffled by the seed.
+    ``expects`` is the verdict that the paper's claim implies, ``shows(run)`` (optional) a check of a
+    claim that is not a verdict.
+    """
+
+    name: str
+    title: str
+    paper: Paper
+    settings: type[S]
+    ci: S
+    build: Callable[[S, int, torch.device, str], Task]
+    expects: str = "grokking"
+
+
+EXPERIMENTS: Registry[Experiment[Any]] = Registry(
+    "experiment", part="experiments", group="backlight.experiments"
+)
