@@ -1,0 +1,364 @@
+"""Recipes: a Python file that tells commands how to build a model, its batches and its loss.
+
+``build_model(**settings)``, ``batches(rank, world_size, **settings)`` and ``loss(model, batch)``; where
+wanted ``build_optimizer(model)``, ``load(model, path)`` and ``split(name, tensor)`` for fused weights.
+A function is given those settings that its signature names, or all of them if it takes ``**settings``.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import inspect
+import itertools
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+REQUIRED = ("build_model", "batches", "loss")
+"""Functions that most commands need."""
+
+OPTIONAL = ("build_optimizer", "load", "split")
+
+_SIGNATURES = {
+    "build_model": "build_model(**settings)",
+    "batches": "batches(rank, world_size, **settings)",
+    "loss": "loss(model, batch)",
+    "build_optimizer": "build_optimizer(model)",
+    "load": "load(model, path)",
+    "split": "split(name, tensor)",
+}
+_OWN = {"batches": {"rank", "world_size"}, "build_optimizer": {"model"}}
+"""Arguments that a function is given by a command, not by a setting."""
+_numbers = itertools.count()
+
+
+class RecipeError(ValueError):
+    """A recipe cannot be used: what is wrong, in which file, and the way out."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe with its settings; made by :func:`read_recipe`."""
+
+    path: Path
+    module: ModuleType = field(repr=False)
+    settings: Mapping[str, Any]
+
+    def has(self, function: str) -> bool:
+        """Tell whether the recipe defines ``function``."""
+        return callable(getattr(self.module, function, None))
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
+        """Return the same recipe with ``settings`` over those that it has.
+
+        Raises
+        ------
+        RecipeError
+            If no function of the recipe takes one of them.
+        """
+        merged = {**self.settings, **settings}
+        _check_settings(self.path, self.module, merged)
+        return Recipe(self.path, self.module, MappingProxyType(merged))
+
+    def build_model(self) -> nn.Module:
+        """Return a new model.
+
+        Raises
+        ------
+        RecipeError
+            If ``build_model`` returns something else.
+        """
+        from torch import nn  # noqa: PLC0415 - reading a recipe's settings needs no torch
+
+        model = self._call("build_model")
+        if not isinstance(model, nn.Module):
+            raise RecipeError(
+                f"{self.path}: build_model returned {type(model).__name__}, expected a torch.nn.Module"
+            )
+        return model
+
+    def batches(self, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        """Return an iterator over the batches of ``rank``; ranks are given disjoint data by the recipe.
+
+        Raises
+        ------
+        RecipeError
+            If ``batches`` returns nothing that can be iterated over.
+        """
+        given = self._call("batches", rank=rank, world_size=world_size)
+        try:
+            return iter(given)
+        except TypeError:
+            raise RecipeError(
+                f"{self.path}: batches returned {type(given).__name__}, expected an iterable of batches"
+            ) from None
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the loss of ``batch``, a tensor with one element.
+
+        Raises
+        ------
+        RecipeError
+            If ``loss`` returns something else.
+        """
+        import torch  # noqa: PLC0415 - reading a recipe's settings needs no torch
+
+        value = self.module.loss(model, batch)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            got = (
+                f"a tensor of shape {tuple(value.shape)}"
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
+            raise RecipeError(f"{self.path}: loss returned {got}, expected a tensor with one element")
+        return value
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return an optimizer over ``model``.
+
+        Raises
+        ------
+        RecipeError
+            If the recipe defines none, or returns something else.
+        """
+        self._require("build_optimizer")
+        optimizer = self._call("build_optimizer", model)
+        if not hasattr(optimizer, "param_groups"):
+            raise RecipeError(
+                f"{self.path}: build_optimizer returned {type(optimizer).__name__}, "
+                "expected a torch.optim.Optimizer"
+            )
+        return optimizer  # type: ignore[no-any-return]
+
+    def load(self, model: nn.Module, path: Path) -> None:
+        """Load the checkpoint at ``path`` into ``model``, by the recipe's ``load`` where it has one.
+
+        Without one, the file is a state dict, or a dictionary that holds one under ``model`` or
+        ``state_dict``, read with ``weights_only=True``: nothing in it is executed.
+
+        Raises
+        ------
+        RecipeError
+            If the file cannot be read safely, or does not fit the model.
+        """
+        if self.has("load"):
+            self.module.load(model, path)
+            return
+        state = _read_checkpoint(path)
+        for key in ("model", "state_dict"):
+            if isinstance(state.get(key), Mapping):
+                state = state[key]
+        state = {
+            name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in state.items()
+        }
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            lines = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
+            more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
+            raise RecipeError(
+                f"{path}: does not fit the model of {self.path}: {' '.join(lines[:3])}{more}; "
+                "check the settings (--set), or define load(model, path) in the recipe"
+            ) from None
+
+    def split(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Return the matrices that the weight ``name`` fuses, by name; the whole one without a rule.
+
+        Raises
+        ------
+        RecipeError
+            If the recipe's ``split`` returns something else.
+        """
+        if not self.has("split"):
+            return {name: tensor}
+        parts = self.module.split(name, tensor)
+        if parts is None:
+            return {name: tensor}
+        if not isinstance(parts, Mapping) or not parts:
+            raise RecipeError(
+                f"{self.path}: split({name!r}, …) returned {type(parts).__name__}, expected a "
+                "dictionary from names to tensors, or None for a weight that is not fused"
+            )
+        return parts
+
+    def _require(self, function: str) -> None:
+        if not self.has(function):
+            raise RecipeError(
+                f"{self.path}: defines no {function}; add `def {_SIGNATURES[function]}` to the recipe"
+            )
+
+    def _call(self, function: str, *given: Any, **named: Any) -> Any:
+        self._require(function)
+        target: Callable[..., Any] = getattr(self.module, function)
+        taken = (
+            dict(self.settings)
+            if _takes_all(self.module, function)
+            else {key: value for key, value in self.settings.items() if key in _named(self.module, function)}
+        )
+        return target(*given, **named, **taken)
+
+
+def read_recipe(
+    path: str | Path, settings: Mapping[str, Any] | None = None, needs: Sequence[str] = REQUIRED
+) -> Recipe:
+    """Execute a recipe file and check that it defines what a command needs.
+
+    Parameters
+    ----------
+    path:
+        The file; its folder is put on the module path, as Python does for a script.
+    settings:
+        Values for the recipe's functions, over the defaults of their signatures.
+    needs:
+        Functions that must be there.
+
+    Returns
+    -------
+    Recipe
+        Nothing of it has been called yet.
+
+    Raises
+    ------
+    RecipeError
+        If the file does not exist or fails, lacks a function, or takes none of a setting.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such recipe; expected a Python file, seen from {Path.cwd()}")
+    module = _execute(path)
+    missing = [name for name in needs if not callable(getattr(module, name, None))]
+    if missing:
+        found = [name for name in (*REQUIRED, *OPTIONAL) if callable(getattr(module, name, None))]
+        wanted = ", ".join(f"`def {_SIGNATURES[name]}`" for name in missing)
+        raise RecipeError(
+            f"{path}: not a recipe for this command: expected {wanted}; "
+            f"found {', '.join(found) or 'none of the functions of a recipe'}"
+        )
+    given = dict(settings or {})
+    _check_settings(path, module, given)
+    return Recipe(path, module, MappingProxyType(given))
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read ``key=value`` pairs of a command line; a value is a Python literal, else text.
+
+    Raises
+    ------
+    RecipeError
+        If a pair has no ``=`` or a key comes twice.
+    """
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, text = pair.partition("=")
+        if not sign or not key.strip().isidentifier():
+            raise RecipeError(f"--set {pair}: expected name=value, such as --set dim=512")
+        if key.strip() in settings:
+            raise RecipeError(f"--set {pair}: {key.strip()} is set twice")
+        settings[key.strip()] = parse_value(text.strip())
+    return settings
+
+
+def parse_value(text: str) -> Any:
+    """Return a Python literal, true and false in any case as booleans, or the text itself."""
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _execute(path: Path) -> ModuleType:
+    name = f"backlight_recipe_{next(_numbers)}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise RecipeError(f"{path}: not a Python file; a recipe ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickled data loader workers look their module up by name.
+    sys.modules[name] = module
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise RecipeError(
+            f"{path}: fails when it is read: {type(error).__name__}: {error}{_line(error, path)}"
+        ) from error
+    return module
+
+
+def _line(error: BaseException, path: Path) -> str:
+    if isinstance(error, SyntaxError):
+        return ""
+    stack, line = error.__traceback__, None
+    while stack is not None:
+        if Path(stack.tb_frame.f_code.co_filename) == path:
+            line = stack.tb_lineno
+        stack = stack.tb_next
+    return f" (line {line})" if line is not None else ""
+
+
+def _parameters(module: ModuleType, function: str) -> Mapping[str, inspect.Parameter]:
+    target = getattr(module, function, None)
+    return inspect.signature(target).parameters if callable(target) else {}
+
+
+def _named(module: ModuleType, function: str) -> set[str]:
+    kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    return {n for n, p in _parameters(module, function).items() if p.kind in kinds} - _OWN.get(
+        function, set()
+    )
+
+
+def _takes_all(module: ModuleType, function: str) -> bool:
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(module, function).values())
+
+
+def _check_settings(path: Path, module: ModuleType, settings: Mapping[str, Any]) -> None:
+    functions = ("build_model", "batches", "build_optimizer")
+    if any(_takes_all(module, name) for name in functions):
+        return
+    known = sorted(set().union(*(_named(module, name) for name in functions)))
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
+            raise RecipeError(f"{path}: no function of the recipe takes the setting {key!r}; {hint}")
+
+
+def _read_checkpoint(path: Path) -> Mapping[str, Any]:
+    import torch  # noqa: PLC0415 - reading a recipe's settings needs no torch
+
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such checkpoint")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        first = _first_line(error)
+        raise RecipeError(
+            f"{path}: refused, because it is not a file of tensors alone and "
+            f"opening it could run code ({first}); "
+            "save a state_dict() instead, or define load(model, path) in the recipe for files that you trust"
+        ) from None
+    except (RuntimeError, EOFError, ValueError, OSError) as error:
+        raise RecipeError(f"{path}: cannot be read as a checkpoint: {_first_line(error)}") from None
+    if not isinstance(state, Mapping):
+        raise RecipeError(f"{path}: holds {type(state).__name__}, expected a state dict")
+    return state
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

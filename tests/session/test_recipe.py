@@ -1,0 +1,211 @@
+"""A recipe is checked before it is called, and settings reach the functions that take them."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from backlight.session.recipe import Recipe, RecipeError, parse_settings, read_recipe
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_recipe.py"
+
+GOOD = """
+import torch
+from torch import nn
+
+def build_model(dim=4, bias=True):
+    return nn.Linear(dim, 2, bias=bias)
+
+def batches(rank, world_size, batch=3, dim=4):
+    generator = torch.Generator().manual_seed(rank)
+    while True:
+        yield torch.randn(batch, dim, generator=generator)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_settings_reach_the_functions_that_take_them(tmp_path: Path) -> None:
+    recipe = read_recipe(written(tmp_path, GOOD), {"dim": 6, "batch": 5, "bias": False})
+    model = recipe.build_model()
+    batch = next(recipe.batches(rank=1, world_size=2))
+    assert isinstance(model, nn.Linear)
+    assert model.in_features == 6
+    assert model.bias is None
+    assert batch.shape == (5, 6)
+    assert recipe.loss(model, batch).shape == ()
+
+
+def test_more_settings_leave_the_first_recipe_alone(tmp_path: Path) -> None:
+    first = read_recipe(written(tmp_path, GOOD), {"dim": 6})
+    second = first.with_settings({"dim": 8})
+    assert first.build_model().in_features == 6  # type: ignore[union-attr]
+    assert second.build_model().in_features == 8  # type: ignore[union-attr]
+
+
+def test_a_function_that_takes_everything_gets_everything(tmp_path: Path) -> None:
+    text = GOOD.replace("dim=4, bias=True", "dim=4, bias=True, **settings")
+    recipe = read_recipe(written(tmp_path, text), {"dim": 6, "anything": 1})
+    assert recipe.build_model().in_features == 6  # type: ignore[union-attr]
+
+
+def test_the_example_trains() -> None:
+    recipe = read_recipe(EXAMPLE, {"dim": 16, "heads": 2, "n_blocks": 1, "seq": 16, "batch": 8, "lr": 1e-2})
+    model = recipe.build_model()
+    optimizer = recipe.build_optimizer(model)
+    data = recipe.batches()
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = recipe.loss(model, next(data))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert max(losses[-3:]) < losses[0] - 1
+    weight = dict(model.named_parameters())["blocks.0.qkv.weight"]
+    parts = recipe.split("blocks.0.qkv.weight", weight)
+    assert [part.shape for part in parts.values()] == [(16, 16)] * 3
+    assert torch.equal(torch.cat(list(parts.values())), weight)
+    assert list(recipe.split("head.weight", weight)) == ["head.weight"]
+
+
+def test_ranks_of_the_example_draw_from_disjoint_text() -> None:
+    recipe = read_recipe(EXAMPLE, {"batch": 64, "seq": 32})
+    rows = [{tuple(row.tolist()) for row in next(recipe.batches(rank, 2))[0]} for rank in (0, 1)]
+    assert not rows[0] & rows[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", r"expected `def build_model\(\*\*settings\)`.*found none of the functions"),
+        (
+            GOOD.replace("def loss", "def losses"),
+            r"expected `def loss\(model, batch\)`; found build_model, batches",
+        ),
+        ("import nothing_of_that_name", r"fails when it is read: ModuleNotFoundError.*\(line 1\)"),
+        ("def broken(:", "fails when it is read: SyntaxError"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        read_recipe(written(tmp_path, text))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no such recipe; expected a Python file"):
+        read_recipe(tmp_path / "absent.py")
+
+
+def test_an_unknown_setting_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="takes the setting 'dimm'; did you mean 'dim'"):
+        read_recipe(written(tmp_path, GOOD), {"dimm": 3})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "call", "message"),
+    [
+        ("return nn.Linear(dim, 2, bias=bias)", "return 3", "model", "build_model returned int"),
+        (
+            "return model(batch).square().mean()",
+            "return model(batch)",
+            "loss",
+            r"loss returned a tensor of shape \(3, 2\)",
+        ),
+        ("return model(batch).square().mean()", "return 1.0", "loss", "loss returned float"),
+    ],
+)
+def test_what_a_function_returns_is_checked(
+    tmp_path: Path, old: str, new: str, call: str, message: str
+) -> None:
+    recipe = read_recipe(written(tmp_path, GOOD.replace(old, new)))
+    with pytest.raises(RecipeError, match=message):
+        _called(recipe, call)
+
+
+def _called(recipe: Recipe, call: str) -> None:
+    model = recipe.build_model()
+    if call == "loss":
+        recipe.loss(model, next(recipe.batches()))
+
+
+def test_batches_that_cannot_be_iterated_are_refused(tmp_path: Path) -> None:
+    text = (
+        GOOD.split("def batches", maxsplit=1)[0]
+        + "def batches(rank, world_size):\n    return 3\ndef loss(m, b):\n    return b\n"
+    )
+    with pytest.raises(RecipeError, match="batches returned int, expected an iterable"):
+        read_recipe(written(tmp_path, text)).batches()
+
+
+def test_an_optimizer_that_is_not_there_is_asked_for(tmp_path: Path) -> None:
+    recipe = read_recipe(written(tmp_path, GOOD))
+    with pytest.raises(RecipeError, match=r"defines no build_optimizer; add `def build_optimizer\(model\)`"):
+        recipe.build_optimizer(recipe.build_model())
+
+
+@pytest.mark.parametrize("wrapped", [None, "model", "state_dict"])
+def test_a_checkpoint_is_loaded(tmp_path: Path, wrapped: str | None) -> None:
+    recipe = read_recipe(written(tmp_path, GOOD))
+    saved, loaded = recipe.build_model(), recipe.build_model()
+    state = {f"module.{name}": value for name, value in saved.state_dict().items()}
+    torch.save(state if wrapped is None else {wrapped: state, "step": 3}, tmp_path / "c.pt")
+    recipe.load(loaded, tmp_path / "c.pt")
+    assert torch.equal(saved.weight, loaded.weight)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    recipe = read_recipe(written(tmp_path, GOOD))
+    torch.save(nn.Linear(5, 2).state_dict(), tmp_path / "c.pt")
+    with pytest.raises(RecipeError, match=r"c.pt: does not fit the model of .*size mismatch for weight"):
+        recipe.load(recipe.build_model(), tmp_path / "c.pt")
+
+
+class Runs:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, int]]:
+        return os.mkdir, (str(self.path), 0o700)
+
+
+def test_a_checkpoint_that_could_run_code_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+    torch.save({"model": Runs(tmp_path / "proof")}, tmp_path / "c.pt")
+    recipe = read_recipe(written(tmp_path, GOOD))
+    with pytest.raises(RecipeError, match="refused, because it is not a file of tensors alone"):
+        recipe.load(recipe.build_model(), tmp_path / "c.pt")
+    assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"", "cannot be read"), (b"not a checkpoint", "refused|cannot be read")]
+)
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "c.pt").write_bytes(content)
+    recipe = read_recipe(written(tmp_path, GOOD))
+    with pytest.raises(RecipeError, match=message):
+        recipe.load(recipe.build_model(), tmp_path / "c.pt")
+
+
+def test_values_of_a_command_line() -> None:
+    given = parse_settings(["dim=512", "lr=1e-3", "bias=False", "fast=true", "name=adam", "sizes=[1, 2]"])
+    assert given == {"dim": 512, "lr": 1e-3, "bias": False, "fast": True, "name": "adam", "sizes": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"), [(["dim"], "expected name=value"), (["a=1", "a=2"], "a is set twice")]
+)
+def test_pairs_that_are_none_are_refused(pairs: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        parse_settings(pairs)
