@@ -1,0 +1,258 @@
+"""Where a series of step times becomes steady, and what its steady part says.
+
+Sources: FORMULAS of the project, section 6; batch means for correlated series as in Law, *Simulation
+Modeling and Analysis*, here with medians, because a garbage collection must not move the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+Floats = npt.NDArray[np.float64]
+
+WINDOW = 5
+"""Steps whose median is compared with that of the same number of steps after them."""
+
+TOLERANCE = 0.05
+"""Share by which that median may move once the warm-up is over."""
+
+BATCHES = 8
+"""Batches that a series is cut into for its interval: long enough to be nearly independent."""
+
+
+CONFIDENCE = 0.99
+"""Of the interval of a difference: with correlated steps, false alarms then stay well below 5 %."""
+
+
+class SeriesError(ValueError):
+    """A series of times is too short, or holds what is no time."""
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A series with its warm-up cut off.
+
+    Attributes
+    ----------
+    first:
+        Seconds of the cold first step.
+    warmup:
+        Steps dropped, the first included.
+    values:
+        Seconds of the steps after the warm-up, float64 [steps]; empty where none was found.
+    trouble:
+        Why the values are not to be trusted as one level; empty where they are.
+    """
+
+    first: float
+    warmup: int
+    values: Floats
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Median, 95th percentile and median absolute deviation in seconds, with an interval of the median."""
+
+    count: int
+    median: float
+    p95: float
+    mad: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The ratio of a later median to an earlier one, with its interval; 1.03 is 3 % slower."""
+
+    ratio: float
+    low: float
+    high: float
+    confidence: float
+
+    @property
+    def found(self) -> bool:
+        """Whether the interval leaves out 1."""
+        return not self.low <= 1.0 <= self.high
+
+
+def find_steady(
+    seconds: Sequence[float] | Floats, window: int = WINDOW, tolerance: float = TOLERANCE
+) -> Steady:
+    """Cut the warm-up off a series of step times.
+
+    The warm-up ends where the median of ``window`` steps and that of the ``window`` steps after them
+    differ by less than ``tolerance``; the first step never counts as steady. What follows must stay:
+    where the medians of its two halves differ by more than ``tolerance``, it says so.
+
+    Parameters
+    ----------
+    seconds:
+        Times of consecutive steps, [steps].
+
+    Raises
+    ------
+    SeriesError
+        If a time is negative or not finite, or there is no step.
+    """
+    values = _checked(seconds)
+    for start in range(1, len(values) - 2 * window + 1):
+        now = float(np.median(values[start : start + window]))
+        later = float(np.median(values[start + window : start + 2 * window]))
+        if abs(later - now) < tolerance * now:
+            rest = values[start:]
+            return Steady(float(values[0]), start, rest, _drift(rest, tolerance))
+    needed = 1 + 2 * window
+    trouble = (
+        f"{len(values)} steps are too few to find a steady part, which takes {needed} or more"
+        if len(values) < needed
+        else f"no steady part: the median of {window} steps kept moving by {tolerance:.0%} or more"
+    )
+    return Steady(float(values[0]), len(values), np.empty(0), trouble)
+
+
+def summarize(values: Sequence[float] | Floats, confidence: float = 0.95) -> Summary:
+    """Summarize steady step times; the interval of the median comes from medians of consecutive batches.
+
+    Neighbouring steps are alike, so an interval that took them as independent would be too narrow.
+
+    Raises
+    ------
+    SeriesError
+        If there are fewer than four values, or one that is no time.
+    """
+    checked = _checked(values)
+    medians = _batch_medians(checked)
+    median = float(np.median(checked))
+    half = stats.t.ppf(0.5 + confidence / 2, len(medians) - 1) * np.sqrt(_squared_error(checked))
+    return Summary(
+        count=len(checked),
+        median=median,
+        p95=float(np.quantile(checked, 0.95)),
+        mad=float(np.median(np.abs(checked - median))),
+        low=median - float(half),
+        high=median + float(half),
+    )
+
+
+def difference(
+    before: Sequence[float] | Floats, after: Sequence[float] | Floats, confidence: float = CONFIDENCE
+) -> Difference:
+    """Compare two series of steady step times, each from a run of its own.
+
+    The logarithms of batch medians are compared by Welch's t interval, so the answer is a ratio; the
+    interval is widened by what neighbouring steps have in common.
+
+    Raises
+    ------
+    SeriesError
+        If a series has fewer than four values, or one that is not positive.
+    """
+    sides = [np.log(_checked(side, positive=True)) for side in (before, after)]
+    first, second = (_batch_medians(side) for side in sides)
+    errors = [_squared_error(side) for side in sides]
+    squared = sum(errors)
+    # Welch-Satterthwaite; two constant series leave nothing uncertain.
+    freedom = (
+        squared**2 / (errors[0] ** 2 / (len(first) - 1) + errors[1] ** 2 / (len(second) - 1))
+        if squared
+        else 1.0
+    )
+    half = stats.t.ppf(0.5 + confidence / 2, freedom) * np.sqrt(squared)
+    middle = float(second.mean() - first.mean())
+    return Difference(
+        float(np.exp(middle)), float(np.exp(middle - half)), float(np.exp(middle + half)), confidence
+    )
+
+
+def paired_difference(
+    before: Sequence[float] | Floats, after: Sequence[float] | Floats, confidence: float = CONFIDENCE
+) -> Difference:
+    """Compare medians of interleaved runs, ``before[i]`` measured beside ``after[i]``.
+
+    What disturbs both of a pair cancels; the interval is Student's over the logarithms of the ratios.
+
+    Raises
+    ------
+    SeriesError
+        If the series differ in length, have fewer than three pairs, or hold what is not positive.
+    """
+    first, second = _checked(before, positive=True), _checked(after, positive=True)
+    if len(first) != len(second):
+        raise SeriesError(f"{len(first)} medians against {len(second)}: pairs need as many of each")
+    if len(first) < 3:
+        raise SeriesError(f"{len(first)} pairs: an interval takes 3 or more")
+    logs = np.log(second / first)
+    half = stats.t.ppf(0.5 + confidence / 2, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs))
+    middle = float(logs.mean())
+    return Difference(
+        float(np.exp(middle)), float(np.exp(middle - half)), float(np.exp(middle + half)), confidence
+    )
+
+
+def _batch_medians(values: Floats) -> Floats:
+    if len(values) < 4:
+        raise SeriesError(f"{len(values)} steps: an interval takes 4 or more")
+    batches = np.array_split(values, min(BATCHES, len(values) // 2))
+    return np.array([np.median(batch) for batch in batches])
+
+
+def _squared_error(values: Floats) -> float:
+    """Return the squared standard error of the mean of batch medians, widened by what batches share.
+
+    Batches next to each other are alike too, as far as steps are: with the lag-one correlation r of the
+    steps, an AR(1) series has the variance V(n) of its mean over n steps in closed form, and the usual
+    estimate expects (V(batch) - V(all)) / (batches - 1) where V(all) is the truth.
+    """
+    medians = _batch_medians(values)
+    usual = float(medians.var(ddof=1)) / len(medians)
+    r = _correlation(values)
+    everything = _variance_of_mean(len(values), r)
+    expected = (_variance_of_mean(len(values) // len(medians), r) - everything) / (len(medians) - 1)
+    return usual * max(1.0, everything / expected)
+
+
+def _variance_of_mean(count: int, r: float) -> float:
+    lags = np.arange(1, count)
+    return float(1 + 2 * np.sum((1 - lags / count) * r**lags)) / count
+
+
+def _correlation(values: Floats) -> float:
+    """Return the lag-one correlation with outliers drawn in, plus its standard error.
+
+    On the side of caution: too small a correlation gives false alarms, too large a one only widens.
+    """
+    middle = float(np.median(values))
+    reach = 4 * float(np.median(np.abs(values - middle)))
+    drawn = np.clip(values, middle - reach, middle + reach)
+    drawn = drawn - drawn.mean()
+    spread = float(drawn @ drawn)
+    if spread == 0:
+        return 0.0
+    r = float(drawn[1:] @ drawn[:-1]) / spread
+    return min(max(r, 0.0) + float(np.sqrt((1 - r * r) / len(values))), 0.95)
+
+
+def _drift(values: Floats, tolerance: float) -> str:
+    halves = np.array_split(values, 2)
+    first, second = (float(np.median(half)) for half in halves)
+    if abs(second - first) <= tolerance * first:
+        return ""
+    return f"the second half is {second / first - 1:+.0%} against the first: the steps drift"
+
+
+def _checked(seconds: Sequence[float] | Floats, *, positive: bool = False) -> Floats:
+    values = np.asarray(seconds, dtype=np.float64)
+    if values.ndim != 1 or not len(values):
+        raise SeriesError(f"expected times of one or more steps in one dimension, got shape {values.shape}")
+    bad = ~np.isfinite(values) | (values < 0) | (positive & (values == 0))
+    if bad.any():
+        step = int(np.argmax(bad))
+        raise SeriesError(f"step {step} took {values[step]} s: expected a finite time above zero")
+    return values

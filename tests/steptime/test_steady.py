@@ -1,0 +1,124 @@
+"""Steady parts, intervals and differences on seeded series with known answers."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from backlight.steptime.steady import (
+    SeriesError,
+    difference,
+    find_steady,
+    paired_difference,
+    summarize,
+)
+
+Floats = npt.NDArray[np.float64]
+
+
+def noisy(seed: int, steps: int = 120, level: float = 0.05, correlation: float = 0.5) -> Floats:
+    """Return step times with neighbours alike and an outlier now and then, as machines give them."""
+    random = np.random.default_rng(seed)
+    noise = np.zeros(steps)
+    for step in range(1, steps):
+        noise[step] = correlation * noise[step - 1] + random.normal(0, 0.01)
+    values = level * np.exp(noise)
+    values[random.random(steps) < 0.03] *= 3
+    return values
+
+
+def test_the_warmup_is_found() -> None:
+    cold = np.concatenate([[2.0], 0.05 * (1 + 2.0 ** -np.arange(0, 8)), np.full(40, 0.05)])
+    steady = find_steady(cold)
+    assert steady.first == 2.0
+    assert 3 <= steady.warmup <= 9
+    assert np.median(steady.values) == pytest.approx(0.05, rel=0.01)
+    assert not steady.trouble
+
+
+def test_without_warmup_only_the_first_step_is_dropped() -> None:
+    steady = find_steady(np.full(30, 0.02))
+    assert steady.warmup == 1
+    assert len(steady.values) == 29
+
+
+def test_a_series_that_never_settles_has_no_steady_part() -> None:
+    steady = find_steady(0.01 * 1.05 ** np.arange(60))
+    assert not len(steady.values)
+    assert "kept moving" in steady.trouble
+
+
+def test_a_late_change_of_level_is_told() -> None:
+    steady = find_steady(np.concatenate([np.full(30, 0.02), np.full(30, 0.03)]))
+    assert "+50% against the first" in steady.trouble
+
+
+def test_few_steps_are_said_to_be_few() -> None:
+    assert "10 steps are too few" in find_steady(np.full(10, 0.02)).trouble
+
+
+def test_an_outlier_moves_neither_the_warmup_nor_the_median() -> None:
+    values = np.full(40, 0.02)
+    values[[4, 20]] = 1.0
+    steady = find_steady(values)
+    assert steady.warmup == 1
+    assert summarize(steady.values).median == 0.02
+
+
+def test_a_summary_gives_the_order_statistics() -> None:
+    summary = summarize(np.arange(1.0, 102.0))
+    assert (summary.count, summary.median, summary.mad, summary.p95) == (101, 51.0, 25.0, 96.0)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    held = [s.low <= 0.05 <= s.high for s in (summarize(noisy(seed)) for seed in range(400))]
+    assert np.mean(held) >= 0.9
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
+def test_two_runs_of_the_same_seldom_differ(correlation: float) -> None:
+    pairs = [
+        (noisy(s, correlation=correlation), noisy(s + 10_000, correlation=correlation)) for s in range(300)
+    ]
+    assert np.mean([difference(*pair).found for pair in pairs]) <= 0.05
+
+
+def test_three_percent_are_found_with_an_interval_that_holds_them() -> None:
+    found = [difference(noisy(seed), noisy(seed + 10_000, level=0.05 * 1.03)) for seed in range(200)]
+    assert np.mean([d.low <= 1.03 <= d.high for d in found]) >= 0.92
+    assert np.mean([d.found for d in found]) >= 0.95
+
+
+def test_pairs_cancel_what_disturbs_both() -> None:
+    random = np.random.default_rng(0)
+    disturbance = np.exp(random.normal(0, 0.2, 12))
+    before = 0.05 * disturbance * np.exp(random.normal(0, 0.004, 12))
+    after = 0.05 * 1.03 * disturbance * np.exp(random.normal(0, 0.004, 12))
+    paired = paired_difference(before, after)
+    assert paired.found
+    assert paired.low <= 1.03 <= paired.high
+    assert not difference(before, after).found
+
+
+def test_constant_series_differ_exactly() -> None:
+    same = difference(np.full(20, 0.5), np.full(20, 0.5))
+    slower = difference(np.full(20, 0.5), np.full(20, 0.6))
+    assert not same.found
+    assert slower.found
+    assert slower.ratio == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: find_steady([]), "expected times of one or more steps"),
+        (lambda: find_steady([0.1, float("nan")]), "step 1 took nan s"),
+        (lambda: summarize([0.1, -0.1, 0.1, 0.1]), r"step 1 took -0.1 s: expected a finite time"),
+        (lambda: summarize([0.1, 0.1]), "2 steps: an interval takes 4 or more"),
+        (lambda: difference([0.1] * 9, [0.0] * 9), "step 0 took 0.0 s"),
+        (lambda: paired_difference([0.1] * 3, [0.1] * 4), "3 medians against 4"),
+        (lambda: paired_difference([0.1] * 2, [0.1] * 2), "2 pairs: an interval takes 3"),
+    ],
+)
+def test_what_is_no_series_is_refused(call: object, message: str) -> None:
+    with pytest.raises(SeriesError, match=message):
+        call()  # type: ignore[operator]
