@@ -1,0 +1,44 @@
+"""``backlight grok list``: the experiments that there are."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def listing(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+) -> None:
+    """List the experiments: name, what it is, where it was published, the verdict that its claim implies."""
+    from backlight.grokking.experiment import EXPERIMENTS
+
+    found = [
+        {
+            "name": name,
+            "title": experiment.title,
+            "arxiv": experiment.paper.arxiv,
+            "paper": experiment.paper.title,
+            "claim": experiment.paper.claim,
+            "unclear": experiment.paper.unclear,
+            "expects": experiment.expects,
+        }
+        for name, experiment in EXPERIMENTS.items()
+    ]
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "experiment", "arXiv", "expects"):
+        table.add_column(column, no_wrap=column != "experiment")
+    for one in found:
+        table.add_row(one["name"], one["title"], one["arxiv"], one["expects"])
+    Console().print(table)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("list")(listing)
