@@ -1,0 +1,171 @@
+"""Accuracies over steps as they were logged: sorted, without gaps filled in, zeros of fillers found.
+
+What was not logged is missing and stays missing. Shape: S logs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Steps = NDArray[np.int64]
+Values = NDArray[np.float64]
+
+WILSON_Z = 1.959963984540054
+"""Normal quantile of a two-sided 95 % interval."""
+
+
+class DetectionError(ValueError):
+    """Curves that no verdict can be given on; the message says what is wrong and the way out."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Finite values ``[S]`` at strictly growing ``steps`` ``[S]``, and in words what was left out."""
+
+    steps: Steps
+    values: Values
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def between(self, after: int, before: int) -> Curve:
+        """Return the logs with ``after < step < before``."""
+        inside = (self.steps > after) & (self.steps < before)
+        return Curve(self.steps[inside], self.values[inside], self.notes)
+
+    def without(self, doubted: NDArray[np.bool_]) -> Curve:
+        """Return the curve with the logs that ``doubted`` ``[S]`` marks left out."""
+        return Curve(self.steps[~doubted], self.values[~doubted], self.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A time that logs can only bound: later than step ``after``, at step ``by`` at the latest."""
+
+    after: int
+    by: int
+
+    def __str__(self) -> str:
+        return f"({self.after}, {self.by}]"
+
+
+def read_curve(steps: ArrayLike, values: ArrayLike, name: str) -> Curve:
+    """Return an accuracy as it was logged, sorted by step.
+
+    NaN is a log without a measurement and is left out. Of two logs of one step the later one in the
+    arrays counts. Both are said in ``notes``.
+
+    Parameters
+    ----------
+    steps, values:
+        Arrays [S] in any order.
+    name:
+        What the curve is called in messages.
+
+    Raises
+    ------
+    DetectionError
+        If the shapes differ, or a value is no share: infinite, negative, or above 1 (a percentage).
+    """
+    at, held = np.asarray(steps), np.asarray(values, dtype=np.float64)
+    if at.ndim != 1 or at.shape != held.shape:
+        raise DetectionError(
+            f"{name}: got steps of shape {at.shape} and values of shape {held.shape}; "
+            "expected two arrays of one length"
+        )
+    if at.size and not np.all(np.isfinite(at.astype(np.float64))):
+        raise DetectionError(f"{name}: a step is not a finite number; expected whole numbers")
+    notes = []
+    missing = np.isnan(held)
+    if missing.any():
+        notes.append(f"{name}: {int(missing.sum())} of {len(held)} logs are NaN and count as not logged")
+    order = np.argsort(at[~missing], kind="stable")
+    sorted_steps, sorted_values = at[~missing][order].astype(np.int64), held[~missing][order]
+    odd = (sorted_values < 0) | (sorted_values > 1 + 1e-9)  # inf is above 1
+    if odd.any():
+        row = int(np.argmax(odd))
+        raise DetectionError(
+            f"{name}: {sorted_values[row]:g} at step {sorted_steps[row]} is no share of samples; expected "
+            "0 to 1. Log accuracies as shares, not as percentages"
+        )
+    last_of_step = np.append(np.diff(sorted_steps) > 0, True) if len(sorted_steps) else np.empty(0, bool)
+    if not last_of_step.all():
+        amount = int((~last_of_step).sum())
+        notes.append(f"{name}: {amount} steps were logged more than once; the last log of a step counts")
+    if not np.array_equal(at[~missing], np.sort(at[~missing])):
+        notes.append(f"{name}: the logs were not in the order of their steps and were sorted")
+    return Curve(sorted_steps[last_of_step], sorted_values[last_of_step], tuple(notes))
+
+
+def first_stay(curve: Curve, level: float, logs: int) -> Interval | None:
+    """Return when ``curve`` first reaches ``level`` and holds it for ``logs`` logs; None if it never does.
+
+    Before the first log nothing is known but that training began at step 0.
+    """
+    held = curve.values >= level
+    if len(held) < logs:
+        return None
+    whole = np.convolve(held.astype(np.int64), np.ones(logs, np.int64), "valid") == logs
+    rows = np.flatnonzero(whole)
+    if not len(rows):
+        return None
+    row = int(rows[0])
+    before = int(curve.steps[row - 1]) if row else min(0, int(curve.steps[0]))
+    return Interval(before, int(curve.steps[row]))
+
+
+def ends_above(curve: Curve, level: float) -> int:
+    """Return how many logs at the end are at least ``level`` without a break."""
+    misses = np.flatnonzero(curve.values < level)
+    return len(curve) if not len(misses) else len(curve) - 1 - int(misses[-1])
+
+
+def plateau(curve: Curve, logs: int) -> float:
+    """Return the highest running median over ``logs`` logs: a level that was held, not a peak."""
+    if not len(curve):
+        return math.nan
+    width = min(logs, len(curve))
+    windows = np.lib.stride_tricks.sliding_window_view(curve.values, width)
+    return float(np.median(windows, axis=1).max())
+
+
+def ending(curve: Curve, share: float, logs: int) -> Values:
+    """Return the values of the last ``share`` of the logs, at least ``logs`` of them."""
+    return curve.values[-max(logs, math.ceil(share * len(curve))) :]
+
+
+def wilson(share: float, size: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share seen in ``size`` samples (Wilson 1927)."""
+    z2 = WILSON_Z**2
+    middle = (share + z2 / (2 * size)) / (1 + z2 / size)
+    half = WILSON_Z / (1 + z2 / size) * math.sqrt(share * (1 - share) / size + z2 / (4 * size**2))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def least_size(curve: Curve) -> int:
+    """Return the smallest test set that can have given these values: n samples give n + 1 shares."""
+    return max(0, len(np.unique(curve.values)) - 1)
+
+
+def doubted_zeros(curve: Curve, logs: int, *, plausible: bool) -> NDArray[np.bool_]:
+    """Mark the logs ``[S]`` whose accuracy of exactly 0 looks filled in where nothing was measured.
+
+    A stretch of ``logs`` zeros is doubted unless a net may well hit nothing (``plausible``); so is a
+    stretch of any length between two values of at least a quarter, which no net falls to and leaves at
+    once; and where there are two such falls, every zero is.
+    """
+    zero = curve.values == 0
+    doubted = np.zeros(len(curve), np.bool_)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], zero, [False]]).astype(np.int8)))
+    falls = 0
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        fell = start > 0 and stop < len(curve) and min(curve.values[start - 1], curve.values[stop]) >= 0.25
+        falls += fell
+        if fell or (stop - start >= logs and not plausible):
+            doubted[start:stop] = True
+    return zero if falls >= 2 else doubted
