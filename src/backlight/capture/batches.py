@@ -29,7 +29,11 @@ def install(hub: Hub, patches: Patches) -> None:
                 return original(self)
             hub.emit("batch_begin", id(getattr(self, "_dataset", None)))
             begin = time.perf_counter()
-            item = original(self)
+            try:
+                item = original(self)
+            except BaseException:
+                hub.emit("batch_missing")
+                raise
             hub.emit("batch", int(getattr(self, "_num_yielded", 0)) - 1, time.perf_counter() - begin)
             return item
 

@@ -24,11 +24,29 @@ class Listener:
 
     spent = 0.0
 
+    def forward_begin(self) -> None:
+        """An outermost module that is followed is called; see :mod:`backlight.capture.forwards`."""
+
+    def forward_end(self) -> None:
+        """An outermost module that is followed has returned, or raised."""
+
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
-        """Outermost backward starts from ``roots``."""
+        """Outermost backward starts from ``roots``; empty where it starts from edges of a graph."""
 
     def backward_end(self) -> None:
         """Outermost backward is over, also when it raised."""
+
+    def backward_raised(self, error: BaseException) -> None:
+        """That backward, or computation of gradients, ends with ``error``; its end is reported after this."""
+
+    def nested_begin(self) -> None:
+        """A further backward, or computation of gradients, starts inside the outermost one."""
+
+    def grad_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """``torch.autograd.grad`` starts from ``roots``, outside any backward."""
+
+    def grad_end(self) -> None:
+        """``torch.autograd.grad`` is over, also when it raised."""
 
     def scaled(self, loss: torch.Tensor, result: torch.Tensor) -> None:
         """A gradient scaler multiplied ``loss`` and returned ``result``."""
@@ -64,6 +82,9 @@ class Listener:
 
     def batch(self, index: int, seconds: float) -> None:
         """A DataLoader gave its batch number ``index`` after ``seconds`` of waiting."""
+
+    def batch_missing(self) -> None:
+        """A DataLoader that was asked had no batch left, or raised."""
 
     def dropped(self, error: Exception) -> None:
         """The listener raised ``error`` and has been taken off."""

@@ -7,16 +7,17 @@ into the optimizer's step, because after any of them they are no longer what bac
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from backlight.capture.clock import PhaseClock
 from backlight.capture.hub import HUB, capturing_graph
 from backlight.capture.listener import Listener
 from backlight.capture.scaling import scale_of
+from backlight.records import Phase
 
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepSummary:
-    """What is known about a step when it ends; tensors may still be on a device."""
+    """What is known about a step when it ends; tensors may still be on a device.
+
+    ``phases`` are host seconds by phase, ``seconds`` those of the whole step; ``separated`` says
+    whether forward and loss are among the phases or in the rest.
+    """
 
     index: int
     backwards: int = 0
@@ -38,6 +43,7 @@ class StepSummary:
     rates: list[tuple[str, Any]] = field(default_factory=list)
     without_gradient: list[torch.Tensor] = field(default_factory=list)
     seconds: float = 0.0
+    separated: bool = False
 
 
 class StepSink(Protocol):
@@ -99,8 +105,7 @@ class StepTracker(Listener):
         self._versions: dict[int, int] = {}
         self._refreshed = False
         self._unscaled_loss: tuple[int, torch.Tensor] | None = None
-        self._clock = 0.0
-        self._opened = time.perf_counter()
+        self._clock = PhaseClock()
         self.backwards = 0
         self._open()
 
@@ -136,26 +141,41 @@ class StepTracker(Listener):
         self._recording = self._sink.step_opens(self._index) and not capturing_graph()
 
     def _close(self) -> None:
-        now = time.perf_counter()
+        summary = self._summary
+        summary.separated = self._clock.separated
+        summary.phases, summary.seconds = self._clock.take()
         if self._recording:
-            self._summary.seconds = now - self._opened
-            self._sink.step_closes(self._summary)
-        self._opened = now
+            self._sink.step_closes(summary)
         self._open()
-
-    def _spent(self, phase: str, begin: float) -> None:
-        phases = self._summary.phases
-        phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - begin
 
     # Events
 
-    def batch(self, index: int, seconds: float) -> None:
-        """Note which batch came, and close a step that is complete: the next one begins with data."""
+    def batch_begin(self, source: int) -> None:
+        """Close a step that is complete: the next one begins with data."""
         if self._stepped and not self._inside:
             self._close()
+        self._clock.enter(Phase.DATA)
+
+    def batch(self, index: int, seconds: float) -> None:
+        """Note which batch came."""
+        self._clock.leave(Phase.DATA)
         self._summary.batch = index
-        phases = self._summary.phases
-        phases["data"] = phases.get("data", 0.0) + seconds
+
+    def batch_missing(self) -> None:
+        """Account for a wait that gave no batch."""
+        self._clock.leave(Phase.DATA)
+
+    def forward_begin(self) -> None:
+        """Close a step that is complete, and account for the forward; without gradients it is evaluation."""
+        if self._clock.inside(Phase.BACKWARD):
+            return  # a checkpointed model is computed again: that is a part of backward
+        if torch.is_grad_enabled() and self._stepped and not self._inside:
+            self._close()
+        self._clock.enter(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
+
+    def forward_end(self) -> None:
+        """Account for what follows as the loss, if a backward comes."""
+        self._clock.leave(Phase.FORWARD if self._clock.inside(Phase.FORWARD) else Phase.EVALUATION)
 
     def scaled(self, loss: torch.Tensor, result: torch.Tensor) -> None:
         """Remember the loss before scaling, to record that instead of the root of backward."""
@@ -165,7 +185,7 @@ class StepTracker(Listener):
         """Open a new step if the last one is complete, and note the loss."""
         if self._stepped and not self._inside:
             self._close()
-        self._clock = time.perf_counter()
+        self._clock.enter(Phase.BACKWARD)
         if self._recording and roots and roots[0].numel() == 1:
             scaled = self._unscaled_loss
             loss = scaled[1] if scaled is not None and scaled[0] == id(roots[0]) else roots[0].detach()
@@ -174,7 +194,7 @@ class StepTracker(Listener):
 
     def backward_end(self) -> None:
         """Count the backward; remember versions, by which a change by hand is seen later."""
-        self._spent("backward", self._clock)
+        self._clock.leave(Phase.BACKWARD)
         self._summary.backwards += 1
         self.backwards += 1
         if not self._recording:
@@ -196,7 +216,7 @@ class StepTracker(Listener):
         self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
     ) -> None:
         """Collect before clipping; ``tensors`` are parameters or their gradients."""
-        self._clock = time.perf_counter()
+        self._clock.enter(Phase.CLIP)
         if not self._recording:
             return
         self._refresh()
@@ -214,7 +234,7 @@ class StepTracker(Listener):
 
     def clip_end(self) -> None:
         """Account the time, and forget versions that clipping has changed."""
-        self._spent("clip", self._clock)
+        self._clock.leave(Phase.CLIP)
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Collect what is left of this optimizer's gradients, and note its learning rates."""
@@ -223,7 +243,7 @@ class StepTracker(Listener):
         if id(optimizer) in self._stepped and not HUB.backward_depth:
             self._close()  # no backward of ours in between: gradients by autograd.grad, for instance
         self._inside.append(id(optimizer))
-        self._clock = time.perf_counter()
+        self._clock.enter(Phase.OPTIMIZER)
         if not self._recording:
             return
         self._refresh()
@@ -251,7 +271,7 @@ class StepTracker(Listener):
         if id(optimizer) in self._inside:
             self._inside.remove(id(optimizer))
         self._stepped.add(id(optimizer))
-        self._spent("optimizer", self._clock)
+        self._clock.leave(Phase.OPTIMIZER)
         if self._recording:
             self._sink.update_ends()
         if not self._scaling and not HUB.backward_depth and self._scope.alone():

@@ -1,0 +1,56 @@
+"""Begin and end of the forward of outermost modules.
+
+The functions that sit on a module are of this file, not closures, so that the module can still be
+copied and pickled. A module that was compiled in place is left alone: a hook could make it compile again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from backlight.capture.hub import HUB
+
+
+class Forwards:
+    """Hooks on outermost modules, which report to the hub; take them off with :meth:`leave`."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
+
+    def follow(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Hook these modules, and those alone."""
+        wanted = {id(m): m for m in modules if getattr(m, "_compiled_call_impl", None) is None}
+        for key in [k for k, (ref, _) in self._handles.items() if ref() is not wanted.get(k)]:
+            self._drop(key)
+        for key, module in wanted.items():
+            if key not in self._handles:
+                handles = [
+                    module.register_forward_pre_hook(entered),
+                    module.register_forward_hook(returned, always_call=True),
+                ]
+                self._handles[key] = (weakref.ref(module), handles)
+
+    def leave(self) -> None:
+        """Take all hooks off."""
+        for key in list(self._handles):
+            self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        for handle in self._handles.pop(key)[1]:
+            handle.remove()
+
+
+def entered(_module: torch.nn.Module, _args: Any) -> None:
+    """Hook before the forward of an outermost module."""
+    if not torch.compiler.is_compiling():
+        HUB.emit("forward_begin")
+
+
+def returned(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
+    """Hook after the forward of an outermost module, also when it raised."""
+    if not torch.compiler.is_compiling():
+        HUB.emit("forward_end")
