@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from backlight.store.filters import PLAIN, Filters
 from backlight.store.pieces import ArrayInfo, Stack, merged, piece_name, read_piece, stacked, write_piece
 from backlight.store.schema import ARRAY_ENCODINGS
 
@@ -22,6 +23,7 @@ class _Piece:
     first: int
     last: int
     size: int
+    packed: bool = False
 
 
 class ArrayWriter:
@@ -29,12 +31,15 @@ class ArrayWriter:
 
     Merging goes by size as in a binary counter: every array is rewritten a logarithmic number of times,
     and a long run has few pieces. The merged piece is published first and says in its name
-    which pieces it replaces.
+    which pieces it replaces. What will be merged again is stored plain; a piece is compressed once, when
+    it is so large that it stays, or at the end.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, filters: Filters = Filters()) -> None:  # noqa: B008 - frozen
         self.folder = folder
+        self._filters = filters
         self.pending_bytes = 0
+        self._finishing = False
         self._rank = rank
         self._pending: list[tuple[ArrayInfo, int, npt.NDArray[Any]]] = []
         self._pieces: list[_Piece] = []
@@ -82,21 +87,37 @@ class ArrayWriter:
             self._pieces[-2:] = [self._merge(older, newer)]
         return True
 
+    def unpacked(self) -> bool:
+        """Tell whether something is still stored plain; its size is from now on stated as not known."""
+        self._finishing = True
+        return any(not piece.packed for piece in self._pieces)
+
+    def finish(self) -> None:
+        """Compress what is still stored plain; an OSError passes through, with every piece still whole."""
+        for place, piece in enumerate(self._pieces):
+            if not piece.packed:
+                path = self._path(piece)
+                self._pieces[place] = self._write(piece.first, piece.last, list(read_piece(path)), pack=True)
+
     def size(self) -> int:
         """Return the bytes of all pieces."""
         return sum(piece.size for piece in self._pieces)
 
     def files(self) -> dict[str, dict[str, int]]:
         """Return the pieces by name with their size, as the manifest states them."""
-        return {piece_name(self._rank, p.first, p.last): {"bytes": p.size} for p in self._pieces}
+        return {
+            piece_name(self._rank, p.first, p.last): {"bytes": 0 if self._finishing and not p.packed else p.size}
+            for p in self._pieces
+        }
 
     def _path(self, piece: _Piece) -> Path:
         return self.folder / piece_name(self._rank, piece.first, piece.last)
 
-    def _write(self, first: int, last: int, stacks: Sequence[Stack]) -> _Piece:
+    def _write(self, first: int, last: int, stacks: Sequence[Stack], *, pack: bool = False) -> _Piece:
         path = self.folder / piece_name(self._rank, first, last)
-        write_piece(path, stacks)
-        return _Piece(first, last, path.stat().st_size)
+        pack = pack or sum(stack.values.nbytes for stack in stacks) > ROLL_SIZE // 2
+        write_piece(path, stacks, self._filters if pack else PLAIN)
+        return _Piece(first, last, path.stat().st_size, pack)
 
     def _merge(self, older: _Piece, newer: _Piece) -> _Piece:
         old, new = self._path(older), self._path(newer)

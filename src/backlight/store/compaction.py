@@ -19,6 +19,7 @@ from backlight.store.arrays import ROLL_SIZE
 from backlight.store.attempt import document_name, locked
 from backlight.store.database import COUNTED, PAGE_SIZE, connect, create_tables
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.store.filters import Filters
 from backlight.store.holdings import pieces
 from backlight.store.manifest import Manifest, Progress, read_manifest
 from backlight.store.opening import OpenedAttempt, open_attempt
@@ -277,7 +278,7 @@ def _pieces(folder: Path, rank: int, result: Compaction) -> None:
             spans = [parse_piece(p.name) or (rank, 0, 0) for p in group]
             whole = arrays / piece_name(rank, spans[0][1], spans[-1][2])
             try:
-                write_piece(whole, merged([stack for p in group for stack in read_piece(p)]))
+                write_piece(whole, merged([stack for p in group for stack in read_piece(p)]), Filters())
             except RunFormatError as error:
                 result.notes.append(f"{arrays.name} of {folder.name} stay as they are: {error}")
             else:

@@ -1,7 +1,8 @@
 """Arrays in closed HDF5 pieces: how one is laid out, written whole, and read without trusting it.
 
 A piece holds one group per (name, shape, type, unit, dims, encoding), called ``a0``, ``a1``, …, with the
-datasets ``steps`` ``[S]`` and ``values`` ``[S, …]``, contiguous and uncompressed, and the attributes
+datasets ``steps`` ``[S]`` and ``values`` ``[S, …]``, contiguous and uncompressed or chunked along time and
+compressed (a piece that is not going to be merged any more), and the attributes
 ``name`` (as a JSON string, because HDF5 strings cannot hold every character), ``dims`` (JSON list),
 ``dtype``, ``unit`` (JSON string), ``encoding``, ``encoding_version`` and ``crc`` (CRC-32 of the two).
 """
@@ -9,7 +10,6 @@ datasets ``steps`` ``[S]`` and ``values`` ``[S, …]``, contiguous and uncompres
 from __future__ import annotations
 
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from backlight.store import documents
 from backlight.store.errors import RunFormatError
+from backlight.store.filters import PLAIN, Filters, problem
 from backlight.store.schema import ARRAY_ENCODINGS, FORMAT_VERSION
 
 _NAME = re.compile(r"rank-(\d{5,9})-(\d{6})(?:-(\d{6}))?\.h5")
@@ -64,7 +65,7 @@ def parse_piece(name: str) -> tuple[int, int, int] | None:
     return int(rank), int(first), int(last or first)
 
 
-def write_piece(path: Path, stacks: Iterable[Stack]) -> None:
+def write_piece(path: Path, stacks: Iterable[Stack], filters: Filters = PLAIN) -> None:
     """Write a piece under a hidden name, sync it and publish it; an OSError passes through."""
     import h5py  # noqa: PLC0415 - 0.1 s that a run without arrays need not pay
 
@@ -78,7 +79,8 @@ def write_piece(path: Path, stacks: Iterable[Stack]) -> None:
                 steps = np.ascontiguousarray(stack.steps, dtype="<i8")
                 values = np.ascontiguousarray(stack.values)
                 group.create_dataset("steps", data=steps)
-                group.create_dataset("values", data=values)
+                options = filters.options(values.shape, values.dtype.itemsize)
+                group.create_dataset("values", data=values, **options)
                 group.attrs["name"] = json.dumps(stack.info.name)
                 group.attrs["dims"] = json.dumps(list(stack.info.dims))
                 group.attrs["dtype"] = stack.info.dtype
@@ -96,8 +98,9 @@ def write_piece(path: Path, stacks: Iterable[Stack]) -> None:
 def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) -> Iterator[Stack]:
     """Yield what a piece holds under the name ``wanted``, or all; without ``values`` they stay empty.
 
-    Only plain contiguous numbers are read: no filters (which may load plug-ins), no links, no external or
-    virtual storage, and nothing whose stated size is not really in the file.
+    Only plain numbers are read: no filter but those of :mod:`backlight.store.filters` (others may load
+    plug-ins), no links, no external or virtual storage, and nothing whose stated size is not really in the
+    file.
 
     Raises
     ------
@@ -189,16 +192,9 @@ def _plain(path: Path, group: Any, key: str) -> npt.NDArray[Any]:
     dataset = group[key] if isinstance(group.get(key, getlink=True), h5py.HardLink) else None
     if not isinstance(dataset, h5py.Dataset) or dataset.dtype.kind not in _KINDS or dataset.shape is None:
         raise RunFormatError(f"{path}: {group.name}/{key} holds no plain numbers")
-    layout = dataset.id.get_create_plist()
-    size = math.prod(dataset.shape) * dataset.dtype.itemsize
-    if (
-        layout.get_nfilters()
-        or layout.get_external_count()
-        or layout.get_layout() != h5py.h5d.CONTIGUOUS
-        or dataset.id.get_storage_size() != size
-        or size > path.stat().st_size
-    ):
-        raise RunFormatError(f"{path}: {group.name}/{key} is not stored plainly; backlight did not write it")
+    if wrong := problem(dataset, path.stat().st_size):
+        msg = f"{path}: {group.name}/{key} {wrong}; it is not stored plainly, or damaged"
+        raise RunFormatError(f"{msg}: backlight did not write it so")
     return np.asarray(dataset[()])
 
 

@@ -29,6 +29,7 @@ from backlight.store.budget import DiskBudget
 from backlight.store.database import RankDatabase, VanishedError
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.evidence import write_evidence
+from backlight.store.filters import Filters
 from backlight.store.ledger import Ledger
 from backlight.store.names import storable
 from backlight.store.schema import SERIES
@@ -61,6 +62,7 @@ class RunWriter:
         max_disk: int | None = None,
         on_lost: Callable[[str], None] | None = None,
         on_limit: Callable[[str], None] | None = None,
+        filters: Filters = Filters(),  # noqa: B008 - frozen
     ) -> None:
         self.path = entry.path
         self.attempt = entry.attempt.index
@@ -85,7 +87,7 @@ class RunWriter:
         self._before = _folder_size(self.path) // share if max_disk is not None else 0
         self._budget = DiskBudget(None if max_disk is None else max_disk // share)
         self._evidence_bytes = 0
-        self._arrays = ArrayWriter(entry.folder / "arrays", rank)
+        self._arrays = ArrayWriter(entry.folder / "arrays", rank, filters)
         meta = {
             "run_id": entry.manifest.run_id,
             "rank": str(rank),
@@ -119,6 +121,7 @@ class RunWriter:
         step_offset: int | None = None,
         on_lost: Callable[[str], None] | None = None,
         on_limit: Callable[[str], None] | None = None,
+        filters: Filters = Filters(),  # noqa: B008 - frozen
     ) -> RunWriter:
         """Open a new run, or a new attempt of the run that is already at ``path``.
 
@@ -135,6 +138,8 @@ class RunWriter:
             Added to the steps of this attempt. None continues after the last recorded step of the run.
         on_lost, on_limit:
             Called once with a reason: recording stopped; ``max_disk`` made the series sparser.
+        filters:
+            How arrays are compressed once they are not merged any more.
 
         Raises
         ------
@@ -165,7 +170,9 @@ class RunWriter:
             entry = enter_as_further(Path(path), rank=rank, launch=run_id)
         writer = None
         try:
-            writer = cls(entry, rank=rank, max_disk=max_disk, on_lost=on_lost, on_limit=on_limit)
+            writer = cls(
+                entry, rank=rank, max_disk=max_disk, on_lost=on_lost, on_limit=on_limit, filters=filters
+            )
             writer._ledger.publish_document()
             if rank == 0:
                 writer._ledger.publish()
@@ -350,6 +357,12 @@ class RunWriter:
             if self._closed:
                 return
             self._closed = True
+            with self._losing():
+                if self._arrays.unpacked():
+                    # First stated, then done: a smaller file than stated would read as a loss.
+                    self._ledger.note(self._last_rows(), -1)
+                    self._ledger.publish()
+                    self._arrays.finish()
             with self._losing():
                 self._db.close()
                 if self.lost is None:
