@@ -106,7 +106,9 @@ class ArrayWriter:
     def files(self) -> dict[str, dict[str, int]]:
         """Return the pieces by name with their size, as the manifest states them."""
         return {
-            piece_name(self._rank, p.first, p.last): {"bytes": 0 if self._finishing and not p.packed else p.size}
+            piece_name(self._rank, p.first, p.last): {
+                "bytes": 0 if self._finishing and not p.packed else p.size
+            }
             for p in self._pieces
         }
 
