@@ -8,7 +8,6 @@ is there wherever in .9 to .99 the lines are drawn. Everything else has a verdic
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,8 +66,9 @@ class Detection:
     """A verdict with all that it rests on.
 
     ``memorised`` and ``generalised`` are intervals (previous log, this log], None where the run never
-    did. ``ratio`` bounds t_generalise / t_memorise from the two intervals. ``test_accuracy`` is the one
-    from which t_generalise is counted, ``memorised_test`` the test accuracy when the run memorised.
+    did. ``ratio`` bounds t_generalise / t_memorise from the two intervals; its upper bound is None where
+    there is none. ``test_accuracy`` is the one from which t_generalise is counted, ``memorised_test`` the
+    test accuracy when the run memorised.
     ``test_size_known`` is False where ``test_size`` is a lower bound read off the values.
     """
 
@@ -77,7 +77,7 @@ class Detection:
     claim: str
     memorised: Interval | None
     generalised: Interval | None
-    ratio: tuple[float, float] | None
+    ratio: tuple[float, float | None] | None
     plateau: float | None
     test_accuracy: float | None
     memorised_test: float | None
@@ -486,12 +486,12 @@ class _Judge:
 _SWEPT = {GrokkingVerdict.GROKKING, GrokkingVerdict.THRESHOLD_ARTEFACT}
 
 
-def _ratio(memorised: Interval, generalised: Interval) -> tuple[float, float]:
+def _ratio(memorised: Interval, generalised: Interval) -> tuple[float, float | None]:
     """Return the bounds of t_generalise / t_memorise that the two intervals leave."""
     low = max(0, generalised.after) / max(1, memorised.by)
-    return low, generalised.by / memorised.after if memorised.after > 0 else math.inf
+    return low, generalised.by / memorised.after if memorised.after > 0 else None
 
 
-def _times(ratio: tuple[float, float]) -> str:
+def _times(ratio: tuple[float, float | None]) -> str:
     low, high = ratio
-    return f"at least {low:.3g} times" if math.isinf(high) else f"{low:.3g} to {high:.3g} times"
+    return f"at least {low:.3g} times" if high is None else f"{low:.3g} to {high:.3g} times"

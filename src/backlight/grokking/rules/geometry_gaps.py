@@ -1,0 +1,45 @@
+"""Rule ``geometry_gaps``: measurements of the gradients' geometry that were asked for and dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from backlight.grokking.thresholds import Thresholds
+from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Event, Run
+
+OBJECTS = ("gram", "agop", "window", "sketch", "product", "gradient", "mean_gradient")
+"""First segments of what this room measures."""
+
+
+@rule("geometry_gaps", room="grokking", thresholds=("unmeasured_gates",))
+def geometry_gaps(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """State what was dropped, once for each object and reason; a failed coverage gate is a warning."""
+    groups: dict[tuple[str, str], list[Event]] = {}
+    for event in run.events("unmeasured"):
+        what = str(event.payload.get("what") or "")
+        if what.split("/", maxsplit=1)[0] in OBJECTS and not event.payload.get("parameters"):
+            reason = str(event.payload.get("reason") or "no reason was noted")
+            groups.setdefault((what, reason), []).append(event)
+    for (what, reason), events in groups.items():
+        gate = "coverage" in reason.casefold()
+        if gate and len(events) < limits.unmeasured_gates:
+            continue
+        first = events[0].step
+        times = f" {len(events)} times" if len(events) > 1 else ""
+        since = f", first at step {first}" if first is not None else ""
+        yield Finding(
+            rule="geometry_gaps",
+            severity=Severity.WARNING if gate else Severity.INFO,
+            claim=f"{what} was not measured{times}{since}: {reason.rstrip('.')}.",
+            subject=Subject(step=first, module=what),
+            evidence=(Evidence("events/unmeasured", first, what),),
+            next_check=(
+                "Call backlight.gram(model, loss_fn, batch) on the same model: it raises where a watched "
+                "training only warns, and names the parameter."
+                if gate
+                else "Look at the configuration of the run: was it to be measured?"
+            ),
+            refuted_if="the run holds this measurement at the steps in question.",
+        )

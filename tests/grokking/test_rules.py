@@ -1,0 +1,130 @@
+"""The rules of the room on planted runs and their healthy twins."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from grokking_runs import Grok, write_grokking_run
+
+from backlight.grokking.reading import control_of, detect_run, stated
+from backlight.grokking.thresholds import Thresholds
+from backlight.records import Severity
+from backlight.registry import RULES
+from backlight.session.judge import judge
+from backlight.store.reader import Run, open_run
+from backlight.store.writer import RunWriter
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "findings"
+NAMES = [name for name, rule in RULES.items() if rule.room == "grokking"]
+
+
+def noted(path: Path, *events: tuple[int, str, dict[str, object]]) -> Run:
+    writer = RunWriter.create(path, rooms=("grokking",))
+    for step, kind, payload in events:
+        writer.event(step, kind, payload)
+    writer.close()
+    return open_run(path)
+
+
+def test_the_verdict_is_a_finding_with_both_times(tmp_path: Path) -> None:
+    run = write_grokking_run(tmp_path / "run")
+    (found,) = judge(run)
+    detection = detect_run(run)
+    assert detection.generalised is not None
+    assert (found.rule, found.severity, found.subject.verdict) == ("grokking", Severity.INFO, "grokking")
+    assert found.subject.step == detection.generalised.by
+    assert found.claim.startswith("Grokking, strong: ")
+    assert f"{detection.generalised}" in found.claim
+    places = {(e.path, e.step) for e in found.evidence}
+    assert ("user/test_accuracy", detection.generalised.by) in places
+    assert ("user/train_accuracy", detection.memorised.after) in places
+    assert "control" in found.next_check
+
+
+def test_a_control_is_a_remark_that_it_memorised(tmp_path: Path) -> None:
+    (found,) = judge(write_grokking_run(tmp_path / "run", Grok(control="random-labels", control_of="x")))
+    assert (found.severity, found.subject.verdict) == (Severity.INFO, "memorised")
+
+
+def test_an_overridden_threshold_changes_the_verdict_and_is_shown(tmp_path: Path) -> None:
+    run = write_grokking_run(tmp_path / "run")
+    (found,) = judge(run, {"grokking": {"delay_ratio": 100.0}})
+    assert found.subject.verdict == "no-delay"
+    assert found.overridden == {"delay_ratio": 100.0}
+
+
+def test_a_run_without_accuracies_has_no_verdict(tmp_path: Path) -> None:
+    assert judge(write_grokking_run(tmp_path / "run", Grok(accuracies=False, steps=100))) == []
+
+
+def test_accuracies_in_percent_are_a_finding_not_an_exception(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    for step in range(20):
+        writer.scalars(step, {"train_accuracy": 99.0, "test_accuracy": 40.0}, source="user")
+    writer.close()
+    (found,) = judge(open_run(tmp_path / "run"))
+    assert found.severity is Severity.WARNING
+    assert "not as percentages" in found.claim
+
+
+def test_a_degradation_is_told_with_what_was_left_out(tmp_path: Path) -> None:
+    told = {"from": "full factors", "to": "Gram", "reason": "1.2 GB are free", "left_out": ["gradient"]}
+    (found,) = judge(noted(tmp_path / "run", (3, "degradation", told)))
+    assert (
+        found.claim == "The run recorded Gram in place of full factors: 1.2 GB are free. Left out: gradient."
+    )
+    assert found.subject.step == 3
+
+
+def test_a_disk_warning_is_told_once(tmp_path: Path) -> None:
+    told = {"free": 812_000_000, "threshold": 1_000_000_000, "action": "arrays are no longer stored"}
+    (found,) = judge(noted(tmp_path / "run", (5, "disk_warning", told), (9, "disk_warning", told)))
+    assert "812 MB were free" in found.claim
+    assert "below the 1 GB that it was to leave. Arrays are no longer stored." in found.claim
+    assert found.subject.step == 5
+
+
+def test_a_failed_gate_is_a_warning_and_another_gap_a_remark(tmp_path: Path) -> None:
+    gate = {"what": "gram/model", "reason": "coverage of head.weight is .3, expected 1"}
+    other = {"what": "agop", "reason": "token ids have no input gradient"}
+    strange = {"what": "phase/forward", "reason": "not ours"}
+    run = noted(
+        tmp_path / "run", *((step, "unmeasured", gate) for step in range(4)),
+        (0, "unmeasured", other), (0, "unmeasured", strange),
+    )  # fmt: skip
+    first, second = judge(run)
+    assert (first.severity, second.severity) == (Severity.WARNING, Severity.INFO)
+    assert "gram/model was not measured 4 times, first at step 0" in first.claim
+    assert "head.weight" in first.claim
+    assert "backlight.gram" in first.next_check
+    assert "token ids" in second.claim
+
+
+def test_a_healthy_run_has_no_finding_but_its_verdict(tmp_path: Path) -> None:
+    assert {f.rule for f in judge(write_grokking_run(tmp_path / "run"))} == {"grokking"}
+
+
+def test_the_control_is_found_by_what_it_says(tmp_path: Path) -> None:
+    run = write_grokking_run(tmp_path / "run")
+    mine = write_grokking_run(tmp_path / "a", Grok(control="random-labels", control_of=run.run_id, steps=300))
+    other = write_grokking_run(tmp_path / "b", Grok(control="random-labels", control_of="else", steps=300))
+    plain = write_grokking_run(tmp_path / "c", Grok(steps=300))
+    found = control_of(run, [run, other, plain, mine])
+    assert found is not None
+    assert found.run_id == mine.run_id
+    assert control_of(run, [run, other, plain]) is None
+    assert stated(mine).control == "random-labels"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_names_each_threshold_with_its_default(name: str) -> None:
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    defaults = {f.name: f.default for f in dataclasses.fields(Thresholds)}
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE))
+    assert {n: float(v) for n, v in rows.items()} == {n: defaults[n] for n in RULES[name].thresholds}
+    assert f"Version of the rule: {RULES[name].version}." in text
+    for threshold in rows:
+        assert len(re.findall(rf"\b{threshold}\b", text)) >= 2, f"{threshold} is in no sentence"
