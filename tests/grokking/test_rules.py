@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from grokking_runs import Grok, write_grokking_run
 
 from backlight.grokking.reading import control_of, detect_run, stated
 from backlight.grokking.thresholds import Thresholds
@@ -16,6 +15,7 @@ from backlight.registry import RULES
 from backlight.session.judge import judge
 from backlight.store.reader import Run, open_run
 from backlight.store.writer import RunWriter
+from grokking_runs import Grok, write_grokking_run
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "findings"
 NAMES = [name for name, rule in RULES.items() if rule.room == "grokking"]
