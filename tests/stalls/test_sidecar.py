@@ -72,8 +72,7 @@ def test_the_board_follows_the_training_and_nothing_stays_behind(tmp_path: Path,
         (path,) = place.glob("backlight-*/rank-00000.board")
         state = read_board(path)
         assert state is not None
-        # The first forward comes before anything is known of the model.
-        assert (state.step, state.backwards, state.forwards) == (3, 3, 2)
+        assert (state.step, state.backwards, state.forwards) == (3, 3, 3)
         assert (state.reached, state.expected, state.state) == (4, 4, State.RUNNING)
         assert state.nodes_total > 5
         names = rendezvous.read_document(path.with_name("rank-00000.names.json"))

@@ -24,6 +24,7 @@ class Hub:
     def __init__(self) -> None:
         self.listeners: tuple[Listener, ...] = ()
         self.backward_depth = 0
+        self.grad_depth = 0
         self.seen = modules.SeenModules()
         self.optimizers = optimizers.SeenOptimizers()
         self._patches = Patches()
@@ -63,7 +64,7 @@ class Hub:
                 _tell(listener, error)
 
     def _install(self) -> None:
-        self.backward_depth = 0
+        self.backward_depth = self.grad_depth = 0
         for part in (backward, clipping, scaling, batches):
             part.install(self, self._patches)
         self._handles = [*optimizers.install(self, self._patches), *modules.install(self.seen)]
@@ -78,7 +79,7 @@ class Hub:
     def switch_off(self) -> None:
         """Forget every listener without calling any, in a forked child."""
         self.listeners = ()
-        self.backward_depth = 0
+        self.backward_depth = self.grad_depth = 0
 
 
 def _tell(listener: Listener, error: Exception) -> None:

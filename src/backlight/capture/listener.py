@@ -62,6 +62,9 @@ class Listener:
     def clip_end(self) -> None:
         """Clipping is over."""
 
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has just been constructed."""
+
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """``optimizer.step`` starts; with a closure the gradients are not there yet."""
 

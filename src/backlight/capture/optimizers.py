@@ -65,6 +65,10 @@ class SeenOptimizers:
         """Return the optimizers that exist and are in use."""
         return [optimizer for optimizer in self._alive() if id(optimizer) in self._in_use]
 
+    def known(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that exist, in use or not."""
+        return self._alive()
+
     def _alive(self) -> list[torch.optim.Optimizer]:
         self._references = [r for r in self._references if r() is not None]
         found = [reference() for reference in self._references]
@@ -85,6 +89,7 @@ def install(hub: Hub, patches: Patches) -> list[Any]:
             original(self, *args, **kwargs)
             if hub.active:
                 hub.optimizers.use(self)
+                hub.emit("optimizer_made", self)
 
         return __init__
 

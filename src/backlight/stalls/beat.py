@@ -20,12 +20,13 @@ from torch.autograd import function
 from backlight.capture.listener import Listener
 from backlight.capture.patching import Patches
 from backlight.records import Phase
-from backlight.stalls.board import PHASES, Board, Slot
+from backlight.stalls.board import PHASES, ROWS, Board, Slot
 from backlight.stalls.position import Position
 
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _DATA, _FORWARD, _BACKWARD = _NUMBER[Phase.DATA], _NUMBER[Phase.FORWARD], _NUMBER[Phase.BACKWARD]
 _CLIP, _OPTIMIZER, _OTHER = _NUMBER[Phase.CLIP], _NUMBER[Phase.OPTIMIZER], _NUMBER[Phase.OTHER]
+_LOSS = _NUMBER[Phase.LOSS]
 _EVALUATION, _CHECKPOINT = _NUMBER[Phase.EVALUATION], _NUMBER[Phase.CHECKPOINT]
 _now = time.monotonic_ns
 
@@ -45,6 +46,10 @@ class Beats(Listener):
         Returns the names and tensors of the parameters that are watched; another tuple when they changed.
     on_parameters:
         Called with their names when they changed.
+    on_dropped:
+        Called with the error by which this listener was taken off.
+    on_optimizer:
+        Called with each optimizer that is made: what it holds will be trained.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Beats(Listener):
         parameters: Callable[[], tuple[tuple[str, ...], Sequence[torch.Tensor | None]]],
         on_parameters: Callable[[tuple[str, ...]], None],
         on_dropped: Callable[[Exception], None],
+        on_optimizer: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
         self.board = board
         self.position = Position(board)
@@ -60,6 +66,7 @@ class Beats(Listener):
         self._parameters = parameters
         self._on_parameters = on_parameters
         self._on_dropped = on_dropped
+        self._on_optimizer = on_optimizer
         self._hooked: tuple[str, ...] = ()
         self._handles: list[Any] = []
         self._patches = Patches()
@@ -68,6 +75,8 @@ class Beats(Listener):
         self._source = 0
         self._expected = 0
         self._before = _OTHER
+        self._depth = 0
+        self._zeros = b""
 
     # Life
 
@@ -117,22 +126,35 @@ class Beats(Listener):
         self._slots[Slot.BATCHES] += 1
         self._enter(_EVALUATION if self._slots[Slot.PHASE] == _EVALUATION else _OTHER)
 
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was made: the first forward of the model that it holds can be seen from here on."""
+        if self._on_optimizer is not None:
+            self._on_optimizer(optimizer)
+
     def forward_begin(self) -> None:
         """The outermost module is called; without gradients that is an evaluation."""
-        self._slots[Slot.FORWARDS] += 1
-        self._enter(_FORWARD if torch.is_grad_enabled() else _EVALUATION)
+        if self._slots[Slot.PHASE] == _BACKWARD:
+            return  # recomputation
+        self._depth += 1
+        if self._depth == 1:
+            self._slots[Slot.FORWARDS] += 1
+            self._enter(_FORWARD if torch.is_grad_enabled() else _EVALUATION)
 
     def forward_end(self) -> None:
         """The outermost module has returned; what follows is the loss, or the next evaluation."""
-        self._enter(self._slots[Slot.PHASE])
+        self._depth = max(self._depth - 1, 0)
+        if not self._depth and self._slots[Slot.PHASE] != _BACKWARD:
+            self._enter(_LOSS if self._slots[Slot.PHASE] == _FORWARD else self._slots[Slot.PHASE])
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Backward begins: note how many nodes lie before it."""
         self._training_data = self._source
+        self._depth = 0
         self._follow_parameters()
         slots = self._slots
         slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.NODE_SINCE] = 0
         slots[Slot.EXPECTED] = self._expected
+        self.board.rows[: len(self._zeros)] = self._zeros
         slots[Slot.BACKWARD_IDENT] = threading.get_ident()
         self._enter(_BACKWARD)
         self.position.begin(roots)
@@ -143,6 +165,29 @@ class Beats(Listener):
         self._slots[Slot.BACKWARDS] += 1
         self._slots[Slot.NODE_SINCE] = 0
         self._enter(_OTHER)
+
+    def backward_raised(self, error: BaseException) -> None:
+        """Backward ends with an exception: that is no progress, whatever comes after it."""
+        self._slots[Slot.RAISED] += 1
+
+    def nested_begin(self) -> None:
+        """A backward begins inside another: its nodes are the engine's now."""
+        self.position.seal()
+
+    def grad_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """``torch.autograd.grad`` begins: a backward in which no parameter gets a gradient."""
+        slots = self._slots
+        self._before = slots[Slot.PHASE]
+        slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.NODE_SINCE] = slots[Slot.EXPECTED] = 0
+        slots[Slot.BACKWARD_IDENT] = threading.get_ident()
+        self._enter(_BACKWARD)
+        self.position.begin(roots)
+
+    def grad_end(self) -> None:
+        """It is over; the graph may go on to be built, as for a penalty on gradients."""
+        self.position.end((_now() - self._slots[Slot.PHASE_SINCE]) / 1e9, keeps=True)
+        self._slots[Slot.NODE_SINCE] = 0
+        self._enter(self._before)
 
     def clip_begin(
         self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
@@ -172,7 +217,7 @@ class Beats(Listener):
         for handle in self._handles:
             handle.remove()
         self._handles, self._hooked = [], names
-        arrived = functools.partial(_arrived, self._slots)
+        arrived = functools.partial(_arrived, self._slots, self.board.rows)
         for row, tensor in enumerate(tensors):
             if tensor is not None and tensor.requires_grad and tensor.is_leaf:
                 self._handles.append(
@@ -180,6 +225,8 @@ class Beats(Listener):
                         functools.partial(arrived, row + 1)
                     )
                 )
+        self._zeros = bytes(min(len(names), ROWS))
+        self._slots[Slot.ROWS] = len(self._zeros)
         self._expected = len(self._handles)
         self._slots[Slot.DEVICE] = any(t is not None and t.device.type != "cpu" for t in tensors)
         self._on_parameters(names)
@@ -223,8 +270,10 @@ class Beats(Listener):
         return save
 
 
-def _arrived(slots: memoryview, row: int, _parameter: torch.Tensor) -> None:
+def _arrived(slots: memoryview, rows: memoryview, row: int, _parameter: torch.Tensor) -> None:
     slots[_ROW] = row
+    if row <= ROWS:
+        rows[row - 1] = 1
     slots[_REACHED] += 1
     slots[_PROGRESS] += 1
     slots[_BEAT] = _now()

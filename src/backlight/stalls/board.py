@@ -18,11 +18,14 @@ from pathlib import Path
 
 from backlight.records import Phase
 
-SIZE = 8192
+SIZE = 16384
 """Bytes of a board."""
 
+ROWS = 8192
+"""Parameters of which the board tells singly whether their gradient has arrived."""
+
 MAGIC = 0x42_41_43_4B_4C_49_54_45
-LAYOUT = 1
+LAYOUT = 2
 
 PHASES = tuple(Phase)
 """Phases by their number on the board."""
@@ -36,6 +39,7 @@ _TEXT_AT = 4096
 _TEXT = 96
 _NODE_AT = 3840
 _NODE = 128
+_ROWS_AT = SIZE - ROWS
 
 
 class Slot(enum.IntEnum):
@@ -72,6 +76,8 @@ class Slot(enum.IntEnum):
     STALL = 28
     BATCHES = 29
     FORWARDS = 30
+    RAISED = 31
+    ROWS = 32
     TYPICAL = 40  # one per phase
 
 
@@ -88,6 +94,8 @@ class State(enum.IntEnum):
 class Collective:
     """One collective call of a rank. ``number`` counts those of one group; ``left`` is 0 while it runs.
 
+    ``failed``: it raised. A call that has not returned, or that raised, was waiting for somebody.
+
     ``group``, ``kind`` and ``shape`` are checksums of texts that are the same on every rank; ``text`` is
     for people. Times are monotonic nanoseconds.
     """
@@ -100,6 +108,7 @@ class Collective:
     left: int
     text: str
     asynchronous: bool = False
+    failed: bool = False
 
     @property
     def inside(self) -> bool:
@@ -109,7 +118,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class BoardState:
-    """What a board said at one moment; times are monotonic nanoseconds, ``typical`` seconds by phase."""
+    """What a board said at one moment; times are monotonic nanoseconds, ``typical`` seconds by phase.
+
+    ``raised`` counts backwards that ended with an exception; ``arrived`` has a byte per parameter, 1 once its
+    gradient has arrived in this backward.
+    """
 
     taken: int
     pid: int
@@ -142,6 +155,8 @@ class BoardState:
     forwards: int
     typical: dict[Phase, float]
     collectives: tuple[Collective, ...] = ()
+    raised: int = 0
+    arrived: bytes = b""
 
     @property
     def still(self) -> float:
@@ -192,6 +207,7 @@ class Board:
         finally:
             os.close(descriptor)
         self.slots = memoryview(self._map).cast("q")
+        self.rows = memoryview(self._map)[_ROWS_AT:]
 
     def open(self, *, rank: int, world: int, main_ident: int, main_tid: int, stall: float | None) -> None:
         """State whose board this is, and that watching begins now."""
@@ -215,12 +231,12 @@ class Board:
         place = count % RING
         at = _RING_AT + place * _RECORD
         now = time.monotonic_ns()
-        slots[at + 5] = 1  # not running, while the record is being written
+        slots[at + 6] = -1  # nobody's, while the record is being written
         slots[at], slots[at + 1], slots[at + 2], slots[at + 3] = group, number, kind, shape
-        slots[at + 4], slots[at + 6], slots[at + 7] = now, count, 0 if waits else 1
+        slots[at + 4], slots[at + 5], slots[at + 7], slots[at + 8] = now, 0, 0 if waits else 1, 0
         begin = _TEXT_AT + place * _TEXT
         self._map[begin : begin + _TEXT] = text[: _TEXT - 1].ljust(_TEXT, b"\0")
-        slots[at + 5] = 0
+        slots[at + 6] = count
         slots[Slot.COLLECTIVES] = count + 1
         if waits:
             slots[Slot.INSIDE] += 1
@@ -228,9 +244,10 @@ class Board:
         slots[Slot.BEAT] = now
         return place
 
-    def leave(self, place: int, *, waits: bool) -> None:
-        """Note that the collective at ``place`` has returned."""
+    def leave(self, place: int, *, waits: bool, failed: bool = False) -> None:
+        """Note that the collective at ``place`` has returned, or raised."""
         slots, now = self.slots, time.monotonic_ns()
+        slots[_RING_AT + place * _RECORD + 8] = failed
         slots[_RING_AT + place * _RECORD + 5] = now
         if waits:
             slots[Slot.INSIDE] = max(slots[Slot.INSIDE] - 1, 0)
@@ -285,6 +302,8 @@ def read_board(path: Path, now: int | None = None) -> BoardState | None:
         forwards=slots[Slot.FORWARDS],
         typical={p: slots[Slot.TYPICAL + i] / 1e9 for i, p in enumerate(PHASES)},
         collectives=_collectives(raw, slots),
+        raised=slots[Slot.RAISED],
+        arrived=raw[_ROWS_AT : _ROWS_AT + min(slots[Slot.ROWS], ROWS)],
     )
 
 
@@ -306,6 +325,7 @@ def _collectives(raw: bytes, slots: tuple[int, ...]) -> tuple[Collective, ...]:
                 left=slots[at + 5],
                 text=_text(raw, _TEXT_AT + place * _TEXT, _TEXT),
                 asynchronous=bool(slots[at + 7]),
+                failed=bool(slots[at + 8]),
             )
         )
     return tuple(out)

@@ -35,6 +35,9 @@ HOOKS = 64
 MOST_HOOKS = 4096
 """Nodes that the helper thread asks in one step."""
 
+MOST_LOOKS = 512
+"""Looks at the building of one graph that are kept; of more, every second one."""
+
 MOST_YOUNG = 50_000
 """Young objects beyond which the helper does not look through them: the collector is switched off."""
 
@@ -58,13 +61,12 @@ class Position:
         self._base = next_number()
         self._asked: set[int] = set()
         self._due = True
-        self._building = True
-        self._last = -1
+        self._sealed = 0
+        self._made: list[tuple[int, tuple[Any, ...]]] = []
 
     def begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Count what lies before a backward from ``roots``."""
-        with self._lock:
-            self._building = False
+        self.seal()
         numbers = [root.grad_fn._sequence_nr() for root in roots if root.grad_fn is not None]
         numbers = [number for number in numbers if number < _NEVER]
         self._root = max(numbers, default=-1)
@@ -76,14 +78,24 @@ class Position:
             self._walk(max(roots, key=lambda root: _number(root.grad_fn)).grad_fn)
         slots[Slot.HOOKS] = len(self._asked)
 
-    def end(self, seconds: float) -> None:
-        """Forget the graph; recomputation inside backward has made nodes that are not the next step's."""
-        self._due = self._due or seconds > SLOW_SECONDS
-        self._base = next_number()
-        self._root = -1
-        self._asked.clear()
+    def seal(self) -> None:
+        """Leave the nodes that there are to the engine, also where a backward begins inside another."""
         with self._lock:
-            self._building = True
+            # Threads count apart, and none may ever be asked for what the engine of another works on.
+            self._sealed = max(self._sealed, next_number())
+
+    def end(self, seconds: float, *, keeps: bool = False) -> None:
+        """Forget the graph, unless it ``keeps`` growing, as after ``torch.autograd.grad``.
+
+        Recomputation inside backward has made nodes that are not the next step's.
+        """
+        self._due = self._due or seconds > SLOW_SECONDS
+        self._root = -1
+        if keeps:
+            return
+        self._base = next_number()
+        self._asked.clear()
+        self._made = []
 
     def at(self, number: int) -> None:
         """Note that the node with this number is at work."""
@@ -114,26 +126,46 @@ class Position:
             below = [pair for pair in below if pair[0] < _NEVER]
             node = max(below, key=lambda pair: pair[0])[1] if below else None
 
-    def sample(self) -> None:
+    def sample(self, stack: tuple[Any, ...] = ()) -> bool:
         """From the helper thread, while a graph is being built: ask the newest node for its position.
 
-        A new tensor stands among the collector's young objects. Hooks are only added outside backward, under
-        a lock that the begin of backward takes, so that the engine never meets a node that is being changed.
+        A new tensor stands among the collector's young objects. Hooks are only added to nodes that no
+        backward has begun with, under a lock that each begin takes, so that the engine never meets a node
+        that is being changed. ``stack`` is where the training is; return whether nodes have been made since
+        the last look.
         """
-        if gc.get_count()[0] > MOST_YOUNG or len(self._asked) >= MOST_HOOKS:
-            return
-        young = [o for o in gc.get_objects(generation=0) if type(o) is torch.Tensor]
+        if gc.get_count()[0] > MOST_YOUNG:
+            return False
         newest, node = -1, None
-        for tensor in young:
+        for tensor in [o for o in gc.get_objects(generation=0) if type(o) is torch.Tensor]:
             candidate = tensor.grad_fn
             if candidate is not None:
                 number = _number(candidate)
                 if newest < number < _NEVER:
                     newest, node = number, candidate
-        if node is not None and newest >= self._base and newest not in self._asked:
+        made = self._made
+        if node is None or newest < max(self._base, made[-1][0] + 1 if made else 0):
+            return False
+        made.append((newest, stack))
+        if len(made) > MOST_LOOKS:
+            del made[1::2]
+        if newest not in self._asked and len(self._asked) < MOST_HOOKS:
             with self._lock:
-                if self._building:
+                if newest >= self._sealed:
                     self._ask(node, newest)
+        return True
+
+    def making(self) -> dict[str, Any]:
+        """Return what the looks at the building of this graph have seen."""
+        looks = list(self._made)
+        stacks = list(dict.fromkeys(stack for _, stack in looks))
+        places = {stack: place for place, stack in enumerate(stacks)}
+        return {
+            "base": self._base,
+            "root": self._root,
+            "looks": [[number, places[stack]] for number, stack in looks],
+            "stacks": stacks,
+        }
 
 
 def _number(node: Any) -> int:

@@ -60,7 +60,7 @@ def board_path(place: Path, rank: int) -> Path:
 
 
 def document_path(place: Path, rank: int, kind: str) -> Path:
-    """Return the path of a document of a rank: ``names``, ``stacks``, ``groups``, ``ended``."""
+    """Return the path of a document of a rank: ``names``, ``stacks``, ``making``, ``groups``."""
     return place / f"rank-{rank:05d}.{kind}.json"
 
 

@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from backlight.records import Phase
@@ -127,6 +127,8 @@ def from_py_spy(data: Iterable[Mapping[str, Any]], at: int) -> Look:
 
 
 _ENGINE = "_engine_run_backward"
+_OWN = str(Path(__file__).resolve().parents[1]).replace("\\", "/") + "/"
+_LAUNCHER = "/backlight/session/launcher.py"
 _LIBRARIES = (
     "/torch/",
     "/site-packages/",
@@ -142,7 +144,9 @@ def foreign(file: str) -> bool:
     """Tell whether a file belongs to a library rather than to the user."""
     path = file.replace("\\", "/")
     standard = sysconfig.get_paths()["stdlib"].replace("\\", "/")
-    return any(part in path for part in _LIBRARIES) or path.startswith(standard) or "/lib/python3" in path
+    if path.startswith((_OWN, standard)) or "/lib/python3" in path:
+        return True
+    return any(part in path for part in _LIBRARIES)
 
 
 def in_engine(stack: ThreadStack) -> bool:
@@ -195,7 +199,8 @@ _COMPILING = (
 )
 _SAVING = ("torch/distributed/checkpoint/", "safetensors/", "torch/serialization.py")
 _LOADING = ("torch/utils/data/dataloader.py",)
-_COLLECTING = ("torch/distributed/distributed_c10d.py", "torch/nn/parallel/distributed.py")
+_COLLECTING = ("torch/distributed/distributed_c10d.py",)
+_REDUCER = ("torch/nn/parallel/distributed.py",)
 
 
 def compiling(stack: ThreadStack) -> bool:
@@ -204,8 +209,11 @@ def compiling(stack: ThreadStack) -> bool:
 
 
 def in_collective(stack: ThreadStack) -> bool:
-    """Tell whether the innermost frames are those of a collective call."""
-    return _has(stack.frames[:4], _COLLECTING)
+    """Tell whether the innermost frames are those of a collective call.
+
+    The wrapper of DDP calls the model as well: only where it is innermost does it wait for others.
+    """
+    return _has(stack.frames[:4], _COLLECTING) or _has(stack.frames[:1], _REDUCER)
 
 
 def phase_of(stack: ThreadStack) -> Phase | None:
@@ -229,11 +237,26 @@ def _has(frames: Iterable[Frame], parts: tuple[str, ...]) -> bool:
     return any(part in f.file.replace("\\", "/") for f in frames for part in parts)
 
 
+def without_launcher(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Return the frames of a script alone: not those that started it, nor those of our own wrappers."""
+    for place, frame in enumerate(frames):
+        if frame.file.replace("\\", "/").endswith(_LAUNCHER):
+            frames = frames[:place]
+            break
+    return tuple(f for f in frames if not f.file.replace("\\", "/").startswith(_OWN))
+
+
 def as_text(look: Look) -> str:
-    """Return a look in the form in which it is kept as evidence."""
+    """Return a look in the form in which it is kept as evidence: the user's line first, then the stack."""
     lines = [f"taken by {look.source}"]
     for thread in look.threads:
+        frames = without_launcher(thread.frames)
         lines.append(f"\nThread {thread.ident:#x} {thread.name} (most recent call first)")
+        where = next((f for f in frames if not foreign(f.file)), None)
+        if where is not None:
+            lines.append(f"  at {where.place} in {where.method}")
         lines += [f"  [native] {name}" for name in thread.native]
-        lines += [f'  File "{f.file}", line {f.line} in {f.function}' for f in thread.frames]
+        lines += [f'  File "{f.file}", line {f.line} in {f.function}' for f in frames]
+        if len(frames) < len(thread.frames):
+            lines.append(f"  ({len(thread.frames) - len(frames)} frames of backlight itself are left out)")
     return "\n".join(lines) + "\n"

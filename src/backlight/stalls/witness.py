@@ -22,6 +22,7 @@ from backlight.stalls.beat import Beats
 from backlight.stalls.board import PHASES, BoardState, Slot, read_board
 from backlight.stalls.patience import suspicious
 from backlight.stalls.rendezvous import write_document
+from backlight.stalls.stacks import foreign
 from backlight.stalls.thresholds import Thresholds
 
 PERIOD = 0.25
@@ -41,6 +42,9 @@ PROBE = 0.001
 """Seconds of sleep between two questions for the interpreter lock."""
 
 DEEPEST = 48
+USERS = 12
+"""Frames of the user's own code that a look at the building of a graph keeps."""
+
 MOST_THREADS = 160
 
 _BACKWARD = PHASES.index(Phase.BACKWARD)
@@ -57,24 +61,34 @@ class Witness:
     ----------
     beats, path, limits:
         The beats of this process, its board's file, and the thresholds that decide when to look closer.
-    stacks:
-        Document that takes the latest looks.
+    stacks, making:
+        Documents that take the latest looks, and those at the building of a graph.
     chores:
         Called once per period, for instance to see whether the sidecar lives; must not raise.
     """
 
     def __init__(
-        self, beats: Beats, path: Path, limits: Thresholds, stacks: Path, chores: Callable[[], None]
+        self,
+        beats: Beats,
+        path: Path,
+        limits: Thresholds,
+        stacks: Path,
+        making: Path,
+        chores: Callable[[], None],
     ) -> None:
         self._beats = beats
         self._path = path
         self._limits = limits
         self._stacks = stacks
+        self._making = making
         self._place = stacks.parent
         self._chores = chores
         self._stop = threading.Event()
         self._looks: deque[dict[str, Any]] = deque(maxlen=LOOKS)
         self._since = 0
+        self._where: tuple[tuple[str, int, str], ...] = ()
+        self._kept = -1
+        self._beat = -1
         self._thread = threading.Thread(target=self._run, name="backlight-witness", daemon=True)
         self.spent = 0.0
 
@@ -104,14 +118,28 @@ class Witness:
         now = time.monotonic_ns()
         slots[Slot.WITNESS] = now
         still = (now - slots[Slot.BEAT]) / 1e9
-        building = slots[Slot.PHASE] != _BACKWARD and still > SLOW_BUILD
+        building = (still > SLOW_BUILD or slots[Slot.BEAT] == self._beat) and self._python(slots)
         if building and not self._compiling():
-            self._beats.position.sample()
+            made = self._beats.position.sample(self._where)
+            if made and slots[Slot.PHASE] == _BACKWARD:
+                # What backward computes again moves as long as it makes nodes, though none of the graph ends.
+                slots[Slot.PROGRESS] += 1
+                slots[Slot.BEAT] = self._beat = time.monotonic_ns()
         state = read_board(self._path, now)
         if state is not None and (suspicious(state, self._limits) or self._wished()):
             self._keep(state)
             return PERIOD / 2
         return QUICK if building else PERIOD
+
+    def _python(self, slots: memoryview) -> bool:
+        """Tell whether nodes may be made now, which only Python code does, and note where it is."""
+        inside = slots[Slot.PHASE] == _BACKWARD
+        ident = (inside and slots[Slot.BACKWARD_IDENT]) or slots[Slot.MAIN_IDENT]
+        frame = sys._current_frames().get(ident)
+        if inside and (frame is None or frame.f_code.co_name.endswith("_engine_run_backward")):
+            return False
+        self._where = users(frame)
+        return True
 
     def _wished(self) -> bool:
         """Tell whether somebody outside asks for looks: the sidecar, or `backlight attach`."""
@@ -128,6 +156,7 @@ class Witness:
         if state.phase_since != self._since:
             self._since = state.phase_since
             self._looks.clear()
+            self._kept = -1
         taken = look(state.taken)
         ident = state.backward_ident if state.phase is Phase.BACKWARD else state.main_ident
         for thread in taken["threads"]:
@@ -135,9 +164,42 @@ class Witness:
                 thread["turn"] = takes_turns(thread["tid"])
         self._looks.append(taken)
         try:
+            if state.phase is Phase.BACKWARD:
+                self._keep_making(ident)
             write_document(self._stacks, list(self._looks))
         except OSError:
             self._looks.clear()
+
+    def _keep_making(self, ident: int) -> None:
+        """Write what was seen of the building of the graph whose backward is under way, if that is news."""
+        found = self._beats.position.making()
+        if len(found["looks"]) != self._kept:
+            self._kept = len(found["looks"])
+            write_document(
+                self._making, {**found, "caller": users(_caller(sys._current_frames().get(ident)))}
+            )
+
+
+def users(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:
+    """Return the frames of the user's own code, innermost first; a library's may lie between them."""
+    out: list[tuple[str, int, str]] = []
+    depth = 0
+    while frame is not None and len(out) < USERS and depth < DEEPEST * 2:
+        code = frame.f_code
+        if not foreign(code.co_filename):
+            out.append((code.co_filename, frame.f_lineno or 0, code.co_qualname))
+        frame, depth = frame.f_back, depth + 1
+    return tuple(out)
+
+
+def _caller(frame: FrameType | None) -> FrameType | None:
+    """Return the outermost frame of the engine: what lies inside may be recomputation."""
+    found = None
+    while frame is not None:
+        if frame.f_code.co_name.endswith("_engine_run_backward"):
+            found = frame
+        frame = frame.f_back
+    return found
 
 
 def look(now: int) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""``torch.autograd.backward`` and ``grad`` under observation take what they take and give what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from backlight.capture.hub import HUB
+from backlight.capture.listener import Listener
+
+
+class Events(Listener):
+    """Keeps the names of what is reported."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def backward_begin(self, roots: Sequence[Tensor]) -> None:
+        self.said.append(f"backward of {len(roots)}")
+
+    def backward_end(self) -> None:
+        self.said.append("end")
+
+    def backward_raised(self, error: BaseException) -> None:
+        self.said.append(type(error).__name__)
+
+    def nested_begin(self) -> None:
+        self.said.append("nested")
+
+    def grad_begin(self, roots: Sequence[Tensor]) -> None:
+        self.said.append(f"grad of {len(roots)}")
+
+    def grad_end(self) -> None:
+        self.said.append("grad end")
+
+
+@pytest.fixture
+def events() -> object:
+    listener = Events()
+    HUB.add(listener)
+    yield listener
+    HUB.remove(listener)
+
+
+def leaf() -> Tensor:
+    return torch.arange(3.0, requires_grad=True)
+
+
+def test_gradients_are_reported_and_what_they_were(events: Events) -> None:
+    x = leaf()
+    (grad,) = torch.autograd.grad((x * x).sum(), x)
+    assert torch.equal(grad, 2 * x)
+    assert events.said == ["grad of 1", "grad end"]
+
+
+def test_every_form_of_argument_is_taken(events: Events) -> None:
+    x = leaf()
+    twice = torch.autograd.grad(outputs=(y for y in [x.sum(), (2 * x).sum()]), inputs=[x])
+    assert torch.equal(twice[0], torch.full((3,), 3.0))
+    (batched,) = torch.autograd.grad(x * 2, x, torch.eye(3), is_grads_batched=True)
+    assert torch.equal(batched, 2 * torch.eye(3))
+    y = x * 3
+    (by_edge,) = torch.autograd.grad(get_gradient_edge(y.sum()), get_gradient_edge(x))
+    assert torch.equal(by_edge, torch.full((3,), 3.0))
+    torch.autograd.backward(get_gradient_edge((x * 5).sum()))
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((3,), 5.0))
+    torch.autograd.backward(tensors=[(x * 1).sum()])
+    assert torch.equal(x.grad, torch.full((3,), 6.0))
+    begins = [said for said in events.said if " of " in said]
+    assert begins == ["grad of 2", "grad of 1", "grad of 0", "backward of 0", "backward of 1"]
+
+
+def test_transforms_and_what_lies_inside_them_pass_through(events: Events) -> None:
+    x = torch.arange(3.0)
+    assert torch.equal(torch.func.grad(lambda v: (v * v).sum())(x), 2 * x)
+    hessian = torch.func.jacrev(torch.func.grad(lambda v: (v**3).sum()))(x)
+    assert torch.allclose(hessian, torch.diag(6 * x))
+    assert events.said == []
+
+
+def test_a_backward_inside_another_is_reported_as_such(events: Events) -> None:
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            with torch.enable_grad():
+                y = leaf()
+                torch.autograd.grad(y.sum(), y)
+                y.sum().backward()
+            return grad
+
+    Inner.apply(leaf()).sum().backward()
+    assert events.said == ["backward of 1", "nested", "nested", "end"]
+
+
+def test_an_error_is_reported_before_the_end(events: Events) -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(torch.ones(()), leaf())
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.ones(()).backward()
+    assert events.said == ["grad of 1", "RuntimeError", "grad end", "backward of 1", "RuntimeError", "end"]
+    assert (HUB.backward_depth, HUB.grad_depth) == (0, 0)
+
+
+def test_nothing_stays_when_the_last_listener_leaves() -> None:
+    before = torch.autograd.grad, torch.autograd.backward
+    listener = Events()
+    HUB.add(listener)
+    assert torch.autograd.grad is not before[0]
+    HUB.remove(listener)
+    assert (torch.autograd.grad, torch.autograd.backward) == before

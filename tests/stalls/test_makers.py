@@ -1,0 +1,138 @@
+"""Which line made the nodes of a graph, from looks at its building: written down, and in a real training."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from backlight.stalls import makers
+from backlight.stalls.board import Board
+from backlight.stalls.makers import Making, enclosing, largest, read
+from backlight.stalls.position import Position
+from backlight.stalls.stacks import Frame
+from backlight.stalls.witness import users
+
+SCRIPT = """def attention(h):
+    for head in range(8):
+        for i in range(100):
+            h = h * 1.0
+    return h
+
+def mlp(h):
+    return [h + i for i in range(3)]
+
+def main():
+    while True:
+        loss = mlp(attention(1))
+        loss.backward()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "model.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def frames(script: str, *lines: int) -> tuple[Frame, ...]:
+    return tuple(Frame(script, line, "f") for line in lines)
+
+
+def making(script: str, looks: list[tuple[int, int]], root: int = 1000) -> Making:
+    stacks = (frames(script, 4, 12), frames(script, 8, 12), frames(script, 12))
+    return Making(0, root, tuple(looks), stacks, caller=frames(script, 13))
+
+
+def test_loops_around_a_line_are_found_innermost_first(script: str) -> None:
+    assert enclosing(script, 4) == [(script, 3), (script, 2)]
+    assert enclosing(script, 8) == [(script, 8)]
+    assert enclosing(script, 1) == []
+    assert enclosing("/nowhere/at_all.py", 3) == []
+
+
+def test_shares_follow_the_numbers_and_not_the_time(script: str) -> None:
+    # Ten looks at the inner loop, ten at the comprehension, which makes nodes nine times as fast.
+    looks = [(10 * i, 0) for i in range(1, 11)] + [(100 + 90 * i, 1) for i in range(1, 11)]
+    found = largest(making(script, looks))
+    assert found is not None
+    assert (found.line, found.loop, found.again) == (8, True, False)
+    assert found.share == pytest.approx(0.9, abs=0.06)
+    assert (
+        found.words
+        == f"about {100 * found.share:.0f} % (± {round(100 * found.margin + 0.5)}) of the nodes come from "
+        + ("model.py:8 (a Python loop), by 20 looks at forward")
+    )
+
+
+def test_the_loop_of_the_step_itself_explains_nothing(script: str) -> None:
+    found = largest(making(script, [(50 * i, 2) for i in range(1, 20)]))
+    assert found is not None
+    assert (found.line, found.loop) == (12, False)
+
+
+def test_too_few_looks_or_too_much_that_was_not_seen_give_no_share(script: str) -> None:
+    few = [(100 * i, 0) for i in range(makers.FEWEST - 1)]
+    assert largest(making(script, few)) is None
+    assert largest(making(script, [(5 * i, 0) for i in range(1, 20)])) is None  # 10 % of the graph
+    assert largest(None) is None
+
+
+def test_what_backward_computes_again_is_told_apart(script: str) -> None:
+    found = largest(making(script, [(1000 + 100 * i, 0) for i in range(1, 20)]))
+    assert found is not None
+    assert found.again
+    assert "of the nodes made again come from model.py:3 (a Python loop), by 19 looks at recomputation" in (
+        found.words
+    )
+
+
+def test_what_is_not_understood_is_nothing() -> None:
+    assert read(None) is None
+    assert read({"base": 0}) is None
+    good = {"base": 0, "root": 9, "looks": [[3, 0]], "stacks": [[["a.py", 1, "f"]]], "caller": []}
+    assert read(good) == Making(0, 9, ((3, 0),), ((Frame("a.py", 1, "f"),),), ())
+
+
+def test_looks_beside_a_real_forward_name_its_loop(tmp_path: Path) -> None:
+    board = Board(tmp_path / "rank-00000.board")
+    position = Position(board)
+    position.end(0.0)
+    ready, main, stop = threading.Event(), threading.get_ident(), threading.Event()
+
+    def beside() -> None:
+        import sys
+
+        ready.set()
+        while not stop.wait(0.02):
+            position.sample(users(sys._current_frames()[main]))
+
+    helper = threading.Thread(target=beside)
+    helper.start()
+    try:
+        ready.wait()
+        x = torch.ones(4, requires_grad=True)
+        h = x
+        first, end = h, time.monotonic() + 1.0
+        while time.monotonic() < end:
+            h = h * 1.0
+        many = h.grad_fn._sequence_nr()  # type: ignore[union-attr]
+        for _ in range((many - first.expand(4).grad_fn._sequence_nr()) // 100):  # type: ignore[union-attr]
+            h = h + 1.0
+    finally:
+        stop.set()
+        helper.join()
+    loss = h.sum()
+    position.begin([loss])
+    data = position.making()
+    found = largest(read({**data, "caller": []}))
+    position.end(0.0)
+    assert found is not None, data
+    source = Path(__file__).read_text(encoding="utf-8").splitlines()
+    assert "while time.monotonic() < end" in source[found.line - 1]
+    assert found.share > 0.8
+    del h, loss
