@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from backlight.records import Finding
+from backlight.stalls.rendezvous import meeting_place
 from backlight.store.reader import open_run
 
 HERE = Path(__file__).parent
@@ -126,7 +128,8 @@ def run_faults(
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m"]
         command = [sys.executable, *launcher, *command[2:]]
     command += [str(seconds), *(fault.argument for fault in faults)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": ""}
+    launch = uuid.uuid4().hex
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "", "BACKLIGHT_RUN_ID": launch}
     log = out.with_suffix(".log")
     lasting = world > 1 and any(fault.name in LASTING for fault in faults)
     with log.open("wb") as file:
@@ -143,7 +146,7 @@ def run_faults(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    wait_for_sidecar(out)
+    wait_for_sidecar(meeting_place(out, 0, launch))
     return found(out), log.read_text(encoding="utf-8", errors="replace"), process.returncode
 
 
@@ -154,11 +157,10 @@ def found(out: Path) -> list[Finding]:
     return [f for f in open_run(out).stored_findings() if f.rule == "stall"]
 
 
-def wait_for_sidecar(out: Path, seconds: float = 5.0) -> None:
-    """Wait until the log of the watchdog is gone, which is when its writer has closed."""
+def wait_for_sidecar(place: Path, seconds: float = 10.0) -> None:
+    """Wait until the place at which the ranks met is gone, which is when the sidecar has ended."""
     deadline = time.monotonic() + seconds
-    time.sleep(0.3)
-    while time.monotonic() < deadline and list(out.glob("attempt-*/watchdog-*-wal")):
+    while time.monotonic() < deadline and place.exists():
         time.sleep(0.1)
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 from backlight.records import Phase, Verdict
 from backlight.stalls.board import Collective, State
+from backlight.stalls.ending import Ending
 from backlight.stalls.ranks import attribute
-from backlight.stalls.verdict import Judgement, View, judge
+from backlight.stalls.verdict import judge
+from backlight.stalls.view import Judgement, View
 from stalls.test_verdict import LIMITS, TOP, S, board, looks, view
 
 WORLD = 3
@@ -139,3 +141,104 @@ def at_step(one: View, step: int) -> View:
     state = one.board
     assert state is not None
     return dataclasses.replace(one, boards=(dataclasses.replace(state, step=step),))
+
+
+def left_by(rank: int, error: str, at: float = 5.0, inside: str = "", **changes: Any) -> View:
+    """A rank whose training was left by an exception, in its third backward or after it."""
+    one = waiting(rank, call(1), dataclasses.replace(call(2), failed=bool(inside)))
+    state = one.board
+    assert state is not None
+    ended = dataclasses.replace(state, state=State.FAILED, backwards=3)
+    ending = Ending(error, at, "/home/me/train.py:7", "main", inside, **changes)
+    return dataclasses.replace(one, boards=(ended,), ending=ending)
+
+
+def finished(rank: int, backwards: int, *calls: Collective) -> View:
+    return view(
+        board(rank=rank, world=WORLD, state=State.FINISHED, backwards=backwards, collectives=calls), rank=rank
+    )
+
+
+def test_the_rank_that_fails_by_itself_is_the_cause_and_not_those_that_fail_in_a_collective() -> None:
+    closed = "RuntimeError: Connection closed by peer"
+    found = decide(
+        left_by(0, closed, 5.1, "a collective"),
+        left_by(1, "ValueError: planted"),
+        left_by(2, closed, 5.2, "a collective"),
+    )
+    assert found is not None
+    assert (found.verdict, found.rank, found.line) == (Verdict.DEAD, 1, "/home/me/train.py:7")
+    assert (
+        found.claim
+        == "DEAD: rank 1 has left its training: ValueError: planted at train.py:7 in main, step 2; "
+        "after it rank 0, 2"
+    )
+
+
+def test_a_rank_without_memory_says_so() -> None:
+    found = decide(waiting(0), left_by(1, "MemoryError", memory=True), waiting(2))
+    assert found is not None
+    assert found.rank == 1
+    assert "has left its training out of memory: MemoryError" in found.claim
+
+
+def test_who_was_killed_is_the_cause_though_the_others_failed_first() -> None:
+    closed = [left_by(r, "RuntimeError: closed", 5.0, "a collective") for r in (0, 2)]
+    killed = waiting(1, ended="killed by SIGKILL", ended_at=5.3)
+    found = decide(closed[0], killed, closed[1])
+    assert found is not None
+    assert (found.verdict, found.rank) == (Verdict.DEAD, 1)
+    assert "SIGKILL" in found.claim
+
+
+def test_a_rank_with_fewer_batches_is_the_cause_when_the_others_fail_for_it() -> None:
+    closed = [left_by(r, "RuntimeError: closed", 5.0, "a collective") for r in (0, 2)]
+    found = decide(closed[0], finished(1, 2, call(1)), closed[1])
+    assert found is not None
+    assert (found.verdict, found.rank) == (Verdict.DEAD, 1)
+    assert "with 2 backward passes where the others are at 3; rank 0, 2 failed in call1(1) #2" in found.claim
+
+
+def test_a_rank_that_makes_one_call_more_is_the_odd_one() -> None:
+    found = decide(
+        finished(0, 3, call(1)),
+        left_by(1, "RuntimeError: closed", 5.0, "a collective"),
+        finished(2, 3, call(1)),
+    )
+    assert found is not None
+    assert (found.verdict, found.rank) == (Verdict.MISMATCH, 1)
+
+
+def test_calls_that_differ_are_the_cause_of_what_failed_in_them() -> None:
+    odd = left_by(1, "RuntimeError: closed", 5.0, "a collective")
+    state = odd.board
+    assert state is not None
+    calls = (call(1), dataclasses.replace(call(2, shape=9), failed=True))
+    odd = dataclasses.replace(odd, boards=(dataclasses.replace(state, collectives=calls),))
+    others = [left_by(r, "RuntimeError: read error", 5.1, "a collective") for r in (0, 2)]
+    found = decide(others[0], odd, others[1])
+    assert found is not None
+    assert (found.verdict, found.rank) == (Verdict.MISMATCH, 1)
+    assert "rank 1 calls call1(9), the others call call1(1)" in found.claim
+
+
+def test_what_a_launcher_has_ended_is_never_the_first_to_go() -> None:
+    found = decide(
+        waiting(0, ended="killed by SIGTERM", ended_at=1.0, told=True),
+        waiting(1, ended="killed by SIGSEGV", ended_at=1.1),
+        waiting(2, ended="killed by SIGTERM", ended_at=1.0, told=True),
+    )
+    assert found is not None
+    assert found.rank == 1
+
+
+def test_nothing_is_said_of_an_interrupt_or_of_an_error_of_every_rank() -> None:
+    assert decide(*[left_by(r, "KeyboardInterrupt", asked=r == 2) for r in range(3)]) is None
+    assert decide(*[left_by(r, "ValueError: everywhere") for r in range(3)]) is None
+
+
+def test_failures_without_a_sign_leave_the_cause_open() -> None:
+    found = decide(*[left_by(r, "RuntimeError: timed out", 5.0, "a collective") for r in range(3)])
+    assert found is not None
+    assert (found.verdict, found.rank) == (Verdict.UNKNOWN, None)
+    assert "undetermined" in found.claim

@@ -13,7 +13,8 @@ from backlight.stalls.board import BoardState, Collective, State
 from backlight.stalls.patience import patience, suspicious
 from backlight.stalls.stacks import Frame, Look, ThreadStack
 from backlight.stalls.thresholds import Thresholds
-from backlight.stalls.verdict import View, judge, native_operation, speed
+from backlight.stalls.verdict import judge, native_operation, speed
+from backlight.stalls.view import View
 
 LIMITS = Thresholds()
 S = 10**9

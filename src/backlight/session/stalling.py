@@ -27,6 +27,7 @@ from backlight.stalls.collectives import Collectives
 from backlight.stalls.consent import allow_tracing
 from backlight.stalls.dumps import SIGNAL
 from backlight.stalls.roots import Roots
+from backlight.stalls.ending import describe
 from backlight.stalls.thresholds import Thresholds
 from backlight.stalls.witness import Witness
 
@@ -119,12 +120,17 @@ class Stalling:
         self._attach()
         self._witness.start()
 
-    def stop(self, state: State) -> None:
-        """Take everything off, and tell the sidecar that this rank has ended."""
+    def stop(self, error: BaseException | None) -> None:
+        """Take everything off, and tell the sidecar how this rank has ended."""
         if self.beats is None:
             return
         self._detach()
         self._witness.stop()
+        if error is not None:
+            # An exception of somebody else's making may refuse to be printed.
+            with contextlib.suppress(Exception):
+                rendezvous.write_document(self._document("ended"), describe(error))
+        state = State.FINISHED if error is None else State.FAILED
         self.beats.board.close(state)
         if self._dump is not None:
             with contextlib.suppress(OSError, ValueError, RuntimeError):

@@ -26,7 +26,6 @@ from backlight.session.recorder import Recorder
 from backlight.session.run_path import default_path
 from backlight.session.stalling import Stalling, launch_id
 from backlight.session.tracing import start_tracing
-from backlight.stalls.board import State
 from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter
 
@@ -189,7 +188,7 @@ class Watch:
             return
         if self._stalling is not None:
             with self._notices.shield():
-                self._stalling.stop(State.FINISHED if error is None else State.FAILED)
+                self._stalling.stop(error)
         if self._tracing is not None:
             with self._notices.shield():
                 self._tracing.stop()

@@ -19,7 +19,8 @@ from backlight.stalls.board import read_board
 from backlight.stalls.gathering import Rank
 from backlight.stalls.stacks import Look, ThreadStack
 from backlight.stalls.thresholds import Thresholds
-from backlight.stalls.verdict import HIGH, LOW, MEDIUM, Judgement, View, judge, native_operation
+from backlight.stalls.verdict import judge, native_operation
+from backlight.stalls.view import HIGH, LOW, MEDIUM, Judgement, View
 
 SECONDS = 2.0
 """Time over which a process is looked at."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -26,6 +27,20 @@ CALLS = (
 )  # fmt: skip
 """Functions that no rank of a group may skip; ``recv`` waits for one other rank."""
 
+_SAME: dict[str, tuple[str, ...]] = {
+    "all_gather": ("tensor_list",),
+    "all_gather_object": (),
+    "all_to_all": (),
+    "all_to_all_single": (),
+    "broadcast_object_list": (),
+    "gather": ("tensor",),
+    "gather_object": (),
+    "reduce_scatter": ("input_list",),
+    "scatter": ("tensor",),
+    "scatter_object_list": (),
+}
+"""Arguments that must be alike on every rank, of calls in which others may differ by right."""
+
 LONGEST = 4
 """Tensors of a list that are described."""
 
@@ -41,7 +56,7 @@ class Collectives:
         self._on_group = on_group
         self._patches = Patches()
         self._numbers: dict[int, int] = {}
-        self._depth = 0
+        self._here = threading.local()
 
     def attach(self) -> None:
         """Wrap what there is."""
@@ -63,35 +78,50 @@ class Collectives:
         self._patches.undo()
 
     def _wrap(self, name: str, original: Any) -> Any:
-        parameters = list(inspect.signature(original).parameters)
+        signature = inspect.signature(original).parameters
+        parameters = list(signature)
+        usual = {k: p.default for k, p in signature.items() if p.default is not p.empty}
         group_at = parameters.index("group") if "group" in parameters else -1
         async_at = parameters.index("async_op") if "async_op" in parameters else -1
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._depth or torch.compiler.is_compiling() or not dist.is_initialized():
+            here = self._here
+            if getattr(here, "deep", False) or torch.compiler.is_compiling() or not dist.is_initialized():
                 return original(*args, **kwargs)
             waits = not _argument("async_op", async_at, args, kwargs)
-            place = self._enter(name, _argument("group", group_at, args, kwargs), args, kwargs, waits=waits)
-            self._depth += 1
+            given = {**usual, **dict(zip(parameters, args, strict=False)), **kwargs}
+            place = self._enter(name, _argument("group", group_at, args, kwargs), given, waits=waits)
+            here.deep = failed = True
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                failed = False
             finally:
-                self._depth -= 1
+                here.deep = False
                 if place is not None:
-                    self._board.leave(place, waits=waits)
+                    self._board.leave(place, waits=waits, failed=failed)
+            return result
 
         return call
 
-    def _enter(self, name: str, group: Any, args: Any, kwargs: Any, *, waits: bool) -> int | None:
+    def _enter(self, name: str, group: Any, given: dict[str, Any], *, waits: bool) -> int | None:
         try:
             key, label = self._group(group)
+            if name == "recv":  # between two ranks: it has no number that others share
+                key = zlib.crc32(f"recv {dist.get_rank()} {key}".encode())
             number = self._numbers[key] = self._numbers.get(key, 0) + 1
-            shape = _described([*args, *kwargs.values()])
-            text = f"{name}({shape}) #{number}{label}"
+            alike = _SAME.get(name)
+            same = [_described(v for k, v in given.items() if alike is None or k in alike)]
+            same += [f"{given.get('op')} {_root(given, group)}"]
+            text = f"{name}({_described(given.values())}) #{number}{label}"
             self._board.slots[Slot.DISTRIBUTED] = 1
             return self._board.enter(
-                key, number, zlib.crc32(name.encode()), zlib.crc32(shape.encode()), text.encode(), waits=waits
+                key,
+                number,
+                zlib.crc32(name.encode()),
+                zlib.crc32(", ".join(same).encode()),
+                text.encode(),
+                waits=waits,
             )
         except Exception:  # noqa: BLE001 - a record less, but the call must be made
             return None
@@ -103,7 +133,8 @@ class Collectives:
             if world
             else [int(r) for r in dist.get_process_group_ranks(group)]
         )
-        key = zlib.crc32(repr(ranks).encode())
+        # Two groups of the same ranks are told apart by their name, under which the ranks found each other.
+        key = zlib.crc32(f"{ranks} {'' if world else getattr(group, 'group_name', '')}".encode())
         if key not in self._numbers:
             self._on_group(key, ranks)
         return key, "" if world else f" of group {ranks[:8]}"
@@ -119,8 +150,19 @@ def _argument(name: str, at: int, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args[at] if 0 <= at < len(args) else None
 
 
+def _root(given: dict[str, Any], group: Any) -> int | None:
+    """Return the rank, among all, from or to which a call goes, None where it has none."""
+    for name in ("src", "dst"):
+        if given.get(name) is not None:
+            return int(given[name])
+        if given.get(f"group_{name}") is not None:
+            place: Any = group or dist.group.WORLD
+            return dist.get_global_rank(place, int(given[f"group_{name}"]))
+    return None
+
+
 def _described(values: Iterable[Any]) -> str:
-    """Return shapes and types of the tensors among arguments, with operation and root where they matter."""
+    """Return shapes and types of the tensors among arguments."""
     out: list[str] = []
     for value in values:
         if isinstance(value, torch.Tensor):

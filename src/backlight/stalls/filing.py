@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from backlight.records import Evidence, Finding, Made, Severity, Subject, Verdict, to_json
-from backlight.stalls.verdict import Judgement, View
+from backlight.stalls.view import Judgement, View
 from backlight.store.watchdog import WatchdogWriter
 
 RULE = "stall"

@@ -14,12 +14,15 @@ import time
 from collections import deque
 from pathlib import Path
 
-from backlight.stalls import dumps, proc, rendezvous
+from backlight.stalls import dumps, makers, proc, rendezvous
 from backlight.stalls.board import BoardState, State, at, read_board
+from backlight.stalls.ending import Ending
+from backlight.stalls.ending import read as read_ending
 from backlight.stalls.patience import patience, suspicious
 from backlight.stalls.stacks import Look, ThreadStack, as_text, from_witness, working
 from backlight.stalls.thresholds import Thresholds
-from backlight.stalls.verdict import View, moving
+from backlight.stalls.verdict import moving
+from backlight.stalls.view import View
 
 SILENT = 0.7
 """Seconds of silence of the helper thread after which the process is asked by a signal."""
@@ -49,7 +52,7 @@ class Rank:
         self._denied: dict[str, None] = {}
         self._process: proc.Process | None = None
         self._memory_kills = proc.killed_for_memory()
-        self._seen = 0
+        self._ending: Ending | None = None
 
     def poll(self, *, closely: bool = False) -> None:
         """Read the board; take CPU times and, where needed, a dump, when something looks wrong."""
@@ -116,6 +119,16 @@ class Rank:
     def told_to_end(self) -> bool:
         """Whether a signal ended it that people and launchers use for that."""
         return any(name in self.ended for name in ("SIGTERM", "SIGINT", "SIGHUP"))
+
+    @property
+    def ending(self) -> Ending | None:
+        """How its training was left, where that was by an exception."""
+        board = self.board
+        if self._ending is None and board is not None and board.state is State.FAILED:
+            self._ending = read_ending(
+                rendezvous.read_document(rendezvous.document_path(self._place, self.rank, "ended"))
+            )
+        return self._ending
 
     @property
     def died(self) -> bool:
@@ -204,6 +217,9 @@ class Rank:
             ),
             denied=tuple(self._denied),
             helpers=self._helpers(board) if board is not None and not self.ended else "",
+            making=self._making(board),
+            ending=self.ending,
+            told=self.told_to_end,
         )
 
     def history(self) -> tuple[BoardState, ...]:
@@ -215,7 +231,8 @@ class Rank:
         """Return everything as text, the form in which it is kept."""
         parts = []
         if view.board is not None:
-            shown = {k: v for k, v in vars(at(view.board, view.board.taken)).items() if k != "collectives"}
+            shown = vars(at(view.board, view.board.taken)).copy()
+            del shown["collectives"], shown["arrived"]
             parts.append("board\n" + "\n".join(f"  {name} = {value}" for name, value in shown.items()))
             parts += [
                 f"  collective {c.text}: {'inside' if c.inside else f'{(c.left - c.entered) / 1e6:.1f} ms'}"
@@ -227,6 +244,13 @@ class Rank:
         if view.denied:
             parts.append("could not be collected\n" + "\n".join(f"  {reason}" for reason in view.denied))
         return "\n".join(parts)
+
+    def _making(self, board: BoardState | None) -> makers.Making | None:
+        if board is None or board.phase != "backward":
+            return None
+        return makers.read(
+            rendezvous.read_document(rendezvous.document_path(self._place, self.rank, "making"))
+        )
 
     def _looks(self) -> tuple[Look, ...]:
         seen = from_witness(

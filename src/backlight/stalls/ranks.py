@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from backlight.records import Phase, Verdict
+from backlight.stalls.aftermath import after_failures
 from backlight.stalls.board import Collective, State
-from backlight.stalls.verdict import HIGH, LOW, MEDIUM, Judgement, View
+from backlight.stalls.view import HIGH, LOW, MEDIUM, Judgement, View
 
 
 def attribute(
@@ -36,7 +37,10 @@ def attribute(
     """
     if world <= 1 or len(views) == 1:
         alone = [j for j in judged.values() if j is not None]
-        return _partly(alone[0], views, world) if alone else None
+        return partly(alone[0], views, world) if alone else None
+    left = after_failures(views, world, lambda: unlike(views, groups))
+    if left is not None:
+        return partly(left, views, world)
     waiting = [v for v in views if (j := judged.get(v.rank)) is not None and j.waits]
     gone = [v for v in views if v.ended or v.stopped]
     if gone:
@@ -47,10 +51,10 @@ def attribute(
     outside = [v for v in views if v not in waiting]
     if outside:
         return _outside(outside, waiting, judged)
-    told = _different(views, groups) or _outlier(views, judged)
+    told = unlike(views, groups) or _absent(views, groups) or _outlier(views, judged)
     if told is not None:
         return told
-    return _partly(_undetermined(waiting, judged, "all ranks wait, in calls that agree"), views, world)
+    return partly(_undetermined(waiting, judged, "all ranks wait, in calls that agree"), views, world)
 
 
 def _gone(
@@ -60,12 +64,14 @@ def _gone(
     views: Sequence[View],
     groups: Mapping[int, Sequence[int]],
 ) -> Judgement | None:
-    killed = sorted(gone, key=lambda v: (v.stopped, v.ended_at, v.rank))
+    # What a launcher ends is never the first to go.
+    killed = sorted(gone, key=lambda v: (v.told, v.stopped, v.ended_at, v.rank))
     first = judged.get(killed[0].rank)
     if first is None:
         return None
-    differ = _different(views, groups)
-    if differ is not None and "SIGABRT" in killed[0].ended:
+    differ = unlike(views, groups)
+    silent = killed[0].told or not killed[0].ended.startswith("killed by")
+    if differ is not None and (silent or "SIGABRT" in killed[0].ended):
         # The backend gave up on calls that do not fit together: they are the cause, not who noticed first.
         return dataclasses.replace(
             differ, claim=f"{differ.claim}; rank {killed[0].rank} {killed[0].ended} in it"
@@ -122,22 +128,21 @@ def _outside(
     )
 
 
-def _different(views: Sequence[View], groups: Mapping[int, Sequence[int]]) -> Judgement | None:
-    """Find the first collective of a group in which the ranks differ, by operation, shape or presence."""
-    by_group: dict[int, dict[int, dict[int, Collective]]] = {}
-    for view in views:
-        if view.board is not None:
-            for call in view.board.collectives:
-                by_group.setdefault(call.group, {}).setdefault(view.rank, {})[call.number] = call
-    for group, ranks in by_group.items():
-        expected = [r for r in groups.get(group, ranks) if any(v.rank == r for v in views)]
-        numbers = (
-            sorted(set.intersection(*(set(calls) for calls in ranks.values()))) if len(ranks) > 1 else []
-        )
-        for number in numbers:
+def unlike(views: Sequence[View], groups: Mapping[int, Sequence[int]]) -> Judgement | None:
+    """Find the first collective of a group in which the ranks differ, by operation, shape or type."""
+    for ranks, _ in _by_group(views, groups):
+        if len(ranks) < 2:
+            continue
+        for number in sorted(set.intersection(*(set(calls) for calls in ranks.values()))):
             found = {rank: calls[number] for rank, calls in ranks.items()}
             if len({(c.kind, c.shape) for c in found.values()}) > 1:
                 return _mismatch(number, found)
+    return None
+
+
+def _absent(views: Sequence[View], groups: Mapping[int, Sequence[int]]) -> Judgement | None:
+    """Find a collective in which ranks of its group wait while others have not entered it."""
+    for ranks, expected in _by_group(views, groups):
         last = {rank: max(ranks[rank]) if rank in ranks else 0 for rank in expected}
         stuck = {r: n for r, n in last.items() if r in ranks and ranks[r][n].inside}
         absent = sorted(r for r in last if stuck and last[r] < max(stuck.values()))
@@ -145,6 +150,18 @@ def _different(views: Sequence[View], groups: Mapping[int, Sequence[int]]) -> Ju
             call = ranks[max(stuck, key=lambda r: stuck[r])][max(stuck.values())]
             return _missing(call, sorted(r for r in stuck if stuck[r] == max(stuck.values())), absent, views)
     return None
+
+
+def _by_group(
+    views: Sequence[View], groups: Mapping[int, Sequence[int]]
+) -> list[tuple[dict[int, dict[int, Collective]], list[int]]]:
+    """Return, for each group, the calls of its ranks by their number, and its ranks that are seen here."""
+    found: dict[int, dict[int, dict[int, Collective]]] = {}
+    for view in views:
+        for call in view.board.collectives if view.board is not None else ():
+            found.setdefault(call.group, {}).setdefault(view.rank, {})[call.number] = call
+    seen = {view.rank for view in views}
+    return [(ranks, [r for r in groups.get(group, ranks) if r in seen]) for group, ranks in found.items()]
 
 
 def _mismatch(number: int, found: Mapping[int, Collective]) -> Judgement:
@@ -235,7 +252,8 @@ def _undetermined(waiting: Sequence[View], judged: Mapping[int, Judgement | None
     )
 
 
-def _partly(judgement: Judgement, views: Sequence[View], world: int) -> Judgement:
+def partly(judgement: Judgement, views: Sequence[View], world: int) -> Judgement:
+    """Leave the cause open where ranks of other machines, which are not seen, may be it."""
     if len(views) >= world or not judgement.waits:
         return judgement
     unseen = f"{world - len(views)} of {world} ranks are not seen from this machine"

@@ -21,16 +21,20 @@ from backlight.stalls import proc, rendezvous
 from backlight.stalls.filing import file, say
 from backlight.stalls.gathering import Rank
 from backlight.stalls.patience import EXEMPT, patience
-from backlight.stalls.ranks import attribute
+from backlight.stalls.ranks import attribute, partly, unlike
 from backlight.stalls.stacks import compiling
 from backlight.stalls.thresholds import Thresholds
-from backlight.stalls.verdict import Judgement, View, judge, see
+from backlight.stalls.verdict import judge, see
+from backlight.stalls.view import Judgement, View
 from backlight.store.watchdog import WatchdogWriter
 
 POLL = 0.25
 CLOSE_POLL = 0.15
 FIRST_BOARD = 120.0
 """Seconds that the sidecar waits for a first board."""
+
+SETTLE = 1.0
+"""Seconds after the first exception in which other ranks fail because of it."""
 
 LOOK_TIME = 1.3
 """Seconds that a closer look at ranks that did not look suspicious takes."""
@@ -52,6 +56,8 @@ class Sidecar:
         self._slow: dict[int, int] = {}
         self._again: dict[int, float] = {}
         self._dead: set[int] = set()
+        self._unlike = ""
+        self._compared = False
         self._started = time.monotonic()
 
     def run(self) -> None:
@@ -73,6 +79,7 @@ class Sidecar:
         for one in self._ranks.values():
             one.poll()
         self._over()
+        self._compare()
         due = [r for r in self._ranks.values() if self._due(r)]
         if due:
             self._examine(due)
@@ -83,8 +90,10 @@ class Sidecar:
         return not all(r.done for r in self._ranks.values())
 
     def _due(self, one: Rank) -> bool:
-        if one.died and one.rank not in self._dead:
-            return not self._dead  # the first death is the cause; what a launcher ends after it is not
+        failed = one.ending is not None and len(self._ranks) > 1
+        if (one.died or failed) and one.rank not in self._dead:
+            # The first to go is the cause; what a launcher ends after it is not.
+            return not self._dead and self._settled()
         board = one.board
         if board is None or one.overdue is None:
             return False
@@ -94,6 +103,29 @@ class Sidecar:
             allowed = patience(board, self._limits)
             return allowed is not None and board.still >= allowed
         return True
+
+    def _settled(self) -> bool:
+        """Tell whether those that a failing rank takes with it have had the time to go."""
+        left = [r.ending.at for r in self._ranks.values() if r.ending is not None]
+        left += [r.ended_at for r in self._ranks.values() if r.died and r.told_to_end]
+        gone = not left or time.monotonic() - min(left) > SETTLE
+        return gone or all(r.done for r in self._ranks.values())
+
+    def _compare(self) -> None:
+        """Say it when the calls of the ranks do not fit together, also where nothing hangs."""
+        boards = {rank: r.board for rank, r in sorted(self._ranks.items()) if r.board is not None}
+        if self._compared or len(boards) < 2 or not any(b.distributed for b in boards.values()):
+            return
+        found = unlike([View(rank, boards=(board,)) for rank, board in boards.items()], {})
+        before, self._unlike = self._unlike, "" if found is None else found.claim
+        if found is None or before != found.claim:
+            return  # a second reading decides
+        self._compared = True
+        views = [r.view() for _, r in sorted(self._ranks.items())]
+        world = max(board.world for board in boards.values())
+        found = partly(found, views, world)
+        shown = {v.rank: self._ranks[v.rank].evidence(v) for v in views if found.rank in {None, v.rank}}
+        file(self._writer, found, views, shown, offset=self._offset)
 
     def _over(self) -> None:
         """Say when what stood still moves again."""
@@ -116,17 +148,21 @@ class Sidecar:
             judgement, views = self._judge(due)
         now = time.monotonic()
         for one in due:
-            if one.died:
+            if one.died or one.ending is not None:
                 self._dead.add(one.rank)
         if judgement is None:
             return
-        if judgement.verdict is Verdict.DEAD and all(r.done for r in self._ranks.values()):
-            first = min((r for r in self._ranks.values() if r.died), key=lambda r: r.ended_at, default=None)
-            if first is not None and first.told_to_end:
-                # Somebody ended the whole job: nothing to look into.
-                step = None if first.board is None else first.board.step
-                self._writer.event(step, "ended", {"rank": first.rank, "how": first.ended})
-                return
+        cause = self._ranks.get(judgement.rank) if judgement.rank is not None else None
+        if (
+            cause is not None
+            and cause.died
+            and cause.told_to_end
+            and all(r.done for r in self._ranks.values())
+        ):
+            # Somebody ended the whole job: nothing to look into.
+            step = None if cause.board is None else cause.board.step
+            self._writer.event(step, "ended", {"rank": cause.rank, "how": cause.ended})
+            return
         slow = judgement.verdict is Verdict.SLOW
         repeated = [r for r in due if r.rank in self._again]
         for one in self._ranks.values():
@@ -144,6 +180,8 @@ class Sidecar:
             self._stalled[one.rank] = now
         if judgement.verdict is Verdict.UNKNOWN and repeated:
             return  # said before, and nothing new is known
+        if self._compared and judgement.claim.startswith(self._unlike):
+            return  # said when it was made, before anything stood still
         shown = {v.rank: v for v in views if v.rank == judgement.rank} or {v.rank: v for v in views[:8]}
         evidence = {} if slow else {rank: self._ranks[rank].evidence(view) for rank, view in shown.items()}
         file(self._writer, judgement, views, evidence, offset=self._offset)
@@ -158,7 +196,8 @@ class Sidecar:
             default=None,
         )
         judged = {v.rank: judge(v, self._limits, allowed if len(views) > 1 else None) for v in views}
-        if len(views) > 1 and self._excused(views, judged):
+        gone = any(v.ended or v.ending is not None for v in views)
+        if len(views) > 1 and not gone and self._excused(views, judged):
             return None, views
         groups: dict[int, list[int]] = {}
         for view in views:

@@ -9,84 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from backlight.records import Phase, Verdict
-from backlight.stalls import stacks
+from backlight.stalls import makers, stacks
 from backlight.stalls.board import BoardState, State
 from backlight.stalls.patience import EXEMPT, patience
 from backlight.stalls.stacks import Frame, Look, ThreadStack
 from backlight.stalls.thresholds import Thresholds
-
-HIGH, MEDIUM, LOW = "high", "medium", "low"
-
-
-@dataclass(frozen=True)
-class View:
-    """What is known of one process over the last seconds.
-
-    Attributes
-    ----------
-    boards:
-        Readings of its board, oldest first.
-    looks, native:
-        Its Python stacks; and stacks with native frames, where they were taken.
-    cpu, own_cpu:
-        Cores in use by all its threads, and by the thread that works; None where not known.
-    runnable:
-        Share of the moments at which that thread was running or ready to run: on a machine with too much to
-        do a thread that computes gets less than a core.
-    wait:
-        What that thread sleeps for, as the kernel says.
-    ended, ended_at, stopped:
-        How it ended, empty while it lives, and when (monotonic seconds); whether it is stopped by a signal.
-    names:
-        Names of its parameters by row.
-    denied:
-        What could not be collected, and why.
-    """
-
-    rank: int
-    boards: tuple[BoardState, ...] = ()
-    looks: tuple[Look, ...] = ()
-    native: tuple[Look, ...] = ()
-    cpu: float | None = None
-    own_cpu: float | None = None
-    runnable: float | None = None
-    wait: str = ""
-    ended: str = ""
-    ended_at: float = 0.0
-    stopped: bool = False
-    names: tuple[str, ...] = ()
-    denied: tuple[str, ...] = ()
-    helpers: str = ""
-
-    @property
-    def board(self) -> BoardState | None:
-        """The newest reading."""
-        return self.boards[-1] if self.boards else None
-
-    @property
-    def last_parameter(self) -> str | None:
-        """The parameter whose gradient arrived last in this backward."""
-        board = self.board
-        return self.names[board.row] if board is not None and 0 <= board.row < len(self.names) else None
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A verdict with what it says and what would show that it is wrong."""
-
-    verdict: Verdict
-    phase: Phase
-    claim: str
-    refuted_if: str
-    next_check: str
-    confidence: str = MEDIUM
-    rank: int | None = None
-    line: str | None = None
-    parameter: str | None = None
-    module: str | None = None
-    waits: bool = False
+from backlight.stalls.view import HIGH, LOW, MEDIUM, Judgement, View
 
 
 @dataclass(frozen=True)
@@ -218,6 +149,7 @@ def _stopped(view: View) -> Judgement:
 
 def _slow(view: View, board: BoardState) -> Judgement:
     rate, remaining = speed(view.boards)
+    again = view.making.again if view.making is not None else 0
     parts = []
     if board.percent is not None:
         parts.append(f"backward {board.nodes_done:,} of {board.nodes_total:,} nodes")
@@ -225,21 +157,31 @@ def _slow(view: View, board: BoardState) -> Judgement:
         parts.append(f"backward of {board.nodes_total:,} nodes, position not known")
     else:
         parts.append("backward")
-    if rate:
+    if again:
+        # One node of the graph may stand for any number of nodes that it makes again.
+        parts.append(f"{again:,} nodes made again by recomputation so far, time left not known")
+    elif rate:
         parts.append(
             f"{_short(rate)}/s, ETA {remaining:.0f} s" if remaining is not None else f"{_short(rate)}/s"
         )
     parts += [f"{board.in_phase:.0f} s so far", *_parameter_words(view)]
     if board.node and board.node_calls:
         parts.append(f"{board.node_calls:,} custom functions so far, now {_bare(board.node)}")
+    maker = makers.largest(view.making)
+    parts.append(maker.words if maker is not None else "which line made the nodes is not known")
     return Judgement(
         Verdict.SLOW,
         Phase.BACKWARD,
-        f"SLOW, not hung: {', '.join(parts)}",
-        refuted_if="no node finishes any more for as long as the ETA says",
-        next_check="wait for the ETA; then look at which line makes the most nodes",
-        confidence=HIGH if rate else MEDIUM,
+        f"SLOW, not hung: {', '.join(parts[:-1])}; {parts[-1]}",
+        refuted_if="no node finishes any more, and none is made again, for as long as it has run now"
+        if again
+        else "no node finishes any more for as long as the ETA says",
+        next_check=f"wait for the ETA; then have {Path(maker.file).name}:{maker.line} make fewer nodes"
+        if maker is not None
+        else "wait for the ETA; then look at which line makes the most nodes",
+        confidence=HIGH if rate or again else MEDIUM,
         rank=view.rank,
+        line=f"{maker.file}:{maker.line}" if maker is not None else None,
         parameter=view.last_parameter,
         module=_bare(board.node) or None,
     )
@@ -281,11 +223,15 @@ def _collective(view: View, board: BoardState, seen: _Seen) -> Judgement:
 
 def _phase(view: View, board: BoardState, seen: _Seen, limits: Thresholds) -> Judgement:
     phase = board.phase
-    if phase in {Phase.OTHER, Phase.FORWARD} and seen.thread is not None:
+    if phase in {Phase.OTHER, Phase.FORWARD, Phase.LOSS} and seen.thread is not None:
         phase = stacks.phase_of(seen.thread) or phase
     if phase is Phase.BACKWARD:
         phase = board.phase
-    words = {Phase.DATA: "waiting for data", Phase.OTHER: "between steps"}.get(phase, f"in {phase}")
+    words = {
+        Phase.DATA: "waiting for data",
+        Phase.OTHER: "between steps",
+        Phase.LOSS: "between forward and backward",
+    }.get(phase, f"in {phase}")
     parts = [f"{words} for {board.still:.0f} s", *_cpu_words(view)]
     if seen.frame is not None:
         again = "in every look" if seen.same_line else "now"
