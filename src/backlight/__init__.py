@@ -19,6 +19,7 @@ _PUBLIC = {
     "Watch": "backlight.session.watch",
     "collect": "backlight.session.collection",
     "collect_groups": "backlight.session.collection",
+    "gram": "backlight.grokking.gram.composition",
     "open_run": "backlight.store.reader",
     "watch": "backlight.session.watch",
 }
@@ -33,11 +34,13 @@ __all__ = [
     "__version__",
     "collect",
     "collect_groups",
+    "gram",
     "open_run",
     "watch",
 ]
 
 if TYPE_CHECKING:
+    from backlight.grokking.gram.composition import gram
     from backlight.records import Evidence, Finding, Severity
     from backlight.session.collection import Pending, collect, collect_groups
     from backlight.session.watch import Watch, watch

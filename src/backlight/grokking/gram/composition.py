@@ -1,0 +1,454 @@
+"""``gram``: from a model, a loss and a batch to exact inner products of per-sample gradients.
+
+One forward and one backward pass; hooks hand the pieces of each parameter to the kernels while backward
+runs. Every parameter passes the checks of :mod:`backlight.grokking.gram.gates`; one that no kernel
+knows, or whose check fails, is measured by per-sample gradients instead and checked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backlight.capture.modules import named_parameters, unwrapped, walk
+from backlight.capture.samples import Taps, gradients
+from backlight.capture.untouched import Untouched, untouched
+from backlight.grokking.gram import batches, gates
+from backlight.grokking.gram.fallback import per_sample
+from backlight.grokking.gram.gates import Coverage, GramError
+from backlight.grokking.gram.result import DETAILS, Gram, Place, block_of
+from backlight.measure.gram import SCRATCH, combine
+from backlight.measure.gram import gram as gram_of_pieces
+from backlight.measure.layers import kernel_of
+from backlight.measure.pieces import Piece, layout, precision
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass
+class _Parameter:
+    """A trainable parameter while it is measured."""
+
+    place: Place
+    tensor: nn.Parameter
+    expected: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+    escaped: str = ""
+    method: str = ""
+    total: float = 0.0
+    summands: float = 0.0
+    eps: float = 0.0
+    pair: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+
+def gram(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    detail: str = "parameter",
+    fallback: bool = True,
+    kernel: str = "auto",
+    scratch: int = SCRATCH,
+) -> Gram:
+    """Measure the exact Gram of per-sample gradients, without per-sample gradients.
+
+    Parameters
+    ----------
+    model
+        Any module. It is left as it was: parameters, ``.grad``, buffers, training mode, random state.
+    loss_fn
+        ``loss_fn(model, batch)`` returns the sum of the losses of the samples, a scalar. The sample unit is
+        whatever lies along the first dimension: an image, a sequence, a token.
+    batch
+        Tensors, or tuples, lists and dicts of them, with N samples along the first dimension of each.
+    detail
+        How finely Grams are kept: by ``parameter``, ``layer``, ``block``, or only for the ``model``. Checks are
+        made by parameter in any case.
+    fallback
+        Whether parameters without a kernel are measured by ``torch.func.vmap``, at the memory of their
+        per-sample gradients; if not, they are refused by name.
+    kernel
+        ``auto``, ``ghost`` or ``chunked``.
+    scratch
+        Bytes that a kernel may have at work.
+
+    Returns
+    -------
+    Gram
+
+    Raises
+    ------
+    GramError
+        If a parameter fails its check or has no kernel, samples are not independent along the first
+        dimension, or the arguments do not fit.
+    """
+    if detail not in DETAILS:
+        raise GramError(f"gram: detail must be one of {', '.join(DETAILS)}, got {detail!r}")
+    if kernel not in {"auto", "ghost", "chunked"}:
+        raise GramError(f"gram: kernel must be auto, ghost or chunked, got {kernel!r}")
+    return Measurement(model, loss_fn, batch, detail, fallback, kernel, scratch).run()
+
+
+class Measurement:
+    """One measurement; the result keeps it to take eigenvectors."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batch: Any,
+        detail: str,
+        fallback: bool,
+        kernel: str,
+        scratch: int,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise GramError(f"gram: model must be a torch.nn.Module, got {type(model).__name__}")
+        self.model, self.loss_fn, self.batch = unwrapped(model), loss_fn, batch
+        self.detail, self.fallback, self.kernel, self.scratch = detail, fallback, kernel, scratch
+        self.samples = batches.count(batch)
+        self.parameters = _trainable(self.model)
+        self.by_id = {id(p.tensor): p for p in self.parameters.values()}
+        self.modules = [m for m in _modules(self.model) if kernel_of(m) is not None and self._owned(m)]
+        _refuse_mixing(self.model)
+        self.matrices: dict[str, Tensor] = {}
+        self.pair: list[int] = []
+        self.weights: Mapping[str, Tensor] | None = None
+        self.combined: dict[str, Tensor] = {}
+        self.random: list[Tensor] = []
+
+    def _owned(self, module: nn.Module) -> list[tuple[str, _Parameter]]:
+        """Return the trainable parameters of ``module`` itself, by their names within it."""
+        own = module._parameters.items()
+        return [(key, self.by_id[id(p)]) for key, p in own if p is not None and id(p) in self.by_id]
+
+    # What the capture calls.
+
+    def expect(self, module: nn.Module) -> None:
+        """Count a use of each parameter of ``module``."""
+        for _, parameter in self._owned(module):
+            parameter.expected += 1
+
+    def skip(self, module: nn.Module, reason: str) -> None:
+        """Note that a use cannot be told apart by samples."""
+        for _, parameter in self._owned(module):
+            parameter.escaped = reason
+
+    def take(self, module: nn.Module, x: Tensor, delta: Tensor) -> None:
+        """Make pieces of a call, and the Gram of each parameter whose last use it was."""
+        layer = kernel_of(module)
+        assert layer is not None
+        pieces = layer(module, x, delta, self.samples)
+        for key, parameter in self._owned(module):
+            if parameter.escaped or (self.weights is not None and parameter.place.name not in self.weights):
+                continue
+            parameter.pieces.append(pieces[key])
+            if len(parameter.pieces) == parameter.expected:
+                self._finish(parameter)
+
+    def _finish(self, parameter: _Parameter) -> None:
+        pieces, parameter.pieces = parameter.pieces, []
+        if not pieces:
+            return
+        try:
+            layout(pieces)
+        except ValueError as error:
+            parameter.escaped = str(error)
+            return
+        if self.weights is not None:
+            self._add_combination(parameter, pieces)
+            return
+        K, parameter.method = gram_of_pieces(pieces, kernel=self.kernel, scratch=self.scratch)
+        parameter.eps = gates.epsilon(precision(pieces), K.device)
+        parameter.summands = sum(piece.size() ** 2 for piece in pieces) ** 0.5
+        self._keep(parameter, K)
+
+    def _add_combination(self, parameter: _Parameter, pieces: list[Piece]) -> None:
+        assert self.weights is not None
+        name = parameter.place.name
+        found = combine(pieces, self.weights[name], scratch=self.scratch)
+        self.combined[name] = found.reshape(-1, *parameter.tensor.shape)
+
+    def _keep(self, parameter: _Parameter, K: Tensor) -> None:
+        parameter.total = float(K.sum())
+        if not self.pair:  # the samples with the largest gradients say most when they are run alone
+            count = 2 if self.samples > 2 else 1
+            self.pair = K.diagonal().topk(count).indices.sort().values.tolist()
+        a, b = self.pair[0], self.pair[-1]
+        parameter.pair = (float(K[a, a]), float(K[a, b]), float(K[b, b]))
+        key = parameter.place.at(self.detail)
+        if self.detail != "parameter" and key in self.matrices:
+            self.matrices[key] += K
+        else:
+            self.matrices[key] = K
+
+    # The passes.
+
+    def _sweep(self) -> tuple[dict[str, Tensor | None], bool]:
+        """Run forward and backward; return gradients by parameter, and whether ``backward`` was needed."""
+        with torch.enable_grad(), _eager(self.model), Taps(self.modules, self.samples, self) as taps:
+            loss = batches.scalar(self.loss_fn(self.model, self.batch))
+            found = self._gradients(loss, taps, self.batch)
+        for parameter in self.parameters.values():
+            if not parameter.escaped:
+                self._finish(parameter)
+        return found, taps.without_grad
+
+    def _gradients(self, loss: Tensor, taps: Taps, batch: Any) -> dict[str, Tensor | None]:
+        leaves = [p.tensor for p in self.parameters.values()]
+        inputs = [t for _, t in batches.tensors(batch) if t.requires_grad and t.is_leaf]
+        return dict(zip(self.parameters, gradients(loss, leaves, taps, others=inputs), strict=True))
+
+    def run(self) -> Gram:
+        """Measure, check, and return the result."""
+        if torch.is_inference_mode_enabled():
+            raise GramError("gram: gradients cannot be taken in torch.inference_mode(); call it outside")
+        with untouched(self.model) as state:
+            self.random = state.states
+            found, accumulated = self._sweep()
+            drew = state.drew
+            failed = self._failures(found)
+            alone: dict[str, Tensor | None] = {}
+            if not drew and self.samples > 1:
+                alone = self._alone(state, accumulated)
+                failed |= self._failures_alone(alone, failed)
+            if failed:
+                self._fall_back(failed, found, alone, drew, state)
+        checks = {
+            name: self._coverage(parameter, found[name], alone) for name, parameter in self.parameters.items()
+        }
+        return Gram(
+            samples=self.samples,
+            detail=self.detail,
+            places={name: parameter.place for name, parameter in self.parameters.items()},
+            coverage=checks,
+            mean_gradient={n: None if g is None else g.detach() / self.samples for n, g in found.items()},
+            eps=max(parameter.eps for parameter in self.parameters.values()),
+            _matrices=self._all_matrices(),
+            _combine=self.combine,
+        )
+
+    def _all_matrices(self) -> dict[str, Tensor]:
+        """Return Grams in model order, zeros for parameters that the loss does not depend on."""
+        device = next(iter(self.parameters.values())).tensor.device
+        keys = dict.fromkeys(p.place.at(self.detail) for p in self.parameters.values())
+        empty = torch.zeros(self.samples, self.samples, dtype=torch.float64, device=device)
+        return {key: self.matrices.get(key, empty) for key in keys}
+
+    def _coverage(
+        self, parameter: _Parameter, gradient: Tensor | None, alone: Mapping[str, Tensor | None]
+    ) -> Coverage:
+        norm = _norm(gradient)
+        check = gates.coverage(
+            parameter.method or "unused", parameter.total, norm, parameter.summands, parameter.eps
+        )
+        if not alone:
+            return check
+        return Coverage(
+            check.method, check.from_gram, check.from_gradient, check.tolerance,
+            (self._pair_norm(parameter), _norm(alone[parameter.place.name])),
+        )  # fmt: skip
+
+    def _pair_norm(self, parameter: _Parameter) -> float:
+        aa, ab, bb = parameter.pair
+        return max(0.0, aa + 2 * ab + bb if len(self.pair) == 2 else aa) ** 0.5
+
+    def _failures(self, found: Mapping[str, Tensor | None]) -> dict[str, GramError]:
+        failed = {}
+        for name, parameter in self.parameters.items():
+            check = self._coverage(parameter, found[name], {})
+            if parameter.escaped or not check.holds:
+                failed[name] = gates.refuse(name, check, self.samples)
+        return failed
+
+    def _alone(self, state: Untouched, accumulated: bool) -> dict[str, Tensor | None]:
+        """Return the gradients of the chosen samples, run without the others."""
+        index = torch.tensor(self.pair or [0])
+        some = batches.some(self.batch, index)
+        taps = Taps((), self.samples, self)
+        taps.without_grad = accumulated
+        with torch.enable_grad(), _eager(self.model):
+            try:
+                loss = batches.scalar(self.loss_fn(self.model, some))
+            except GramError:
+                raise
+            except Exception as error:
+                raise GramError(
+                    f"gram: loss_fn fails on a batch of {len(index)} of the {self.samples} samples "
+                    f"({type(error).__name__}: {error}); it must take any number of samples along the first "
+                    "dimension"
+                ) from error
+            found = self._gradients(loss, taps, some)
+        state.rewind()
+        return found
+
+    def _failures_alone(
+        self, alone: Mapping[str, Tensor | None], known: Mapping[str, GramError]
+    ) -> dict[str, GramError]:
+        failed = {}
+        for name, parameter in self.parameters.items():
+            if name in known:
+                continue
+            error = gates.judge_alone(
+                name,
+                parameter.method or "unused",
+                (self._pair_norm(parameter), _norm(alone[name])),
+                16 * parameter.eps * parameter.summands,
+                parameter.eps,
+                self.samples,
+                len(self.pair),
+            )
+            if error is not None:
+                failed[name] = error
+        return failed
+
+    def _fall_back(
+        self,
+        failed: Mapping[str, GramError],
+        found: Mapping[str, Tensor | None],
+        alone: Mapping[str, Tensor | None],
+        drew: bool,
+        state: Untouched,
+    ) -> None:
+        first = next(iter(failed))
+        if not self.fallback or drew:
+            why = (
+                "no kernel knows how it is used" if not self.parameters[first].method else str(failed[first])
+            )
+            way = (
+                "the forward pass draws random numbers, so that its per-sample gradients cannot be taken one by one; "
+                "call model.eval(), or set dropout to 0"
+                if drew
+                else "allow fallback=True"
+            )
+            reason = self.parameters[first].escaped
+            raise GramError(f"gram: parameter {first!r}: {why}{f' ({reason})' if reason else ''}; {way}")
+        if self.detail != "parameter" and any(self.parameters[name].method for name in failed):
+            raise failed[next(name for name in failed if self.parameters[name].method)]
+        wanted = {name: self.parameters[name].tensor for name in failed}
+        state.rewind()
+        with torch.enable_grad(), _eager(self.model):
+            for name, piece, method in per_sample(self.model, self.loss_fn, self.batch, wanted):
+                parameter = self.parameters[name]
+                earlier = failed[name] if parameter.method else None
+                self._take_fallback(parameter, piece, method)
+                check = self._coverage(parameter, found[name], {})
+                if not check.holds:
+                    raise earlier or gates.refuse(name, check, self.samples)
+        if alone:
+            left = self._failures_alone({**alone}, {})
+            for name in wanted:
+                if name in left:
+                    raise left[name]
+
+    def _take_fallback(self, parameter: _Parameter, piece: Piece, method: str) -> None:
+        K, _ = gram_of_pieces([piece])
+        parameter.method = method
+        parameter.summands = piece.size()
+        # Passes of one sample take other kernels than that of all.
+        parameter.eps = max(parameter.eps, 64 * gates.epsilon(piece.dtype, K.device))
+        self._keep(parameter, K)
+
+    def combine(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``sum_n weights[k, n] g_n`` for each named parameter, float64 ``[k, *shape]``."""
+        self.weights, self.combined = weights, {}
+        try:
+            with untouched(self.model) as state:
+                state.rewind(self.random)
+                for parameter in self.parameters.values():
+                    parameter.expected, parameter.pieces = 0, []
+                    parameter.escaped = parameter.method if parameter.method in {"vmap", "loop"} else ""
+                self._sweep()
+                self._combine_fallback(weights)
+        finally:
+            self.weights = None
+        rows = next(iter(weights.values())).shape[0]
+        return {
+            name: self.combined[name]
+            if name in self.combined
+            else weights[name].new_zeros(rows, *self.parameters[name].tensor.shape)
+            for name in weights
+        }
+
+    def _combine_fallback(self, weights: Mapping[str, Tensor]) -> None:
+        wanted = {name: p.tensor for name, p in self.parameters.items() if p.escaped and name in weights}
+        with torch.enable_grad(), _eager(self.model):
+            for name, piece, _ in per_sample(self.model, self.loss_fn, self.batch, wanted):
+                self._add_combination(self.parameters[name], [piece])
+
+
+def _norm(gradient: Tensor | None) -> float:
+    if gradient is None:
+        return 0.0
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def _trainable(model: nn.Module) -> dict[str, _Parameter]:
+    """Return the trainable parameters in model order, tied ones once under their first name."""
+    found: dict[int, _Parameter] = {}
+    for named in named_parameters(model):
+        tensor = named.parameter
+        if not tensor.requires_grad or id(tensor) in found:
+            continue
+        if isinstance(tensor, nn.parameter.UninitializedParameter):
+            raise GramError(f"gram: parameter {named.name!r} has no shape yet; run the model once before")
+        if hasattr(tensor, "placements"):
+            raise GramError(
+                f"gram: parameter {named.name!r} is sharded over processes (DTensor); measure an unsharded "
+                "copy of the model"
+            )
+        if not tensor.is_floating_point():
+            raise GramError(
+                f"gram: parameter {named.name!r} is {tensor.dtype}; only real parameters are supported"
+            )
+        place = Place(named.name, named.module or "(root)", block_of(named.name))
+        found[id(tensor)] = _Parameter(place, tensor, eps=torch.finfo(tensor.dtype).eps)
+    if not found:
+        raise GramError("gram: the model has no parameter that requires a gradient")
+    return {parameter.place.name: parameter for parameter in found.values()}
+
+
+def _modules(model: nn.Module) -> list[nn.Module]:
+    return list({id(module): module for _, module in walk(model)}.values())
+
+
+def _refuse_mixing(model: nn.Module) -> None:
+    """Refuse, by name, modules in which samples are not independent or parameters change."""
+    for name, module in walk(model):
+        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if batch_norm and (module.training or module.running_mean is None):
+            raise GramError(
+                f"gram: module {name!r} ({type(module).__name__}) normalises over the batch, so that samples have no "
+                "gradient of their own; call model.eval(), or use GroupNorm or LayerNorm"
+            )
+        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+            raise GramError(
+                f"gram: module {name!r} (Embedding) has scale_grad_by_freq, which scales a sample's gradient by "
+                "what other samples hold; turn it off"
+            )
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise GramError(
+                f"gram: module {name!r} (Embedding) has max_norm, which changes its weight in forward; turn it "
+                "off to measure"
+            )
+
+
+@contextlib.contextmanager
+def _eager(model: nn.Module) -> Any:
+    """Run compiled parts of the model eagerly, where hooks are called."""
+    compiled = any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+    if not compiled:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

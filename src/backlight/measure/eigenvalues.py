@@ -1,0 +1,294 @@
+"""Eigenvalues of the second moment and the covariance of per-sample gradients, and numbers made of them.
+
+A ``[N, M]`` stacks N per-sample gradients, K = A A^T is their Gram, U = A^T A / N their uncentred second
+moment and C = U - gg^T their covariance, g being the mean. U has the non-zero eigenvalues of K / N, and C
+those of H K H / N with H = I - 11^T / N. Source: FORMULAS, section 3; the noise scale is that of
+McCandlish et al., 1812.06162.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+EXPLAINED = (1, 10)
+"""Numbers of leading eigenvalues whose share of the trace is reported by default."""
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Eigenvalues of a second moment, largest first.
+
+    Attributes
+    ----------
+    eigenvalues:
+        float64; all N of them, or the ``top`` largest. Negative ones, which only rounding makes, are 0.
+    samples:
+        N.
+    centred:
+        Whether of the covariance, not of the second moment.
+    trace, frobenius:
+        Of the whole matrix, also where only the largest eigenvalues are there; nan where unknown.
+    clamped:
+        How many eigenvalues were negative; ``most_negative`` is the most negative of them.
+    tolerance:
+        Eigenvalues above it count for the numerical rank.
+    mean_square:
+        Squared norm of the mean gradient, 1^T K 1 / N^2; nan where unknown.
+    """
+
+    eigenvalues: NDArray[np.float64]
+    samples: int
+    centred: bool
+    trace: float
+    frobenius: float
+    clamped: int
+    most_negative: float
+    tolerance: float
+    mean_square: float = math.nan
+    uncentred_trace: float = field(default=math.nan, repr=False)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all eigenvalues are there."""
+        return len(self.eigenvalues) == self.samples
+
+    @property
+    def spectral(self) -> float:
+        """The largest eigenvalue."""
+        return float(self.eigenvalues[0])
+
+    @property
+    def nuclear(self) -> float:
+        """Sum of the magnitudes of all eigenvalues: the trace, as none is negative."""
+        return self.trace
+
+    @property
+    def numerical_rank(self) -> int:
+        """Number of eigenvalues above the tolerance.
+
+        Raises
+        ------
+        ValueError
+            If only the largest eigenvalues are there, and all of them count.
+        """
+        count = int((self.eigenvalues > self.tolerance).sum())
+        if count == len(self.eigenvalues) and not self.complete:
+            raise ValueError(
+                f"the numerical rank needs all {self.samples} eigenvalues, got the {count} largest, all "
+                "above the tolerance; ask for the spectrum without top"
+            )
+        return count
+
+    @property
+    def condition(self) -> float:
+        """Largest eigenvalue over the smallest one above the tolerance; nan for a zero matrix."""
+        rank = self.numerical_rank
+        return float(self.eigenvalues[0] / self.eigenvalues[rank - 1]) if rank else math.nan
+
+    @property
+    def log_pseudo_determinant(self) -> float:
+        """Sum of the natural logarithms of the eigenvalues above the tolerance; nan for a zero matrix."""
+        rank = self.numerical_rank
+        return float(np.log(self.eigenvalues[:rank]).sum()) if rank else math.nan
+
+    @property
+    def effective_rank(self) -> float:
+        """Exp of the entropy of the eigenvalues over their sum (Roy and Vetterli, 2007); nan for zero.
+
+        Raises
+        ------
+        ValueError
+            If only the largest eigenvalues are there.
+        """
+        if not self.complete:
+            raise ValueError(
+                f"the effective rank needs all {self.samples} eigenvalues, got {len(self.eigenvalues)}; "
+                "ask for the spectrum without top"
+            )
+        total = self.eigenvalues.sum()
+        if not total > 0:
+            return math.nan
+        p = self.eigenvalues[self.eigenvalues > 0] / total
+        return float(np.exp(-(p * np.log(p)).sum()))
+
+    @property
+    def participation_ratio(self) -> float:
+        """Squared trace over squared Frobenius norm; nan for a zero matrix."""
+        return (self.trace / self.frobenius) ** 2 if self.frobenius > 0 else math.nan
+
+    @property
+    def coherence(self) -> float:
+        """Squared norm of the mean gradient over the mean squared norm; 1 where all samples agree."""
+        return self.mean_square / self.uncentred_trace if self.uncentred_trace > 0 else math.nan
+
+    @property
+    def noise_scale(self) -> float:
+        """Simple noise scale, in samples: N (T - S) / (N S - T), T the trace of U and S = |g|^2.
+
+        Infinite where the mean is no larger than noise alone would make it; nan for N = 1 or a zero
+        matrix.
+        """
+        total, mean, n = self.uncentred_trace, self.mean_square, self.samples
+        if n < 2 or not total > 0:
+            return math.nan
+        signal = n * mean - total
+        return n * max(0.0, total - mean) / signal if signal > 0 else math.inf
+
+    def explained(self, k: int) -> float:
+        """Return the share of the k largest eigenvalues in the trace; nan for a zero matrix.
+
+        Raises
+        ------
+        ValueError
+            If k is not between 1 and the number of eigenvalues that are there.
+        """
+        if not 1 <= k <= len(self.eigenvalues):
+            raise ValueError(f"explained: k must be between 1 and {len(self.eigenvalues)}, got {k}")
+        return float(self.eigenvalues[:k].sum() / self.trace) if self.trace > 0 else math.nan
+
+    def metrics(self, explained: Sequence[int] = EXPLAINED) -> dict[str, float]:
+        """Return every number by name; what the largest eigenvalues alone cannot tell is left out.
+
+        Parameters
+        ----------
+        explained:
+            Numbers of leading eigenvalues for ``explained_<k>``; those beyond what is there are left out.
+        """
+        found: dict[str, float] = {}
+        names = ["trace", "frobenius", "spectral", "nuclear", "participation_ratio"]
+        known = self.complete or bool((self.eigenvalues <= self.tolerance).any())
+        names += ["numerical_rank", "condition", "log_pseudo_determinant"] if known else []
+        names += ["effective_rank"] if self.complete else []
+        names += ["coherence", "noise_scale"] if not self.centred else []
+        for name in names:
+            found[name] = float(getattr(self, name))
+        for k in explained:
+            if k <= len(self.eigenvalues):
+                found[f"explained_{k}"] = self.explained(k)
+        return found
+
+
+def spectrum(
+    K: Tensor,
+    *,
+    centred: bool = False,
+    top: int | None = None,
+    device: torch.device | str | None = None,
+    piece_eps: float = 0.0,
+) -> Spectrum:
+    """Return the eigenvalues of K / N, or of H K H / N.
+
+    Parameters
+    ----------
+    K
+        float64 ``[N, N]``, the Gram of N per-sample gradients.
+    centred
+        Of the covariance instead of the second moment.
+    top
+        Only so many of the largest; None for all.
+    device
+        Where eigenvalues are computed; None for where K is.
+    piece_eps
+        Machine epsilon of the type that gradients came in: the tolerance of the numerical rank is
+        ``N max(eps(float64), piece_eps^2)`` times the largest eigenvalue.
+
+    Returns
+    -------
+    Spectrum
+
+    Raises
+    ------
+    ValueError
+        If K is not a square float64 matrix with finite entries, or ``top`` is not positive.
+    """
+    work, n, total, mean = _prepared(K, centred)
+    if top is not None and top < 1:
+        raise ValueError(f"spectrum: top must be at least 1, got {top}")
+    if device is not None:
+        work = work.to(device)
+    values = _largest(work, top)
+    negative = values[values < 0]
+    largest = float(max(values[0], 0.0))
+    return Spectrum(
+        eigenvalues=np.maximum(values, 0.0),
+        samples=n,
+        centred=centred,
+        trace=max(0.0, float(work.trace())),
+        frobenius=float(torch.linalg.matrix_norm(work)),
+        clamped=int(negative.size),
+        most_negative=float(negative.min()) if negative.size else 0.0,
+        tolerance=largest * n * max(float(np.finfo(np.float64).eps), piece_eps**2),
+        mean_square=mean,
+        uncentred_trace=total,
+    )
+
+
+def eigenpairs(K: Tensor, k: int, *, centred: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the k largest eigenvalues of K / N (or of H K H / N) and what combines samples to eigenvectors.
+
+    The eigenvector of U to eigenvalue w_j is ``sum_n W[j, n] g_n`` with W = v^T / sqrt(N w_j), and of C
+    the same with W H: H v = v wherever the eigenvalue is not 0.
+
+    Parameters
+    ----------
+    K
+        float64 ``[N, N]``.
+    k
+        How many; those whose eigenvalue is not above ``N eps`` times the largest are left out.
+    centred
+        Of the covariance.
+
+    Returns
+    -------
+    tuple
+        Eigenvalues ``[r]`` and weights ``[r, N]``, float64, r <= k.
+
+    Raises
+    ------
+    ValueError
+        If k is not between 1 and N, or K is not a finite square float64 matrix.
+    """
+    work, n, _, _ = _prepared(K, centred)
+    if not 1 <= k <= n:
+        raise ValueError(f"eigenvectors: k must be between 1 and the {n} samples, got {k}")
+    values, vectors = torch.linalg.eigh(work)
+    values, vectors = values.flip(0)[:k], vectors.flip(1)[:, :k]
+    kept = values > values[0].clamp(min=0) * n * torch.finfo(torch.float64).eps
+    values, vectors = values[kept], vectors[:, kept]
+    return values, (vectors / (values * n).sqrt()).T
+
+
+def _prepared(K: Tensor, centred: bool) -> tuple[Tensor, int, float, float]:
+    if K.dim() != 2 or K.shape[0] != K.shape[1] or K.dtype != torch.float64 or not K.shape[0]:
+        raise ValueError(f"a Gram is a square float64 matrix, got {list(K.shape)} of {K.dtype}")
+    if not bool(torch.isfinite(K).all()):
+        raise ValueError(
+            "the Gram holds values that are not finite: a per-sample gradient overflowed or is NaN; "
+            "`backlight nan` finds where"
+        )
+    n = K.shape[0]
+    work = (K + K.T) / (2 * n)
+    total, mean = float(work.trace()), float(work.mean())
+    if centred:
+        row = work.mean(0)
+        work = work - row - row[:, None] + work.mean()
+        work = (work + work.T) / 2
+    return work, n, total, mean
+
+
+def _largest(work: Tensor, top: int | None) -> NDArray[np.float64]:
+    n = work.shape[0]
+    if top is not None and work.device.type == "cpu" and n >= 64 and top <= n // 4:
+        from scipy.linalg import eigh  # noqa: PLC0415 - a second of import that few need
+
+        values = eigh(work.numpy(), eigvals_only=True, subset_by_index=(n - top, n - 1), check_finite=False)
+    else:
+        values = torch.linalg.eigvalsh(work).cpu().numpy()
+    return np.ascontiguousarray(values[::-1][: top or n], dtype=np.float64)

@@ -1,0 +1,242 @@
+"""Exact Grams ``K_nm = <g_n, g_m>`` of one parameter's per-sample gradients, from its pieces.
+
+The ghost kernel multiplies inputs with inputs and deltas with deltas, ``K = sum_ts (x_nt . x_ms)(d_nt .
+d_ms)``, and never forms a gradient: N^2 T^2 (i + o). The chunked kernel forms some rows of all per-sample
+gradients at a time, ``G_c``, and adds ``G_c G_c^T``: N T i o + N^2 i o. Products are summed in float64, since
+a Gram squares the condition number.
+
+Source: FORMULAS, section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from backlight.measure.pieces import (
+    BLOCK,
+    Factors,
+    Lookup,
+    Piece,
+    Vectors,
+    layout,
+    wide,
+    working_dtype,
+)
+
+SCRATCH = 16 << 20
+"""Bytes of per-sample gradients, and of products of positions, that are there at once."""
+
+
+def gram(pieces: Sequence[Piece], *, kernel: str = "auto", scratch: int = SCRATCH) -> tuple[Tensor, str]:
+    """Return the Gram of the per-sample gradients of one parameter, and the kernel that gave it.
+
+    Parameters
+    ----------
+    pieces
+        One piece for each use of the parameter.
+    kernel
+        ``"ghost"``, ``"chunked"``, or ``"auto"`` for the one that the cost rule expects to be faster.
+    scratch
+        Bytes that may be at work at once.
+
+    Returns
+    -------
+    tuple
+        float64 ``[N, N]`` on the device of the pieces, and ``"ghost"``, ``"chunked"`` or ``"vectors"``.
+
+    Raises
+    ------
+    ValueError
+        If the pieces do not fit together.
+    """
+    with torch.no_grad(), _no_autocast(pieces[0]):
+        pieces = compact(pieces)
+        layout(pieces)
+        if all(isinstance(piece, Vectors) for piece in pieces):
+            total = pieces[0].values if len(pieces) == 1 else sum(piece.values for piece in pieces)  # type: ignore[union-attr, misc]
+            values = wide(total).double()  # type: ignore[arg-type]
+            return values @ values.T, "vectors"
+        chosen = kernel if kernel != "auto" else choose(pieces)
+        if chosen == "ghost" and alike(pieces):
+            return ghost(pieces, scratch), "ghost"
+        return chunked(pieces, scratch), "chunked"
+
+
+def _no_autocast(piece: Piece) -> torch.autocast:
+    tensor = piece.values if isinstance(piece, Vectors) else piece.delta
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def compact(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """Return lookups renumbered to the rows that any of them reads; other pieces as they are."""
+    if not all(isinstance(piece, Lookup) for piece in pieces):
+        return pieces
+    read, renumbered = torch.cat([piece.ids.reshape(-1) for piece in pieces]).unique(return_inverse=True)  # type: ignore[union-attr]
+    parts = renumbered.split([piece.ids.numel() for piece in pieces])  # type: ignore[union-attr]
+    return [
+        Lookup(part.view(piece.ids.shape), piece.delta, read.numel())  # type: ignore[union-attr]
+        for piece, part in zip(pieces, parts, strict=True)
+    ]
+
+
+def choose(pieces: Sequence[Piece]) -> str:
+    """Return ``"ghost"`` or ``"chunked"``: what the cost rule expects to be faster.
+
+    Ghost iff ``c T^2 N^2 (i + o) < N T i o + N^2 i o`` with T over all uses, and c the measured cost of a
+    ghost product relative to a chunked one on this device and type.
+    """
+    n, rows, columns = layout(pieces)
+    if not alike(pieces):
+        return "chunked"
+    positions = sum(piece.positions for piece in pieces)  # type: ignore[union-attr]
+    if isinstance(pieces[0], Factors):
+        width = pieces[0].groups * columns + rows
+        chunk_cost = positions * rows * columns + n * rows * columns
+        constant = ghost_constant(pieces[0].delta.device, working_dtype(pieces))
+    else:
+        width = columns
+        chunk_cost = positions * columns + n * rows * columns
+        constant = 1.0
+    return "ghost" if constant * n * positions**2 * width < chunk_cost else "chunked"
+
+
+def alike(pieces: Sequence[Piece]) -> bool:
+    """Whether the pieces can be laid one after the other along T, as the ghost kernel does."""
+    kinds = {(type(piece), getattr(piece, "groups", 1)) for piece in pieces}
+    return len(kinds) == 1 and not isinstance(pieces[0], Vectors)
+
+
+@functools.cache
+def ghost_constant(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the time of a ghost product over that of a chunked one of equal count, measured once.
+
+    Both kernels run on a shape with several positions, where either might be chosen; the fastest of three
+    turns counts.
+    """
+    n, t, i, o = 32, 4, 96, 96
+    x = torch.linspace(-1, 1, n * t * i, device=device, dtype=dtype).view(n, t, 1, i)
+    d = torch.linspace(1, -1, n * t * o, device=device, dtype=dtype).view(n, t, 1, o)
+    pieces = [Factors(d, lambda a, b: x[a:b], i)]
+    ghost_time = _fastest(lambda: ghost(pieces, SCRATCH), device) / (n * n * t * t * (i + o))
+    chunk_time = _fastest(lambda: chunked(pieces, SCRATCH), device) / (n * t * i * o + n * n * i * o)
+    return min(8.0, max(0.125, ghost_time / chunk_time))
+
+
+def _fastest(work: Callable[[], Tensor], device: torch.device) -> float:
+    times = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def ghost(pieces: Sequence[Piece], scratch: int) -> Tensor:
+    """Return the Gram without forming a gradient; every use after the first lies further along T."""
+    if isinstance(pieces[0], Lookup):
+        return _ghost_lookup(pieces, scratch)  # type: ignore[arg-type]
+    total = None
+    for group in range(pieces[0].groups):  # type: ignore[union-attr]
+        x = torch.cat([wide(p.all_inputs()[:, :, group]).double() for p in pieces], 1)  # type: ignore[union-attr]
+        d = torch.cat([wide(p.delta[:, :, group]).double() for p in pieces], 1)  # type: ignore[union-attr]
+        part = _products(x, d, scratch)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total
+
+
+def _products(x_NTi: Tensor, d_NTo: Tensor, scratch: int) -> Tensor:
+    n, t = x_NTi.shape[:2]
+    x, d = x_NTi.reshape(n * t, -1), d_NTo.reshape(n * t, -1)
+    if t == 1:
+        return (x @ x.T).mul_(d @ d.T)
+    K = x.new_zeros(n, n)
+    for a, b in _triangle(n, t, scratch):
+        part = (x[a * t : b * t] @ x[a * t :].T).mul_(d[a * t : b * t] @ d[a * t :].T)
+        _fill(K, part.view(b - a, t, n - a, t).sum((1, 3)), a, b)
+    return K
+
+
+def _ghost_lookup(pieces: Sequence[Lookup], scratch: int) -> Tensor:
+    ids = torch.cat([piece.ids for piece in pieces], 1)
+    d_NTd = torch.cat([wide(piece.delta).double() for piece in pieces], 1)
+    n, t = ids.shape
+    d, flat = d_NTd.reshape(n * t, -1), ids.reshape(-1)
+    K = d.new_zeros(n, n)
+    for a, b in _triangle(n, t, scratch):
+        part = (d[a * t : b * t] @ d[a * t :].T).mul_(flat[a * t : b * t, None] == flat[None, a * t :])
+        _fill(K, part.view(b - a, t, n - a, t).sum((1, 3)), a, b)
+    return K
+
+
+def _triangle(n: int, t: int, scratch: int) -> Iterator[tuple[int, int]]:
+    """Yield blocks of samples whose products with all later ones fit into ``scratch``."""
+    a = 0
+    while a < n:
+        block = max(1, scratch // (16 * t * t * (n - a)))
+        yield a, min(n, a + block)
+        a += block
+
+
+def _fill(K: Tensor, part: Tensor, a: int, b: int) -> None:
+    K[a:b, a:] = part
+    K[b:, a:b] = part[:, b - a :].T
+
+
+def chunked(pieces: Sequence[Piece], scratch: int) -> Tensor:
+    """Return the Gram from some rows of all per-sample gradients at a time."""
+    n, _, _ = layout(pieces)
+    K = None
+    for _, _, G in chunks(pieces, scratch):
+        G64 = G.view(n, -1).double()
+        K = G64 @ G64.T if K is None else K.addmm_(G64, G64.T)
+    assert K is not None
+    return K
+
+
+def chunks(pieces: Sequence[Piece], scratch: int = SCRATCH) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield ``start, stop, G`` with rows ``start`` to ``stop`` of every sample's gradient ``[N, rows, C]``."""
+    n, rows, columns = layout(pieces)
+    dtype = working_dtype(pieces)
+    size = dtype.itemsize + (8 if dtype != torch.float64 else 0)
+    step = max(1, min(rows, scratch // (size * n * columns)))
+    width = rows
+    for piece in pieces:
+        if isinstance(piece, Factors):
+            width = min(width, piece.delta.shape[3])
+    step = step // width * width if step >= width else step
+    device = pieces[0].values.device if isinstance(pieces[0], Vectors) else pieces[0].delta.device
+    start = 0
+    while start < rows:
+        stop = min(rows, start + step)
+        if step < width:  # not over the end of a group
+            stop = min(stop, (start // width + 1) * width)
+        G = torch.zeros(n, stop - start, columns, dtype=dtype, device=device)
+        for piece in pieces:
+            piece.take(start, stop, G)
+        yield start, stop, G
+        start = stop
+
+
+def combine(pieces: Sequence[Piece], weights_kN: Tensor, *, scratch: int = SCRATCH) -> Tensor:
+    """Return ``sum_n weights[k, n] g_n``, ``[k, rows, columns]`` in float64.
+
+    All k combinations share one walk over the rows of the per-sample gradients, N T i o + k N i o; a
+    weighted backward for each would cost k N T i o and a pass through the model each.
+    """
+    with torch.no_grad(), _no_autocast(pieces[0]):
+        n, rows, columns = layout(pieces)
+        out = weights_kN.new_zeros(weights_kN.shape[0], rows, columns)
+        for start, stop, G in chunks(pieces, scratch):
+            out[:, start:stop] = (weights_kN @ G.view(n, -1).double()).view(-1, stop - start, columns)
+        return out
+
+
+__all__ = ["BLOCK", "SCRATCH", "choose", "chunked", "chunks", "combine", "ghost", "ghost_constant", "gram"]

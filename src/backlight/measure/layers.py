@@ -1,0 +1,171 @@
+"""From a module's input and output gradient to the pieces of its parameters' per-sample gradients.
+
+N samples along the first dimension; ``delta`` is the gradient of the loss with respect to the output.
+A module that saw N f rows (samples folded into the first dimension) gives f rows to each sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backlight.measure.pieces import Factors, Lookup, Piece, Vectors, wide
+
+Pieces = dict[str, Piece]
+"""Pieces by the name of the parameter within its module."""
+
+
+def linear(module: nn.Linear, x: Tensor, delta: Tensor, n: int) -> Pieces:
+    """Return the pieces of a linear layer; ``x [N, ..., i]``, ``delta [N, ..., o]``."""
+    d = delta.reshape(n, -1, delta.shape[-1])
+    # What autocast multiplied is the input in the type of the output.
+    inputs = x.reshape(n, -1, x.shape[-1]).to(delta.dtype).unsqueeze(2)
+    pieces: Pieces = {"weight": Factors(d.unsqueeze(2), lambda a, b: inputs[a:b], x.shape[-1])}
+    if module.bias is not None:
+        pieces["bias"] = _summed(d)
+    return pieces
+
+
+def _summed(d_NTm: Tensor) -> Vectors:
+    """Sum over positions; the summands are kept in mind for the tolerance of a check."""
+    values = wide(d_NTm)
+    return Vectors(values.sum(1) if values.shape[1] > 1 else values[:, 0], _root(values), d_NTm.dtype)
+
+
+def _root(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+def embedding(module: nn.Embedding, ids: Tensor, delta: Tensor, n: int) -> Pieces:
+    """Return the piece of an embedding; ``ids [N, ...]``, ``delta [N, ..., d]``."""
+    d, flat = delta.reshape(n, -1, delta.shape[-1]), ids.reshape(n, -1)
+    if module.padding_idx is not None:
+        d = d.masked_fill((flat == module.padding_idx).unsqueeze(-1), 0)
+    return {"weight": Lookup(flat, d, module.num_embeddings)}
+
+
+def layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, n: int) -> Pieces:
+    """Return the pieces of a layer norm, the normalised input recomputed from the input."""
+    shape = tuple(module.normalized_shape)
+    return _scaled(
+        module, F.layer_norm(_like(x, delta), shape, None, None, module.eps), delta, n, math.prod(shape)
+    )
+
+
+def rms_norm(module: nn.RMSNorm, x: Tensor, delta: Tensor, n: int) -> Pieces:
+    """Return the piece of an RMS norm."""
+    shape = tuple(module.normalized_shape)
+    return _scaled(module, F.rms_norm(_like(x, delta), shape, None, module.eps), delta, n, math.prod(shape))
+
+
+def _like(x: Tensor, delta: Tensor) -> Tensor:
+    return x.to(torch.promote_types(wide(x).dtype, wide(delta).dtype))
+
+
+def _scaled(module: nn.Module, normal: Tensor, delta: Tensor, n: int, width: int) -> Pieces:
+    d = wide(delta).reshape(n, -1, width)
+    product = d * normal.reshape(n, -1, width)
+    pieces: Pieces = {"weight": Vectors(product.sum(1), _root(product), delta.dtype)}
+    if getattr(module, "bias", None) is not None:
+        pieces["bias"] = Vectors(d.sum(1), _root(d), delta.dtype)
+    return pieces
+
+
+def _by_channel(normal: Tensor, delta: Tensor, n: int) -> Pieces:
+    """Pieces of a norm whose weight has one number per channel; ``[N, C, ...]``."""
+    channels = delta.shape[1]
+    d = wide(delta).reshape(n, -1, channels, math.prod(delta.shape[2:])).transpose(1, 2).flatten(2)
+    product = d * normal.reshape(n, -1, channels, math.prod(delta.shape[2:])).transpose(1, 2).flatten(2)
+    return {
+        "weight": Vectors(product.sum(2), _root(product), delta.dtype),
+        "bias": Vectors(d.sum(2), _root(d), delta.dtype),
+    }
+
+
+def group_norm(module: nn.GroupNorm, x: Tensor, delta: Tensor, n: int) -> Pieces:
+    """Return the pieces of a group norm; ``x [N, C, ...]``."""
+    return _by_channel(F.group_norm(_like(x, delta), module.num_groups, None, None, module.eps), delta, n)
+
+
+def batch_norm(module: Any, x: Tensor, delta: Tensor, n: int) -> Pieces:
+    """Return the pieces of a batch norm that uses its running statistics."""
+    x = _like(x, delta)
+    normal = F.batch_norm(x, module.running_mean.to(x.dtype), module.running_var.to(x.dtype), eps=module.eps)
+    return _by_channel(normal, delta, n)
+
+
+def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> Pieces:
+    """Return the pieces of a convolution of 1 to 3 dimensions, unfolded into one product per group.
+
+    ``x [N f, i g, ...]``, ``delta [N f, o g, ...]``. Samples are unfolded when they are asked for.
+    """
+    groups, kernel = module.groups, tuple(module.kernel_size)
+    columns = module.in_channels // groups * math.prod(kernel)
+    frames = x.shape[0] // n
+    out = delta.shape[1] // groups
+    d = delta.reshape(n, frames, groups, out, -1).permute(0, 1, 4, 2, 3).reshape(n, -1, groups, out)
+    dtype = delta.dtype
+
+    def inputs(a: int, b: int) -> Tensor:
+        patches = unfold(module, x[a * frames : b * frames].to(dtype))  # [nf, C, positions, kernel]
+        patches = patches.reshape(b - a, frames, groups, -1, *patches.shape[2:])
+        return patches.permute(0, 1, 4, 2, 3, 5).reshape(b - a, -1, groups, columns)
+
+    pieces: Pieces = {"weight": Factors(d, inputs, columns)}
+    if module.bias is not None:
+        pieces["bias"] = _summed(d.flatten(2))
+    return pieces
+
+
+def unfold(module: Any, x: Tensor) -> Tensor:
+    """Return what each output position of a convolution sees, ``[N, C, positions, kernel elements]``."""
+    dimensions = len(module.kernel_size)
+    padding: list[int] = []
+    for axis in reversed(range(dimensions)):
+        size, dilation = module.kernel_size[axis], module.dilation[axis]
+        if module.padding == "same":
+            total = dilation * (size - 1)
+            padding += [total // 2, total - total // 2]
+        elif module.padding == "valid":
+            padding += [0, 0]
+        else:
+            padding += [module.padding[axis]] * 2
+    if any(padding):
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x = F.pad(x, padding, mode=mode)
+    for axis in range(dimensions):
+        size, dilation = module.kernel_size[axis], module.dilation[axis]
+        x = x.unfold(2 + axis, dilation * (size - 1) + 1, module.stride[axis])[..., ::dilation]
+    # [N, C, positions..., kernel...]
+    return x.flatten(2 + dimensions).flatten(2, 1 + dimensions)
+
+
+Layer = Callable[[Any, Tensor, Tensor, int], Pieces]
+
+LAYERS: Mapping[Any, Layer] = {
+    nn.Linear: linear,
+    nn.Embedding: embedding,
+    nn.LayerNorm: layer_norm,
+    nn.RMSNorm: rms_norm,
+    nn.GroupNorm: group_norm,
+    nn.BatchNorm1d: batch_norm,
+    nn.BatchNorm2d: batch_norm,
+    nn.BatchNorm3d: batch_norm,
+    nn.Conv1d: convolution,
+    nn.Conv2d: convolution,
+    nn.Conv3d: convolution,
+}
+"""Kernels by class; a class that inherits the forward of one of them is served by it as well."""
+
+
+def kernel_of(module: nn.Module) -> Layer | None:
+    """Return what makes pieces of ``module``, or None where its forward is not one of those known."""
+    for kind, layer in LAYERS.items():
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return layer
+    return None
