@@ -1,0 +1,52 @@
+"""The decoder of Power et al. (2201.02177): post-norm, ReLU, sinusoidal positions, no bias."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from backlight.grokking.models.attention import CausalAttention
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """Return positions [length, width]: sines in the even columns, cosines in the odd (1706.03762)."""
+    rates = 10000.0 ** (-torch.arange(0, width, 2) / width)
+    angles = torch.arange(length)[:, None] * rates
+    return torch.stack([angles.sin(), angles.cos()], 2).flatten(1)[:, :width]
+
+
+class DecoderBlock(nn.Module):
+    """Attention and a ReLU layer of four widths, each followed by the sum and a LayerNorm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = CausalAttention(width, heads, bias=False)
+        self.attention_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        self.feed_forward_norm = nn.LayerNorm(width)
+
+    def forward(self, x_NTD: Tensor) -> Tensor:
+        """Return the next residual stream, [N, T, width]."""
+        x_NTD = self.attention_norm(x_NTD + self.attention(x_NTD))
+        result: Tensor = self.feed_forward_norm(x_NTD + self.down(torch.relu(self.up(x_NTD))))
+        return result
+
+
+class Decoder(nn.Module):
+    """Tokens [N, T] to scores of the token that comes next, [N, vocabulary]."""
+
+    positions: Tensor
+
+    def __init__(self, vocabulary: int, length: int, *, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.register_buffer("positions", sinusoids(length, width), persistent=False)
+        self.blocks = nn.Sequential(*(DecoderBlock(width, heads) for _ in range(layers)))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens_NT: Tensor) -> Tensor:
+        """Return the scores at the last position."""
+        x_NTD = self.blocks(self.embed(tokens_NT) + self.positions[: tokens_NT.shape[1]])
+        result: Tensor = self.head(x_NTD[:, -1])
+        return result

@@ -1,0 +1,62 @@
+"""Fully connected nets: on images, and on pairs of tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "gelu": nn.functional.gelu,
+    "tanh": torch.tanh,
+}
+
+
+class Mlp(nn.Module):
+    """Linear layers of ``sizes`` with an activation between, [N, sizes[0]] to [N, sizes[-1]].
+
+    ``scale`` multiplies every initial weight and bias, which begin as ``nn.Linear`` draws them.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, activation: str = "relu", scale: float = 1.0) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"model.activation is {activation!r}, expected one of {', '.join(sorted(ACTIVATIONS))}"
+            )
+        self.activation = ACTIVATIONS[activation]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(scale)
+
+    def before_activations(self, x: Tensor) -> list[Tensor]:
+        """Return the output of each linear layer, the last being the output of the net."""
+        outputs: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x if not outputs else self.activation(outputs[-1]))
+            outputs.append(x)
+        return outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs [N, sizes[-1]]."""
+        return self.before_activations(x)[-1]
+
+
+class PairMlp(nn.Module):
+    """Pairs of tokens [N, 2]: their embeddings added, a hidden ReLU layer, scores [N, p]."""
+
+    def __init__(self, p: int, embedding: int, hidden: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(p, embedding)
+        self.up = nn.Linear(embedding, hidden, bias=False)
+        self.unembed = nn.Linear(hidden, p, bias=False)
+        nn.init.normal_(self.embed.weight, std=embedding**-0.5)
+
+    def forward(self, pairs_N2: Tensor) -> Tensor:
+        """Return scores of the p results."""
+        result: Tensor = self.unembed(torch.relu(self.up(self.embed(pairs_N2).sum(1))))
+        return result
