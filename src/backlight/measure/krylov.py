@@ -1,0 +1,191 @@
+"""The strongest singular directions of a batch of matrices, without the others.
+
+Block Golub-Kahan-Lanczos from a random block, with full reorthogonalisation: Golub, Luk and Overton, ACM
+Trans. Math. Softw. 7 (1981); that a random block is a good start: Musco and Musco, arXiv:1504.05477.
+C matrices of p x q with p <= q, blocks of b columns, m columns in all. The projected matrix B is kept
+whole and in float64, nothing is squared, and the residual ``|A v - s u|`` comes for free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Residual over singular value from which on a direction below the edge is taken to stay there.
+_SETTLED = 0.05
+
+
+@dataclass(frozen=True)
+class Directions:
+    """The K strongest singular directions of C matrices.
+
+    Attributes
+    ----------
+    left
+        ``[C, p, K]``, unit columns.
+    values
+        float64 ``[C, K]``, descending.
+    right
+        ``[C, q, K]``, unit columns.
+    residual
+        float64 ``[C, K]``: ``|A v - s u|`` as the solver has it, in the unit of the matrix.
+    converged
+        bool ``[C]``: every direction that was asked for, and lies above the edge, has passed its check.
+    """
+
+    left: Tensor
+    values: Tensor
+    right: Tensor
+    residual: Tensor
+    converged: Tensor
+
+
+def strongest(
+    A_Cpq: Tensor,
+    count: int,
+    *,
+    edge: float = 0.0,
+    wanted: int | None = None,
+    start_pb: Tensor | None = None,
+    tolerance: float = 0.01,
+    width: int = 32,
+    columns: int = 512,
+    seed: int = 0,
+) -> Directions:
+    """Compute the strongest directions of each matrix.
+
+    Parameters
+    ----------
+    A_Cpq
+        float32 or float64, p <= q.
+    count
+        Directions to return, at most p.
+    edge
+        Directions with singular values below it need not converge: they lie among those of the noise.
+    wanted
+        How many of the ``count`` must converge; all by default.
+    start_pb
+        Columns to begin with, for all matrices; they are made up to a block with random ones. A start
+        draws an unfinished direction towards itself: give none where that would be a bias.
+    tolerance
+        Largest residual over the distance to the next singular value: it bounds the sine of the angle
+        to the true direction (Davis-Kahan, Wedin).
+    width
+        Columns of a block, at most.
+    columns
+        Columns of all blocks together at which it gives up.
+    seed
+        Of the random start, the same for every matrix: results do not depend on what else is in a batch.
+    """
+    C, p, _ = A_Cpq.shape
+    wanted = min(count if wanted is None else wanted, count)
+    b = min(p, max(width, 0 if start_pb is None else start_pb.shape[1]))
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(p, b, generator=generator, dtype=torch.float64).to(A_Cpq)
+    if start_pb is not None:
+        X[:, : start_pb.shape[1]] = start_pb.to(X)
+    X_Cpb = torch.linalg.qr(X)[0].expand(C, p, b)
+    limit = min(p, max(columns, count + b))
+    left, right = _Basis(A_Cpq, p, limit), _Basis(A_Cpq, A_Cpq.shape[2], limit)
+    B_Cmm = torch.zeros(C, limit, limit, dtype=torch.float64, device=A_Cpq.device)
+    checked = 0
+    while True:
+        begin, end = left.size, left.size + X_Cpb.shape[2]
+        left.add(X_Cpb)
+        # A^T X = P B^T: coefficients on the right basis, and the new block of it.
+        along, P_Cqb, R_Cbb = right.extend(torch.matmul(X_Cpb.mT, A_Cpq).mT)
+        if begin:
+            B_Cmm[:, begin:end, :begin] = along.mT.double()
+        B_Cmm[:, begin:end, begin:end] = R_Cbb.mT.double()
+        right.add(P_Cqb)
+        # A P = X B + X' R': the next block, and what is missing from the projection so far.
+        along, X_Cpb, R_Cbb = left.extend(torch.matmul(A_Cpq, P_Cqb))
+        B_Cmm[:, :end, begin:end] = along.double()
+        full = end == limit
+        # The projected problem grows with every block: it is solved when it has grown by a fifth.
+        if end >= count and (full or end >= 1.2 * checked):
+            checked = end
+            y, s, zt = torch.linalg.svd(B_Cmm[:, :end, :end])
+            last_z = zt.mT[:, begin:end, :]
+            missing = torch.linalg.vector_norm(torch.matmul(R_Cbb.double(), last_z), dim=1)
+            if end == p:
+                missing = torch.zeros_like(missing)
+            good = _passed(s, missing, wanted, edge, tolerance, A_Cpq.dtype)
+            if full or bool(good.all()):
+                break
+        room = limit - end
+        X_Cpb = X_Cpb[..., :room]
+    y_Cmk, z_Cmk = y[..., :count].to(A_Cpq.dtype), zt.mT[..., :count].to(A_Cpq.dtype)
+    return Directions(
+        torch.matmul(left.columns, y_Cmk),
+        s[:, :count],
+        torch.matmul(right.columns, z_Cmk),
+        missing[:, :count],
+        good,
+    )
+
+
+def resolved(values_CK: Tensor, residual_CK: Tensor, edge: float, tolerance: float) -> Tensor:
+    """Return which directions have converged, bool ``[C, K]``, given one more singular value than needed.
+
+    Those whose distance to the next singular value, above or below, is at least ``residual / tolerance``.
+    Values below the edge are taken for noise, which is never further away than the edge.
+    """
+    down = values_CK - torch.nn.functional.pad(values_CK[:, 1:], (0, 1)).clamp(min=0)
+    up = torch.nn.functional.pad(values_CK[:, :-1], (1, 0), value=torch.inf) - values_CK
+    to_edge = torch.where(values_CK > edge, values_CK - edge, torch.inf)
+    return residual_CK <= tolerance * torch.minimum(torch.minimum(down, up), to_edge)
+
+
+def _passed(
+    s_Cm: Tensor, missing_Cm: Tensor, wanted: int, edge: float, tolerance: float, dtype: torch.dtype
+) -> Tensor:
+    # Early on, a direction above the edge may still look like one below it.
+    below = (s_Cm <= edge) & (missing_Cm <= _SETTLED * s_Cm)
+    fine = resolved(s_Cm, missing_Cm, edge, tolerance) | below
+    if dtype == torch.float64:
+        # Equal singular values have no directions of their own: working precision is all there is.
+        fine |= missing_Cm <= 1e-12 * s_Cm[:, :1]
+    return fine[:, :wanted].all(1)
+
+
+class _Basis:
+    """Orthonormal columns of every matrix of a batch, in one piece of memory."""
+
+    def __init__(self, like: Tensor, rows: int, limit: int) -> None:
+        # Grows by doubling: most searches end long before the limit.
+        self._store = like.new_empty(like.shape[0], min(limit, 128), rows)
+        self._limit = limit
+        self.size = 0
+
+    @property
+    def columns(self) -> Tensor:
+        """``[C, rows, m]``."""
+        return self._store[:, : self.size].mT
+
+    def add(self, block_Crb: Tensor) -> None:
+        """Append columns that are orthonormal to those that are there."""
+        end = self.size + block_Crb.shape[2]
+        if end > self._store.shape[1]:
+            grown = self._store.new_empty(
+                self._store.shape[0], min(self._limit, 2 * end), self._store.shape[2]
+            )
+            grown[:, : self.size] = self._store[:, : self.size]
+            self._store = grown
+        self._store[:, self.size : end] = block_Crb.mT
+        self.size = end
+
+    def extend(self, Y_Crb: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split Y into what lies in the basis and a new orthonormal block: ``Y = Q along + N R``.
+
+        The projection is taken out twice: once is not enough in finite precision (Kahan; Parlett, 1980).
+        """
+        Q_Crm = self.columns
+        along = torch.matmul(Q_Crm.mT, Y_Crb)
+        Y_Crb = Y_Crb - torch.matmul(Q_Crm, along)
+        again = torch.matmul(Q_Crm.mT, Y_Crb)
+        Y_Crb = Y_Crb - torch.matmul(Q_Crm, again)
+        new, R = torch.linalg.qr(Y_Crb)
+        return along + again, new, R

@@ -1,0 +1,152 @@
+"""How much of a gradient is signal and how much is noise, from its replicates.
+
+R replicates of a p x q gradient, ``G_a = G + E_a``: data-parallel workers times accumulation steps, taken
+before any reduction, with batches of one size and data of their own. Sums are taken in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backlight.measure.replicates import BUDGET, Replicates, promoted
+from backlight.measure.shrinkage import bulk_edge, threshold
+
+# Below this share of noise the difference of two sums of squares has lost too many digits.
+_CANCELS = 1e-5
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Signal and noise of one gradient.
+
+    Attributes
+    ----------
+    replicates
+        R.
+    shape
+        p, q.
+    variance
+        ``sigma^2 = sum_a |G_a - mean|^2 / ((R - 1) p q)``: of one entry, in squared units of the gradient.
+    mean_square
+        ``T``, the mean over the replicates of their sum of squares.
+    square_of_mean
+        Sum of squares of their mean.
+    signal_share
+        ``rho = (R |mean|^2 - T) / ((R - 1) T)``: share of signal in the squared norm of one replicate.
+        Unbiased up to the ratio, so that it may be below 0 where there is no signal.
+    """
+
+    replicates: int
+    shape: tuple[int, int]
+    variance: float
+    mean_square: float
+    square_of_mean: float
+    signal_share: float
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the noise of one entry, in the unit of the gradient."""
+        return math.sqrt(self.variance)
+
+    @property
+    def edge(self) -> float:
+        """Bulk edge ``sigma (sqrt p + sqrt q)``: the largest singular value of the noise."""
+        return bulk_edge(self.sigma, *self.shape)
+
+    @property
+    def threshold(self) -> float:
+        """Strength ``s_c = sigma (p q)^(1/4)`` below which no direction can be found in one replicate."""
+        return threshold(self.sigma, *self.shape)
+
+    def noise_scale(self, batch: float) -> float:
+        """Return the simple noise scale ``B (1 - rho) / rho``, in the unit of ``batch``.
+
+        The batch at which noise and signal have the same squared norm, which is the critical batch size
+        under the assumptions of McCandlish et al., arXiv:1812.06162, section 2.2. Infinite where no
+        signal was found (rho not above 0).
+
+        Parameters
+        ----------
+        batch
+            Batch size of one replicate, in samples or tokens.
+
+        Raises
+        ------
+        ValueError
+            If ``batch`` is not positive.
+        """
+        if not batch > 0:
+            raise ValueError(f"the batch size of a replicate must be positive, got {batch!r}")
+        if self.signal_share <= 0:
+            return math.inf
+        return max(0.0, batch * (1 - self.signal_share) / self.signal_share)
+
+    def share_at(self, replicates: int) -> float:
+        """Return the signal share of the mean of so many replicates, ``1 / (1 + (1/rho - 1)/n)``."""
+        rho = self.signal_share
+        return rho * replicates / (1 + rho * (replicates - 1)) if rho > 0 else 0.0
+
+
+def noise(
+    G: Tensor | Sequence[Tensor],
+    *,
+    layer: str = "",
+    device: torch.device | str | None = None,
+    budget: int = BUDGET,
+) -> Noise:
+    """Measure signal and noise of R >= 2 replicates ``[R, p, q]``.
+
+    Parameters and errors are those of :meth:`backlight.measure.replicates.Replicates.of`.
+    """
+    replicates = Replicates.of(G, layer=layer, device=device, budget=budget)
+    return noise_about(replicates, replicates.mean())
+
+
+def noise_about(replicates: Replicates, mean: Tensor) -> Noise:
+    """Measure signal and noise of replicates whose mean ``[p, q]`` is known."""
+    count, (p, q) = len(replicates), replicates.shape
+    square_of_mean = float(torch.linalg.vector_norm(mean, dtype=mean.dtype)) ** 2
+    total = math.fsum(replicates.squares)
+    mean_square = total / count
+    deviation = total - count * square_of_mean
+    if deviation < _CANCELS * total:
+        deviation = math.fsum(
+            float(torch.linalg.vector_norm(promoted(replicates.parts[a]).to(mean) - mean)) ** 2
+            for a in replicates.order
+        )
+    variance = deviation / ((count - 1) * p * q)
+    # R |mean|^2 - T = (R - 1) T - sum |G_a - mean|^2: exact where all replicates agree.
+    share = 1 - deviation / ((count - 1) * mean_square)
+    return Noise(count, (p, q), variance, mean_square, square_of_mean, share)
+
+
+def critical_batch(noises: Sequence[Noise], batch: float) -> float:
+    """Return the noise scale of several layers taken together, in the unit of ``batch``.
+
+    Sums of squares of layers add, so this is the noise scale of the gradient that they form; it is not
+    a mean of theirs.
+
+    Parameters
+    ----------
+    noises
+        One for each layer, of the same replicates.
+    batch
+        Batch size of one replicate.
+
+    Raises
+    ------
+    ValueError
+        If there is no layer, or the numbers of replicates differ.
+    """
+    if not noises or len({n.replicates for n in noises}) > 1:
+        raise ValueError("expected layers with the same number of replicates")
+    count = noises[0].replicates
+    squares = math.fsum(n.mean_square for n in noises)
+    noisy = math.fsum(n.variance * n.shape[0] * n.shape[1] for n in noises)
+    whole = Noise(count, (1, 1), noisy, squares, math.nan, 1 - noisy / squares)
+    return whole.noise_scale(batch)

@@ -1,0 +1,341 @@
+"""Replicates of one gradient: checked, promoted, in an order of their own, in chunks that fit.
+
+R replicates of shape p x q, C of them in a chunk. They may wait on the host while a device works: then
+the next chunk travels on a side stream. Half precision becomes float32 before anything is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+BUDGET = 256 * 2**20
+"""Bytes that a chunk of replicates and what is computed from it may take, unless told otherwise."""
+
+# Replicates closer to each other than this share of the distance that noise makes are one and the same.
+_SAME = 1e-4
+
+
+class ReplicateError(ValueError):
+    """Replicates that cannot be measured; the message names the layer and, where it can, the replicate."""
+
+
+def as_matrix(tensor: Tensor, *, layer: str = "") -> Tensor:
+    """Return a parameter or gradient as a matrix: itself, or a convolution as outputs x everything else.
+
+    Raises
+    ------
+    ReplicateError
+        If it has fewer than two dimensions.
+    """
+    if tensor.ndim < 2:
+        raise ReplicateError(
+            f"{named(layer)}: has shape {tuple(tensor.shape)}; singular directions need a matrix. "
+            f"Leave out parameters with fewer than two dimensions."
+        )
+    return tensor if tensor.ndim == 2 else tensor.reshape(tensor.shape[0], -1)
+
+
+def named(layer: str) -> str:
+    """Return how messages call a layer."""
+    return f"layer {layer!r}" if layer else "the layer"
+
+
+def promoted(tensor: Tensor) -> Tensor:
+    """Return float32 for half precision, else the tensor itself."""
+    return tensor.float() if tensor.dtype in {torch.bfloat16, torch.float16} else tensor
+
+
+@dataclass(frozen=True)
+class Replicates:
+    """R replicates of a p x q gradient.
+
+    Attributes
+    ----------
+    parts
+        The replicates, R tensors ``[p, q]`` of one type.
+    layer
+        What messages call them.
+    device
+        Where the work is done.
+    budget
+        Bytes that a chunk may take on that device.
+    squares
+        Sum of squares of each replicate, float64.
+    order
+        Replicates in ascending order of ``squares``: sums that follow it do not depend on the order in
+        which the replicates were given.
+    """
+
+    parts: tuple[Tensor, ...]
+    layer: str
+    device: torch.device
+    budget: int
+    squares: tuple[float, ...]
+    order: tuple[int, ...]
+    _feed: _Feed = field(repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        G: Tensor | Sequence[Tensor],
+        *,
+        layer: str = "",
+        least: int = 2,
+        device: torch.device | str | None = None,
+        budget: int = BUDGET,
+    ) -> Replicates:
+        """Check replicates and read each of them once.
+
+        Parameters
+        ----------
+        G
+            ``[R, p, q]``, or R tensors ``[p, q]``; any floating type, on any device.
+        layer
+            What messages call them.
+        least
+            Smallest R that the caller can use.
+        device
+            Where to work; by default where the replicates are.
+        budget
+            Bytes that a chunk of them, and what is computed from it, may take there.
+
+        Raises
+        ------
+        ReplicateError
+            If there are too few, if they are not real matrices of one shape and type, if one holds NaN
+            or infinite values, or if all are zero.
+        """
+        parts = _parts(G, layer, least)
+        there = torch.device(device) if device is not None else parts[0].device
+        feed = _Feed(parts, there)
+        squares = []
+        for a, x in feed.each():
+            # The norm is accumulated in float64 without a float64 copy of the replicate.
+            norm = float(torch.linalg.vector_norm(promoted(x), dtype=torch.float64))
+            if not math.isfinite(norm):
+                raise ReplicateError(
+                    f"{named(layer)}: replicate {a} holds NaN or infinite values. "
+                    f"Leave that replicate out, or find their birthplace with `backlight nan`."
+                )
+            squares.append(norm * norm)
+        if not any(squares):
+            raise ReplicateError(
+                f"{named(layer)}: all {len(parts)} replicates are zero; zero has no directions."
+            )
+        order = tuple(sorted(range(len(parts)), key=squares.__getitem__))
+        return cls(parts, layer, there, budget, tuple(squares), order, feed)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape p, q of one replicate."""
+        p, q = self.parts[0].shape
+        return p, q
+
+    def wide(self) -> Replicates:
+        """Return these replicates with the short side first: views, transposed where they are tall."""
+        p, q = self.shape
+        if p <= q:
+            return self
+        parts = tuple(part.mT for part in self.parts)
+        return replace(self, parts=parts, _feed=_Feed(parts, self.device))
+
+    def refuse_zero(self) -> None:
+        """Refuse a replicate that is zero, which has no directions.
+
+        Raises
+        ------
+        ReplicateError
+            If there is one.
+        """
+        for a, square in enumerate(self.squares):
+            if square == 0:
+                raise ReplicateError(
+                    f"{named(self.layer)}: replicate {a} is zero and has no directions; was the layer used "
+                    f"in that batch? Leave that replicate out."
+                )
+
+    def one(self, a: int) -> Tensor:
+        """Return replicate ``a``, promoted, on the device."""
+        return promoted(self.parts[a].to(self.device))
+
+    def mean(self) -> Tensor:
+        """Return the mean ``[p, q]`` in float64 on the device."""
+        total = torch.zeros(self.shape, dtype=_wide(self.device), device=self.device)
+        for _, x in self._feed.each(self.order):
+            total += x
+        return total / len(self)
+
+    def chunks(self, work: Callable[[tuple[int, ...], Tensor], None], *, bytes_each: int) -> int:
+        """Call ``work(indices, x_Cpq)`` on all replicates, in :attr:`order`, as many at once as fit.
+
+        Where memory does not suffice the chunk is halved, and halved it stays; ``work`` must leave
+        nothing behind when it fails.
+
+        Parameters
+        ----------
+        work
+            What to do with a chunk of promoted replicates on the device.
+        bytes_each
+            What one replicate takes there, with all that is computed from it.
+
+        Returns
+        -------
+        int
+            The size of the last chunk that was tried.
+
+        Raises
+        ------
+        ReplicateError
+            If memory does not suffice for one replicate.
+        """
+        size = max(1, min(len(self), self.budget // max(bytes_each, 1)))
+        begin = 0
+        while begin < len(self):
+            indices = self.order[begin : begin + size]
+            ahead = self.order[begin + size : begin + 2 * size]
+            try:
+                work(indices, self._feed.load(indices, ahead))
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                self._refuse(error, indices)
+                size = max(1, len(indices) // 2)
+                self._feed.forget()
+                continue
+            begin += len(indices)
+        return size
+
+    def _refuse(self, error: BaseException, indices: tuple[int, ...]) -> None:
+        # Raises, unless a smaller chunk could help.
+        if not out_of_memory(error):
+            raise error
+        if len(indices) == 1:
+            p, q = self.shape
+            raise ReplicateError(
+                f"{named(self.layer)}: out of memory on {self.device} with a single replicate of "
+                f"{p} x {q} (replicate {indices[0]}). Measure this layer on another device."
+            ) from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error means that memory did not suffice, on any device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    # What the allocator of the host raises has no type of its own.
+    return isinstance(error, RuntimeError) and "not enough memory" in str(error)
+
+
+def check_distinct(replicates: Replicates, sigma2: float) -> None:
+    """Refuse replicates of the same data: they agree perfectly, and their echo would be a lie.
+
+    Two replicates are the same where their squared distance is below 1e-4 of the ``2 sigma^2 p q``
+    that noise puts between them. Only neighbours in norm are compared.
+
+    Raises
+    ------
+    ReplicateError
+        If two replicates are the same, or no replicate differs from the others.
+    """
+    p, q = replicates.shape
+    expected = 2 * sigma2 * p * q
+    for a, b in zip(replicates.order, replicates.order[1:], strict=False):
+        one, other = replicates.squares[a], replicates.squares[b]
+        # |‖x‖ - ‖y‖| <= ‖x - y‖: most pairs are told apart by their norms.
+        if (math.sqrt(other) - math.sqrt(one)) ** 2 > _SAME * expected:
+            continue
+        x, y = (promoted(replicates.parts[i]).to(replicates.device) for i in (a, b))
+        distance = float(torch.linalg.vector_norm(x - y, dtype=torch.float64)) ** 2
+        if distance <= _SAME * expected:
+            raise ReplicateError(
+                f"{named(replicates.layer)}: replicates {min(a, b)} and {max(a, b)} are the same, as if "
+                f"both had seen the same data. Give each rank and microbatch data of its own."
+            )
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # there is no float64 there
+
+
+def _parts(G: Tensor | Sequence[Tensor], layer: str, least: int) -> tuple[Tensor, ...]:
+    if isinstance(G, Tensor) and G.ndim != 3:
+        raise ReplicateError(
+            f"{named(layer)}: expected replicates [R, p, q], got shape {tuple(G.shape)}. "
+            f"Parameters with one dimension have no singular directions; reshape convolutions."
+        )
+    parts = tuple(part.detach() for part in G)
+    if len(parts) < least:
+        raise ReplicateError(
+            f"{named(layer)}: {len(parts)} replicate(s), at least {least} are needed. "
+            f"Use more microbatches or more ranks."
+        )
+    first = parts[0]
+    for a, part in enumerate(parts):
+        if part.ndim != 2 or not part.numel():
+            raise ReplicateError(
+                f"{named(layer)}: replicate {a} has shape {tuple(part.shape)}; expected a matrix."
+            )
+        if part.shape != first.shape or part.dtype != first.dtype:
+            raise ReplicateError(
+                f"{named(layer)}: replicate {a} is {part.dtype} {tuple(part.shape)}, "
+                f"replicate 0 is {first.dtype} {tuple(first.shape)}; they must be alike."
+            )
+    if not first.dtype.is_floating_point:
+        raise ReplicateError(f"{named(layer)}: replicates are {first.dtype}; expected real floating values.")
+    return parts
+
+
+class _Feed:
+    """Brings replicates to the device; from the host to CUDA on a side stream, one chunk ahead."""
+
+    def __init__(self, parts: tuple[Tensor, ...], device: torch.device) -> None:
+        self._parts = parts
+        self._device = device
+        travels = device.type == "cuda" and parts[0].device.type == "cpu"
+        self._stream = torch.cuda.Stream(device) if travels else None  # type: ignore[no-untyped-call]  # torch's
+        self._ahead: dict[tuple[int, ...], Tensor] = {}
+
+    def each(self, order: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield index and promoted replicate, one by one."""
+        indices = range(len(self._parts)) if order is None else order
+        for position, a in enumerate(indices):
+            if self._stream is None:
+                yield a, promoted(self._parts[a].to(self._device))
+            else:
+                yield a, self.load((a,), tuple(indices[position + 1 : position + 2]))[0]
+
+    def load(self, indices: tuple[int, ...], ahead: tuple[int, ...]) -> Tensor:
+        """Return promoted ``[C, p, q]``, and set out to fetch those that come next."""
+        if self._stream is None:
+            return promoted(torch.stack([self._parts[a].to(self._device) for a in indices]))
+        moved = self._ahead.pop(indices, None)
+        if moved is None:
+            moved = self._send(indices)
+        here = torch.cuda.current_stream(self._device)
+        here.wait_stream(self._stream)
+        moved.record_stream(here)  # its memory must not be reused while this stream still reads it
+        self.forget()
+        if ahead:
+            self._ahead[ahead] = self._send(ahead)
+        return promoted(moved)
+
+    def forget(self) -> None:
+        """Let go of what was fetched ahead."""
+        self._ahead.clear()
+
+    def _send(self, indices: tuple[int, ...]) -> Tensor:
+        staged = torch.stack([self._parts[a] for a in indices]).pin_memory()
+        with _on(self._stream):
+            return staged.to(self._device, non_blocking=True)
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    with torch.cuda.stream(stream):
+        yield

@@ -1,0 +1,212 @@
+"""What noise does to the singular values of a gradient, and what two shrinkers make of them.
+
+Everything here is arithmetic on a few numbers, in float64. The model is the spiked matrix
+``G = sum_i s_i u_i v_i^T + E`` with independent entries of ``E`` of variance ``sigma^2`` and shape p x q:
+Benaych-Georges and Nadakuditi, "The singular values and vectors of low rank perturbations of large
+rectangular random matrices", J. Multivariate Anal. 111 (2012), arXiv:1103.2221. It is exact for large
+matrices; at finite size quantities near the threshold move by a relative amount of order D^(-2/3).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Float64 = NDArray[np.float64]
+
+MUON = (3.4445, -4.7750, 2.0315)
+"""Quintic coefficients a, b, c of Muon's Newton-Schulz iteration: Keller Jordan, "Muon: an optimizer for
+hidden layers in neural networks" (2024), and the defaults of ``torch.optim.Muon``."""
+
+MUON_STEPS = 5
+"""Iterations that Muon makes by default (same source)."""
+
+# 99 % quantile of the Tracy-Widom law of order 1 (Tracy and Widom, Comm. Math. Phys. 177, 1996).
+_TRACY_WIDOM_99 = 2.0234
+
+
+@dataclass(frozen=True)
+class Spike:
+    """What the spiked model expects of directions of strength ``s``; all arrays have the shape of ``s``.
+
+    Attributes
+    ----------
+    strength
+        Singular value without noise, in the unit of the gradient; 0 where an observed value is not
+        above the bulk.
+    value
+        Singular value with noise; the bulk edge where the direction is not detectable.
+    left, right
+        Squared cosine between the noisy and the true left (length p) and right (length q) direction.
+    echo
+        Expected spectral echo, ``sqrt(left * right)``; 0 below the threshold.
+    shrunk
+        What the Frobenius-optimal shrinker of Gavish and Donoho makes of ``value``: ``strength * echo``.
+    """
+
+    strength: Float64
+    value: Float64
+    left: Float64
+    right: Float64
+    echo: Float64
+    shrunk: Float64
+
+
+def bulk_edge(sigma: float, p: int, q: int) -> float:
+    """Return the largest singular value of pure noise, ``sigma (sqrt p + sqrt q)``, for large matrices."""
+    return sigma * (math.sqrt(p) + math.sqrt(q))
+
+
+def upper_edge(sigma: float, p: int, q: int) -> float:
+    """Return what the largest singular value of p x q pure noise exceeds in one case out of a hundred.
+
+    The Tracy-Widom law for sample covariances: Johnstone, Ann. Statist. 29 (2001).
+    """
+    root_p, root_q = math.sqrt(p), math.sqrt(q)
+    spread = (root_p + root_q) * (1 / root_p + 1 / root_q) ** (1 / 3)
+    return sigma * math.sqrt((root_p + root_q) ** 2 + _TRACY_WIDOM_99 * spread)
+
+
+def threshold(sigma: float, p: int, q: int) -> float:
+    """Return the strength ``s_c = sigma (p q)^(1/4)`` below which no direction can be found."""
+    return sigma * math.sqrt(math.sqrt(p * q))
+
+
+def predict(strength: ArrayLike, sigma: float, p: int, q: int) -> Spike:
+    """Return what is to be expected of directions of known strength.
+
+    Parameters
+    ----------
+    strength
+        Singular values of the gradient without noise, any shape, in the unit of the gradient.
+    sigma
+        Standard deviation of the noise of one entry.
+    p, q
+        Shape of the gradient.
+
+    Raises
+    ------
+    ValueError
+        If ``sigma`` is negative or not finite, or the shape is empty.
+    """
+    _check(sigma, p, q)
+    s = np.asarray(strength, dtype=np.float64)
+    # In units of the largest strength no square leaves the range of a float64.
+    unit = max(float(np.max(np.abs(s), initial=0.0)), sigma) or 1.0
+    x, noise = (s / unit) ** 2, (sigma / unit) ** 2
+    seen = x**2 > noise**2 * (p * q)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        excess = x**2 - noise**2 * (p * q)
+        value = np.sqrt((x + noise * p) * (x + noise * q) / x) * unit
+        left = excess / (x * (x + noise * p))
+        right = excess / (x * (x + noise * q))
+    left, right = np.where(seen, left, 0.0), np.where(seen, right, 0.0)
+    echo = np.sqrt(left * right)
+    return Spike(s, np.where(seen, value, bulk_edge(sigma, p, q)), left, right, echo, s * echo)
+
+
+def infer(value: ArrayLike, sigma: float, p: int, q: int) -> Spike:
+    """Return the strength of the directions behind observed singular values, and what follows from it.
+
+    The inverse of :func:`predict`: with ``b = y^2 - sigma^2 (p + q)`` and ``delta = b^2 - 4 p q sigma^4``
+    the strength is ``sqrt((b + sqrt(delta)) / 2)``. Values that are not above the bulk edge have
+    strength 0. Parameters and errors are those of :func:`predict`.
+    """
+    _check(sigma, p, q)
+    y = np.asarray(value, dtype=np.float64)
+    unit = max(float(np.max(np.abs(y), initial=0.0)), sigma) or 1.0
+    noise = (sigma / unit) ** 2
+    b = (y / unit) ** 2 - noise * (p + q)
+    delta = b**2 - 4 * (p * q) * noise**2
+    seen = (b > 0) & (delta > 0)
+    b, delta = np.where(seen, b, 0.0), np.where(seen, delta, 0.0)
+    s = np.sqrt((b + np.sqrt(delta)) / 2) * unit
+    spike = predict(s, sigma, p, q)
+    return Spike(s, y, spike.left, spike.right, spike.echo, spike.shrunk)
+
+
+def gavish_donoho(value: ArrayLike, sigma: float, p: int, q: int) -> Float64:
+    """Return the Frobenius-optimal estimate of singular values that were observed in noise.
+
+    ``sqrt((y^2 - (p + q) sigma^2)^2 - 4 p q sigma^4) / y`` above the bulk edge, 0 below: Gavish and
+    Donoho, "Optimal shrinkage of singular values", IEEE Trans. Inf. Theory 63 (2017), arXiv:1405.7511.
+    Parameters and errors are those of :func:`infer`.
+    """
+    return infer(value, sigma, p, q).shrunk
+
+
+def newton_schulz(
+    value: ArrayLike,
+    *,
+    steps: int = MUON_STEPS,
+    coefficients: tuple[float, float, float] = MUON,
+) -> Float64:
+    """Return what Newton-Schulz iterations make of singular values in [0, 1].
+
+    Each step maps ``x`` to ``a x + b x^3 + c x^5``; a matrix polynomial acts on singular values alone.
+    """
+    a, b, c = coefficients
+    x = np.asarray(value, dtype=np.float64)
+    for _ in range(steps):
+        x = x * (a + x**2 * (b + c * x**2))
+    return x
+
+
+def muon(value: ArrayLike, frobenius: float, *, steps: int = MUON_STEPS) -> Float64:
+    """Return the singular values of the update that Muon makes of a matrix, before its learning rate.
+
+    Parameters
+    ----------
+    value
+        Singular values of the matrix.
+    frobenius
+        Its Frobenius norm, by which Muon divides first.
+    steps
+        Iterations.
+
+    Raises
+    ------
+    ValueError
+        If the norm is not positive: Muon's update of a zero matrix is zero, and has no curve.
+    """
+    if not frobenius > 0 or not math.isfinite(frobenius):
+        raise ValueError(f"the Frobenius norm must be positive and finite, got {frobenius!r}")
+    return newton_schulz(np.asarray(value, dtype=np.float64) / frobenius, steps=steps)
+
+
+def mixing(strength: ArrayLike, sigma: float) -> Float64:
+    """Return the angle, in radians, by which noise turns neighbouring directions into one another.
+
+    For strengths ``s_i > s_j`` first-order perturbation gives an angle with variance
+    ``sigma^2 (s_i^2 + s_j^2) / (s_i^2 - s_j^2)^2`` (left and right alike). Result ``[K - 1]`` for ``[K]``
+    strengths: the root of it for each pair of neighbours, infinite where they are equal.
+    """
+    s = np.asarray(strength, dtype=np.float64)
+    unit = float(np.max(np.abs(s), initial=0.0)) or 1.0
+    x = (s / unit) ** 2
+    with np.errstate(divide="ignore", invalid="ignore"):
+        angle = (sigma / unit) * np.sqrt(x[:-1] + x[1:]) / np.abs(x[:-1] - x[1:])
+    return np.where(np.isnan(angle), np.inf, angle)
+
+
+def clusters(strength: ArrayLike, sigma: float, *, angle: float = 0.3) -> tuple[tuple[int, int], ...]:
+    """Group directions that noise turns into one another by more than ``angle`` radians.
+
+    Single directions of a group cannot be told apart, their span can: see
+    :func:`backlight.measure.echo.block_reverb`. Returned are half-open ranges ``(begin, end)`` that
+    cover all directions in order; a range of length 1 is a direction that stands alone.
+    """
+    s = np.asarray(strength, dtype=np.float64)
+    cuts = [i + 1 for i, turned in enumerate(mixing(s, sigma)) if turned <= angle]
+    ends = [*cuts, len(s)] if len(s) else []
+    return tuple(zip([0, *cuts], ends, strict=False)) if ends else ()
+
+
+def _check(sigma: float, p: int, q: int) -> None:
+    if not (sigma >= 0 and math.isfinite(sigma)):
+        raise ValueError(f"sigma must be finite and not negative, got {sigma!r}")
+    if p < 1 or q < 1:
+        raise ValueError(f"the shape must not be empty, got {p} x {q}")

@@ -1,0 +1,291 @@
+"""Which singular directions of a gradient would come back with other data: the whole measurement.
+
+R replicates of a p x q gradient, D = min(p, q), K <= D directions measured. Directions are numbered by
+the mean of all replicates, strongest first; the directions of a replicate are aligned with the mean of
+the *others*, because a reference that contains the replicate is drawn towards it. What was not measured
+is NaN, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from backlight.measure import echo as estimate
+from backlight.measure.alignment import Method as AlignmentMethod
+from backlight.measure.alignment import align, overlap_scores
+from backlight.measure.decomposition import Method, decompose
+from backlight.measure.echo import Estimator
+from backlight.measure.krylov import Directions
+from backlight.measure.noise import Noise, noise_about
+from backlight.measure.null import Null
+from backlight.measure.plan import Plan, plan, strengths
+from backlight.measure.replicates import BUDGET, Replicates, check_distinct
+from backlight.measure.result import SpectralEcho, to_length
+from backlight.measure.shrinkage import clusters, gavish_donoho, predict
+
+Int64 = NDArray[np.int64]
+
+# The echo of a block of directions costs their number squared.
+_WIDEST_BLOCK = 128
+
+
+def spectral_echo(
+    G: Tensor | Sequence[Tensor],
+    *,
+    layer: str = "",
+    method: Method = "auto",
+    max_directions: int | None = None,
+    estimator: Estimator = "triple",
+    alignment: AlignmentMethod = "hungarian",
+    confidence: float = 0.95,
+    draws: int = 200,
+    null_draws: int = 8,
+    device: torch.device | str | None = None,
+    budget: int = BUDGET,
+    seed: int = 0,
+) -> SpectralEcho:
+    """Measure the spectral echo of a gradient from its replicates.
+
+    Parameters
+    ----------
+    G
+        ``[R, p, q]``, or R tensors ``[p, q]``, R >= 3, of any floating type and on any device: gradients
+        of batches of one size with data of their own, before any reduction.
+    layer
+        What messages and the result call it.
+    method
+        ``"auto"``: all directions where D is at most 320, else the identifiable ones, by a search
+        where they are few and by the Gram matrix in float64 where they are many. ``"svd"`` measures all
+        directions of any matrix, at the price of 2 R full decompositions.
+    max_directions
+        Most directions to measure.
+    estimator
+        ``"triple"`` (mean over the replicates of corrected triple least squares) or ``"pooled"``.
+    alignment
+        ``"hungarian"`` or ``"greedy"``.
+    confidence
+        Of the intervals.
+    draws, null_draws
+        Weightings of the bootstrap, and shufflings of the null.
+    device
+        Where to work; by default where the replicates are. From the host to CUDA they travel in chunks.
+    budget
+        Bytes that a chunk may take there.
+    seed
+        Of bootstrap and null.
+
+    Returns
+    -------
+    SpectralEcho
+        Independent of the order of the replicates and, to the tolerance of the decomposition (echo to
+        1e-3), of chunks and method.
+
+    Raises
+    ------
+    ReplicateError
+        If there are fewer than three replicates, they are not matrices of one shape and type, one holds
+        NaN or infinite values, one is zero, or two are the same.
+    DecompositionError
+        If the decomposition of a replicate does not converge.
+    ValueError
+        If an option is unknown.
+    """
+    if estimator not in estimate.ESTIMATORS:
+        raise ValueError(f"estimator must be 'triple' or 'pooled', got {estimator!r}")
+    given = Replicates.of(G, layer=layer, least=3, device=device, budget=budget)
+    given.refuse_zero()
+    tall = given.shape[0] > given.shape[1]
+    wide = given.wide()
+    mean = wide.mean()
+    level = noise_about(wide, mean)
+    check_distinct(wide, level.variance)
+    work = _Work(wide, mean, level, method, max_directions, Null(null_draws, seed, alignment))
+    work.run()
+    result = _result(work, estimator, draws, confidence, seed)
+    if tall:
+        result = replace(
+            result,
+            shape=given.shape,
+            noise=replace(level, shape=given.shape),
+            left_alignment=result.right_alignment,
+            right_alignment=result.left_alignment,
+        )
+    return result
+
+
+class _Work:
+    """Directions of every replicate, aligned; positions follow the order of the replicates."""
+
+    def __init__(
+        self,
+        wide: Replicates,
+        mean: Tensor,
+        level: Noise,
+        method: Method,
+        max_directions: int | None,
+        null: Null,
+    ) -> None:
+        self.wide, self.level, self.null = wide, level, null
+        pilot = wide.one(wide.order[0])
+        self.plan: Plan = plan(
+            mean.to(pilot.dtype), pilot, level, method=method, max_directions=max_directions, layer=wide.layer
+        )
+        R, K, J = len(wide), self.plan.directions, self.plan.candidates
+        p, q = wide.shape
+        # The mean of the others is R/(R-1) of the mean less 1/(R-1) of the replicate.
+        self.scaled_mean = (mean * (R / (R - 1))).to(pilot.dtype)
+        self.left_RpJ = pilot.new_empty((R, p, J) if K else (R, p, 0))
+        self.right_RqJ = pilot.new_empty((R, q, J) if K else (R, q, 0))
+        self.values_RJ = np.full((R, J), np.nan)
+        self.diagonal_RJ = np.full((R, J), np.nan)
+        self.residual_RJ = np.full((R, J), np.nan)
+        self.permutation_RK = np.zeros((R, K), dtype=np.int64)
+        self.score_RK, self.ambiguity_RK = np.zeros((R, K)), np.zeros((R, K))
+        self.overlaps_2RK = np.zeros((2, R, K))
+        self.shuffled: Int64 = np.zeros((R, null.draws, 0), dtype=np.int64)
+
+    def run(self) -> None:
+        """Go through all replicates, in chunks that fit."""
+        if not self.plan.directions:
+            return
+        p, q = self.wide.shape
+        size = self.left_RpJ.element_size()
+        each = {
+            "randomized": 4 * p * q * size + 4 * (p + q) * 256 * size,
+            "gram": 3 * p * q * size + 3 * (p * q + p * p) * 8,
+            "svd": 8 * p * q * size,
+        }
+        shuffled: dict[int, Int64] = {}
+        place = {a: position for position, a in enumerate(self.wide.order)}
+
+        def work(indices: tuple[int, ...], A_Cpq: Tensor) -> None:
+            self._chunk([place[a] for a in indices], indices, A_Cpq, shuffled)
+
+        self.wide.chunks(work, bytes_each=each[self.plan.method])
+        self.shuffled = np.stack([shuffled[position] for position in range(len(self.wide))])
+
+    def _chunk(
+        self, positions: list[int], names: tuple[int, ...], A_Cpq: Tensor, shuffled: dict[int, Int64]
+    ) -> None:
+        plan, K = self.plan, self.plan.directions
+        R = len(self.wide)
+        found = decompose(
+            A_Cpq, plan.candidates, method=plan.method, edge=plan.edge, wanted=K,
+            layer=self.wide.layer, names=names,
+        )  # fmt: skip
+        others_Cpq = A_Cpq.mul_(-1 / (R - 1)).add_(self.scaled_mean)
+        refs = decompose(
+            others_Cpq, K, method=plan.method, edge=plan.mean_edge, start_pb=plan.mean.left[0, :, :K],
+            layer=self.wide.layer, names=[f"the others than {a}" for a in names],
+        )  # fmt: skip
+        self.left_RpJ[positions] = found.left
+        self.right_RqJ[positions] = found.right
+        self.values_RJ[positions] = found.values.cpu().numpy()
+        self.residual_RJ[positions] = found.residual.cpu().numpy()
+        self.diagonal_RJ[positions] = estimate.unbiased_diagonal(found.left, found.right, others_Cpq)
+        for c, position in enumerate(positions):
+            self._align(c, position, found, refs)
+            shuffled[position] = self.null.permutations(
+                position, found.left[c], found.right[c], refs.left[c], refs.right[c]
+            )
+
+    def _align(self, c: int, position: int, found: Directions, refs: Directions) -> None:
+        """Assign the candidates of one replicate to the directions of the mean, by way of its reference."""
+        mean, K = self.plan.mean, self.plan.directions
+        method = self.null.alignment
+        names = overlap_scores(
+            torch.matmul(refs.left[c].T, mean.left[0, :, :K]).cpu().numpy(),
+            torch.matmul(refs.right[c].T, mean.right[0, :, :K]).cpu().numpy(),
+        )
+        numbered = align(names, method=method).permutation
+        chosen = torch.from_numpy(numbered).to(found.left.device)
+        left = torch.matmul(found.left[c].T, refs.left[c][:, chosen]).abs().cpu().numpy()
+        right = torch.matmul(found.right[c].T, refs.right[c][:, chosen]).abs().cpu().numpy()
+        aligned = align(overlap_scores(left, right), method=method)
+        self.permutation_RK[position] = aligned.permutation
+        self.score_RK[position], self.ambiguity_RK[position] = aligned.score, aligned.ambiguity
+        columns = np.arange(K)
+        self.overlaps_2RK[0, position] = left[aligned.permutation, columns]
+        self.overlaps_2RK[1, position] = right[aligned.permutation, columns]
+
+    def aligned(self, columns_RnJ: Tensor) -> Tensor:
+        """Return ``[R, n, K]``: the columns of every replicate in the order of the directions."""
+        chosen = torch.from_numpy(self.permutation_RK).to(columns_RnJ.device)
+        return torch.stack([x[:, order] for x, order in zip(columns_RnJ, chosen, strict=True)])
+
+
+def _result(work: _Work, estimator: Estimator, draws: int, confidence: float, seed: int) -> SpectralEcho:
+    wide, level, plan = work.wide, work.level, work.plan
+    R, K, D = len(wide), plan.directions, wide.shape[0]
+    p, q = wide.shape
+    null_K = np.full(K, np.nan)
+    if K and work.null.draws:
+        by_chance = work.null.echoes(work.left_RpJ, work.right_RqJ, work.shuffled, estimator)
+        null_K[:] = np.nanquantile(by_chance, 0.95)
+    left_RpK, right_RqK = work.aligned(work.left_RpJ), work.aligned(work.right_RqJ)
+    Z_KRR = estimate.reverb(left_RpK, right_RqK)
+    zeta_KR = estimate.triple(Z_KRR)
+    strength_K = strengths(plan, level, p, q)
+    blocks = clusters(strength_K[: min(plan.identifiable, K)], level.sigma)
+    block_K = np.full(K, np.nan)
+    narrow = [block for block in blocks if block[1] - block[0] <= _WIDEST_BLOCK]
+    for block, value in zip(
+        narrow,
+        estimate.ESTIMATORS[estimator](estimate.block_reverb(left_RpK, right_RqK, narrow)),
+        strict=True,
+    ):
+        block_K[slice(*block)] = value
+    intervals = {
+        name: estimate.interval_of_echo(Z_KRR, estimator=name, draws=draws, confidence=confidence, seed=seed)
+        for name in dict.fromkeys((estimator, "pooled"))
+    }
+    values_RK = np.take_along_axis(work.values_RJ, work.permutation_RK, 1)
+    diagonal_RK = np.take_along_axis(work.diagonal_RJ, work.permutation_RK, 1)
+    tail = (1 - confidence) / 2
+    back = np.argsort(np.asarray(wide.order))
+    top = work.values_RJ[:, :1]
+    median = np.median(values_RK, axis=0)
+    # A candidate that has not converged is no singular value yet.
+    final = work.residual_RJ <= 0.01 * work.values_RJ
+    result = SpectralEcho(
+        layer=wide.layer,
+        shape=(p, q),
+        replicates=R,
+        method=plan.method,
+        estimator=estimator,
+        noise=level,
+        identifiable=plan.identifiable,
+        measured=K,
+        echo=estimate.ESTIMATORS[estimator](Z_KRR),
+        interval=intervals[estimator],
+        null=null_K,
+        by_replicate=zeta_KR.T[back],
+        pooled=estimate.pooled(Z_KRR),
+        pooled_interval=intervals["pooled"],
+        diagonal=np.mean(diagonal_RK, axis=0),
+        diagonal_interval=estimate.bootstrap(
+            R, lambda w: w @ diagonal_RK / R, draws=draws, confidence=confidence, seed=seed
+        ),
+        residual=estimate.residual(Z_KRR, zeta_KR),
+        blocks=blocks,
+        block_echo=block_K,
+        singular_values=np.where(final, work.values_RJ, np.nan)[back],
+        singular_value=median,
+        singular_value_interval=np.quantile(values_RK, [tail, 1 - tail], axis=0).T,
+        strength=strength_K,
+        expected=predict(strength_K, level.sigma, p, q).echo,
+        shrunk=gavish_donoho(median, level.sigma, p, q),
+        left_alignment=np.median(work.overlaps_2RK[0], axis=0),
+        right_alignment=np.median(work.overlaps_2RK[1], axis=0),
+        score=work.score_RK[back],
+        ambiguity=work.ambiguity_RK[back],
+        permutation=work.permutation_RK[back],
+        solver_residual=(np.take_along_axis(work.residual_RJ, work.permutation_RK, 1) / top)[back],
+    )
+    return to_length(result, D)

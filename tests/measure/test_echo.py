@@ -1,0 +1,181 @@
+"""Estimators against algebra, against the slow form of their definition, and against planted echoes."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backlight.measure import echo
+
+SETTINGS = settings(deadline=None, max_examples=60)
+ZETAS = st.lists(st.floats(0.02, 1.0), min_size=3, max_size=12)
+
+
+def outer(zeta):
+    zeta = np.asarray(zeta, dtype=np.float64)
+    return zeta[..., :, None] * zeta[..., None, :]
+
+
+def noisy(R=6, size=None, seed=0):
+    Z = np.random.default_rng(seed).normal(size=(*(size or ()), R, R))
+    return Z + Z.swapaxes(-1, -2)
+
+
+@SETTINGS
+@given(ZETAS)
+def test_oracle_a_the_echo_of_every_replicate_comes_back(zeta):
+    np.testing.assert_allclose(echo.triple(outer(zeta)), zeta, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(echo.triple_mean(outer(zeta)), np.mean(zeta), rtol=1e-12)
+
+
+@SETTINGS
+@given(ZETAS, st.floats(-5, 5))
+def test_the_diagonal_does_not_matter(zeta, diagonal):
+    Z = outer(zeta)
+    np.fill_diagonal(Z, diagonal)
+    np.testing.assert_allclose(echo.triple(Z), zeta, rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(echo.pooled(Z), echo.pooled(outer(zeta)))
+
+
+@SETTINGS
+@given(st.floats(0.05, 1.0), st.integers(3, 20))
+def test_the_form_without_the_subtraction_is_low(zeta, R):
+    """The common form and its known bias: what is subtracted here is needed."""
+    Z = outer(np.full(R, zeta))
+    np.fill_diagonal(Z, 0)
+    common = np.sqrt(((Z @ Z) * Z).sum(1) / (Z**2).sum())
+    np.testing.assert_allclose(common, zeta * np.sqrt((R - 2) / R), rtol=1e-10)
+    np.testing.assert_allclose(echo.triple(Z), zeta, rtol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_triples_against_their_definition(seed):
+    """Least squares over every pair of other replicates, one by one, with weights."""
+    R = 5
+    Z, w = noisy(R, seed=seed), np.random.default_rng(seed).uniform(0.1, 3, R)
+    expected = []
+    for a in range(R):
+        pairs = [(b, c) for b, c in itertools.permutations(range(R), 2) if a not in {b, c}]
+        above = sum(w[b] * w[c] * Z[a, b] * Z[a, c] * Z[b, c] for b, c in pairs)
+        below = sum(w[b] * w[c] * Z[b, c] ** 2 for b, c in pairs)
+        expected.append(np.sign(above) * np.sqrt(abs(above / below)))
+    np.testing.assert_allclose(echo.triple(Z, w), expected, rtol=1e-12)
+    mean = sum(w[a] * w[b] * Z[a, b] for a, b in itertools.permutations(range(R), 2))
+    mean /= sum(w[a] * w[b] for a, b in itertools.permutations(range(R), 2))
+    np.testing.assert_allclose(echo.pooled(Z, w), np.sign(mean) * np.sqrt(abs(mean)), rtol=1e-12)
+
+
+@SETTINGS
+@given(st.integers(0, 1000), st.floats(1e-150, 1e150))
+def test_scaling_and_order(seed, factor):
+    Z = noisy(7, (3,), seed)
+    order = np.random.default_rng(seed).permutation(7)
+    moved = Z[:, order][:, :, order]
+    np.testing.assert_allclose(echo.triple(moved), echo.triple(Z)[:, order], rtol=1e-9)
+    np.testing.assert_allclose(echo.pooled(moved), echo.pooled(Z), rtol=1e-9)
+    np.testing.assert_allclose(echo.triple(Z * factor), echo.triple(Z) * np.sqrt(factor), rtol=1e-9)
+
+
+def test_without_reverb_there_is_no_estimate():
+    assert np.isnan(echo.triple(np.zeros((4, 4)))).all()
+    assert np.isnan(echo.triple_mean(np.zeros((4, 4))))
+    assert echo.pooled(np.zeros((4, 4))) == 0
+    assert np.isnan(echo.residual(np.zeros((4, 4)), np.zeros(4)))
+
+
+def test_pure_noise_has_no_sign():
+    """The signed root keeps noise on both sides of 0."""
+    found = echo.triple_mean(noisy(8, (400,)) / 500)
+    assert abs((found > 0).mean() - 0.5) < 0.1
+
+
+def test_the_residual_tells_a_model_from_none():
+    zeta = np.array([0.9, 0.7, 0.8, 0.6])
+    assert echo.residual(outer(zeta), zeta) < 1e-12
+    swapped = outer(zeta)
+    swapped[:2, 2:] = swapped[2:, :2] = 0.02  # two replicates saw another direction
+    assert echo.residual(swapped, echo.triple(swapped)) > 0.25
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_too_few_replicates(count):
+    with pytest.raises(ValueError, match=f"{count} replicate.s., at least 3 are needed"):
+        echo.triple(np.zeros((count, count)))
+    if count < 2:
+        with pytest.raises(ValueError, match="at least 2 are needed"):
+            echo.pooled(np.zeros((count, count)))
+    with pytest.raises(ValueError, match="expected reverbs"):
+        echo.triple(np.zeros((4, 3)))
+
+
+def columns(R, n, K, dtype=torch.float64):
+    return torch.linalg.qr(torch.randn(R, n, K, dtype=dtype))[0]
+
+
+def test_reverb_against_its_definition():
+    U, V = columns(4, 9, 3), columns(4, 7, 3)
+    Z = echo.reverb(U, V)
+    assert Z.shape == (3, 4, 4)
+    for k, a, b in itertools.product(range(3), range(4), range(4)):
+        expected = 0.0 if a == b else float((U[a, :, k] @ U[b, :, k]) * (V[a, :, k] @ V[b, :, k]))
+        assert Z[k, a, b] == pytest.approx(expected, abs=1e-14)
+
+
+def test_signs_cancel():
+    U, V = columns(4, 9, 3), columns(4, 7, 3)
+    signs = torch.randint(0, 2, (4, 1, 3)) * 2.0 - 1
+    np.testing.assert_allclose(echo.reverb(U * signs, V * signs), echo.reverb(U, V), atol=1e-14)
+
+
+def test_a_block_of_one_is_a_direction_and_rotations_inside_a_block_do_not_matter():
+    U, V = columns(4, 9, 5), columns(4, 7, 5)
+    blocks = [(0, 1), (1, 4), (4, 5)]
+    Z, singles = echo.block_reverb(U, V, blocks), echo.reverb(U, V)
+    np.testing.assert_allclose(Z[[0, 2]], singles[[0, 4]], atol=1e-14)
+    turn = columns(4, 3, 3)
+    U2, V2 = U.clone(), V.clone()
+    U2[..., 1:4], V2[..., 1:4] = U[..., 1:4] @ turn, V[..., 1:4] @ turn
+    np.testing.assert_allclose(echo.block_reverb(U2, V2, blocks)[1], Z[1], atol=1e-14)
+    assert np.abs(echo.reverb(U2, V2)[1] - singles[1]).max() > 0.01
+    polar = U[..., 1:4] @ V[..., 1:4].mT
+    assert Z[1, 0, 2] == pytest.approx(float((polar[0] * polar[2]).sum()) / 3, abs=1e-14)
+
+
+def test_the_unbiased_diagonal_is_unbiased_whatever_the_directions():
+    """Directions of pure noise: their own singular value is far from 0, this mean is not."""
+    R, p, q, draws = 6, 12, 20, 300
+    torch.manual_seed(3)
+    found, own = [], []
+    for _ in range(draws):
+        G = torch.randn(R, p, q, dtype=torch.float64)
+        U, s, Vt = torch.linalg.svd(G, full_matrices=False)
+        others = (G.sum(0) - G) / (R - 1)
+        found.append(echo.unbiased_diagonal(U, Vt.mT, others)[:, 0])
+        own.append(s[:, 0].numpy())
+    assert abs(np.mean(found)) < 4 / np.sqrt((R - 1) * draws)
+    np.testing.assert_allclose(np.std(found), 1 / np.sqrt(R - 1), rtol=0.06)
+    assert np.mean(own) > 6
+
+
+def test_intervals_cover_what_they_should():
+    """Replicates with echoes of their own law: the interval of their mean holds it about nine times in ten."""
+    generator = np.random.default_rng(0)
+    R, hits, trials = 16, {"triple": 0, "pooled": 0}, 200
+    for trial in range(trials):
+        Z = outer(generator.normal(0.7, 0.1, R)) + noisy(R, seed=trial) * 0.01
+        for name in hits:
+            low, high = echo.interval_of_echo(Z[None], estimator=name, draws=300, seed=trial)[0]
+            hits[name] += low <= 0.7 <= high
+    assert all(178 <= found <= 198 for found in hits.values()), hits
+
+
+def test_intervals_are_the_same_every_time_and_narrow_with_replicates():
+    few, many = (outer(np.random.default_rng(1).normal(0.7, 0.1, R))[None] for R in (4, 64))
+    one, other = echo.interval_of_echo(few, seed=5), echo.interval_of_echo(few, seed=5)
+    np.testing.assert_array_equal(one, other)
+    assert np.ptp(echo.interval_of_echo(many)) < np.ptp(one)
+    assert echo.interval_of_echo(np.zeros((0, 4, 4))).shape == (0, 2)
+    assert np.isnan(echo.interval_of_echo(np.zeros((2, 4, 4)))).all()
