@@ -20,14 +20,15 @@ from typing import IO, TYPE_CHECKING, Any
 import backlight
 from backlight.capture.hub import HUB
 from backlight.capture.modules import holding
+from backlight.capture.optimizers import parameters_of
 from backlight.stalls import proc, rendezvous
 from backlight.stalls.beat import Beats
 from backlight.stalls.board import Board, State
 from backlight.stalls.collectives import Collectives
 from backlight.stalls.consent import allow_tracing
 from backlight.stalls.dumps import SIGNAL
-from backlight.stalls.roots import Roots
 from backlight.stalls.ending import describe
+from backlight.stalls.roots import Roots
 from backlight.stalls.thresholds import Thresholds
 from backlight.stalls.witness import Witness
 
@@ -99,7 +100,7 @@ class Stalling:
                 rendezvous.leave(self._place)
             return
         main = threading.main_thread()
-        self.beats = Beats(board, self._parameters, self._store_names, self._dropped)
+        self.beats = Beats(board, self._parameters, self._store_names, self._dropped, self._optimizer_made)
         self._roots = Roots(self.beats)
         self._collectives = Collectives(board, self._store_group)
         self._register_dump()
@@ -108,6 +109,7 @@ class Stalling:
             board.path,
             Thresholds().override(self._thresholds),
             self._document("stacks"),
+            self._document("making"),
             self._chores,
         )
         board.open(
@@ -124,13 +126,13 @@ class Stalling:
         """Take everything off, and tell the sidecar how this rank has ended."""
         if self.beats is None:
             return
-        self._detach()
-        self._witness.stop()
         if error is not None:
             # An exception of somebody else's making may refuse to be printed.
             with contextlib.suppress(Exception):
                 rendezvous.write_document(self._document("ended"), describe(error))
         state = State.FINISHED if error is None else State.FAILED
+        self._detach()
+        self._witness.stop()
         self.beats.board.close(state)
         if self._dump is not None:
             with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -155,6 +157,7 @@ class Stalling:
             HUB.add(self.beats)
             self.beats.attach()
             self._collectives.attach()
+            self._follow_early()
 
     def _detach(self) -> None:
         if self.beats is not None:
@@ -170,6 +173,22 @@ class Stalling:
             self.beats.board.close(State.FINISHED)
         reason = f"{type(error).__name__}: {error}"
         self._notice("unmeasured", {"what": "stalls from here on", "reason": reason}, None)
+
+    def _follow_early(self) -> None:
+        """Hook what is known before any training step, so that the first forward is seen as one."""
+        if self._scope.models:
+            self._roots.follow(self._scope.models)
+            return
+        known = HUB.optimizers.known()
+        if known:
+            HUB.seen.scan()
+        for optimizer in known:
+            self._optimizer_made(optimizer)
+
+    def _optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._scope.models:
+            held = {id(tensor) for tensor in parameters_of(optimizer)}
+            self._roots.follow(holding(HUB.seen.roots(), held))
 
     # What the beats ask for
 

@@ -22,6 +22,7 @@ from backlight.stalls.filing import file, say
 from backlight.stalls.gathering import Rank
 from backlight.stalls.patience import EXEMPT, patience
 from backlight.stalls.ranks import attribute, partly, unlike
+from backlight.stalls.sequel import Reported, outcome
 from backlight.stalls.stacks import compiling
 from backlight.stalls.thresholds import Thresholds
 from backlight.stalls.verdict import judge, see
@@ -52,7 +53,7 @@ class Sidecar:
         self._writer = WatchdogWriter(run, attempt_folder)
         self._ranks: dict[int, Rank] = {}
         self._quiet: dict[int, int] = {}
-        self._stalled: dict[int, float] = {}
+        self._stalled: dict[int, Reported] = {}
         self._slow: dict[int, int] = {}
         self._again: dict[int, float] = {}
         self._dead: set[int] = set()
@@ -128,16 +129,22 @@ class Sidecar:
         file(self._writer, found, views, shown, offset=self._offset)
 
     def _over(self) -> None:
-        """Say when what stood still moves again."""
-        for rank, began in list(self._stalled.items()):
-            board = self._ranks[rank].board
-            if board is not None and board.progress != self._quiet.get(rank):
-                del self._stalled[rank]
-                self._quiet.pop(rank, None)
-                self._again.pop(rank, None)
-                seconds = time.monotonic() - began
-                self._writer.event(board.step, "stall_over", {"rank": rank, "after": seconds})
-                say(f"rank {rank} moves again, {seconds:.0f} s after that verdict")
+        """Say how what stood still went on."""
+        for rank, reported in list(self._stalled.items()):
+            one = self._ranks[rank]
+            if one.board is None:
+                continue
+            found = outcome(reported, one.board, ended=one.ended, ending=one.ending)
+            if found is None:
+                continue
+            event, words = found
+            del self._stalled[rank]
+            self._quiet.pop(rank, None)
+            self._again.pop(rank, None)
+            seconds = time.monotonic() - reported.began
+            self._writer.event(one.board.step, event, {"rank": rank, "after": seconds, "how": words})
+            if not one.died or one.told_to_end:  # a death of its own is a verdict of its own
+                say(f"rank {rank} {words}, {seconds:.0f} s after that verdict")
 
     def _examine(self, due: list[Rank]) -> None:
         judgement, views = self._judge(due)
@@ -177,7 +184,7 @@ class Sidecar:
                 self._again[one.rank] = now + 2 * max(board.still, 1.0)
             else:
                 self._again.pop(one.rank, None)
-            self._stalled[one.rank] = now
+            self._stalled[one.rank] = Reported(now, board.progress, board.raised)
         if judgement.verdict is Verdict.UNKNOWN and repeated:
             return  # said before, and nothing new is known
         if self._compared and judgement.claim.startswith(self._unlike):

@@ -1,0 +1,97 @@
+"""What is said of a stall afterwards: it moves again only where a training that runs goes on twice."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from backlight.stalls.board import Board, BoardState, Slot, State, read_board
+from backlight.stalls.ending import Ending
+from backlight.stalls.sequel import ENDED, MOVES, Reported, outcome
+from backlight.store.reader import open_run
+
+
+def state(tmp_path: Path, *, progress: int, raised: int = 0, state: State = State.RUNNING) -> BoardState:
+    path = tmp_path / "rank-00000.board"
+    path.unlink(missing_ok=True)
+    board = Board(path)
+    board.open(rank=0, world=1, main_ident=1, main_tid=1, stall=None)
+    board.slots[Slot.PROGRESS], board.slots[Slot.RAISED], board.slots[Slot.STATE] = progress, raised, state
+    found = read_board(path)
+    assert found is not None
+    return found
+
+
+def test_it_moves_again_only_if_it_goes_on_twice(tmp_path: Path) -> None:
+    reported = Reported(0.0, progress=5, raised=0)
+    assert outcome(reported, state(tmp_path, progress=5)) is None
+    assert outcome(reported, state(tmp_path, progress=6)) is None
+    assert outcome(reported, state(tmp_path, progress=6)) is None
+    assert outcome(reported, state(tmp_path, progress=8)) == (MOVES, "moves again")
+
+
+@pytest.mark.parametrize(
+    ("change", "ending", "words"),
+    [
+        ({"raised": 1}, None, "ended that backward by an exception"),
+        (
+            {"raised": 1, "state": State.FAILED},
+            Ending("KeyboardInterrupt", 0.0),
+            "left its training by KeyboardInterrupt",
+        ),
+        ({"state": State.FAILED}, None, "left its training by an exception"),
+        ({"state": State.FINISHED}, None, "has ended its training"),
+    ],
+)  # fmt: skip
+def test_whatever_else_ends_it_is_told(
+    change: dict[str, int], ending: Ending | None, words: str, tmp_path: Path
+) -> None:
+    found = outcome(Reported(0.0, 5, 0), state(tmp_path, progress=9, **change), ending=ending)
+    assert found == (ENDED, words)
+
+
+def test_a_process_that_died_did_not_move(tmp_path: Path) -> None:
+    found = outcome(Reported(0.0, 5, 0), state(tmp_path, progress=9), ended="killed by SIGKILL")
+    assert found == (ENDED, "killed by SIGKILL without having moved again")
+
+
+@pytest.mark.alone
+def test_an_interrupted_hang_is_told_as_that(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, torch\n"
+        "class Stuck(torch.autograd.Function):\n"
+        "    @staticmethod\n"
+        "    def forward(ctx, x):\n"
+        "        return x.clone()\n"
+        "    @staticmethod\n"
+        "    def backward(ctx, grad):\n"
+        "        time.sleep(60)\n"
+        "        return grad\n"
+        "x = torch.ones(2, requires_grad=True)\n"
+        "Stuck.apply(x).sum().backward()\n"
+    )
+    command = [sys.executable, "-m", "backlight", "run", "--rooms", "stalls", "--stall", "1", "--out", "run"]
+    process = subprocess.Popen([*command, "train.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "BLOCKED" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    said = process.stderr.read()
+    process.wait(20)
+    process.stderr.close()
+    assert "moves again" not in said
+    deadline = time.monotonic() + 5
+    while not (found := open_run(tmp_path / "run").events(ENDED)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (event,) = found
+    assert event.payload["rank"] == 0
+    assert event.payload["how"] in {
+        "left its training by KeyboardInterrupt",
+        "ended that backward by an exception",  # where the sidecar looked in between
+    }
+    assert open_run(tmp_path / "run").events(MOVES) == ()
