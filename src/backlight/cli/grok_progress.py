@@ -1,0 +1,73 @@
+"""The progress of an experiment on the terminal: a bar with loss, accuracies and phase."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from backlight.session.experiments import Progress as Seen
+
+
+class Bar:
+    """A bar on standard error; where that is no terminal, a line for each tenth of the run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._console = Console(stderr=True)
+        self._told = -1
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[seen]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task(name, total=1, seen="")
+
+    def __enter__(self) -> Callable[[Seen], None]:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self.show
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def warn(self, text: str) -> None:
+        """Print a warning above the bar."""
+        line = f"backlight: {text}"
+        self._bar.console.print(line, markup=False, highlight=False, style="yellow", soft_wrap=True)
+
+    def show(self, seen: Seen) -> None:
+        """Show how far the run is."""
+        values = seen.values
+        parts = [f"loss {_short(values.get('train_loss'))} / {_short(values.get('test_loss'))}"]
+        parts += [f"accuracy {_share(values.get('train_accuracy'))} / {_share(values.get('test_accuracy'))}"]
+        text = "  ".join([*parts, seen.phase])
+        self._bar.update(self._task, completed=seen.step, total=seen.steps, seen=text)
+        tenth = 10 * seen.step // max(1, seen.steps)
+        if not self._console.is_terminal and tenth > self._told:
+            self._told = tenth
+            self._console.print(
+                f"{self._name} {seen.step}/{seen.steps}  {text}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.3f}"

@@ -1,0 +1,150 @@
+"""What is measured of the geometry of gradients, how often, and what of it is kept.
+
+All cadences count logged steps: with ``every = 10`` and ``gram = 5``, steps 0, 50, 100, … have a Gram.
+A cadence of 0 is off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from backlight.store.filters import COMPRESSIONS
+
+SCOPES = ("full", "layers")
+PLACES = ("host", "device")
+PRECISIONS = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Cadences and sizes of the measurements of one training.
+
+    Attributes
+    ----------
+    every:
+        Steps between two logged steps; 0 takes what the training itself logs by.
+    gradients:
+        Exact training gradient of every parameter, as backward left it.
+    products:
+        Eigenvalues of G Gᵀ of each matrix gradient, which are those of GᵀG, and their metrics.
+    window, window_steps:
+        Temporal product: the Gram of the last ``window_steps`` logged gradients, and its spectrum.
+    mean_gradient:
+        Mean per-sample gradient of the probe batch; needs samples, as all below.
+    gram:
+        Gram of the per-sample gradients, its spectra, uncentred and centred, and their metrics.
+    agop:
+        Average outer product of the gradients by the input, where the input is real-valued.
+    sketch, sketch_rows:
+        Frequent Directions sketch of all probe gradients so far, with its certificate.
+    scope:
+        ``full``: the model, its blocks and its layers; ``layers``: layers only.
+    vectors, top_k:
+        The ``top_k`` leading eigenvectors in parameter space: k x M numbers each time.
+    matrices:
+        Store the matrices (Gram, window, AGOP) themselves and not their spectra alone.
+    spectra:
+        Store spectra as arrays; without them only the scalars are left.
+    eigenvalues:
+        Where eigenvalues are computed: on the ``host`` or on the ``device`` of the model.
+    precision:
+        Type in which gradients are stored; a Gram is always in float64.
+    compression, level:
+        ``gzip`` with a level of 0 to 9, ``lzf`` or ``none``.
+    """
+
+    every: int = 0
+    gradients: int = 1
+    products: int = 10
+    window: int = 10
+    window_steps: int = 32
+    mean_gradient: int = 10
+    gram: int = 10
+    vectors: int = 100
+    agop: int = 10
+    sketch: int = 0
+    sketch_rows: int = 32
+    scope: str = "full"
+    top_k: int = 100
+    matrices: bool = True
+    spectra: bool = True
+    eigenvalues: str = "host"
+    precision: str = "float32"
+    compression: str = "gzip"
+    level: int = 1
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value, least = (
+                getattr(self, one.name),
+                2 if one.name in {"window_steps", "sketch_rows"} else int(one.name == "top_k"),
+            )
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                raise ValueError(f"measures.{one.name}={value}: expected {least} or more")
+        for name, known in (
+            ("scope", SCOPES),
+            ("eigenvalues", PLACES),
+            ("precision", PRECISIONS),
+            ("compression", COMPRESSIONS),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"measures.{name}={getattr(self, name)!r}: expected {' or '.join(known)}")
+        if self.level > 9:
+            raise ValueError(f"measures.level={self.level}: expected 0 to 9")
+
+    def logs(self, step: int) -> bool:
+        """Tell whether ``step`` is a logged step."""
+        return self.every > 0 and step % self.every == 0
+
+    def due(self, cadence: int, step: int) -> bool:
+        """Tell whether a measurement of this cadence falls on ``step``."""
+        return cadence > 0 and self.logs(step) and (step // self.every) % cadence == 0
+
+    def logged_every(self, steps: int) -> Measures:
+        """Return these measures with the training's own spacing of logged steps, where none is set."""
+        return self if self.every else replace(self, every=max(1, steps))
+
+    @property
+    def sampled(self) -> bool:
+        """Whether anything is asked for that needs samples."""
+        return any((self.mean_gradient, self.gram, self.vectors, self.agop, self.sketch))
+
+
+TIERS = ("full factors", "top-k", "Gram", "scalars")
+"""What a run keeps, from all to least; each tier keeps what the next one does and more."""
+
+
+def at_tier(measures: Measures, tier: str) -> Measures:
+    """Return the measures as ``tier`` keeps them.
+
+    Without full factors no gradient is stored; without top-k no eigenvectors and no sketch;
+    with scalars alone neither matrices nor spectra. What is computed stays, what is kept shrinks.
+
+    Raises
+    ------
+    ValueError
+        If there is no such tier.
+    """
+    if tier not in TIERS:
+        raise ValueError(f"tier {tier!r}: expected one of {', '.join(TIERS)}")
+    place = TIERS.index(tier)
+    if place >= 1:
+        measures = replace(measures, gradients=0, mean_gradient=0)
+    if place >= 2:
+        measures = replace(measures, vectors=0, sketch=0)
+    if place >= 3:
+        measures = replace(measures, matrices=False, spectra=False)
+    return measures
+
+
+def left_out(before: Measures, after: Measures) -> tuple[str, ...]:
+    """Name what ``after`` does not keep that ``before`` does."""
+    names = {
+        "gradients": "gradient",
+        "mean_gradient": "mean_gradient",
+        "vectors": "gram/*/vectors",
+        "sketch": "sketch",
+        "matrices": "matrices",
+        "spectra": "eigenvalues",
+    }
+    return tuple(told for key, told in names.items() if getattr(before, key) and not getattr(after, key))
