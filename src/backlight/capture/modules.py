@@ -94,13 +94,16 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
     yield from (c for c in (vars(module).get("_modules") or {}).values() if c is not None)
 
 
+def inner(module: nn.Module) -> nn.Module | None:
+    """Return what a wrapper wraps; None for a module that is none."""
+    attribute = _WRAPPERS.get(type(module).__name__)
+    return (vars(module).get("_modules") or {}).get(attribute) if attribute is not None else None
+
+
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return what is inside wrappers such as those of ``torch.compile`` and DDP."""
-    while (attribute := _WRAPPERS.get(type(module).__name__)) is not None:
-        inner = (vars(module).get("_modules") or {}).get(attribute)
-        if inner is None:
-            break
-        module = inner
+    while (wrapped := inner(module)) is not None:
+        module = wrapped
     return module
 
 

@@ -1,0 +1,225 @@
+"""Watch a script for a profile: some steps with the clock alone, then a few with torch's profiler.
+
+The times of steps come from the first, where nothing but a clock runs; what operations and modules
+share of them comes from the second, whose overhead is known from both.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from backlight.capture.forwards import Forwards
+from backlight.capture.hub import HUB
+from backlight.capture.modules import holding
+from backlight.capture.scope import Scope
+from backlight.capture.steps import StepSummary, StepTracker
+from backlight.records import Phase
+from backlight.steptime.profile.ranges import ModuleRanges, PhaseRanges
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step: its host seconds, and those of its phases, which add up to them."""
+
+    seconds: float
+    phases: dict[str, float]
+    separated: bool
+    backwards: int
+
+
+@dataclass
+class Observed:
+    """What was seen of a script.
+
+    Attributes
+    ----------
+    steps:
+        Steps under the clock alone, in order, the cold first one included.
+    traced:
+        Steps under the profiler.
+    trouble:
+        Why something that was asked for is not there.
+    """
+
+    steps: list[StepTime] = field(default_factory=list)
+    traced: list[StepTime] = field(default_factory=list)
+    trouble: list[str] = field(default_factory=list)
+
+
+class _Sink:
+    """Sends the end of each step to the observer, and asks for no gradients."""
+
+    def __init__(self, closes: Callable[[StepSummary], None]) -> None:
+        self._closes = closes
+
+    def step_opens(self, index: int) -> bool:
+        """Every step counts."""
+        return True
+
+    def step_closes(self, summary: StepSummary) -> None:
+        """Pass the summary on."""
+        self._closes(summary)
+
+    def collect(self, parameters: Sequence[torch.Tensor], scale: Any, moment: str) -> None:
+        """Gradients are not looked at."""
+
+    def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Nor are updates."""
+
+    def update_ends(self) -> None:
+        """Nor are updates."""
+
+    def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:
+        """Nor are single backwards."""
+
+    def parameters_changed(self) -> None:
+        """The scope follows by itself."""
+
+
+class _Tracker(StepTracker):
+    """Tells when the models may be known: at the end of a backward."""
+
+    found: Callable[[], None]
+    trouble: Callable[[Exception], None]
+
+    def backward_end(self) -> None:
+        """Look for the models whose forwards are to be followed."""
+        super().backward_end()
+        self.found()
+
+    def dropped(self, error: Exception) -> None:
+        """Remember that nothing is measured any more."""
+        self.trouble(error)
+
+
+class Observer(AbstractContextManager["Observer"]):
+    """Entered before a script and left after it; ends the script when it has seen enough.
+
+    Parameters
+    ----------
+    stop:
+        Ends the script.
+    steps:
+        Steps under the clock, the cold first one included.
+    traced:
+        Steps under the profiler after them; 0 for none.
+    trace:
+        Where the profiler's trace goes, in Chrome's format; compressed if it ends in ``.gz``.
+    """
+
+    def __init__(self, stop: Callable[[], None], steps: int, traced: int, trace: Path | None) -> None:
+        self.observed = Observed()
+        self.models: list[nn.Module] = []
+        self._stop = stop
+        self._steps = steps
+        self._wanted = traced if trace is not None else 0
+        self._trace = trace
+        self._scope = Scope()
+        self._forwards = Forwards()
+        self._modules = ModuleRanges()
+        self._phases = PhaseRanges()
+        self._profiler: torch.profiler.profile | None = None
+        self._dropped = False
+        self._exported = False
+        self._tracker = _Tracker(self._scope, _Sink(self._closes))
+        self._tracker.found = self._follow
+        self._tracker.trouble = self._lost
+        self._known: object = None
+
+    def __enter__(self) -> Observer:
+        """Attach the clock."""
+        HUB.add(self._tracker)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Take everything off, and keep what a script that ended early has left."""
+        self._tracker.finish()
+        self._end_trace()
+        HUB.remove(self._tracker)
+        self._forwards.leave()
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that were seen."""
+        return self._scope.optimizers()
+
+    def _lost(self, error: Exception) -> None:
+        self.observed.trouble.append(f"the clock stopped after {type(error).__name__}: {error}")
+
+    def _follow(self) -> None:
+        if self._scope.table is not self._known:
+            self._known = self._scope.table
+            held = {id(tensor) for tensor in self._scope.table.tensors()}
+            self.models = holding(HUB.seen.roots(), held)
+            self._forwards.follow(self.models)
+
+    def _closes(self, summary: StepSummary) -> None:
+        if self._exported or (len(self.observed.steps) == self._steps and self._profiler is None):
+            return  # the script is ending
+        if self._profiler is None:
+            self.observed.steps.append(_step(summary))
+            if len(self.observed.steps) < self._steps:
+                return
+            if not self._wanted:
+                self._stop()
+            self._begin_trace()
+            return
+        self._profiler.step()
+        if not self._dropped:
+            self._dropped = True  # the first step under the profiler pays for its start
+            return
+        self.observed.traced.append(_step(summary))
+        if len(self.observed.traced) == self._wanted:
+            self._end_trace()
+            self._stop()
+
+    def _begin_trace(self) -> None:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._modules.follow(self.models)
+        HUB.add(self._phases)
+        self._profiler = torch.profiler.profile(
+            activities=kinds,
+            schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._wanted, repeat=1),
+            on_trace_ready=self._export,
+            record_shapes=True,
+            with_stack=True,
+        )
+        self._profiler.start()
+
+    def _end_trace(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        HUB.remove(self._phases)
+        self._phases.close()
+        self._modules.leave()
+        if not self._exported:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a script that ended early leaves an incomplete cycle
+                profiler.stop()
+        if not self.observed.traced:
+            self.observed.trouble.append("no step was traced: the script ended before")
+
+    def _export(self, profiler: torch.profiler.profile) -> None:
+        self._exported = True
+        profiler.export_chrome_trace(str(self._trace))
+
+
+def _step(summary: StepSummary) -> StepTime:
+    phases = {str(name): seconds for name, seconds in summary.phases.items()}
+    phases[Phase.OTHER] = max(0.0, summary.seconds - sum(phases.values()))
+    return StepTime(summary.seconds, phases, summary.separated, summary.backwards)

@@ -1,0 +1,152 @@
+"""A profiled script: planted sleeps in their phase and module, phases that add up, a trace to open."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import time
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+class Data(Dataset):
+    def __len__(self):
+        return 4000
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return torch.full((8,), float(index % 7))
+
+class Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(0.006)
+        return grad
+
+class Slow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+    def forward(self, x):
+        time.sleep(0.005)
+        return self.layer(x)
+
+class PausesInBackward(nn.Module):
+    def forward(self, x):
+        return Pause.apply(x)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slow = Slow()
+        self.pause = PausesInBackward()
+        self.again = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    def forward(self, x):
+        return checkpoint(self.again, self.pause(self.slow(x)), use_reentrant=False)
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+step = 0
+for batch in DataLoader(Data(), batch_size=4):
+    loss = model(batch).square().mean()
+    time.sleep(0.003)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    step += 1
+    if step == LAST:
+        break
+print("steps of the script:", step)
+"""
+
+
+def profiled(folder: Path, *options: str, last: int = 1000) -> tuple[int, str, str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.replace("LAST", str(last)), encoding="utf-8")
+    command = [sys.executable, "-m", "backlight", "profile", *options, str(script)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("profile")
+    code, out, errors = profiled(
+        folder, "--json", "--steps", "16", "--tokens-per-step", "32", "--peak-flops", "1e9"
+    )
+    assert code == 0, errors
+    return folder, json.loads(out)
+
+
+def test_planted_sleeps_are_in_their_phases(answer: tuple[Path, dict[str, Any]]) -> None:
+    phases = answer[1]["phases"]
+    assert list(phases) == ["data", "forward", "loss", "backward", "optimizer", "other"]
+    assert phases["data"]["median_ms"] >= 4
+    assert phases["forward"]["median_ms"] >= 5
+    assert phases["loss"]["median_ms"] >= 3
+    assert phases["backward"]["median_ms"] >= 6
+
+
+def test_phases_add_up_to_the_step(answer: tuple[Path, dict[str, Any]]) -> None:
+    found = answer[1]
+    assert found["sum_error"] < 0.02
+    assert sum(phase["share"] for phase in found["phases"].values()) == pytest.approx(1)
+    assert found["step"]["median_ms"] >= 18
+    assert found["step"]["low_ms"] <= found["step"]["median_ms"] <= found["step"]["high_ms"]
+
+
+def test_planted_sleeps_are_in_their_modules(answer: tuple[Path, dict[str, Any]]) -> None:
+    modules = {module["name"]: module for module in answer[1]["modules"]}
+    assert modules["slow"]["forward_exclusive_ms"] >= 5
+    assert modules["slow.layer"]["forward_ms"] < 5
+    assert modules["pause"]["backward_exclusive_ms"] >= 6
+    assert modules[""]["backward_ms"] >= modules["pause"]["backward_ms"]
+    assert modules[""]["backward_exclusive_ms"] < 6
+    assert modules["again"]["recomputed_ms"] > 0
+    assert modules["slow"]["recomputed_ms"] == 0
+    assert modules["again.0"]["backward_ms"] > 0
+
+
+def test_the_trace_holds_phases_and_steps(answer: tuple[Path, dict[str, Any]]) -> None:
+    folder, found = answer
+    with gzip.open(folder / found["trace"], "rt", encoding="utf-8") as file:
+        names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    assert names.count("backlight.phase/backward") == 3
+    assert names.count("backlight.module/slow.layer") == 3
+    assert sum(name.startswith("ProfilerStep#") for name in names) == 3
+
+
+def test_throughput_states_its_basis(answer: tuple[Path, dict[str, Any]]) -> None:
+    found = answer[1]
+    rate = 32 / (found["step"]["median_ms"] / 1e3)
+    assert found["parameters"] == 2 * (8 * 8 + 8)
+    assert found["tokens_per_second"] == pytest.approx(rate)
+    assert found["mfu"] == pytest.approx(rate * 6 * 144 / 1e9)
+    assert "N = 144" in found["mfu_basis"]
+
+
+def test_a_script_that_ends_early_says_what_is_missing(tmp_path: Path) -> None:
+    code, out, _ = profiled(tmp_path, last=5)
+    assert code == 0
+    assert "step not measured: 5 steps are too few to find a steady part" in out
+    assert "steps of the script: 5" in out
+    assert not list(tmp_path.glob("*.gz"))
+
+
+def test_a_script_without_training_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text("print('idle')\n", encoding="utf-8")
+    command = [sys.executable, "-m", "backlight", "profile", "idle.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "idle.py: ended (exit code 0) without a step of an optimizer" in done.stderr
