@@ -21,6 +21,7 @@ _PUBLIC = {
     "collect_groups": "backlight.session.collection",
     "gram": "backlight.grokking.gram.composition",
     "open_run": "backlight.store.reader",
+    "outer_product": "backlight.measure.outer",
     "watch": "backlight.session.watch",
 }
 
@@ -36,11 +37,13 @@ __all__ = [
     "collect_groups",
     "gram",
     "open_run",
+    "outer_product",
     "watch",
 ]
 
 if TYPE_CHECKING:
     from backlight.grokking.gram.composition import gram
+    from backlight.measure.outer import outer_product
     from backlight.records import Evidence, Finding, Severity
     from backlight.session.collection import Pending, collect, collect_groups
     from backlight.session.watch import Watch, watch

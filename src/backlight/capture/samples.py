@@ -35,6 +35,7 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, x: Tensor, module: nn.Module, taps: Taps, dim: int) -> Tensor:
+        """Return ``out``, and keep ``x`` as autograd keeps what a backward needs."""
         ctx.save_for_backward(x)
         ctx.module, ctx.taps, ctx.dim = module, taps, dim
         # A view made here could not be changed in place by what follows, a ReLU for example.
@@ -45,6 +46,7 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Hand over what was kept and the gradient, and pass the gradient on."""
         (x,) = ctx.saved_tensors
         ctx.taps.arrived(ctx.module, x, delta, ctx.dim)
         return delta, None, None, None, None

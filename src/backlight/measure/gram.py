@@ -74,13 +74,15 @@ def _no_autocast(piece: Piece) -> torch.autocast:
 
 def compact(pieces: Sequence[Piece]) -> Sequence[Piece]:
     """Return lookups renumbered to the rows that any of them reads; other pieces as they are."""
-    if not all(isinstance(piece, Lookup) for piece in pieces):
+    lookups = [piece for piece in pieces if isinstance(piece, Lookup)]
+    if len(lookups) < len(pieces):
         return pieces
-    read, renumbered = torch.cat([piece.ids.reshape(-1) for piece in pieces]).unique(return_inverse=True)  # type: ignore[union-attr]
-    parts = renumbered.split([piece.ids.numel() for piece in pieces])  # type: ignore[union-attr]
+    ids = torch.cat([piece.ids.reshape(-1) for piece in lookups])
+    read, renumbered = torch.unique(ids, return_inverse=True)
+    parts = renumbered.split([piece.ids.numel() for piece in lookups])
     return [
-        Lookup(part.view(piece.ids.shape), piece.delta, read.numel())  # type: ignore[union-attr]
-        for piece, part in zip(pieces, parts, strict=True)
+        Lookup(part.view(piece.ids.shape), piece.delta, read.numel())
+        for piece, part in zip(lookups, parts, strict=True)
     ]
 
 
@@ -93,7 +95,7 @@ def choose(pieces: Sequence[Piece]) -> str:
     n, rows, columns = layout(pieces)
     if not alike(pieces):
         return "chunked"
-    positions = sum(piece.positions for piece in pieces)  # type: ignore[union-attr]
+    positions = sum(piece.positions for piece in pieces if not isinstance(piece, Vectors))
     if isinstance(pieces[0], Factors):
         width = pieces[0].groups * columns + rows
         chunk_cost = positions * rows * columns + n * rows * columns
@@ -202,7 +204,7 @@ def chunked(pieces: Sequence[Piece], scratch: int) -> Tensor:
 
 
 def chunks(pieces: Sequence[Piece], scratch: int = SCRATCH) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield ``start, stop, G`` with rows ``start`` to ``stop`` of every sample's gradient ``[N, rows, C]``."""
+    """Yield ``start, stop, G``, rows ``start`` to ``stop`` of every sample's gradient ``[N, rows, C]``."""
     n, rows, columns = layout(pieces)
     dtype = working_dtype(pieces)
     size = dtype.itemsize + (8 if dtype != torch.float64 else 0)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from backlight.measure.pieces import Factors, Lookup, Piece, Vectors, wide
 
@@ -53,14 +53,20 @@ def layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, n: int) -> Pieces
     """Return the pieces of a layer norm, the normalised input recomputed from the input."""
     shape = tuple(module.normalized_shape)
     return _scaled(
-        module, F.layer_norm(_like(x, delta), shape, None, None, module.eps), delta, n, math.prod(shape)
+        module,
+        functional.layer_norm(_like(x, delta), shape, None, None, module.eps),
+        delta,
+        n,
+        math.prod(shape),
     )
 
 
 def rms_norm(module: nn.RMSNorm, x: Tensor, delta: Tensor, n: int) -> Pieces:
     """Return the piece of an RMS norm."""
     shape = tuple(module.normalized_shape)
-    return _scaled(module, F.rms_norm(_like(x, delta), shape, None, module.eps), delta, n, math.prod(shape))
+    return _scaled(
+        module, functional.rms_norm(_like(x, delta), shape, None, module.eps), delta, n, math.prod(shape)
+    )
 
 
 def _like(x: Tensor, delta: Tensor) -> Tensor:
@@ -89,13 +95,17 @@ def _by_channel(normal: Tensor, delta: Tensor, n: int) -> Pieces:
 
 def group_norm(module: nn.GroupNorm, x: Tensor, delta: Tensor, n: int) -> Pieces:
     """Return the pieces of a group norm; ``x [N, C, ...]``."""
-    return _by_channel(F.group_norm(_like(x, delta), module.num_groups, None, None, module.eps), delta, n)
+    return _by_channel(
+        functional.group_norm(_like(x, delta), module.num_groups, None, None, module.eps), delta, n
+    )
 
 
 def batch_norm(module: Any, x: Tensor, delta: Tensor, n: int) -> Pieces:
     """Return the pieces of a batch norm that uses its running statistics."""
     x = _like(x, delta)
-    normal = F.batch_norm(x, module.running_mean.to(x.dtype), module.running_var.to(x.dtype), eps=module.eps)
+    normal = functional.batch_norm(
+        x, module.running_mean.to(x.dtype), module.running_var.to(x.dtype), eps=module.eps
+    )
     return _by_channel(normal, delta, n)
 
 
@@ -137,7 +147,7 @@ def unfold(module: Any, x: Tensor) -> Tensor:
             padding += [module.padding[axis]] * 2
     if any(padding):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        x = F.pad(x, padding, mode=mode)
+        x = functional.pad(x, padding, mode=mode)
     for axis in range(dimensions):
         size, dilation = module.kernel_size[axis], module.dilation[axis]
         x = x.unfold(2 + axis, dilation * (size - 1) + 1, module.stride[axis])[..., ::dilation]

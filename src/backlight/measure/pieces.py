@@ -8,6 +8,7 @@ pieces of a parameter that is used several times add up row by row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -90,7 +91,7 @@ class Factors:
             x = wide(self.inputs(a, b)).square().sum(-1, dtype=torch.float64)
             d = wide(self.delta[a:b]).square().sum(-1, dtype=torch.float64)
             total += float((x * d).sum())
-        return total**0.5
+        return math.sqrt(total)
 
 
 def _add_product(d_NTo: Tensor, x_NTi: Tensor, out: Tensor) -> None:
@@ -135,7 +136,6 @@ class Lookup:
     def take(self, start: int, stop: int, out: Tensor) -> None:
         """Add rows ``start`` to ``stop`` of every sample's gradient to ``out`` ``[N, rows, d]``."""
         if start == 0 and stop >= self.rows:
-            n, t = None, None
             ids, delta = self.ids.reshape(-1), self.delta.reshape(-1, self.columns)
             samples = torch.arange(self.samples, device=ids.device).repeat_interleave(self.positions)
         else:
@@ -146,7 +146,7 @@ class Lookup:
 
     def size(self) -> float:
         """Return the root of the summed squares of all summands."""
-        return float(wide(self.delta).square().sum(dtype=torch.float64)) ** 0.5
+        return float(torch.linalg.vector_norm(wide(self.delta), dtype=torch.float64))
 
 
 @dataclass(frozen=True)

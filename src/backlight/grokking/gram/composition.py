@@ -7,43 +7,27 @@ knows, or whose check fails, is measured by per-sample gradients instead and che
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.modules import named_parameters, unwrapped, walk
+from backlight.capture.modules import unwrapped
 from backlight.capture.samples import Taps, gradients
 from backlight.capture.untouched import Untouched, untouched
 from backlight.grokking.gram import batches, gates
 from backlight.grokking.gram.fallback import per_sample
 from backlight.grokking.gram.gates import Coverage, GramError
-from backlight.grokking.gram.result import DETAILS, Gram, Place, block_of
+from backlight.grokking.gram.parameters import Measured, eager, modules, refuse_mixing, trainable
+from backlight.grokking.gram.result import DETAILS, Gram
 from backlight.measure.gram import SCRATCH, combine
 from backlight.measure.gram import gram as gram_of_pieces
 from backlight.measure.layers import kernel_of
 from backlight.measure.pieces import Piece, layout, precision
 
 LossFunction = Callable[[Any, Any], Tensor]
-
-
-@dataclass
-class _Parameter:
-    """A trainable parameter while it is measured."""
-
-    place: Place
-    tensor: nn.Parameter
-    expected: int = 0
-    pieces: list[Piece] = field(default_factory=list)
-    escaped: str = ""
-    method: str = ""
-    total: float = 0.0
-    summands: float = 0.0
-    eps: float = 0.0
-    pair: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 def gram(
@@ -68,8 +52,8 @@ def gram(
     batch
         Tensors, or tuples, lists and dicts of them, with N samples along the first dimension of each.
     detail
-        How finely Grams are kept: by ``parameter``, ``layer``, ``block``, or only for the ``model``. Checks are
-        made by parameter in any case.
+        How finely Grams are kept: by ``parameter``, ``layer``, ``block``, or only for the ``model``.
+        Checks are made by parameter in any case.
     fallback
         Whether parameters without a kernel are measured by ``torch.func.vmap``, at the memory of their
         per-sample gradients; if not, they are refused by name.
@@ -113,17 +97,17 @@ class Measurement:
         self.model, self.loss_fn, self.batch = unwrapped(model), loss_fn, batch
         self.detail, self.fallback, self.kernel, self.scratch = detail, fallback, kernel, scratch
         self.samples = batches.count(batch)
-        self.parameters = _trainable(self.model)
+        self.parameters = trainable(self.model)
         self.by_id = {id(p.tensor): p for p in self.parameters.values()}
-        self.modules = [m for m in _modules(self.model) if kernel_of(m) is not None and self._owned(m)]
-        _refuse_mixing(self.model)
+        self.modules = [m for m in modules(self.model) if kernel_of(m) is not None and self._owned(m)]
+        refuse_mixing(self.model)
         self.matrices: dict[str, Tensor] = {}
         self.pair: list[int] = []
         self.weights: Mapping[str, Tensor] | None = None
         self.combined: dict[str, Tensor] = {}
         self.random: list[Tensor] = []
 
-    def _owned(self, module: nn.Module) -> list[tuple[str, _Parameter]]:
+    def _owned(self, module: nn.Module) -> list[tuple[str, Measured]]:
         """Return the trainable parameters of ``module`` itself, by their names within it."""
         own = module._parameters.items()
         return [(key, self.by_id[id(p)]) for key, p in own if p is not None and id(p) in self.by_id]
@@ -152,7 +136,7 @@ class Measurement:
             if len(parameter.pieces) == parameter.expected:
                 self._finish(parameter)
 
-    def _finish(self, parameter: _Parameter) -> None:
+    def _finish(self, parameter: Measured) -> None:
         pieces, parameter.pieces = parameter.pieces, []
         if not pieces:
             return
@@ -169,13 +153,13 @@ class Measurement:
         parameter.summands = sum(piece.size() ** 2 for piece in pieces) ** 0.5
         self._keep(parameter, K)
 
-    def _add_combination(self, parameter: _Parameter, pieces: list[Piece]) -> None:
+    def _add_combination(self, parameter: Measured, pieces: list[Piece]) -> None:
         assert self.weights is not None
         name = parameter.place.name
         found = combine(pieces, self.weights[name], scratch=self.scratch)
         self.combined[name] = found.reshape(-1, *parameter.tensor.shape)
 
-    def _keep(self, parameter: _Parameter, K: Tensor) -> None:
+    def _keep(self, parameter: Measured, K: Tensor) -> None:
         parameter.total = float(K.sum())
         if not self.pair:  # the samples with the largest gradients say most when they are run alone
             count = 2 if self.samples > 2 else 1
@@ -192,7 +176,7 @@ class Measurement:
 
     def _sweep(self) -> tuple[dict[str, Tensor | None], bool]:
         """Run forward and backward; return gradients by parameter, and whether ``backward`` was needed."""
-        with torch.enable_grad(), _eager(self.model), Taps(self.modules, self.samples, self) as taps:
+        with torch.enable_grad(), eager(self.model), Taps(self.modules, self.samples, self) as taps:
             loss = batches.scalar(self.loss_fn(self.model, self.batch))
             found = self._gradients(loss, taps, self.batch)
         for parameter in self.parameters.values():
@@ -206,7 +190,13 @@ class Measurement:
         return dict(zip(self.parameters, gradients(loss, leaves, taps, others=inputs), strict=True))
 
     def run(self) -> Gram:
-        """Measure, check, and return the result."""
+        """Measure, check, and return the result.
+
+        Raises
+        ------
+        GramError
+            As :func:`gram`.
+        """
         if torch.is_inference_mode_enabled():
             raise GramError("gram: gradients cannot be taken in torch.inference_mode(); call it outside")
         with untouched(self.model) as state:
@@ -242,7 +232,7 @@ class Measurement:
         return {key: self.matrices.get(key, empty) for key in keys}
 
     def _coverage(
-        self, parameter: _Parameter, gradient: Tensor | None, alone: Mapping[str, Tensor | None]
+        self, parameter: Measured, gradient: Tensor | None, alone: Mapping[str, Tensor | None]
     ) -> Coverage:
         norm = _norm(gradient)
         check = gates.coverage(
@@ -255,9 +245,9 @@ class Measurement:
             (self._pair_norm(parameter), _norm(alone[parameter.place.name])),
         )  # fmt: skip
 
-    def _pair_norm(self, parameter: _Parameter) -> float:
+    def _pair_norm(self, parameter: Measured) -> float:
         aa, ab, bb = parameter.pair
-        return max(0.0, aa + 2 * ab + bb if len(self.pair) == 2 else aa) ** 0.5
+        return math.sqrt(max(0.0, aa + 2 * ab + bb if len(self.pair) == 2 else aa))
 
     def _failures(self, found: Mapping[str, Tensor | None]) -> dict[str, GramError]:
         failed = {}
@@ -268,12 +258,18 @@ class Measurement:
         return failed
 
     def _alone(self, state: Untouched, accumulated: bool) -> dict[str, Tensor | None]:
-        """Return the gradients of the chosen samples, run without the others."""
+        """Return the gradients of the chosen samples, run without the others.
+
+        Raises
+        ------
+        GramError
+            If the loss cannot be taken of them.
+        """
         index = torch.tensor(self.pair or [0])
         some = batches.some(self.batch, index)
         taps = Taps((), self.samples, self)
         taps.without_grad = accumulated
-        with torch.enable_grad(), _eager(self.model):
+        with torch.enable_grad(), eager(self.model):
             try:
                 loss = batches.scalar(self.loss_fn(self.model, some))
             except GramError:
@@ -322,8 +318,8 @@ class Measurement:
                 "no kernel knows how it is used" if not self.parameters[first].method else str(failed[first])
             )
             way = (
-                "the forward pass draws random numbers, so that its per-sample gradients cannot be taken one by one; "
-                "call model.eval(), or set dropout to 0"
+                "the forward pass draws random numbers, so that per-sample gradients cannot be taken one by "
+                "one; call model.eval(), or set dropout to 0"
                 if drew
                 else "allow fallback=True"
             )
@@ -333,7 +329,7 @@ class Measurement:
             raise failed[next(name for name in failed if self.parameters[name].method)]
         wanted = {name: self.parameters[name].tensor for name in failed}
         state.rewind()
-        with torch.enable_grad(), _eager(self.model):
+        with torch.enable_grad(), eager(self.model):
             for name, piece, method in per_sample(self.model, self.loss_fn, self.batch, wanted):
                 parameter = self.parameters[name]
                 earlier = failed[name] if parameter.method else None
@@ -347,7 +343,7 @@ class Measurement:
                 if name in left:
                     raise left[name]
 
-    def _take_fallback(self, parameter: _Parameter, piece: Piece, method: str) -> None:
+    def _take_fallback(self, parameter: Measured, piece: Piece, method: str) -> None:
         K, _ = gram_of_pieces([piece])
         parameter.method = method
         parameter.summands = piece.size()
@@ -378,7 +374,7 @@ class Measurement:
 
     def _combine_fallback(self, weights: Mapping[str, Tensor]) -> None:
         wanted = {name: p.tensor for name, p in self.parameters.items() if p.escaped and name in weights}
-        with torch.enable_grad(), _eager(self.model):
+        with torch.enable_grad(), eager(self.model):
             for name, piece, _ in per_sample(self.model, self.loss_fn, self.batch, wanted):
                 self._add_combination(self.parameters[name], [piece])
 
@@ -388,67 +384,3 @@ def _norm(gradient: Tensor | None) -> float:
         return 0.0
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
-
-
-def _trainable(model: nn.Module) -> dict[str, _Parameter]:
-    """Return the trainable parameters in model order, tied ones once under their first name."""
-    found: dict[int, _Parameter] = {}
-    for named in named_parameters(model):
-        tensor = named.parameter
-        if not tensor.requires_grad or id(tensor) in found:
-            continue
-        if isinstance(tensor, nn.parameter.UninitializedParameter):
-            raise GramError(f"gram: parameter {named.name!r} has no shape yet; run the model once before")
-        if hasattr(tensor, "placements"):
-            raise GramError(
-                f"gram: parameter {named.name!r} is sharded over processes (DTensor); measure an unsharded "
-                "copy of the model"
-            )
-        if not tensor.is_floating_point():
-            raise GramError(
-                f"gram: parameter {named.name!r} is {tensor.dtype}; only real parameters are supported"
-            )
-        place = Place(named.name, named.module or "(root)", block_of(named.name))
-        found[id(tensor)] = _Parameter(place, tensor, eps=torch.finfo(tensor.dtype).eps)
-    if not found:
-        raise GramError("gram: the model has no parameter that requires a gradient")
-    return {parameter.place.name: parameter for parameter in found.values()}
-
-
-def _modules(model: nn.Module) -> list[nn.Module]:
-    return list({id(module): module for _, module in walk(model)}.values())
-
-
-def _refuse_mixing(model: nn.Module) -> None:
-    """Refuse, by name, modules in which samples are not independent or parameters change."""
-    for name, module in walk(model):
-        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if batch_norm and (module.training or module.running_mean is None):
-            raise GramError(
-                f"gram: module {name!r} ({type(module).__name__}) normalises over the batch, so that samples have no "
-                "gradient of their own; call model.eval(), or use GroupNorm or LayerNorm"
-            )
-        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
-            raise GramError(
-                f"gram: module {name!r} (Embedding) has scale_grad_by_freq, which scales a sample's gradient by "
-                "what other samples hold; turn it off"
-            )
-        if isinstance(module, nn.Embedding) and module.max_norm is not None:
-            raise GramError(
-                f"gram: module {name!r} (Embedding) has max_norm, which changes its weight in forward; turn it "
-                "off to measure"
-            )
-
-
-@contextlib.contextmanager
-def _eager(model: nn.Module) -> Any:
-    """Run compiled parts of the model eagerly, where hooks are called."""
-    compiled = any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
-    if not compiled:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

@@ -107,8 +107,8 @@ def judge_alone(
     if samples > pair and _near(expected, got * samples / pair):
         hint = _mean(samples)
     return GramError(
-        f"gram: parameter {name!r}: the gradient of {pair} samples alone has norm {expected:.6g}, their part of "
-        f"the Gram ({method}) says {got:.6g}; {hint}"
+        f"gram: parameter {name!r}: the gradient of {pair} samples alone has norm {expected:.6g}, their part "
+        f"of the Gram ({method}) says {got:.6g}; {hint}"
     )
 
 

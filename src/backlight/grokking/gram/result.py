@@ -72,11 +72,7 @@ class Gram:
     def matrix(self) -> Tensor:
         """The Gram over all parameters, float64 ``[N, N]``."""
         if "model" not in self._cache:
-            self._cache["model"] = (
-                torch.stack(list(self._matrices.values())).sum(0)
-                if len(self._matrices) < 4
-                else _sum(self._matrices)
-            )
+            self._cache["model"] = _sum(self._matrices)
         return self._cache["model"]
 
     @property
@@ -191,11 +187,13 @@ class Gram:
         detail, _, key = scope.partition("/")
         members = [place.name for place in self.places.values() if place.at(detail) == (key or "model")]
         found = self._combine(dict.fromkeys(members, weights))
-        flat = [vectors.flatten(1) for vectors in found.values()]
-        product = sum(part @ part.T for part in flat)
+        product = torch.zeros(len(values), len(values), dtype=values.dtype, device=values.device)
+        for vectors in found.values():
+            product += vectors.flatten(1) @ vectors.flatten(1).T
+        product.diagonal().sub_(1)
         # An eigenvector to an eigenvalue near the rounding of gradients is as uncertain as that one.
         slack = 1e-6 + 64 * self.eps * float(values[0] / values[-1]) if len(values) else 1.0
-        if len(values) and float((product - torch.eye(len(values)).to(product)).abs().max()) > slack:  # type: ignore[operator, union-attr, arg-type]
+        if len(values) and float(product.abs().max()) > slack:
             raise GramError(
                 "gram: the eigenvectors are not orthonormal, so the model is not what it was when the Gram "
                 "was measured; take them before the parameters or the batch change"

@@ -1,0 +1,217 @@
+"""The outer product g g^T of one flattened gradient, served from g and never stored.
+
+M numbers stand for M^2: any entry, row, block or product is computed when asked for. The matrix has rank
+one, and every spectral number of it is |g|^2: none is offered as if it told more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class OuterProductError(ValueError):
+    """A request that the outer product of a gradient cannot serve."""
+
+
+Index = int | slice | Sequence[int] | Tensor
+
+
+class OuterProduct:
+    """g g^T for a gradient g of M numbers.
+
+    Attributes
+    ----------
+    offsets:
+        Where each parameter begins in g, by name, in order.
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, Tensor]]) -> None:
+        if not parts:
+            raise OuterProductError(
+                "outer_product: there is no gradient; call backward first, or give tensors"
+            )
+        self._shapes = {name: tuple(part.shape) for name, part in parts}
+        if len(self._shapes) != len(parts):
+            raise OuterProductError("outer_product: two gradients have the same name")
+        self.offsets: dict[str, int] = {}
+        size = 0
+        for name, part in parts:
+            self.offsets[name] = size
+            size += part.numel()
+        self._g = torch.cat([part.detach().reshape(-1) for _, part in parts])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """M, M."""
+        return len(self._g), len(self._g)
+
+    @property
+    def vector(self) -> Tensor:
+        """The gradient g ``[M]``."""
+        return self._g
+
+    @property
+    def norm(self) -> float:
+        """Frobenius norm, |g|^2: also the trace, the spectral and the nuclear norm."""
+        return float(torch.linalg.vector_norm(self._g, dtype=torch.float64)) ** 2
+
+    def position(self, name: str, *index: int) -> int:
+        """Return the row of the matrix that an entry of a parameter has.
+
+        Raises
+        ------
+        OuterProductError
+            If there is no such parameter, or no such entry.
+        """
+        shape = self._shapes.get(name)
+        if shape is None:
+            raise OuterProductError(
+                f"outer_product: no gradient of {name!r}; there are: {', '.join(self._shapes)}"
+            )
+        inside = len(index) == len(shape) and all(-n <= i < n for i, n in zip(index, shape, strict=True))
+        if not inside:
+            raise OuterProductError(
+                f"outer_product: {name!r} has shape {list(shape)}, got the index {list(index)}"
+            )
+        place = 0
+        for i, n in zip(index, shape, strict=True):
+            place = place * n + i % n
+        return self.offsets[name] + place
+
+    def entry(self, i: int, j: int) -> float:
+        """Return g_i g_j."""
+        return float(self._at(i).double() * self._at(j).double())
+
+    def row(self, i: int) -> Tensor:
+        """Return row i, ``[M]``, in the type of the gradient."""
+        return self._at(i) * self._g
+
+    def block(self, rows: Index, columns: Index) -> Tensor:
+        """Return the entries of ``rows`` and ``columns``: slices, indices, or names of parameters.
+
+        Raises
+        ------
+        OuterProductError
+            If the block does not fit into memory.
+        """
+        left, right = self._some(rows), self._some(columns)
+        self._check_space(len(left) * len(right), f"a block of {len(left)} x {len(right)} entries")
+        return torch.outer(left, right)
+
+    def matvec(self, v: Tensor) -> Tensor:
+        """Return g (g . v) for ``v [M]`` or ``[M, k]``; the inner product is summed in float64.
+
+        Raises
+        ------
+        OuterProductError
+            If v has another length.
+        """
+        if not v.dim() or v.shape[0] != len(self._g):
+            raise OuterProductError(
+                f"outer_product: expected {len(self._g)} rows to multiply, got {list(v.shape)}"
+            )
+        inner = self._g.double() @ v.double()
+        product = self._g.double()[:, None] * inner[None, :] if v.dim() == 2 else self._g.double() * inner
+        return product.to(torch.promote_types(self._g.dtype, v.dtype))
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        return self.matvec(v)
+
+    def dense(self) -> Tensor:
+        """Return the whole matrix ``[M, M]``, if there is space for it.
+
+        Raises
+        ------
+        OuterProductError
+            If it does not fit into half of the memory that is available.
+        """
+        m = len(self._g)
+        self._check_space(m * m, f"the dense matrix of {m} x {m} entries")
+        return torch.outer(self._g, self._g)
+
+    def _at(self, i: int) -> Tensor:
+        if not -len(self._g) <= i < len(self._g):
+            raise OuterProductError(f"outer_product: row {i} of {len(self._g)} does not exist")
+        return self._g[i]
+
+    def _some(self, index: Index | str) -> Tensor:
+        if isinstance(index, str):
+            start = self.position(index, *[0] * len(self._shapes.get(index, ())))
+            return self._g[start : start + math.prod(self._shapes[index])]
+        if isinstance(index, int):
+            return self._at(index).reshape(1)
+        try:
+            return self._g[index] if isinstance(index, (slice, Tensor)) else self._g[list(index)]
+        except IndexError as error:
+            raise OuterProductError(f"outer_product: {error}; there are {len(self._g)} rows") from error
+
+    def _check_space(self, entries: int, what: str) -> None:
+        needed, free = entries * self._g.element_size(), available(self._g.device)
+        if free is not None and needed > free / 2:
+            raise OuterProductError(
+                f"outer_product: {what} takes {_bytes(needed)}, {_bytes(free)} of memory are available on "
+                f"{self._g.device}; ask for entries, rows or blocks, or multiply by vectors"
+            )
+
+
+def available(device: torch.device) -> int | None:
+    """Return bytes of memory that can be had on ``device``; None where nothing tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    with contextlib.suppress(OSError, StopIteration):  # free pages leave out what caches would give back
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} PB"
+
+
+def outer_product(gradients: nn.Module | Tensor | Iterable[Any]) -> OuterProduct:
+    """Return the outer product of one gradient with itself, served on demand.
+
+    Parameters
+    ----------
+    gradients
+        A module, whose ``.grad`` are taken; a tensor; or tensors, or pairs of name and tensor. A tensor that
+        requires a gradient stands for its ``.grad``.
+
+    Returns
+    -------
+    OuterProduct
+
+    Raises
+    ------
+    OuterProductError
+        If there is no gradient, or names repeat.
+    """
+    if isinstance(gradients, nn.Module):
+        named: list[tuple[str, Tensor]] = list(gradients.named_parameters())
+    elif isinstance(gradients, Tensor):
+        named = [("gradient", gradients)]
+    else:
+        named = [
+            item if isinstance(item, tuple) else (str(number), item) for number, item in enumerate(gradients)
+        ]
+    parts = []
+    for name, tensor in named:
+        values = tensor.grad if tensor.requires_grad else tensor
+        if values is not None:
+            parts.append((name, values.to_dense() if values.is_sparse else values))
+    return OuterProduct(parts)

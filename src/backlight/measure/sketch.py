@@ -1,0 +1,116 @@
+"""Frequent Directions: a sketch of a stream of rows with a certificate of its own error.
+
+B ``[rows, M]`` stands for A ``[n, M]``, the rows seen so far: ``0 <= A^T A - B^T B <= shrinkage I``. The
+shrinkage is summed as the sketch is made, so that it bounds the error of this very stream; sketches merge.
+Source: Ghashami, Liberty, Phillips, Woodruff, 1501.01711.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class FrequentDirections:
+    """A sketch of ``rows`` rows.
+
+    Parameters
+    ----------
+    rows:
+        Number of rows that stand for the stream, at least 1; twice as many are in memory.
+    columns:
+        M.
+    dtype, device:
+        Where and in which type rows are kept. The shrinkage is computed in float64; rounding of rows kept
+        in float32 is outside of the certificate.
+
+    Attributes
+    ----------
+    shrinkage:
+        The certificate: no eigenvalue of A^T A - B^T B is larger.
+    seen:
+        Rows that were added.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        *,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if rows < 1 or columns < 1:
+            raise ValueError(f"sketch: rows and columns must be at least 1, got {rows} and {columns}")
+        self.size, self.columns = rows, columns
+        self.shrinkage = 0.0
+        self.seen = 0
+        self._buffer = torch.zeros(2 * rows, columns, dtype=dtype, device=device)
+        self._filled = 0
+
+    def add(self, rows_nM: Tensor) -> None:
+        """Add rows ``[n, M]``, or one ``[M]``.
+
+        Raises
+        ------
+        ValueError
+            If they have another number of columns, or a value is not finite.
+        """
+        rows = rows_nM.detach().reshape(-1, rows_nM.shape[-1]) if rows_nM.dim() else rows_nM
+        if rows.dim() != 2 or rows.shape[1] != self.columns:
+            raise ValueError(f"sketch: expected rows of {self.columns} numbers, got {list(rows_nM.shape)}")
+        if not bool(torch.isfinite(rows).all()):
+            raise ValueError("sketch: a row holds values that are not finite; the sketch was left as it was")
+        self.seen += rows.shape[0]
+        self._append(rows)
+
+    def _append(self, rows: Tensor) -> None:
+        start = 0
+        while start < rows.shape[0]:
+            if self._filled == len(self._buffer):
+                self._shrink()
+            stop = min(rows.shape[0], start + len(self._buffer) - self._filled)
+            self._buffer[self._filled : self._filled + stop - start] = rows[start:stop].to(self._buffer)
+            self._filled += stop - start
+            start = stop
+
+    def _shrink(self) -> None:
+        """Bring the buffer down to ``size`` rows, taking the next squared singular value off all of them."""
+        filled = self._buffer[: self._filled]
+        wide = filled.double()
+        # Singular vectors from the small Gram: exact enough, since what it loses is far below the cut.
+        values, left = torch.linalg.eigh(wide @ wide.T)
+        values, left = values.flip(0).clamp(min=0), left.flip(1)
+        if self._filled <= self.size:
+            return
+        cut = float(values[self.size])
+        self.shrinkage += cut
+        kept = values[: self.size]
+        scale = torch.where(
+            kept > cut,
+            ((kept - cut).clamp(min=0) / kept.clamp(min=torch.finfo(torch.float64).tiny)).sqrt(),
+            0.0,
+        )
+        self._buffer[: self.size] = (left[:, : self.size] * scale).T @ wide
+        self._buffer[self.size :] = 0
+        self._filled = self.size
+
+    def merge(self, other: FrequentDirections) -> None:
+        """Add the sketch of another stream: the result is a sketch of both, and certified as such.
+
+        Raises
+        ------
+        ValueError
+            If the other one has other columns.
+        """
+        if other.columns != self.columns:
+            raise ValueError(f"sketch: cannot merge {other.columns} columns into {self.columns}")
+        self._append(other._buffer[: other._filled])
+        self.shrinkage += other.shrinkage
+        self.seen += other.seen
+
+    def rows(self) -> Tensor:
+        """Return B, at most ``size`` rows ``[r, M]``; the stream may go on."""
+        if self._filled > self.size:
+            self._shrink()
+        return self._buffer[: self._filled].clone()
