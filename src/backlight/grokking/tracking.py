@@ -8,6 +8,7 @@ over the last steps. What needs per-sample gradients comes from a fixed probe ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -122,6 +123,11 @@ class Tracker:
             return
         self._step = step
         self._guarded("gram", partial(self.probe.measure, step, self.measures, self.sink, self._array))
+
+    def without_window(self) -> None:
+        """Measure no window from here on, and let go of the gradients that it holds."""
+        self.measures = replace(self.measures, window=0)
+        self._window = Window(self.measures.window_steps)
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed training needs to measure on as if it had not stopped."""

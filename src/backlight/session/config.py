@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from backlight.grokking.measures import Measures
 from backlight.session.judge import thresholds
 from backlight.session.plan import DEFAULT_ROOMS
 from backlight.session.tracing import traced_kinds
@@ -60,6 +61,8 @@ class Settings:
         Number of the first step, for a resumed training; None continues the run.
     thresholds:
         Overridden thresholds by room and name.
+    measures:
+        What the room grokking measures, and how often.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=False)
@@ -78,6 +81,7 @@ class Settings:
     flush_interval: float = 1.0
     step_offset: int | None = None
     thresholds: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    measures: Measures = dataclasses.field(default_factory=Measures)
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -131,14 +135,11 @@ class Settings:
     @classmethod
     def _checked(cls, values: Mapping[str, Any], where: str) -> Self:
         known = [f.name for f in dataclasses.fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known)}"
-                raise ValueError(f"{where}: unknown key {key!r}{hint}")
+        _refuse_unknown(values, known, where)
         prepared = dict(values)
         if isinstance(prepared.get("rooms"), str):
             prepared["rooms"] = tuple(r.strip() for r in prepared["rooms"].split(",") if r.strip())
+        _known_measures(prepared.get("measures"), where)
         prepared["trace"] = traced_kinds(prepared.get("trace"))
         try:
             return TypeAdapter(cls).validate_python(prepared)
@@ -151,3 +152,16 @@ class Settings:
     def overrides(self) -> dict[str, dict[str, float]]:
         """Return the thresholds that differ from their defaults, by room."""
         return {room: dict(values) for room, values in self.thresholds.items() if values}
+
+
+def _refuse_unknown(values: Mapping[str, Any], known: list[str], where: str) -> None:
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known)}"
+            raise ValueError(f"{where}: unknown key {key!r}{hint}")
+
+
+def _known_measures(values: Any, where: str) -> None:
+    if isinstance(values, Mapping):
+        _refuse_unknown(values, [f.name for f in dataclasses.fields(Measures)], f"{where}: measures")

@@ -19,6 +19,7 @@ from backlight.session.draft import Draft, Part
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope
     from backlight.session.cadence import Cadence
+    from backlight.session.geometry import Geometry
     from backlight.session.plan import Active, Plan
 
 QUEUE = 512
@@ -63,6 +64,7 @@ class Recorder:
         self.queue: deque[Draft] = deque()
         self.user: deque[tuple[int, dict[str, Any]]] = deque()
         self.dropped = 0
+        self.geometry: Geometry | None = None
         self.spent: Callable[[], float] = lambda: 0.0
 
     def step_opens(self, index: int) -> bool:
@@ -74,7 +76,7 @@ class Recorder:
         if spacing is not None:
             reason = "the budget of time for measuring"
             self._notice("cadence", {"every": spacing, "reason": reason}, index)
-        return self._cadence.wants(index)
+        return self._cadence.wants(index) or (self.geometry is not None and self.geometry.wants(index))
 
     def _current(self) -> Draft:
         records = self._scope.table.records
@@ -115,6 +117,8 @@ class Recorder:
         if self._cadence.in_detail(self._step):
             probes = (*probes, *self._plan.detailed)
         self._measure(probes, parameters, scale)
+        if self.geometry is not None:
+            self.geometry.collect(self._step, self._scope.table, parameters, scale)
 
     def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:
         """Measure the gradients accumulated so far, as part ``index + 1`` of the step."""
@@ -141,6 +145,8 @@ class Recorder:
 
     def step_closes(self, summary: StepSummary) -> None:
         """Complete the draft and hand it to the thread that writes."""
+        if self.geometry is not None:
+            self.geometry.close(self._step)
         draft = self._current()
         scalars = draft.scalars
         scalars["time"] = time.time()

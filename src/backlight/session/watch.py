@@ -19,6 +19,7 @@ from backlight.session.cadence import Cadence
 from backlight.session.config import Settings
 from backlight.session.drain import Drain
 from backlight.session.fingerprints import take_fingerprint
+from backlight.session.geometry import Geometry, Samples, check_samples
 from backlight.session.judge import judge
 from backlight.session.notices import Notices
 from backlight.session.plan import make_plan
@@ -26,6 +27,7 @@ from backlight.session.recorder import Recorder
 from backlight.session.run_path import default_path
 from backlight.session.stalling import Stalling, launch_id
 from backlight.session.tracing import start_tracing
+from backlight.store.filters import Filters
 from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter
 
@@ -80,8 +82,10 @@ class Watch:
         *,
         script: str = "",
         arguments: tuple[str, ...] = (),
+        samples: Samples | None = None,
     ) -> None:
         self.settings = settings
+        self._samples = samples
         self.path = Path(run) if run is not None else default_path(script)
         self._script = script or (sys.argv[0] if sys.argv else "")
         self._arguments = arguments or tuple(sys.argv[1:])
@@ -146,10 +150,15 @@ class Watch:
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             run_id=launch_id(),
+            filters=Filters(settings.measures.compression, settings.measures.level),
         )
         self._notices.writer = self._writer
         self._scope = Scope(self._models, self._optimizers)
         self._recorder = Recorder(self._scope, self._plan, self._cadence, self._notices.event, self._at_step)
+        if "grokking" in settings.rooms:
+            self._recorder.geometry = Geometry(
+                settings.measures, self._samples, self._models, self.path, self._notices
+            )
         self._drain = Drain(
             self._recorder, self._writer, settings.flush_interval, self._alarm, self._notices.trouble
         )
@@ -175,6 +184,7 @@ class Watch:
                 thresholds=settings.thresholds.get("stalls", {}),
                 notice=self._notices.event,
                 parameters_changed=self._recorder.parameters_changed,
+                names_known=self._early_fingerprint,
             )
             with self._notices.shield():
                 self._stalling.start()
@@ -297,6 +307,12 @@ class Watch:
             except Exception as error:  # noqa: BLE001 - the rest of the run is worth having without it
                 self._notices.trouble(error, "the fingerprint")
 
+    def _early_fingerprint(self) -> None:
+        """Say what this run is before its first backward, which may never return."""
+        if self._writer is not None and not self._fingerprinted:
+            with self._notices.shield():
+                self._writer.fingerprint(take_fingerprint(self._scope, self._arguments))
+
     def _unmeasured(self) -> None:
         names = [record.name for record in self._scope.table.records]
         for group, pattern in self.settings.groups.items():
@@ -338,6 +354,7 @@ def watch(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     run: str | os.PathLike[str] | None = None,
+    samples: Samples | None = None,
     **settings: Any,
 ) -> Watch:
     """Watch a training; use the result as a context manager around your loop.
@@ -351,6 +368,10 @@ def watch(
     run:
         The run folder; None for ``runs/<script>-<time>``. A folder that holds a run gets a new
         attempt of it.
+    samples:
+        For the room grokking: ``(loss_fn, batch)``, where ``loss_fn(model, batch)`` is the loss summed over
+        the samples along the first dimension, and ``batch`` a fixed probe batch or a callable that gives
+        one. Without them, what needs per-sample gradients is not measured.
     **settings:
         Fields of :class:`backlight.session.config.Settings`: ``rooms``, ``every``, ``groups``,
         ``histogram``, ``thresholds``, ``max_disk`` and others.
@@ -367,7 +388,8 @@ def watch(
     """
     models = _listed(model, "model", "torch.nn.Module", "parameters")
     optimizers = _listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
-    return Watch(models, optimizers, Settings.of(settings), run)
+    check_samples(samples, models)
+    return Watch(models, optimizers, Settings.of(settings), run, samples=samples)
 
 
 def _listed(given: Any, what: str, expected: str, attribute: str) -> list[Any]:

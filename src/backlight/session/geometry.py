@@ -1,0 +1,169 @@
+"""The grokking room in a watched training: gradients and per-sample geometry at its logged steps.
+
+Everything that is measured is put into a queue, which the thread that writes empties: the training
+never waits for the disk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from backlight.capture.parameters import local
+from backlight.grokking.disk import DiskWatch
+from backlight.grokking.memory import available_bytes
+from backlight.grokking.tracking import Tracker
+from backlight.grokking.tracking_probe import Probe
+
+if TYPE_CHECKING:
+    from backlight.capture.parameters import ParameterTable
+    from backlight.grokking.measures import Measures
+    from backlight.session.notices import Notices
+    from backlight.store.writer import RunWriter
+
+LOGGED_EVERY = 10
+"""Steps between two logged steps where nothing else is asked for."""
+
+DISK_FREE = 1_000_000_000
+"""Bytes that the disk is to have free; below, less is kept."""
+
+WINDOW_SHARE = 0.1
+"""Share of the free memory that the window of past gradients may take."""
+
+Samples = tuple[Callable[[Any, Any], torch.Tensor], Any]
+
+
+def check_samples(samples: Any, models: Sequence[Any]) -> None:
+    """Refuse samples that cannot be measured.
+
+    Raises
+    ------
+    ValueError
+        If they are no pair of a loss function and a batch, or no single model is given.
+    """
+    if samples is None:
+        return
+    if not isinstance(samples, tuple) or len(samples) != 2 or not callable(samples[0]):
+        raise ValueError(
+            "watch: samples must be (loss_fn, batch): loss_fn(model, batch) returns the loss summed over "
+            "the samples, batch is a fixed probe batch or a callable that gives one; got "
+            f"{type(samples).__name__}"
+        )
+    if len(models) != 1:
+        raise ValueError(
+            f"watch: samples are of one model, got {len(models)}; call watch(model, optimizer, ...)"
+        )
+
+
+class Queue:
+    """A sink that keeps what it is given until somebody writes it."""
+
+    def __init__(self) -> None:
+        self.held: deque[tuple[str, tuple[Any, ...], dict[str, Any]]] = deque()
+
+    def scalars(self, step: int, values: Mapping[str, float], source: str = "backlight") -> None:
+        """Keep scalars."""
+        self.held.append(("scalars", (step, dict(values), source), {}))
+
+    def array(
+        self,
+        name: str,
+        step: int,
+        values: Any,
+        *,
+        dims: tuple[str, ...] = (),
+        unit: str = "1",
+        encoding: str = "plain",
+    ) -> None:
+        """Keep an array."""
+        self.held.append(("array", (name, step, values), {"dims": dims, "unit": unit, "encoding": encoding}))
+
+    def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
+        """Keep an event."""
+        self.held.append(("event", (step, kind, payload), {}))
+
+    def write(self, writer: RunWriter) -> None:
+        """Hand everything over to ``writer``, in order."""
+        while self.held:
+            method, arguments, named = self.held.popleft()
+            getattr(writer, method)(*arguments, **named)
+
+
+class Geometry:
+    """What the room measures of one watched training.
+
+    Parameters
+    ----------
+    measures, samples:
+        What is measured, and of what batch; see :func:`backlight.watch`.
+    models:
+        The watched models.
+    path, notices:
+        The run folder, and what tells the user.
+    """
+
+    def __init__(
+        self, measures: Measures, samples: Samples | None, models: Sequence[Any], path: Path, notices: Notices
+    ) -> None:
+        self.queue = Queue()
+        self._notices = notices
+        self._sampled = -1
+        self._told: set[str] = set()
+        probe = None
+        if samples is not None:
+            probe = Probe(models[0], samples[0], samples[1])
+        self._tracker = Tracker(measures.logged_every(LOGGED_EVERY), self.queue, probe, self._warn)
+        self._disk = DiskWatch(path, DISK_FREE, self.queue)
+        if probe is None and measures.sampled:
+            reason = "watch was given no samples=(loss_fn, batch): no per-sample gradients are measured"
+            self.queue.event(None, "unmeasured", {"what": "gram", "reason": reason})
+
+    def wants(self, step: int) -> bool:
+        """Tell whether ``step`` is a logged one."""
+        return self._tracker.wants(step)
+
+    def collect(
+        self, step: int, table: ParameterTable, parameters: Sequence[torch.Tensor], scale: Any
+    ) -> None:
+        """Take gradients as backward left them, and measure the samples with the weights before the step."""
+        if not self.wants(step):
+            return
+        if self._sampled < 0:
+            self._bound_window(table)
+        gradients = []
+        for parameter in parameters:
+            row, gradient = table.row(parameter), parameter.grad
+            if row is None or gradient is None:
+                continue
+            if local(gradient) is not gradient:
+                self._warn("gradient", "a sharded gradient is on this rank in part only; it is not stored")
+                continue
+            gradients.append((table.records[row].name, gradient if scale is None else gradient / scale))
+        self._tracker.gradients(step, gradients)
+        if self._sampled != step:
+            self._sampled = step
+            self._tracker.measures = self._disk.look(step, self._tracker.measures)
+            # Clipping and some optimizers call with gradients off.
+            with torch.enable_grad():
+                self._tracker.sample(step)
+
+    def close(self, step: int) -> None:
+        """Measure what the gradients of a finished step allow."""
+        if self.wants(step):
+            self._tracker.close(step)
+
+    def _bound_window(self, table: ParameterTable) -> None:
+        held = sum(record.numel for record in table.records) * 4 * self._tracker.measures.window_steps
+        if self._tracker.measures.window and held > WINDOW_SHARE * available_bytes():
+            self._tracker.without_window()
+            reason = f"{held} bytes of past gradients would not fit into a tenth of the free memory"
+            self.queue.event(None, "unmeasured", {"what": "window", "reason": reason})
+
+    def _warn(self, what: str, reason: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._notices.warn(f"grokking {what}", f"{what} is not measured at some steps: {reason}")

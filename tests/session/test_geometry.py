@@ -1,0 +1,195 @@
+"""The grokking room in a watched training: exact gradients, an unchanged training, failures as warnings."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import backlight
+
+STEPS = 12
+MEASURES = {"every": 2, "gram": 1, "mean_gradient": 1, "products": 1, "window": 1, "vectors": 2, "top_k": 3}
+
+
+class Net(nn.Module):
+    """An embedding, a normalisation with running statistics off the path, dropout, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def build() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(20, 6, generator=draw), torch.randint(3, (20,), generator=draw)
+
+
+def sample_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    seen: Callable[[int], None] = lambda _step: None,
+    clip: float | None = None,
+) -> None:
+    x, y = data()
+    torch.manual_seed(2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        seen(step)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_training_is_the_same_and_gradients_are_exact(tmp_path: Path, clip: float | None) -> None:
+    plain, optimizer = build()
+    truth: dict[int, dict[str, np.ndarray]] = {}
+
+    def keep(step: int) -> None:
+        truth[step] = {n: p.grad.numpy().copy() for n, p in plain.named_parameters() if p.grad is not None}
+
+    train(plain, optimizer, keep, clip)
+    model, optimizer = build()
+    x, y = data()
+    with backlight.watch(
+        model,
+        optimizer,
+        run=tmp_path / "run",
+        rooms=("grokking",),
+        measures=MEASURES,
+        samples=(sample_loss, (x[:8], y[:8])),
+    ):
+        train(model, optimizer, clip=clip)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, plain.state_dict()[name]), name
+    run = backlight.open_run(tmp_path / "run")
+    assert [e for e in run.events("unmeasured") if "gram" in str(e.payload)] == []
+    for name in truth[0]:
+        steps, values = run.array(f"gradient/{name}")
+        assert steps.tolist() == list(range(0, STEPS, 2))
+        for step, value in zip(steps.tolist(), values, strict=True):
+            assert np.array_equal(value, truth[step][name]), (name, step)
+    assert {"gram/model/effective_rank", "gram/layer/head/trace", "window/trace", "gradient/norm"} <= set(
+        run.scalar_names("backlight")
+    )
+
+
+def test_the_gram_is_that_of_the_weights_before_the_step(tmp_path: Path) -> None:
+    model, optimizer = build()
+    model.body[3].p = 0.0
+    x, y = data()
+    expected: list[np.ndarray] = []
+
+    def before(_step: int) -> None:
+        twin = copy.deepcopy(model)
+        rows = []
+        for i in range(8):
+            twin.zero_grad()
+            sample_loss(twin, (x[i : i + 1], y[i : i + 1])).backward()
+            rows.append(torch.cat([p.grad.flatten() for p in twin.parameters()]).double())
+        A = torch.stack(rows)
+        expected.append((A @ A.T).numpy())
+
+    # The twins are trained by nobody, so their backward is no step of the watched model.
+    x8 = (x[:8], y[:8])
+    states: list[dict[str, torch.Tensor]] = []
+    with backlight.watch(
+        model,
+        optimizer,
+        run=tmp_path / "run",
+        rooms=("grokking",),
+        measures=MEASURES,
+        samples=(sample_loss, lambda: x8),
+    ):
+        train(model, optimizer, lambda _s: states.append(copy.deepcopy(model.state_dict())))
+    for state in states[::2]:
+        model.load_state_dict(state)
+        before(0)
+    steps, found = backlight.open_run(tmp_path / "run").array("gram/model/matrix")
+    assert len(steps) == STEPS // 2
+    for matrix, truth in zip(found, expected, strict=True):
+        assert np.allclose(matrix, truth, rtol=1e-5, atol=1e-7 * np.abs(truth).max())
+
+
+def test_without_samples_the_run_says_what_is_missing(tmp_path: Path) -> None:
+    model, optimizer = build()
+    with backlight.watch(
+        model, optimizer, run=tmp_path / "run", rooms=("grokking",), measures=MEASURES
+    ) as watch:
+        train(model, optimizer)
+        watch.log(train_accuracy=0.5)
+    run = backlight.open_run(tmp_path / "run")
+    reasons = [event.payload["reason"] for event in run.events("unmeasured")]
+    assert any("no samples=(loss_fn, batch)" in reason for reason in reasons)
+    assert "window/trace" in run.scalar_names()
+    assert not any(name.startswith("gram/") for name in run.array_names())
+    assert run.scalar("train_accuracy", "user").values.tolist() == [0.5]
+
+
+def test_a_failed_gate_is_a_warning_and_a_dropped_measurement(tmp_path: Path) -> None:
+    def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])  # not the sum
+
+    plain, optimizer = build()
+    train(plain, optimizer)
+    model, optimizer = build()
+    model.body[3].p = plain.body[3].p
+    x, y = data()
+    model.eval()
+    plain, plain_optimizer = build()
+    plain.eval()
+    train(plain, plain_optimizer)
+    with pytest.warns(RuntimeWarning, match="gram is not measured") as warned:
+        with backlight.watch(
+            model,
+            optimizer,
+            run=tmp_path / "run",
+            rooms=("grokking",),
+            measures=MEASURES,
+            samples=(mean_loss, (x[:8], y[:8])),
+        ):
+            train(model, optimizer)
+    assert len(warned) == 1
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, plain.state_dict()[name]), name
+    run = backlight.open_run(tmp_path / "run")
+    assert len([e for e in run.events("unmeasured") if e.payload["what"] == "gram"]) == STEPS // 2
+    assert "gradient/head.weight" in run.array_names()
+    assert "gram/model/matrix" not in run.array_names()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"samples": (sample_loss,)}, r"samples must be \(loss_fn, batch\)"),
+        ({"measures": {"grams": 1}}, r"unknown key 'grams'; did you mean 'gram'"),
+        ({"measures": {"window_steps": 1}}, "measures.window_steps=1: expected 2 or more"),
+        ({"measures": {"compression": "zip"}}, "compression='zip'"),
+    ],
+)
+def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
+    model, optimizer = build()
+    with pytest.raises(ValueError, match=message):
+        backlight.watch(model, optimizer, rooms=("grokking",), **given)
