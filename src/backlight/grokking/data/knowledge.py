@@ -82,8 +82,8 @@ def knowledge_graph(
     if not 0 < wanted < len(native) or not strange:
         raise ValueError(
             f"data.inferred_ratio {inferred_ratio} asks for {wanted} inferred facts in training, "
-            f"expected 1 to {len(native) - 1} ({len(strange)} are out of distribution); change data.inferred_ratio, "
-            "data.degree or data.foreign_share"
+            f"expected 1 to {len(native) - 1} ({len(strange)} are out of distribution); "
+            "change data.inferred_ratio, data.degree or data.foreign_share"
         )
     order = torch.randperm(len(native), generator=draw)
     inferred = torch.tensor(native)[order]

@@ -54,7 +54,8 @@ def sum_waves(p: int, frequencies: list[int], device: torch.device | None = None
     angles = 2 * torch.pi / p * torch.tensor(frequencies, dtype=torch.float64, device=device)[:, None] * sums
     waves = torch.cat([angles.cos(), angles.sin()])
     norms = waves.norm(dim=1, keepdim=True)
-    return (waves / norms)[norms[:, 0] > 1e-6 * p]  # the sine of frequency p/2 is 0
+    kept: Tensor = (waves / norms)[norms[:, 0] > 1e-6 * p]  # the sine of frequency p/2 is 0
+    return kept
 
 
 def key_part(logits_PC: Tensor, p: int, frequencies: list[int]) -> Tensor:
