@@ -53,6 +53,13 @@ def write_grokking_run(path: Path, plan: Grok | None = None) -> Run:
     """Write a run by ``plan`` and open it."""
     plan = plan or Grok()
     writer = RunWriter.create(path, name=plan.name, script="grok", rooms=plan.rooms)
+    write_grokking(writer, plan)
+    writer.close()
+    return open_run(path)
+
+
+def write_grokking(writer: RunWriter, plan: Grok) -> None:
+    """Write what the room grokking records, into a run that may hold more."""
     if plan.facts:
         writer.event(
             0,
@@ -82,8 +89,6 @@ def write_grokking_run(path: Path, plan: Grok | None = None) -> Run:
             writer.scalars(step, {k: float(v) for k, v in logged.items()}, source="user")
         if row % 100 == 99:
             writer.flush()
-    writer.close()
-    return open_run(path)
 
 
 def _geometry(writer: RunWriter, step: int, learned: float, draw: np.random.Generator, steps: int) -> None:

@@ -26,6 +26,7 @@ from backlight.records import (
 from backlight.store.reader import Run, open_run
 from backlight.store.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
 from backlight.store.writer import RunWriter
+from grokking_runs import Grok, write_grokking
 
 PIECES = (
     ("ln_1.weight", (64,), "LayerNorm"),
@@ -67,6 +68,7 @@ class Plan:
     phases: bool = False
     user: Mapping[str, float] = field(default_factory=dict)
     killed: bool = False
+    grokking: bool = False
     attempts: int = 1
     overrides: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     seed: int = 1
@@ -129,7 +131,7 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
         name=plan.name,
         script="train.py",
         arguments=("--steps", str(plan.steps)),
-        rooms=("health", "steptime"),
+        rooms=("health", "steptime", *(("grokking",) if plan.grokking else ())),
         overrides=plan.overrides,
         step_offset=first,
     )
@@ -169,6 +171,8 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
         )
     if not plan.updates:
         writer.event(None, "unmeasured", {"what": "update", "reason": "the optimizer steps inside backward"})
+    if plan.grokking:
+        write_grokking(writer, Grok(steps=plan.steps, every=2, generalises=60.0))
     if plan.scaler:
         for step in range(first, last, max(1, plan.steps // 6)):
             writer.event(step - first, "scaler_skip", {"scale": 65536})

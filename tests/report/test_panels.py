@@ -10,6 +10,7 @@ from packed import unpack
 from synthetic import Plan, health_of, records, write_run
 
 from backlight.report.encoding import PRECISION
+from backlight.report.learning import Followed, Learning, Row
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.source import Source
 from backlight.report.text import duration
@@ -21,6 +22,7 @@ FULL = Plan(
     histogram=True,
     phases=True,
     user={"accuracy": 0.9},
+    grokking=True,
     nan_step=90,
     dead_row=25,
     vanishing_rows=(3,),
@@ -35,7 +37,16 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Source:
     frame = run.frame("gradient", "rms")
     halves = {"lower": frame.values[:, ::2].mean(axis=1), "upper": frame.values[:, 1::2].mean(axis=1)}
     groups = {name: (frame.steps, values) for name, values in halves.items()}
-    return Source(run, health=health_of(run), groups=groups)
+    learning = Learning(
+        verdict="grokking",
+        claim="Delayed generalisation.",
+        memorised=(28, 30),
+        generalised=(70, 72),
+        conditions=(Row("delay", "at least 2", "2.3", True),),
+        swept=(12, 12),
+        following=(Followed("agop/trace", -0.9, 4, None, (0.1, None), "no claim"),),
+    )
+    return Source(run, health=health_of(run), groups=groups, learning=learning)
 
 
 @pytest.fixture(scope="module")

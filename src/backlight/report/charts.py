@@ -46,6 +46,17 @@ class Axis:
     high: float | None = None
 
 
+@dataclass(frozen=True)
+class Span:
+    """A stretch of steps to point out, ``(after, by]``; ``mark`` is the short word inside the chart."""
+
+    label: str
+    mark: str
+    after: int
+    by: int
+    tone: str
+
+
 def chart(
     lines: Sequence[Line],
     left: Axis,
@@ -53,9 +64,15 @@ def chart(
     *,
     title: str = "",
     marks: Mapping[str, NDArray[np.int64]] | None = None,
+    spans: Sequence[Span] = (),
+    across: str = "step",
     numbers: int = NUMBERS,
 ) -> dict[str, Any]:
-    """Return a chart as the page's drawer ``lines`` takes it; ``marks`` are steps to point out, by label."""
+    """Return a chart as the page's drawer ``lines`` takes it.
+
+    ``marks`` are steps to point out, by label; ``spans`` are stretches of them; ``across`` names the
+    horizontal axis.
+    """
     steps = np.unique(np.concatenate([line.steps for line in lines]))
     columns, present = [], []
     for line in lines:
@@ -89,6 +106,10 @@ def chart(
         "left": _axis(left),
         "right": _axis(right) if right else None,
         "marks": [{"label": label, "steps": at} for label, at in (marks or {}).items() if len(at)],
+        "spans": [
+            {"label": s.label, "mark": s.mark, "after": s.after, "by": s.by, "tone": s.tone} for s in spans
+        ],
+        "across": across,
     }
 
 

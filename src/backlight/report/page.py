@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from backlight.records import Finding
 from backlight.report import verdict
 from backlight.report.encoding import PRECISION, script_json
+from backlight.report.geometry import figures_of
+from backlight.report.learning import Learning
 from backlight.report.panel import Drawn, NotMeasured, Panel, in_order
 from backlight.report.places import Place, place_of
 from backlight.report.source import Source
@@ -41,6 +43,7 @@ def write_report(
     attempt: int | None = None,
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
     groups: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]] | None = None,
+    learning: Learning | None = None,
 ) -> Path:
     """Write the report of ``run`` to ``target`` and return its path.
 
@@ -61,6 +64,8 @@ def write_report(
         Thresholds in use, by room and name.
     groups:
         Steps ``[S]`` and rms ``[S]`` of each named group of parameters, NaN where it was not measured.
+    learning:
+        The verdict on grokking with its control; None where the caller has none.
 
     Raises
     ------
@@ -70,7 +75,12 @@ def write_report(
     if attempt is not None and attempt not in {a.index for a in run.attempts}:
         known = ", ".join(str(a.index) for a in run.attempts) or "none"
         raise ValueError(f"{run.path}: there is no attempt {attempt}; the run has {known}")
-    text = render_page(Source(run, tuple(findings), health, attempt, thresholds or {}, groups or {}))
+    source = Source(run, tuple(findings), health, attempt, thresholds or {}, groups or {}, learning)
+    return write_page(render_page(source), target)
+
+
+def write_page(text: str, target: Path) -> Path:
+    """Write a page as a whole, or not at all, and return its path."""
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
@@ -83,7 +93,12 @@ def write_report(
 
 
 def render_page(source: Source) -> str:
-    """Return the page as text."""
+    """Return the page of a run as text."""
+    return document(model(source), visible(source.run.name))
+
+
+def document(content: Mapping[str, Any], name: str) -> str:
+    """Return a page that shows ``content``, which has the form of what :func:`model` returns."""
     style = _read(VENDOR / "uPlot.min.css") + _read(ASSETS / "page.css")
     program = _program()
     library = _read(VENDOR / "uPlot.iife.min.js")
@@ -98,7 +113,7 @@ def render_page(source: Source) -> str:
             "trusted-types 'none'",
         )
     )
-    title = html.escape(f"{visible(source.run.name)} · backlight".encode("utf-8", "replace").decode())
+    title = html.escape(f"{name} · backlight".encode("utf-8", "replace").decode())
     return "\n".join(
         (
             "<!doctype html>",
@@ -114,7 +129,7 @@ def render_page(source: Source) -> str:
             "<body>",
             "<noscript>This report draws its charts with JavaScript, which is switched off here. "
             "<code>backlight findings RUN</code> prints the findings.</noscript>",
-            f'<script type="application/json" id="report">{script_json(model(source))}</script>',
+            f'<script type="application/json" id="report">{script_json(content)}</script>',
             f"<script>{library}</script>",
             f"<script>{program}</script>",
             "</body>",
@@ -126,7 +141,7 @@ def render_page(source: Source) -> str:
 
 def model(source: Source) -> dict[str, Any]:
     """Return everything that the page shows, as JSON types and numpy arrays."""
-    drawn: list[tuple[Panel, Drawn | NotMeasured]] = [(p, p.render(source)) for p in in_order()]
+    drawn = rendered(source)
     rows = _rows(source)
     whole = [panel for panel, _ in drawn]
     shown = {panel.name for panel, result in drawn if isinstance(result, Drawn)}
@@ -143,7 +158,7 @@ def model(source: Source) -> dict[str, Any]:
             "detail": said.detail,
             "status": said.status,
             "losses": said.losses,
-            "unmeasured": _unmeasured(said, drawn),
+            "unmeasured": _unmeasured(said, drawn, source),
             "figures": _figures(source),
         },
         "findings": [_finding(f, whole, shown, rows) for f in verdict.by_severity(source.findings)],
@@ -171,8 +186,14 @@ def model(source: Source) -> dict[str, Any]:
     }
 
 
+def rendered(source: Source) -> list[tuple[Panel, Drawn | NotMeasured]]:
+    """Return every panel in order; those without data of rooms that did not watch are left out."""
+    results = [(panel, panel.render(source)) for panel in in_order()]
+    return [(p, r) for p, r in results if isinstance(r, Drawn) or source.watched(p.room)]
+
+
 def _unmeasured(
-    said: verdict.Outcome, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]
+    said: verdict.Outcome, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]], source: Source
 ) -> list[dict[str, Any]]:
     """Return what was not measured, panels without data among it; what has one reason stands together."""
     gaps: dict[str, dict[str, Any]] = {}
@@ -186,6 +207,11 @@ def _unmeasured(
         if panel is not None and any(known["text"].casefold() == what.casefold() for known in gap["what"]):
             continue
         gap["what"].append({"text": what, "panel": panel})
+    absent = sorted({panel.room for panel in in_order() if not source.watched(panel.room)})
+    if absent:
+        what = "Room not watched" if len(absent) == 1 else "Rooms not watched"
+        named = {"what": [{"text": what, "panel": None}], "reason": f"{', '.join(absent)}.", "names": ()}
+        gaps["rooms"] = named
     return list(gaps.values())
 
 
@@ -199,6 +225,8 @@ def _panel(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
 
 def _figures(source: Source) -> list[dict[str, str]]:
     """Return the handful of numbers under the verdict; what was not measured says so."""
+    if source.learning is not None and not source.run.has("gradient"):
+        return figures_of(source.learning, source)
     frames = source.frames
     gradient = source.coverage.steps
     span = f"{number(int(gradient[0]))} to {number(int(gradient[-1]))}" if len(gradient) else ""

@@ -50,7 +50,9 @@ class Panel:
     """A part of the page.
 
     ``series`` are paths inside a run, as evidence names them: ``series/gradient``, ``scalars/clip``.
-    A path belongs to the panel with the longest matching beginning, in whole segments.
+    A path belongs to the panel with the longest matching beginning, in whole segments. ``room`` is the
+    room whose measurements it shows, empty for what every run has: without data, a panel of a room that
+    did not watch is left out, since one line says so for all of them.
     """
 
     name: str
@@ -59,20 +61,21 @@ class Panel:
     series: tuple[str, ...]
     render: Callable[[Source], Drawn | NotMeasured]
     note: str = ""
+    room: str = ""
 
 
 PANELS: Registry[Panel] = Registry("panel", part="panels", group="backlight.panels")
 
 
 def panel(
-    name: str, *, title: str, order: int, series: Sequence[str], note: str = ""
+    name: str, *, title: str, order: int, series: Sequence[str], note: str = "", room: str = ""
 ) -> Callable[[Callable[[Source], Drawn | NotMeasured]], Callable[[Source], Drawn | NotMeasured]]:
     """Register the decorated function as a panel; see :class:`Panel`."""
 
     def decorate(
         render: Callable[[Source], Drawn | NotMeasured],
     ) -> Callable[[Source], Drawn | NotMeasured]:
-        PANELS.add(name, Panel(name, title, order, tuple(series), render, note))
+        PANELS.add(name, Panel(name, title, order, tuple(series), render, note, room))
         return render
 
     return decorate

@@ -11,10 +11,14 @@ from numpy.typing import NDArray
 
 from backlight.records import Finding, ParameterRecord
 from backlight.report.frames import ParameterFrames, read_frames
+from backlight.report.learning import Learning
 from backlight.store.reader import Run, Scalar
 
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Steps [S] and values [S]; NaN where a step was not measured."""
+
+GEOMETRY = ("gram/", "window/", "agop/", "product/", "gradient/")
+"""Beginnings of the scalars that describe the geometry of gradients."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Source:
 
     ``health`` is the score over steps, which the caller computes by the rules of its room.
     ``thresholds`` are those in use, by room and name. ``groups`` is the rms over steps of each named
-    group, all at the same steps. ``attempt`` limits everything to one attempt.
+    group, all at the same steps. ``learning`` is the verdict on grokking, with its control. ``attempt``
+    limits everything to one attempt.
     """
 
     run: Run
@@ -40,6 +45,18 @@ class Source:
     attempt: int | None = None
     thresholds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     groups: Mapping[str, Series] = field(default_factory=dict)
+    learning: Learning | None = None
+
+    def watched(self, room: str) -> bool:
+        """Tell whether ``room`` watched; a run that names no rooms is taken to have had all."""
+        return not room or not self.run.rooms or room in self.run.rooms
+
+    @cached_property
+    def geometry_steps(self) -> NDArray[np.int64]:
+        """Steps at which anything of the gradients' geometry was recorded."""
+        names = [n for n in self.run.scalar_names("backlight") if n.startswith(GEOMETRY)]
+        steps = [self.scalar(name).steps for name in names]
+        return np.unique(np.concatenate(steps)) if steps else np.empty(0, np.int64)
 
     @cached_property
     def parameters(self) -> tuple[ParameterRecord, ...]:

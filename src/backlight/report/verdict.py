@@ -67,13 +67,17 @@ def outcome(source: Source) -> Outcome:
     if findings:
         tone = findings[0].severity.value
         headline = tally(findings)
-    elif seen:
+    elif seen or len(source.geometry_steps):
         tone, headline = "clear", "No findings"
     else:
         tone, headline = "unmeasured", "Nothing was measured"
     if seen:
         of = f"all {amount:,}" if seen == amount else f"{seen:,} of {amount:,}"
         detail = f"Gradients of {of} parameters were measured at {count(steps, 'step')}."
+        if not findings:
+            detail += " Nothing is said about what was not measured."
+    elif len(source.geometry_steps):
+        detail = f"The geometry of gradients was measured at {count(len(source.geometry_steps), 'step')}."
         if not findings:
             detail += " Nothing is said about what was not measured."
     else:

@@ -8,10 +8,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.grokking.curves import Interval
+from backlight.grokking.detection import Detection
 from backlight.health.groups import GroupError, group_rms
 from backlight.health.scoring import health_series
+from backlight.report.learning import Followed, Learning, Row
 from backlight.report.markdown import render_markdown
 from backlight.report.page import write_report
+from backlight.session.examining import examined_where_possible
 from backlight.session.judge import findings_of, thresholds
 from backlight.store.reader import Run, open_run
 
@@ -26,7 +30,51 @@ def write_html(path: Path, target: Path) -> Path:
         for room in run.rooms
         if (limits := thresholds(room, run.overrides.get(room)))
     }
-    return write_report(run, findings_of(run), target, health=scored, thresholds=in_use, groups=_groups(run))
+    return write_report(
+        run,
+        findings_of(run),
+        target,
+        health=scored,
+        thresholds=in_use,
+        groups=_groups(run),
+        learning=learning_of(run),
+    )
+
+
+def learning_of(run: Run) -> Learning | None:
+    """Return the verdict on grokking with its control, for the report; None where there is none."""
+    found = examined_where_possible(run) if "grokking" in run.rooms else None
+    if found is None:
+        return None
+    detection, theirs = found.detection, found.control_detection
+    return Learning(
+        verdict=_verdict(detection),
+        claim=detection.claim,
+        memorised=_between(detection.memorised),
+        generalised=_between(detection.generalised),
+        conditions=[Row(c.name, c.expected, c.got, c.held) for c in detection.conditions],
+        swept=(sum(p.grokking for p in detection.sweep), len(detection.sweep)) if detection.sweep else None,
+        notes=detection.notes,
+        control=found.control,
+        control_verdict=_verdict(theirs) if theirs else "",
+        control_claim=theirs.claim if theirs else "",
+        is_control=bool(found.facts.control),
+        following=[
+            Followed(
+                f.measure, f.correlation, f.lead_steps if f.lead_logs else 0, f.control, f.levels, f.says
+            )
+            for f in found.following
+        ],
+        changes=found.changes,
+    )
+
+
+def _verdict(detection: Detection) -> str:
+    return "grokking, strong" if detection.strong else detection.verdict.value
+
+
+def _between(interval: Interval | None) -> tuple[int, int] | None:
+    return None if interval is None else (interval.after, interval.by)
 
 
 def _groups(run: Run) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:

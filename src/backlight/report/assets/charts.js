@@ -110,6 +110,19 @@ const annotate = (plot, spec) => {
     ctx.fill();
   };
   ctx.save();
+  const { min, max } = plot.scales.x;
+  for (const span of spec.spans ?? []) {
+    if (span.by < min || span.after > max) continue;
+    const [from, to] = [x(Math.max(span.after, min)), x(Math.min(span.by, max))];
+    const width = Math.max(2 * ratio, to - from);
+    ctx.fillStyle = faded(tone(span.tone), 0.35);
+    ctx.fillRect(to - width, bbox.top, width, bbox.height);
+    ctx.fillStyle = tone(span.tone);
+    ctx.font = `${12 * ratio}px ${css("font")}`;
+    const right = to + 4 * ratio + ctx.measureText(span.mark).width > bbox.left + bbox.width;
+    ctx.textAlign = right ? "right" : "left";
+    ctx.fillText(span.mark, right ? to - width - 4 * ratio : to + 4 * ratio, bbox.top + 12 * ratio);
+  }
   if (spec.overSteps) {
     for (const step of report.attempts) if (within(step)) upright(step, css("ink-faint"), [2, 4]);
     if (view.focus !== null && within(view.focus)) upright(view.focus, css("accent"), []);
@@ -160,13 +173,18 @@ const legendOf = (spec, toggle) => {
   const odd = spec.lines.reduce((sum, line) => sum + line.odd.length, 0);
   const extra = [];
   if (odd) extra.push(el("span", { class: "legend-mark broken" }, "NaN or Inf"));
+  for (const span of (spec.spans ?? []).filter(({ label }) => label)) {
+    const entry = el("span", { class: "legend-mark span" }, span.label);
+    entry.style.setProperty("--swatch", `var(--tone-${span.tone})`);
+    extra.push(entry);
+  }
   for (const mark of spec.marks) extra.push(el("span", { class: "legend-mark tick" }, `${mark.label} (${number(mark.steps.length)})`));
   if (spec.overSteps && report.attempts.length && !alone) extra.push(el("span", { class: "legend-mark restart" }, "restart"));
   const host = el("div", { class: "legend" }, entries.map(({ button }) => button), extra, at);
   const show = (plot) => {
     const { idx, idxs } = plot.cursor;
     const here = idx === null || idx === undefined;
-    at.textContent = here ? "" : spec.says ? spec.says(idx) : `step ${number(spec.steps[idx])}`;
+    at.textContent = here ? "" : spec.says ? spec.says(idx) : `${spec.across ?? "step"} ${number(spec.steps[idx])}`;
     entries.forEach(({ value }, i) => {
       const place = here ? null : idxs[i + 1];
       const line = spec.lines[i];
@@ -181,7 +199,7 @@ const legendOf = (spec, toggle) => {
     host.style.minHeight = "";
     const full = "-8.88888e-88";
     entries.forEach(({ value }, i) => (value.textContent = spec.lines[i].style === "edge" ? `${full} to ${full}` : full));
-    at.textContent = spec.says ? spec.says(spec.steps.length - 1) : `step ${number(spec.steps.at(-1))}`;
+    at.textContent = spec.says ? spec.says(spec.steps.length - 1) : `${spec.across ?? "step"} ${number(spec.steps.at(-1))}`;
     const { height } = host.getBoundingClientRect();
     host.style.minHeight = `${height}px`;
     for (const { value } of entries) value.textContent = "";
@@ -190,8 +208,8 @@ const legendOf = (spec, toggle) => {
   return { host, show, reserve };
 };
 
-// spec: { title, steps, lines: [{label, axis, style, tone, downTo, values, odd, gap}], left, right, marks,
-//         overSteps, xAxis, xRange, says(idx) }; `odd` and `gap` are places of a line: not finite, not measured
+// spec: { title, steps, lines: [{label, axis, style, tone, downTo, values, odd, gap}], left, right, marks, spans,
+//         across, overSteps, xAxis, xRange, says(idx) }; `odd` and `gap` are places of a line: not finite, not measured
 const drawChart = (host, spec, height = 240) => {
   const box = el("div", { class: "plot" });
   const finite = spec.lines.some((line) => line.values.some((value) => Number.isFinite(value) && (value > 0 || !spec[line.axis].log)));
@@ -214,14 +232,14 @@ const drawChart = (host, spec, height = 240) => {
   const options = {
     width: Math.max(120, box.clientWidth),
     height,
-    padding: [10, spec.right ? 4 : 14, 0, 0],
+    padding: [10, spec.right ? 4 : 24, 0, 0],
     scales: {
       x: { time: false, range: spec.xRange ?? (() => [...view.range]) },
       left: { distr: spec.left.log ? 3 : 1, log: spec.left.base ?? 10, range: axisRange(spec.left) },
       ...(spec.right ? { right: { distr: spec.right.log ? 3 : 1, log: spec.right.base ?? 10, range: axisRange(spec.right) } } : {}),
     },
     axes: [
-      spec.xAxis ?? stepAxis(height < 190 ? "" : "step"),
+      spec.xAxis ?? stepAxis(height < 190 ? "" : spec.across ?? "step"),
       verticalAxis(spec.left, "left", 3),
       ...(spec.right ? [verticalAxis(spec.right, "right", 1)] : []),
     ],

@@ -21,6 +21,7 @@ RANGES = 1500
     order=100,
     series=("scalars/phase", "scalars/time"),
     note="Time of each phase of a step, stacked.",
+    room="steptime",
 )
 def phases(source: Source) -> Drawn | NotMeasured:
     """Draw the phases as a stack of means per range of steps, and the slowest step of each range."""

@@ -10,11 +10,14 @@ from backlight.report.text import visible
 SHOWN = 40
 """Charts of user scalars on one page."""
 
+CURVES = {"train_accuracy", "test_accuracy", "train_loss", "test_loss"}
+"""Scalars that a run on grokking shows as its learning curves."""
+
 
 @panel("user_scalars", title="Your scalars", order=90, series=("scalars", "user"))
 def user_scalars(source: Source) -> Drawn | NotMeasured:
     """Draw each scalar that was given to ``watch.log``."""
-    names = source.run.scalar_names(source="user")
+    names = [n for n in source.run.scalar_names(source="user") if not _elsewhere(n, source)]
     charts = []
     for name in names[:SHOWN]:
         scalar = source.scalar(name, source="user")
@@ -30,3 +33,10 @@ def user_scalars(source: Source) -> Drawn | NotMeasured:
         (f"{len(names)} scalars were logged; the first {SHOWN} are drawn.",) if len(names) > SHOWN else ()
     )
     return Drawn("lines", {"charts": charts, "small": True}, (), remarks)
+
+
+def _elsewhere(name: str, source: Source) -> bool:
+    """Tell whether the panels of the room grokking show this scalar."""
+    if "grokking" not in source.run.rooms:
+        return False
+    return name in CURVES or name.startswith("progress/")

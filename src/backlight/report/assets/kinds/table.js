@@ -72,3 +72,24 @@ KINDS.events = async (host, { rows }) => () => {
     ),
   );
 };
+
+// Rows of cells under heads; `figures` are the columns of numbers.
+KINDS.listing = async (host, { name, heads, figures, rows }) => () => {
+  const kind = (i) => (figures.includes(i) ? "figure" : i === heads.length - 1 ? "words" : "");
+  host.append(
+    el(
+      "div",
+      { class: "scroll tall", tabindex: "0", role: "region", "aria-label": name },
+      el(
+        "table",
+        { class: "plain" },
+        el("thead", {}, el("tr", {}, heads.map((text, i) => el("th", { scope: "col", class: kind(i) }, text)))),
+        el(
+          "tbody",
+          {},
+          rows.map((cells) => el("tr", {}, cells.map((text, i) => (i === 0 ? el("th", { scope: "row" }, text) : el("td", { class: kind(i) }, text))))),
+        ),
+      ),
+    ),
+  );
+};

@@ -1,0 +1,138 @@
+"""Verdicts on grokking, and several runs over each other, as the terminal shows them."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from backlight.grokking.detection import Detection
+from backlight.grokking.following import Following
+from backlight.report.text import number, visible
+from backlight.session.examining import Examined
+from backlight.session.overlaying import Overlaid, value_at
+
+FOLLOWING = 10
+"""Measures that are printed; --json has all."""
+
+_STYLES = {"grokking": "bold green", "unstable": "bold yellow", "threshold-artefact": "bold yellow",
+           "insufficient-data": "bold yellow"}  # fmt: skip
+_MARKS = {True: ("holds", "green"), False: ("fails", "red"), None: ("not known", "yellow")}
+
+
+def print_examined(found: Examined, console: Console) -> None:
+    """Print one run: verdict, times, conditions, sweep, control, and what follows the test accuracy."""
+    detection = found.detection
+    told = [found.facts.experiment, found.facts.control and f"control: {found.facts.control}"]
+    console.print(Text.assemble(
+        (visible(found.run.path), "bold"), (f"  {visible(', '.join(t for t in told if t))}", "dim")
+    ), soft_wrap=True)  # fmt: skip
+    console.print(Text(f"  {_verdict(detection)}", _STYLES.get(detection.verdict, "bold")))
+    console.print(Text(f"  {detection.claim}"))
+    if detection.conditions:
+        table = _table("condition", "expected", "got", "")
+        for condition in detection.conditions:
+            word, style = _MARKS[condition.held]
+            table.add_row(condition.name, condition.expected, condition.got, Text(word, style))
+        console.print(table)
+    if detection.sweep:
+        held = sum(point.grokking for point in detection.sweep)
+        lines = [p.train_accuracy for p in detection.sweep], [p.test_share for p in detection.sweep]
+        console.print(
+            Text(
+                f"  Sweep: grokking at {held} of {len(detection.sweep)} lines, training accuracy "
+                f"{min(lines[0]):.3g} to {max(lines[0]):.3g}, {min(lines[1]):.3g} to {max(lines[1]):.3g} of "
+                "the way to the plateau."
+            )
+        )
+    if found.changes is None:
+        console.print(Text("  Change points: not measured; pip install 'backlight[changes]'.", "dim"))
+    elif found.changes:
+        shown = ", ".join(number(step) for step in found.changes[:8])
+        console.print(Text(f"  Change points of the test accuracy: step {shown}."))
+    for note in detection.notes:
+        console.print(Text(f"  {visible(note)}.", "dim"))
+    _print_control(found, console)
+    if not found.facts.control:  # its test accuracy is noise, which nothing can follow
+        _print_following(found.following, console)
+    console.print()
+
+
+def _verdict(detection: Detection) -> str:
+    return "grokking, strong" if detection.strong else detection.verdict.value
+
+
+def _print_control(found: Examined, console: Console) -> None:
+    if found.facts.control:
+        return
+    if found.control is None or found.control_detection is None:
+        console.print(
+            Text(
+                "  No matched control was found: no measure can be said to signal grokking. "
+                "Run the same with --control random-labels.",
+                "yellow" if found.detection.verdict == "grokking" else "dim",
+            )
+        )
+        return
+    theirs = found.control_detection
+    console.print(Text(f"  Control {visible(found.control.path.name)}: {_verdict(theirs)}. {theirs.claim}"))
+
+
+def _print_following(rows: tuple[Following, ...], console: Console) -> None:
+    if not rows:
+        return
+    table = _table("measure", "corr.", "lead", "control", "end", "control ends", "")
+    for row in rows[:FOLLOWING]:
+        table.add_row(
+            Text(visible(row.measure).removeprefix("gram/model/").removeprefix("progress/")),
+            _signed(row.correlation),
+            f"{row.lead_steps:+,}" if row.lead_logs else "0",
+            _signed(row.control),
+            *("" if level is None else number(level, 3) for level in row.levels),
+            Text(row.says),
+        )
+    console.print(table)
+    console.print(
+        Text("  corr.: rank correlation with the test accuracy after memorisation; lead in steps.", "dim")
+    )
+    if len(rows) > FOLLOWING:
+        console.print(Text(f"  and {len(rows) - FOLLOWING} more measures; --json has all.", "dim"))
+
+
+def print_overlaid(overlaid: Overlaid, console: Console) -> None:
+    """Print the runs with their verdicts, then each measure at a few steps, run by run."""
+    table = _table("run", "experiment", "control", "verdict", "memorised", "generalised")
+    for name, (_, facts, detection) in overlaid.runs.items():
+        times = (
+            ("", "", "")
+            if detection is None
+            else (_verdict(detection), *(str(t or "") for t in (detection.memorised, detection.generalised)))
+        )
+        verdict = times[0] or "not judged"
+        table.add_row(Text(visible(name)), visible(facts.experiment), facts.control, verdict, *times[1:])
+    console.print(table)
+    for name in overlaid.left_out:
+        console.print(Text(f"  {visible(name)} never generalised and cannot be aligned.", "yellow"))
+    for reason in overlaid.reasons.values():
+        console.print(Text(f"  {visible(reason)}.", "yellow"))
+    places = overlaid.places()
+    heads = [f"{step:+,}" if overlaid.aligned else f"step {step:,}" for step in places]
+    table = _table("measure" if not overlaid.aligned else "measure, steps after t_g", "run", *heads)
+    for measure, of_run in overlaid.measures.items():
+        for row, (name, series) in enumerate(of_run.items()):
+            values = [value_at(series, step) for step in places]
+            shown = ["" if value is None else number(value, 3) for value in values]
+            table.add_row(Text("" if row else visible(measure)), Text(visible(name)), *shown)
+    console.print(table)
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.2f}"
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

@@ -1,0 +1,134 @@
+"""Several runs over each other as one page: a chart for each measure, a line for each run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.report.charts import Axis, Line, chart, spans_decades
+from backlight.report.page import document, write_page
+from backlight.report.text import count, visible
+
+SHOWN = 8
+"""Runs that one chart can tell apart."""
+
+Series = tuple[NDArray[np.int64], NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class OverlayPage:
+    """What the page shows.
+
+    ``runs`` are rows of a table: name, experiment, control, verdict, and both times. ``measures`` are by
+    measure and run; ``across`` names the horizontal axis.
+    """
+
+    title: str
+    runs: Sequence[tuple[str, ...]]
+    measures: Mapping[str, Mapping[str, Series]]
+    across: str
+    remarks: Sequence[str] = ()
+
+
+def write_overlay(page: OverlayPage, target: Path) -> Path:
+    """Write the page to ``target`` and return its path; the file is replaced as a whole, or not at all."""
+    return write_page(document(content(page), visible(page.title)), target)
+
+
+def content(page: OverlayPage) -> dict[str, Any]:
+    """Return the page in the form of a run's, so that the same drawers show it."""
+    kinds = {"Learning curves": _curves, "Progress measures": _progress, "Geometry of gradients": _rest}
+    panels: list[dict[str, Any]] = [
+        {
+            "name": "runs",
+            "title": "Runs",
+            "note": "",
+            "kind": "listing",
+            "facts": [],
+            "remarks": [visible(remark) for remark in page.remarks],
+            "data": {
+                "name": "Runs",
+                "heads": ("run", "experiment", "control", "verdict", "memorised in", "generalised in"),
+                "figures": (),
+                "rows": [[visible(cell) for cell in row] for row in page.runs],
+            },
+        }
+    ]
+    for title, belongs in kinds.items():
+        chosen = {name: of_run for name, of_run in page.measures.items() if belongs(name)}
+        charts = [
+            drawn for name, of_run in chosen.items() if (drawn := _chart(name, of_run, page)) is not None
+        ]
+        if charts:
+            panels.append(
+                {
+                    "name": title.split(maxsplit=1)[0].lower(),
+                    "title": title,
+                    "note": "",
+                    "kind": "lines",
+                    "facts": [],
+                    "remarks": [],
+                    "data": {"charts": charts},
+                }
+            )
+    hidden = max((len(of_run) for of_run in page.measures.values()), default=0) - SHOWN
+    if hidden > 0:
+        panels[0]["remarks"].append(f"The first {SHOWN} runs are drawn in each chart.")
+    try:
+        version = importlib.metadata.version("backlight")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(not installed)"
+    return {
+        "run": {"name": visible(page.title), "status": "compared", "rooms": ["grokking"]},
+        "verdict": {
+            "tone": "info",
+            "headline": f"{count(len(page.runs), 'run')} over each other",
+            "detail": f"By {page.across}. A difference between unlike runs is not a difference.",
+            "status": "",
+            "losses": [],
+            "unmeasured": [],
+            "figures": [],
+        },
+        "findings": [],
+        "attempts": [],
+        "parameters": [],
+        "reasons": {},
+        "panels": panels,
+        "precision": "0 %",
+        "version": version,
+    }
+
+
+def _chart(name: str, of_run: Mapping[str, Series], page: OverlayPage) -> dict[str, Any] | None:
+    lines = [
+        Line(visible(run), steps, values)
+        for run, (steps, values) in list(of_run.items())[:SHOWN]
+        if len(steps)
+    ]
+    if not lines:
+        return None
+    share = name.endswith("_accuracy")
+    axis = (
+        Axis("share of samples", low=0.0, high=1.0)
+        if share
+        else Axis("", log=spans_decades(*(line.values for line in lines), factor=30.0))
+    )
+    return chart(lines, axis, title=visible(name), across=page.across)
+
+
+def _curves(name: str) -> bool:
+    return "/" not in name
+
+
+def _progress(name: str) -> bool:
+    return name.startswith("progress/")
+
+
+def _rest(name: str) -> bool:
+    return not _curves(name) and not _progress(name)

@@ -1,0 +1,179 @@
+"""Measures of several runs over each other, by step or counted from t_generalise. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.grokking.curves import DetectionError
+from backlight.grokking.detection import Detection
+from backlight.grokking.following import measures_of
+from backlight.grokking.reading import TEST, TRAIN, Stated, detect_run, stated
+from backlight.records import to_json
+from backlight.report.overlay import OverlayPage
+from backlight.session.examining import limits_of
+from backlight.store.reader import Run
+
+CURVES = (TRAIN, TEST, "train_loss", "test_loss")
+"""Curves of the user that are laid over each other before the measures."""
+
+PLACES = 5
+"""Steps at which a table shows a measure."""
+
+Series = tuple[NDArray[np.int64], NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Overlaid:
+    """Several runs over each other.
+
+    ``runs`` are name, what the run states and its verdict (None where its accuracies allow none, and then
+    ``reasons`` says why). ``measures`` are by measure and run name: steps [S], counted from t_generalise
+    where ``aligned``, and values [S]. ``left_out`` are runs that could not be aligned.
+    """
+
+    runs: Mapping[str, tuple[Path, Stated, Detection | None]]
+    reasons: Mapping[str, str]
+    measures: Mapping[str, Mapping[str, Series]]
+    aligned: bool
+    left_out: tuple[str, ...] = ()
+
+    def places(self) -> list[int]:
+        """Return the steps of a table: spread over what every run has, 0 among them where aligned."""
+        spans = [
+            (int(steps[0]), int(steps[-1]))
+            for of_run in self.measures.values()
+            for steps, _ in of_run.values()
+            if len(steps)
+        ]
+        if not spans:
+            return []
+        low, high = max(s[0] for s in spans), min(s[1] for s in spans)
+        if low > high:
+            low, high = min(s[0] for s in spans), max(s[1] for s in spans)
+        if self.aligned and low < 0 < high:
+            return [low, low // 2, 0, high // 2, high]
+        return [round(float(step)) for step in np.linspace(low, high, PLACES)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as JSON types; a value that is not finite is None."""
+
+        def plain(values: NDArray[np.float64]) -> list[float | None]:
+            return [float(v) if math.isfinite(v) else None for v in values]
+
+        return {
+            "aligned": self.aligned,
+            "left_out": list(self.left_out),
+            "runs": {
+                name: {
+                    "run": str(path),
+                    "facts": to_json(facts),
+                    "verdict": to_json(found) if found else None,
+                    "reason": self.reasons.get(name),
+                }
+                for name, (path, facts, found) in self.runs.items()
+            },
+            "measures": {
+                measure: {
+                    name: {"steps": steps.tolist(), "values": plain(values)}
+                    for name, (steps, values) in of_run.items()
+                }
+                for measure, of_run in self.measures.items()
+            },
+        }
+
+
+def overlay(runs: Sequence[Run], *, align: bool = False, only: Sequence[str] = ()) -> Overlaid:
+    """Lay the measures of ``runs`` over each other.
+
+    Parameters
+    ----------
+    runs:
+        Two or more stored runs.
+    align:
+        Count the steps of each run from its t_generalise; a run that has none is left out.
+    only:
+        Measures to show, by name or by the beginning of one; empty for all.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than two runs, none has a measure that was asked for, or none can be aligned.
+    """
+    if len(runs) < 2:
+        raise ValueError(f"got {len(runs)} run; a comparison needs at least two")
+    named = _named(runs)
+    reasons: dict[str, str] = {}
+    found: dict[str, tuple[Path, Stated, Detection | None]] = {}
+    for name, run in named.items():
+        try:
+            detection: Detection | None = detect_run(run, limits_of(run))
+        except DetectionError as error:
+            detection, reasons[name] = None, str(error)
+        found[name] = (run.path, stated(run), detection)
+    left_out = []
+    measures: dict[str, dict[str, Series]] = {}
+    for name, run in named.items():
+        detection = found[name][2]
+        if align and (detection is None or detection.generalised is None):
+            left_out.append(name)
+            continue
+        shift = detection.generalised.by if align and detection and detection.generalised else 0
+        for measure, scalar in _series(run).items():
+            if not only or measure.startswith(tuple(only)):
+                measures.setdefault(measure, {})[name] = (scalar[0] - shift, scalar[1])
+    if align and len(left_out) == len(named):
+        raise ValueError("none of the runs generalised, so that there is nothing to align; leave out --align")
+    if not measures:
+        asked = f" that begins with {', '.join(only)}" if only else ""
+        known = ", ".join(sorted({m for run in runs for m in _series(run)})[:12]) or "none"
+        raise ValueError(f"none of the runs has a measure{asked}; there are: {known}")
+    return Overlaid(found, reasons, measures, align, tuple(left_out))
+
+
+def _series(run: Run) -> dict[str, Series]:
+    logged = set(run.scalar_names("user"))
+    curves = {name: run.scalar(name, source="user") for name in CURVES if name in logged}
+    return {name: (s.steps, s.values) for name, s in {**curves, **measures_of(run)}.items()}
+
+
+def _named(runs: Sequence[Run]) -> dict[str, Run]:
+    """Return the runs by folder, and by folder and number where two share one."""
+    named: dict[str, Run] = {}
+    for run in runs:
+        folder = run.path.resolve().name
+        name, count = folder, 2
+        while name in named:
+            name, count = f"{folder} ({count})", count + 1
+        named[name] = run
+    return named
+
+
+def value_at(series: Series, step: int) -> float | None:
+    """Return the value logged last at or before ``step``; None where nothing was, or after the last log."""
+    steps, values = series
+    if not len(steps) or step < steps[0] or step > steps[-1]:
+        return None
+    value = float(values[int(np.searchsorted(steps, step, side="right")) - 1])
+    return value if math.isfinite(value) else None
+
+
+def as_page(overlaid: Overlaid) -> OverlayPage:
+    """Return what the report draws of runs over each other."""
+    rows = []
+    for name, (_, facts, found) in overlaid.runs.items():
+        times = ("not judged", "", "")
+        if found is not None:
+            verdict = "grokking, strong" if found.strong else found.verdict.value
+            times = (verdict, str(found.memorised or ""), str(found.generalised or ""))
+        rows.append((name, facts.experiment, facts.control, *times))
+    remarks = [f"{name} never generalised and could not be aligned." for name in overlaid.left_out]
+    remarks += [f"{reason}." for reason in overlaid.reasons.values()]
+    across = "steps after generalisation" if overlaid.aligned else "step"
+    return OverlayPage("Runs over each other", rows, overlaid.measures, across, remarks)
