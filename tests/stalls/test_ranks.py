@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
+
 from backlight.records import Phase, Verdict
 from backlight.stalls.board import Collective, State
 from backlight.stalls.ending import Ending
@@ -67,11 +69,26 @@ def test_the_rank_that_is_in_no_collective_is_the_cause() -> None:
 
 
 def test_a_rank_that_moves_is_a_straggler_and_not_hung() -> None:
-    behind = view(board(rank=2, world=WORLD, beat=1000 * S, phase=Phase.DATA, phase_since=999 * S), rank=2)
+    readings = tuple(
+        board(rank=2, world=WORLD, beat=at * S, progress=at, phase=Phase.DATA, phase_since=999 * S)
+        for at in (985, 990, 995, 1000)
+    )
+    behind = view(readings[-1], rank=2, history=readings)
     found = decide(waiting(0), waiting(1), behind)
     assert found is not None
     assert (found.verdict, found.rank) == (Verdict.SLOW, 2)
     assert "straggler, not hung" in found.claim
+
+
+@pytest.mark.parametrize("beats", [(1000,), (700, 750, 790, 980), (976, 978, 980)])
+def test_a_rank_that_was_not_seen_to_move_since_the_others_wait_is_no_straggler(
+    beats: tuple[int, ...],
+) -> None:
+    readings = tuple(
+        board(rank=2, world=WORLD, beat=at * S, progress=at, phase=Phase.DATA, phase_since=699 * S)
+        for at in beats
+    )
+    assert decide(waiting(0), waiting(1), view(readings[-1], rank=2, history=readings)) is None
 
 
 def test_a_rank_that_has_ended_is_the_cause() -> None:

@@ -106,12 +106,63 @@ def test_looks_of_before_the_last_beat_decide_nothing() -> None:
 
 
 def test_moving_is_slow_with_rate_and_eta() -> None:
-    then = board(taken=990 * S, beat=990 * S, nodes_done=20_000, nodes_total=1_000_000, phase_since=900 * S)
-    now = board(beat=1000 * S, nodes_done=145_000, nodes_total=1_000_000, phase_since=900 * S, progress=99)
-    found = judge(view(now, boards=(then, now), cpu=1.0), LIMITS)
+    then, between, now = moved(990, 995, 1000)
+    then = dataclasses.replace(then, nodes_done=20_000)
+    now = dataclasses.replace(now, nodes_done=145_000)
+    found = judge(view(now, boards=(then, between, now), cpu=1.0), LIMITS)
     assert found is not None
     assert found.verdict is Verdict.SLOW
     assert "backward 145,000 of 1,000,000 nodes, 12.5k/s, ETA 68 s" in found.claim
+
+
+@pytest.mark.parametrize("beats", [(1000,), (999, 1000), (993.5, 994, 994.5, 995, 995.5)])
+def test_a_few_beats_before_a_standstill_are_not_slow(beats: tuple[float, ...]) -> None:
+    boards = moved(*beats)
+    assert judge(view(boards[-1], boards=boards[-1:], history=boards, cpu=1.0), LIMITS) is None
+
+
+def test_the_same_beats_are_slow_once_the_silence_is_no_longer_than_their_pauses() -> None:
+    boards = moved(980, 986, 992)
+    found = judge(view(boards[-1], boards=boards[-1:], history=boards, cpu=1.0), LIMITS)
+    assert found is not None
+    assert found.verdict is Verdict.SLOW
+
+
+def test_a_thread_that_queues_for_a_processor_is_not_blocked_and_one_that_waits_is() -> None:
+    starved = judge(view(own_cpu=0.04, cpu=0.04, wanted=0.9, turns=30.0), LIMITS)
+    waiting = judge(view(own_cpu=0.0, cpu=0.0, wanted=0.0, turns=0.0, wait="a lock"), LIMITS)
+    assert starved is not None
+    assert starved.verdict is Verdict.UNKNOWN
+    assert waiting is not None
+    assert waiting.verdict is Verdict.BLOCKED
+
+
+def test_a_thread_that_computes_on_a_busy_machine_spins_though_it_gets_little() -> None:
+    busy = {"own_cpu": 0.2, "cpu": 0.2, "looks": looks(OURS, ENGINE, TOP, turn=True)}
+    starved = judge(view(wanted=0.95, **busy), LIMITS)
+    pausing = judge(view(wanted=0.25, **busy), LIMITS)
+    assert starved is not None
+    assert starved.verdict is Verdict.SPIN
+    assert pausing is not None
+    assert pausing.verdict is Verdict.UNKNOWN
+
+
+def test_a_thread_that_competes_for_the_interpreter_lock_is_not_blocked() -> None:
+    found = judge(view(own_cpu=0.03, cpu=1.0, wanted=0.05, turns=180.0, wait="a lock"), LIMITS)
+    assert found is not None
+    assert found.verdict is Verdict.UNKNOWN
+    assert "keep the interpreter lock from it" in found.claim
+
+
+def moved(*beats: float) -> tuple[BoardState, ...]:
+    """Readings of a backward that began at 900 s, each with one beat more; all but the last are at beats."""
+    states = [
+        board(
+            taken=int(at * S), beat=int(at * S), progress=50 + n, phase_since=900 * S, nodes_total=1_000_000
+        )
+        for n, at in enumerate(beats)
+    ]
+    return (*states[:-1], dataclasses.replace(states[-1], taken=1000 * S))
 
 
 def test_speed_without_a_position_is_not_known() -> None:

@@ -197,17 +197,21 @@ class Rank:
         looks = self._looks()
         own = self._working_tid(looks)
         cpu, own_cpu = self._cpu(own)
+        wanted, turns = self._scheduled(own)
         process = proc.process(board.pid) if board is not None and not self.ended else None
         boards = tuple(b for b in self._boards if board is not None and b.phase_since == board.phase_since)
         recent = tuple(b for b in boards if board is not None and (board.taken - b.taken) / 1e9 < 1.5)
         return View(
             rank=self.rank,
             boards=recent or ((board,) if board is not None else ()),
+            history=tuple(self._boards),
             looks=looks,
             native=tuple(self._native),
             cpu=cpu,
             own_cpu=own_cpu,
             runnable=self._runnable(own),
+            wanted=wanted,
+            turns=turns,
             wait=proc.waits_for(board.pid, own) if board is not None and own and not self.ended else "",
             ended=self.ended if self.died else "",
             ended_at=self.ended_at,
@@ -233,6 +237,7 @@ class Rank:
         if view.board is not None:
             shown = vars(at(view.board, view.board.taken)).copy()
             del shown["collectives"], shown["arrived"]
+            shown["typical"] = {p.value: f"{s:.3f} s" for p, s in view.board.typical.items() if s}
             parts.append("board\n" + "\n".join(f"  {name} = {value}" for name, value in shown.items()))
             parts += [
                 f"  collective {c.text}: {'inside' if c.inside else f'{(c.left - c.entered) / 1e6:.1f} ms'}"
@@ -287,6 +292,18 @@ class Rank:
         if tid not in newest[2] or tid not in since[2]:
             return whole, None
         return whole, (newest[2][tid].ticks - since[2][tid].ticks) / proc.TICK / seconds
+
+    def _scheduled(self, tid: int) -> tuple[float | None, float | None]:
+        """Return the share of time in which a thread ran or queued, and how often a second it was put on."""
+        if len(self._ticks) < 2:
+            return None, None
+        newest = self._ticks[-1]
+        since = next((t for t in self._ticks if (newest[0] - t[0]) / 1e9 <= 1.6), self._ticks[0])
+        passed = newest[0] - since[0]
+        one, two = since[2].get(tid), newest[2].get(tid)
+        if passed < 3e8 or one is None or two is None or not two.turns:
+            return None, None
+        return (two.ran + two.waited - one.ran - one.waited) / passed, (two.turns - one.turns) / passed * 1e9
 
     def _runnable(self, tid: int) -> float | None:
         states = [every[tid].state for _, _, every in self._ticks if tid in every]

@@ -61,12 +61,28 @@ _WAITS = {
 
 @dataclass(frozen=True)
 class Thread:
-    """One thread: ``state`` is the kernel's letter, ``ticks`` its CPU time, ``wait`` in words."""
+    """One thread.
+
+    Attributes
+    ----------
+    state:
+        The kernel's letter.
+    ticks:
+        Its CPU time, in ticks.
+    ran, waited, turns:
+        Nanoseconds on a processor and in the queue for one, and how often it was put on one; all 0 where the
+        kernel does not say.
+    wait:
+        What it sleeps for, in words.
+    """
 
     tid: int
     name: str
     state: str
     ticks: int
+    ran: int = 0
+    waited: int = 0
+    turns: int = 0
     wait: str = ""
 
 
@@ -129,8 +145,17 @@ def threads(pid: int) -> tuple[Thread, ...]:
         fields = _stat(Path(f"/proc/{pid}/task/{tid}/stat"))
         if fields is not None:
             name, rest = fields
-            out.append(Thread(tid, name, rest[0], int(rest[11]) + int(rest[12])))
+            out.append(Thread(tid, name, rest[0], int(rest[11]) + int(rest[12]), *_scheduled(pid, tid)))
     return tuple(out)
+
+
+def _scheduled(pid: int, tid: int) -> tuple[int, int, int]:
+    """Return nanoseconds on a processor and in the queue for one, and how often a thread was put on one."""
+    try:
+        ran, waited, turns = Path(f"/proc/{pid}/task/{tid}/schedstat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return 0, 0, 0
+    return int(ran), int(waited), int(turns)
 
 
 def waits_for(pid: int, tid: int) -> str:

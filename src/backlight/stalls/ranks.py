@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from backlight.records import Phase, Verdict
 from backlight.stalls.aftermath import after_failures
 from backlight.stalls.board import Collective, State
+from backlight.stalls.verdict import steady
 from backlight.stalls.view import HIGH, LOW, MEDIUM, Judgement, View
 
 
@@ -82,8 +83,11 @@ def _gone(
 
 def _outside(
     outside: Sequence[View], waiting: Sequence[View], judged: Mapping[int, Judgement | None]
-) -> Judgement:
-    """The ranks that are in no collective keep the others waiting."""
+) -> Judgement | None:
+    """The ranks that are in no collective keep the others waiting.
+
+    None where one of them was not seen to move since the others wait, nor to stand still for long enough.
+    """
     by_weight = sorted(outside, key=lambda v: (-_weight(judged.get(v.rank)), v.rank))
     cause = by_weight[0]
     own = judged.get(cause.rank)
@@ -116,6 +120,9 @@ def _outside(
         return dataclasses.replace(
             own, claim=_with_rank(own.claim, cause.rank) + _others(waiting), rank=cause.rank
         )
+    since = max((v.board.beat for v in waiting if v.board is not None), default=0)
+    if not all(steady(v, since) for v in outside if judged.get(v.rank) is None):
+        return None
     names = ", ".join(str(v.rank) for v in outside)
     return Judgement(
         Verdict.SLOW,

@@ -34,6 +34,9 @@ CLOSE_POLL = 0.15
 FIRST_BOARD = 120.0
 """Seconds that the sidecar waits for a first board."""
 
+HALF = 0.5
+"""Share of the patience with a rank that is left when others wait for it."""
+
 SETTLE = 1.0
 """Seconds after the first exception in which other ranks fail because of it."""
 
@@ -180,6 +183,7 @@ class Sidecar:
                 self._slow[one.rank] = board.phase_since
                 continue
             self._quiet[one.rank] = board.progress
+            self._slow[one.rank] = board.phase_since  # what goes on after a stall is not slow for that
             if judgement.verdict is Verdict.UNKNOWN:
                 self._again[one.rank] = now + 2 * max(board.still, 1.0)
             else:
@@ -203,6 +207,9 @@ class Sidecar:
             default=None,
         )
         judged = {v.rank: judge(v, self._limits, allowed if len(views) > 1 else None) for v in views}
+        if allowed is not None and any(j is not None and j.waits for j in judged.values()):
+            # A rank for which others wait need not stand still for as long as they do.
+            judged = {v.rank: judged[v.rank] or judge(v, self._limits, HALF * allowed) for v in views}
         gone = any(v.ended or v.ending is not None for v in views)
         if len(views) > 1 and not gone and self._excused(views, judged):
             return None, views

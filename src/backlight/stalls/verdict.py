@@ -7,6 +7,7 @@ a busy process shows. What the observations do not decide is UNKNOWN: a wrong ve
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,21 @@ from backlight.stalls.patience import EXEMPT, patience
 from backlight.stalls.stacks import Frame, Look, ThreadStack
 from backlight.stalls.thresholds import Thresholds
 from backlight.stalls.view import HIGH, LOW, MEDIUM, Judgement, View
+
+MOVES = 3
+"""Different counts of progress that must have been seen before something is said to move."""
+
+NO_NEWS = 2.0
+"""Times its longest pause so far that a silence may last without being one."""
+
+NO_PAUSE = 0.3
+"""Seconds of silence that are none: readings of the board are that far apart."""
+
+STARVED = 0.2
+"""Share of the time in a queue for a processor, or on one, above which a thread does not just wait."""
+
+COMPETES = 50.0
+"""Times per second that a thread is put on a processor, above which it does not just wait for a lock."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,7 @@ def judge(view: View, limits: Thresholds, allowed: float | None = None) -> Judge
     ):
         return None
     if board.phase is Phase.BACKWARD and moving(board, allowed):
-        return _slow(view, board) if board.in_phase > allowed else None
+        return _slow(view, board) if board.in_phase > allowed and steady(view, board.phase_since) else None
     if board.still < allowed:
         return None
     if board.call is not None or (seen.thread is not None and stacks.in_collective(seen.thread)):
@@ -82,6 +98,23 @@ def judge(view: View, limits: Thresholds, allowed: float | None = None) -> Judge
 def moving(board: BoardState, allowed: float) -> bool:
     """Tell whether the last beat is recent, measured by the patience."""
     return board.still < 0.5 * allowed
+
+
+def steady(view: View, since: int) -> bool:
+    """Tell whether a process was seen to move again and again since a moment.
+
+    Its silence now must be no news beside the pauses that it made before: a step that stops right after some
+    beats has moved a moment ago as well.
+    """
+    beats: dict[int, int] = {}
+    for board in view.history or view.boards:
+        if board.beat >= since:
+            beats.setdefault(board.progress, board.beat)
+    times = sorted(beats.values())
+    if view.board is None or len(times) < MOVES:
+        return False
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    return view.board.still <= max(NO_NEWS * max(pauses) / 1e9, NO_PAUSE)
 
 
 def see(view: View, limits: Thresholds) -> _Seen:
@@ -259,6 +292,8 @@ def _stuck(view: View, board: BoardState, seen: _Seen, limits: Thresholds) -> Ju
         f" in {seen.frame.method}, {seen.frame.place}" if seen.frame is not None and not seen.native else ""
     )
     node = f" in {_bare(board.node)}" if board.node_since and not inside else ""
+    if _competes(view, limits):
+        return _unknown(known, "other threads of the process keep the interpreter lock from it", tail)
     if _idle(view, limits):
         if board.device and not (board.node_since and view.wait in {"a lock", "a sleep"}):
             return _unknown(known, "the host waits; whether the device computes is not seen from here", tail)
@@ -370,15 +405,24 @@ def _unknown(known: Judgement, why: str, tail: list[str]) -> Judgement:
 
 def _idle(view: View, limits: Thresholds) -> bool:
     used = view.own_cpu if view.own_cpu is not None else view.cpu
-    return used is not None and used <= limits.idle and (view.cpu is None or view.cpu <= 1.0)
+    starved = view.wanted is not None and view.wanted > STARVED
+    return used is not None and used <= limits.idle and not starved and (view.cpu is None or view.cpu <= 1.0)
+
+
+def _competes(view: View, limits: Thresholds) -> bool:
+    """Tell whether a thread that seems to wait for a lock wakes all the time while its process computes."""
+    busy = view.cpu is not None and view.cpu >= limits.busy
+    return busy and view.wait == "a lock" and view.turns is not None and view.turns >= COMPETES
 
 
 def _busy(view: View, limits: Thresholds) -> bool:
     used = view.own_cpu if view.own_cpu is not None else view.cpu
     if used is None:
         return False
-    starved = view.runnable is not None and view.runnable >= 0.8 and used > limits.idle
-    return used >= limits.busy or starved
+    # On a machine with too much to do a thread that computes queues for most of the time.
+    often = view.runnable is not None and view.runnable >= 0.8
+    wants = view.wanted is not None and view.wanted >= limits.busy
+    return used >= limits.busy or (used > limits.idle and (often or wants))
 
 
 def _waits(view: View) -> str:

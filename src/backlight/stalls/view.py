@@ -19,8 +19,8 @@ class View:
 
     Attributes
     ----------
-    boards:
-        Readings of its board, oldest first.
+    boards, history:
+        Readings of its board of the last moments in this phase, and all that are kept, oldest first.
     looks, native:
         Its Python stacks; and stacks with native frames, where they were taken.
     cpu, own_cpu:
@@ -28,6 +28,10 @@ class View:
     runnable:
         Share of the moments at which that thread was running or ready to run: on a machine with too much to
         do a thread that computes gets less than a core.
+    wanted, turns:
+        Share of the time in which that thread ran or queued for a processor, and how often in a second it was
+        put on one. A thread that waits does neither; one that is starved queues; one that competes for the
+        interpreter lock of its own process wakes at every switch.
     wait:
         What that thread sleeps for, as the kernel says.
     ended, ended_at, stopped:
@@ -47,11 +51,14 @@ class View:
 
     rank: int
     boards: tuple[BoardState, ...] = ()
+    history: tuple[BoardState, ...] = ()
     looks: tuple[Look, ...] = ()
     native: tuple[Look, ...] = ()
     cpu: float | None = None
     own_cpu: float | None = None
     runnable: float | None = None
+    wanted: float | None = None
+    turns: float | None = None
     wait: str = ""
     ended: str = ""
     ended_at: float = 0.0
