@@ -122,7 +122,7 @@ def test_the_trace_holds_phases_and_steps(answer: tuple[Path, dict[str, Any]]) -
     folder, found = answer
     with gzip.open(folder / found["trace"], "rt", encoding="utf-8") as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
-    assert names.count("backlight.phase/backward") == 3
+    assert names.count("backlight:backward") == 3
     assert names.count("backlight.module/slow.layer") == 3
     assert sum(name.startswith("ProfilerStep#") for name in names) == 3
 

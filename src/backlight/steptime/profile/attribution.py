@@ -16,7 +16,7 @@ import numpy as np
 from backlight.records import Phase
 from backlight.steptime.trace.events import COMPLETE, Events
 
-PHASE = "backlight.phase/"
+PHASE = "backlight:"
 """What the name of a phase's range begins with."""
 
 MODULE = "backlight.module/"

@@ -19,6 +19,7 @@ import torch
 from backlight.capture.forwards import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.modules import holding
+from backlight.capture.optimizers import parameters_of
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepSummary, StepTracker
 from backlight.records import Phase
@@ -91,7 +92,12 @@ class _Tracker(StepTracker):
     """Tells when the models may be known: at the end of a backward."""
 
     found: Callable[[], None]
+    made: Callable[[torch.optim.Optimizer], None]
     trouble: Callable[[Exception], None]
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look for the model that it holds, so that its first forward is seen."""
+        self.made(optimizer)
 
     def backward_end(self) -> None:
         """Look for the models whose forwards are to be followed."""
@@ -134,6 +140,7 @@ class Observer(AbstractContextManager["Observer"]):
         self._exported = False
         self._tracker = _Tracker(self._scope, _Sink(self._closes))
         self._tracker.found = self._follow
+        self._tracker.made = self._follow_early
         self._tracker.trouble = self._lost
         self._known: object = None
 
@@ -157,6 +164,12 @@ class Observer(AbstractContextManager["Observer"]):
 
     def _lost(self, error: Exception) -> None:
         self.observed.trouble.append(f"the clock stopped after {type(error).__name__}: {error}")
+
+    def _follow_early(self, optimizer: torch.optim.Optimizer) -> None:
+        held = {id(tensor) for tensor in parameters_of(optimizer)}
+        known = {id(model) for model in self.models}
+        self.models += [m for m in holding(HUB.seen.roots(), held) if id(m) not in known]
+        self._forwards.follow(self.models)
 
     def _follow(self) -> None:
         if self._scope.table is not self._known:

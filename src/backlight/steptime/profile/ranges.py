@@ -17,12 +17,11 @@ from backlight.capture.modules import inner
 from backlight.records import Phase
 from backlight.steptime.profile.attribution import MODULE, PHASE
 
-AFTER_FORWARD = "after_forward"
-"""Name of the phase after a forward: the loss, if a backward follows."""
-
-
 class PhaseRanges(Listener):
-    """Writes the phases of a training into the profile that is being taken."""
+    """Writes the phases of a training into the profile that is being taken.
+
+    What follows a forward is called loss: that no backward came is not known before.
+    """
 
     def __init__(self) -> None:
         self._open: list[tuple[str, Any]] = []
@@ -53,7 +52,7 @@ class PhaseRanges(Listener):
         elif self._inside(Phase.FORWARD):
             self._leave(Phase.FORWARD)
             if not self._open:
-                self._enter(AFTER_FORWARD)
+                self._enter(Phase.LOSS)
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Backward begins."""
@@ -93,7 +92,7 @@ class PhaseRanges(Listener):
         return any(name == phase for name, _ in self._open)
 
     def _rest(self) -> None:
-        self._leave(AFTER_FORWARD)
+        self._leave(Phase.LOSS)
 
     def _enter(self, phase: str) -> None:
         opened = torch.profiler.record_function(PHASE + phase)
