@@ -14,7 +14,7 @@ REFUSALS: tuple[type[Exception], ...] = (
 )
 """Errors whose message tells what, where, expected, got and the way out."""
 
-_EXTRAS = {"torch": "torch", "pyarrow": "parquet"}
+_EXTRAS = {"torch": "torch", "pyarrow": "parquet", "msgspec": "trace", "matplotlib": "plots"}
 
 
 def told(error: Exception) -> str:

@@ -1,0 +1,249 @@
+"""An analysis of traces, as the terminal shows it and as a page that is written."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from backlight.steptime.trace.analysis import Analysis, RankAnalysis, StepRow
+from backlight.steptime.trace.idle import Idle
+from backlight.steptime.trace.kinds import short
+from backlight.steptime.trace.operators import Row
+from backlight.steptime.trace.ranks import Ranks
+from backlight.steptime.trace.signals import straggler
+
+_PAGE_WIDTH = 150
+
+
+def print_analysis(analysis: Analysis, console: Console, top: int) -> None:
+    """Print the tables of every rank, and what the ranks say together."""
+    for one in analysis.traces:
+        _print_rank(one, console, top)
+    if analysis.ranks is not None:
+        _print_ranks(analysis.ranks, console, top)
+
+
+def save_page(analysis: Analysis, path: Path, top: int) -> None:
+    """Write what is printed as HTML or Markdown, by the suffix of ``path``.
+
+    Raises
+    ------
+    ValueError
+        If the suffix is neither.
+    """
+    if path.suffix not in {".html", ".md"}:
+        raise ValueError(
+            f"{path}: expected a file that ends in .html or .md, got {path.suffix or 'no suffix'!r}"
+        )
+    console = Console(
+        record=True, width=_PAGE_WIDTH, file=io.StringIO(), force_terminal=path.suffix == ".html"
+    )
+    print_analysis(analysis, console, top)
+    if path.suffix == ".html":
+        text = console.export_html(inline_styles=True)
+    else:
+        text = f"# Trace\n\n```text\n{console.export_text()}```\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def _print_rank(one: RankAnalysis, console: Console, top: int) -> None:
+    rank = "" if one.rank is None else f"rank {one.rank}, "
+    device = (
+        ", ".join(f"{name or 'device'} ({number})" for number, name in one.devices.items()) or "no device"
+    )
+    console.print(Text(one.path, style="bold"), soft_wrap=True)
+    console.print(Text(f"{rank}{one.events:,} events, {device}"))
+    for note in one.notes:
+        console.print(Text(f"note: {note}", style="dim"))
+    console.print(_steps(one.steps, top))
+    if any(row.device is not None for row in one.steps):
+        console.print(_idle(one.steps))
+    console.print(_critical(one.steps))
+    where = "device" if one.device_total else "host"
+    console.print(_rows("phase", one.phases, top, where, calls="host calls"))
+    console.print(_rows("kind of operation", one.kinds, top, where))
+    console.print(_rows("operator", one.operators, top, where, phase=True))
+    if one.kernels:
+        console.print(_rows("kernel", one.kernels, top, where, kind=True))
+    if one.transfers:
+        console.print(_transfers(one, top))
+    if one.copies:
+        console.print(_copies(one, top))
+    if one.pairs:
+        console.print(_pairs(one, top))
+    console.print()
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left")
+    table.add_column(first, overflow="fold", no_wrap=False)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _ms(nanoseconds: float) -> str:
+    value = nanoseconds / 1e6
+    return f"{value:,.1f}" if value >= 10 else f"{value:.3f}"
+
+
+def _part(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _steps(steps: Sequence[StepRow], top: int) -> Table:
+    table = _table("step", "ms", "busy", "idle", "compute", "communicate", "exposed")
+    for row in steps[:top]:
+        name = "whole trace" if row.number is None else str(row.number)
+        table.add_row(name, *_step_cells(row))
+    if len(steps) > top:
+        table.add_row(f"... {len(steps) - top} more", *[""] * 6)
+    if len(steps) > 2:
+        middle = np.median([row.duration for row in steps])
+        table.add_row("median", _ms(float(middle)), *[""] * 5)
+    return table
+
+
+def _step_cells(row: StepRow) -> list[str]:
+    if row.device is None:
+        return [_ms(row.duration), "not measured", *["-"] * 4]
+    return [
+        _ms(row.duration),
+        _part(row.busy, row.duration),
+        _part(row.idle.total, row.duration),
+        _part(row.overlap.computation, row.duration),
+        _part(row.overlap.communication, row.duration),
+        _part(row.overlap.exposed, row.duration),
+    ]
+
+
+_CAUSES = {
+    "host_bound": "host-bound: the next kernel was not launched yet",
+    "synchronisation": "synchronisation: the host had waited for the device",
+    "data": "data: the host waited for a DataLoader",
+    "communication": "communication: the host waited for a collective",
+    "launch_gap": "launch: within 20 us of the launch",
+    "queued": "queued: launched, waiting for another stream or rank",
+    "unknown": "unknown: no launch in the trace",
+}
+
+
+def _idle(steps: Sequence[StepRow]) -> Table:
+    table = _table("the device stands still because of", "ms", "of all steps")
+    length = sum(row.duration for row in steps)
+    for field in fields(Idle):
+        spent = sum(getattr(row.idle, field.name) for row in steps)
+        if spent:
+            table.add_row(_CAUSES[field.name], _ms(spent), _part(spent, length))
+    return table
+
+
+def _critical(steps: Sequence[StepRow]) -> Table:
+    parts: Counter[str] = Counter()
+    for row in {id(row.critical_path): row for row in steps}.values():
+        parts.update({f"host: {name}": spent for name, spent in row.critical_path.host.items()})
+        parts.update({f"device: {name}": spent for name, spent in row.critical_path.device.items()})
+        parts["launch"] += row.critical_path.launch
+        parts["return from synchronisation"] += row.critical_path.synchronisation
+    total = sum(parts.values())
+    table = _table("critical path of the steps", "ms", "share")
+    for name, spent in parts.most_common():
+        if spent:
+            table.add_row(name, _ms(spent), _part(spent, total))
+    return table
+
+
+def _rows(
+    title: str, rows: Sequence[Row], top: int, where: str, *, phase: bool = False, kind: bool = False,
+    calls: str = "calls",
+) -> Table:  # fmt: skip
+    extra = ["phase"] if phase else ["kind"] if kind else []
+    table = _table(title, *extra, calls, "host ms", "device ms", f"of {where}")
+    for row in rows[:top]:
+        cells = [row.phase] if phase else [row.kind] if kind else []
+        table.add_row(
+            Text(short(row.name)),
+            *cells,
+            f"{row.calls:,}",
+            _ms(row.host),
+            _ms(row.device),
+            f"{row.share:.1%}",
+        )
+    if len(rows) > top:
+        rest = sum(row.share for row in rows[top:])
+        table.add_row(f"... {len(rows) - top} more", *[""] * (len(extra) + 3), f"{rest:.1%}")
+    return table
+
+
+def _transfers(one: RankAnalysis, top: int) -> Table:
+    table = _table("copies by the device", "calls", "MB", "ms")
+    for row in one.transfers[:top]:
+        size = "not recorded" if row.bytes is None else f"{row.bytes / 1e6:,.1f}"
+        table.add_row(Text(row.name), f"{row.calls:,}", size, _ms(row.device))
+    return table
+
+
+def _copies(one: RankAnalysis, top: int) -> Table:
+    device = bool(one.device_total)
+    where = "device ms" if device else "host ms"
+    table = _table("aten::copy_", "layout", "calls", "elements", where, "share", "line")
+    layouts = {None: "-", True: "alike", False: "differs"}
+    for row in one.copies[:top]:
+        types = f"{row.source} -> {row.target}" if row.source else "types not recorded"
+        elements = "-" if row.elements is None else f"{row.elements:,}"
+        table.add_row(
+            types, layouts[row.contiguous], f"{row.calls:,}", elements,
+            _ms(row.device if device else row.host), f"{row.share:.1%}", Text(row.line or "-"),
+        )  # fmt: skip
+    return table
+
+
+def _pairs(one: RankAnalysis, top: int) -> Table:
+    device = bool(one.device_total)
+    where = "device" if device else "host"
+    table = _table("forward operator", "its backward", "calls", f"{where} ms", "backward", "ratio")
+    for row in one.pairs[:top]:
+        ahead = row.forward_device if device else row.forward_host
+        behind = row.backward_device if device else row.backward_host
+        ratio = f"{behind / ahead:.1f}" if ahead else "-"
+        table.add_row(
+            Text(short(row.forward)),
+            Text(short(row.backward, 40)),
+            f"{row.calls:,}",
+            _ms(ahead),
+            _ms(behind),
+            ratio,
+        )
+    return table
+
+
+def _print_ranks(ranks: Ranks, console: Console, top: int) -> None:
+    size = "" if ranks.world_size is None else f" of {ranks.world_size}"
+    console.print(Text(f"{len(ranks.given)}{size} ranks", style="bold"))
+    for note in ranks.notes:
+        console.print(Text(f"note: {note}", style="yellow"))
+    if not ranks.steps:
+        return
+    shown = ranks.given[:8]
+    table = _table("waited in collectives, ms", *(f"rank {rank}" for rank in shown), "last", "by ms")
+    for step in ranks.steps[:top]:
+        waits = (_ms(step.waited[rank]) for rank in shown)
+        table.add_row(f"step {step.step}", *waits, f"rank {step.last}", _ms(step.delay))
+    console.print(table)
+    found = straggler(ranks)
+    if found is not None:
+        rank, delay, count = found
+        console.print(
+            Text(
+                f"rank {rank} comes last in {count} of {len(ranks.steps)} steps, by {delay:.1%} of a step; "
+                f"{ranks.collectives} common collectives, clocks {ranks.clocks}"
+            )
+        )

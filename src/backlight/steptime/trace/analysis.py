@@ -1,0 +1,185 @@
+"""Everything that is said of a trace, from its events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from backlight.steptime.trace.communication import Overlap, overlap
+from backlight.steptime.trace.copies import Copy, Transfer, copies, transfers
+from backlight.steptime.trace.critical import CriticalPath, Paths
+from backlight.steptime.trace.errors import TraceError
+from backlight.steptime.trace.events import Trace
+from backlight.steptime.trace.idle import Causes, Idle
+from backlight.steptime.trace.operators import Costs, Row, by_kernel, by_kind, by_operator, by_phase
+from backlight.steptime.trace.pairs import Pair, device_time, pairs
+from backlight.steptime.trace.ranks import Ranks, check_ranks, ranks
+from backlight.steptime.trace.timeline import Step, Timeline
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One step on one device; nanoseconds. ``device`` is None, with no device time, where there is none.
+
+    ``busy + idle.total == duration`` where there is a device: ``busy`` is the union of its events.
+    """
+
+    number: int | None
+    duration: int
+    device: int | None
+    busy: int
+    idle: Idle
+    overlap: Overlap
+    critical_path: CriticalPath
+
+
+@dataclass(frozen=True)
+class RankAnalysis:
+    """The tables of one trace; see the modules that make them. Times are nanoseconds.
+
+    ``device_total`` is the union of the device events of the chosen steps (the denominator of shares),
+    ``host_total`` the time of their host calls over all threads.
+    """
+
+    path: str
+    rank: int | None
+    events: int
+    devices: dict[int, str]
+    steps: tuple[StepRow, ...]
+    host_total: int
+    device_total: int
+    outside_steps: int
+    phases: tuple[Row, ...]
+    kinds: tuple[Row, ...]
+    operators: tuple[Row, ...]
+    kernels: tuple[Row, ...]
+    transfers: tuple[Transfer, ...]
+    copies: tuple[Copy, ...]
+    pairs: tuple[Pair, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """One or several ranks; ``ranks`` is None for a single trace."""
+
+    traces: tuple[RankAnalysis, ...]
+    ranks: Ranks | None
+
+
+def analyse(traces: Sequence[Trace], *, step: int | None = None) -> Analysis:
+    """Analyse the traces of one training.
+
+    Parameters
+    ----------
+    traces:
+        One trace, or one for each of several ranks.
+    step:
+        Number of the only step to look at, as in ``ProfilerStep#3``; None looks at all.
+
+    Raises
+    ------
+    TraceError
+        If the traces do not belong together, or a trace has no such step.
+    """
+    timelines = [Timeline(trace) for trace in traces]
+    together = None
+    if len(timelines) > 1:
+        by_rank = check_ranks(timelines)
+        timelines = list(by_rank.values())
+        together = ranks(by_rank)
+    return Analysis(tuple(analyse_rank(timeline, step) for timeline in timelines), together)
+
+
+def analyse_rank(timeline: Timeline, number: int | None = None) -> RankAnalysis:
+    """Analyse one trace.
+
+    Raises
+    ------
+    TraceError
+        If it has no step of that number.
+    """
+    steps = _chosen(timeline, number)
+    costs = Costs(timeline, steps)
+    launched = device_time(costs)
+    devices = timeline.trace.device_names
+    used = np.unique(timeline.device.device).tolist()
+    return RankAnalysis(
+        path=timeline.trace.path,
+        rank=timeline.trace.rank,
+        events=len(timeline.events),
+        devices={device: devices.get(device, "") for device in used},
+        steps=tuple(_step_rows(timeline, steps, used)),
+        host_total=costs.host_total,
+        device_total=costs.device_total,
+        outside_steps=len(timeline.device.rows) - len(costs.device_rows) if number is None else 0,
+        phases=tuple(by_phase(costs)),
+        kinds=tuple(by_kind(costs)),
+        operators=tuple(by_operator(costs)),
+        kernels=tuple(by_kernel(costs)),
+        transfers=tuple(transfers(costs)),
+        copies=tuple(copies(costs, launched)),
+        pairs=tuple(pairs(costs, launched)),
+        notes=(*timeline.trace.notes, *_notes(timeline, costs)),
+    )
+
+
+def _chosen(timeline: Timeline, number: int | None) -> list[Step]:
+    if number is None:
+        return timeline.steps
+    chosen = [step for step in timeline.steps if step.number == number]
+    if not chosen:
+        there = [step.number for step in timeline.steps if step.number is not None]
+        told = f"steps {there[0]} to {there[-1]}" if there else "no steps (no ProfilerStep annotations)"
+        raise TraceError(f"{timeline.trace.path}: has no step {number}; it has {told}")
+    return chosen
+
+
+def _step_rows(timeline: Timeline, steps: list[Step], devices: list[int]) -> list[StepRow]:
+    paths = Paths(timeline)
+    causes = {device: Causes(timeline, device) for device in devices}
+    rows = []
+    for step in steps:
+        path = paths.of(step)
+        length = step.end - step.start
+        if not devices:
+            rows.append(StepRow(step.number, length, None, 0, Idle(), Overlap(0, 0, 0), path))
+        for device, cause in causes.items():
+            busy = cause.busy.within(step.start, step.end).length
+            rows.append(
+                StepRow(
+                    step.number,
+                    length,
+                    device,
+                    busy,
+                    cause.within(step),
+                    overlap(timeline, step, device),
+                    path,
+                )
+            )
+    return rows
+
+
+def _notes(timeline: Timeline, costs: Costs) -> list[str]:
+    notes = []
+    if timeline.steps[0].number is None:
+        notes.append(
+            "no ProfilerStep annotations: the whole trace counts as one window. "
+            "Call prof.step() in the loop to see steps"
+        )
+    if not len(timeline.device.rows):
+        notes.append(
+            "no device events: device time, idle time and overlap are not measured; shares are of the host"
+        )
+    elif not len(costs.device_rows):
+        notes.append("no device event was launched in these steps")
+    else:
+        lost = int((timeline.device.launch[costs.device_rows] < 0).sum())
+        if lost:
+            share = lost / len(costs.device_rows)
+            notes.append(
+                f"{lost:,} device events ({share:.0%}) have no launch in the trace: their phase is not known"
+            )
+    return notes

@@ -1,0 +1,126 @@
+"""A trace as Parquet beside its file, so that it is parsed once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backlight.steptime.trace.events import COLUMNS, Events, Trace
+from backlight.steptime.trace.reader import read_trace
+
+SUFFIX = ".backlight.parquet"
+VERSION = 1
+"""Of the columns; a file of another version is not used."""
+
+_KEY = b"backlight.trace"
+_ENDS = 65536
+
+
+def cache_path(path: Path, folder: Path | None = None) -> Path:
+    """Return where the columns of ``path`` are kept: beside it, or in ``folder``."""
+    return (folder or path.parent) / (path.name + SUFFIX)
+
+
+def open_trace(
+    path: str | Path, *, cache: bool = False, folder: Path | None = None, workers: int = 1
+) -> Trace:
+    """Read a trace, from its Parquet if there is one that is not stale.
+
+    Parameters
+    ----------
+    path:
+        The trace.
+    cache:
+        Write the Parquet if there is none, or if it is stale. A place that cannot be written is an
+        error here: it was asked for.
+    folder:
+        Where the Parquet lies; beside the trace by default.
+    workers:
+        Processes that decode, as in :func:`~backlight.steptime.trace.reader.read_trace`.
+
+    Raises
+    ------
+    TraceError
+        As :func:`~backlight.steptime.trace.reader.read_trace` does.
+    OSError
+        If the Parquet cannot be written.
+    """
+    path = Path(path)
+    kept = cache_path(path, folder)
+    if kept.is_file() and path.is_file():
+        found = _load(path, kept)
+        if found is not None:
+            return found
+    trace = read_trace(path, workers=workers)
+    if cache:
+        save(trace, kept)
+    return trace
+
+
+def identity(path: Path) -> dict[str, Any]:
+    """Return what tells one content of a file from another without reading all of it."""
+    about = path.stat()
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(_ENDS))
+        file.seek(max(about.st_size - _ENDS, 0))
+        digest.update(file.read(_ENDS))
+    return {"size": about.st_size, "mtime_ns": about.st_mtime_ns, "ends": digest.hexdigest()}
+
+
+def save(trace: Trace, kept: Path) -> None:
+    """Write the columns of a trace; the file appears whole or not at all.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If pyarrow is not installed.
+    """
+    import pyarrow as pa  # noqa: PLC0415  # an extra
+    import pyarrow.parquet as pq  # noqa: PLC0415  # an extra
+
+    arrays = {name: pa.array(trace.events[name]) for name in COLUMNS}
+    about = {
+        "version": VERSION,
+        "source": identity(Path(trace.path)),
+        "metadata": trace.metadata,
+        "rank": trace.rank,
+        "world_size": trace.world_size,
+        "base": trace.base,
+        "notes": trace.notes,
+        "words": trace.events.words,
+    }
+    table = pa.table(arrays).replace_schema_metadata({_KEY: json.dumps(about).encode()})
+    partial = kept.with_name(f".{kept.name}.{os.getpid()}")
+    try:
+        pq.write_table(table, partial, compression="zstd", compression_level=1, use_dictionary=False)
+        partial.replace(kept)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _load(path: Path, kept: Path) -> Trace | None:
+    """Return the trace from its Parquet; None if that is stale, foreign, damaged or cannot be read here."""
+    try:
+        import pyarrow as pa  # noqa: PLC0415  # an extra
+        import pyarrow.parquet as pq  # noqa: PLC0415  # an extra
+    except ModuleNotFoundError:
+        return None
+    try:
+        schema = pq.read_schema(kept)
+        about = json.loads((schema.metadata or {})[_KEY])
+        if about["version"] != VERSION or about["source"] != identity(path):
+            return None
+        table = pq.read_table(kept)
+        columns = {name: np.asarray(table[name]).astype(kept_as.dtype) for name, kept_as in COLUMNS.items()}
+        events = Events(columns, about["words"])
+        return Trace(
+            str(path), events, about["metadata"], about["rank"], about["world_size"], about["base"],
+            tuple(about["notes"]),
+        )  # fmt: skip
+    except (OSError, KeyError, ValueError, TypeError, pa.ArrowException):
+        return None

@@ -1,0 +1,146 @@
+"""Copies: between host and device, and between types, with the line that asked for them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from backlight.steptime.trace import categories
+from backlight.steptime.trace.events import Events, Integers
+from backlight.steptime.trace.operators import Costs
+
+_PYTHON_LINE = re.compile(r"^(?P<file>.+\.py)\((?P<line>\d+)\): ")
+_OWN_FRAMES = re.compile(r"(^|/)(torch|backlight)/")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Copies that the device made, by direction: ``Memcpy HtoD (Pageable -> Device)``."""
+
+    name: str
+    calls: int
+    bytes: int | None
+    device: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Calls of ``aten::copy_`` of one kind.
+
+    Attributes
+    ----------
+    source, target:
+        Types as the profiler writes them, empty where it recorded no shapes.
+    contiguous:
+        Whether source and target lie alike in memory; None where no strides were recorded.
+    line:
+        Python line, empty where the trace has neither stacks nor Python functions.
+    calls, elements, host, device:
+        Number, elements in all (None without shapes), nanoseconds on host and device.
+    share:
+        Part of the busy time of the device, or of the host where there is none.
+    """
+
+    source: str
+    target: str
+    contiguous: bool | None
+    line: str
+    calls: int
+    elements: int | None
+    host: int
+    device: int
+    share: float
+
+
+def transfers(costs: Costs) -> list[Transfer]:
+    """Return what the device's copy engines did, by name; time as part of the union."""
+    device, events = costs.timeline.device, costs.timeline.events
+    copies = categories.rows(events, categories.MEMCPY)[device.rows[costs.device_rows]]
+    rows = device.rows[costs.device_rows][copies]
+    time = costs.shares[copies]
+    found = []
+    for code in np.unique(events["name"][rows]):
+        here = events["name"][rows] == code
+        size = events["bytes"][rows[here]]
+        known = int(size[size >= 0].sum()) if (size >= 0).any() else None
+        found.append(Transfer(events.words["name"][int(code)], int(here.sum()), known, int(time[here].sum())))
+    return sorted(found, key=lambda one: one.device, reverse=True)
+
+
+def copies(costs: Costs, device: Integers) -> list[Copy]:
+    """Return copies by types, layout and line; ``device`` is from :func:`pairs.device_time`."""
+    timeline = costs.timeline
+    tree, events = timeline.tree, timeline.events
+    wanted = categories.named(events, [word == "aten::copy_" for word in events.words["name"]])
+    places = costs.host_rows[wanted[tree.rows[costs.host_rows]]]
+    groups: dict[tuple[str, str, bool | None, str], list[int]] = defaultdict(list)
+    lines = _lines(costs, places)
+    for place, line in zip(places.tolist(), lines, strict=True):
+        row = int(tree.rows[place])
+        types = _strings(events.word("types", row))
+        source, target = (types[1], types[0]) if len(types) > 1 else ("", "")
+        groups[source, target, _alike(events, row), line].append(place)
+    found = []
+    for (source, target, alike, line), members in groups.items():
+        here = np.array(members)
+        elements = [_elements(events.word("shapes", int(row))) for row in tree.rows[here]]
+        known = [count for count in elements if count is not None]
+        host, spent = int((tree.end - tree.start)[here].sum()), int(device[here].sum())
+        found.append(
+            Copy(
+                source, target, alike, line, len(members), sum(known) if known else None, host, spent,
+                costs.share(host, spent),
+            )
+        )  # fmt: skip
+    return sorted(found, key=lambda one: (one.device, one.host), reverse=True)
+
+
+def _lines(costs: Costs, places: Integers) -> list[str]:
+    """Return the Python line of each place: from its call stack, else from the functions around it."""
+    timeline = costs.timeline
+    tree, events = timeline.tree, timeline.events
+    python = categories.rows(events, categories.PYTHON)[tree.rows]
+    functions = bool(python.any())
+    lines = []
+    for place in places.tolist():
+        line = _of_stack(events.word("stack", int(tree.rows[place])))
+        outer = int(tree.parent[place]) if functions and not line else -1
+        while outer >= 0 and not line:
+            name = events.word("name", int(tree.rows[outer])) if python[outer] else ""
+            found = _PYTHON_LINE.match(name)
+            if found and not _OWN_FRAMES.search(found["file"]):
+                line = f"{found['file']}:{found['line']}"
+            outer = int(tree.parent[outer])
+        lines.append(line)
+    return lines
+
+
+def _of_stack(stack: str) -> str:
+    for frame in re.split(r"[;\n]", stack):
+        found = _PYTHON_LINE.match(frame.strip())
+        if found and not _OWN_FRAMES.search(found["file"]):
+            return f"{found['file']}:{found['line']}"
+    return ""
+
+
+def _strings(text: str) -> list[str]:
+    found = json.loads(text) if text else []
+    return [str(one) for one in found] if isinstance(found, list) else []
+
+
+def _elements(shapes: str) -> int | None:
+    """Return the elements of the target, the first input."""
+    found = json.loads(shapes) if shapes else []
+    if not found or not isinstance(found[0], list) or any(not isinstance(side, int) for side in found[0]):
+        return None
+    return int(np.prod(found[0], dtype=np.int64))
+
+
+def _alike(events: Events, row: int) -> bool | None:
+    strides = events.word("strides", row)
+    found = json.loads(strides) if strides else []
+    return bool(found[0] == found[1]) if isinstance(found, list) and len(found) > 1 else None

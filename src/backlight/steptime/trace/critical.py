@@ -1,0 +1,176 @@
+"""The critical path of a step: the chain of work and waiting that its length is made of.
+
+The path is walked from the end of the step to its begin. On the host it goes back to the last wait for
+the device, and from there to the device event that the wait was for; on the device to the event that
+ended last before, or, where the launch came later than that end, to the host. Every moment of the step
+lies on the path exactly once. Dependencies that a trace does not record (events between streams) are
+taken to be on whatever ended last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from backlight.steptime.trace import categories
+from backlight.steptime.trace.events import Integers
+from backlight.steptime.trace.idle import SYNCHRONISING
+from backlight.steptime.trace.intervals import EMPTY, union
+from backlight.steptime.trace.kinds import short
+from backlight.steptime.trace.phases import PHASES
+from backlight.steptime.trace.timeline import KINDS, Step, Timeline
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """Nanoseconds on the path of one step.
+
+    Attributes
+    ----------
+    host:
+        On the host by phase.
+    device:
+        On the device by kind of operation.
+    launch:
+        Between a launch and the begin of its kernel, and between queued kernels.
+    synchronisation:
+        Between the end of a device event and the return of the call that waited for it.
+    names:
+        The device events with most time on the path.
+    """
+
+    host: dict[str, int]
+    device: dict[str, int]
+    launch: int
+    synchronisation: int
+    names: tuple[tuple[str, int], ...]
+
+    @property
+    def total(self) -> int:
+        """Nanoseconds of the step."""
+        return sum(self.host.values()) + sum(self.device.values()) + self.launch + self.synchronisation
+
+
+class Paths:
+    """Walks the critical paths of a trace."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        device, tree, events = timeline.device, timeline.tree, timeline.events
+        waits = categories.rows(events, categories.RUNTIME) & categories.named(
+            events, [bool(SYNCHRONISING.search(word)) for word in events.words["name"]]
+        )
+        places = np.flatnonzero(waits[tree.rows])
+        places = places[np.argsort(tree.end[places], kind="stable")]
+        self._waits = (tree.start[places], tree.end[places])
+        self._by_end = np.argsort(device.end, kind="stable")
+        self._ends = device.end[self._by_end]
+        self._launch = (
+            np.where(device.launch >= 0, tree.start[device.launch], -1) if len(tree.rows) else device.launch
+        )
+        self._phases = [
+            union(tree.start[chosen], tree.end[chosen])
+            for chosen in (timeline.phases == code for code in range(len(PHASES)))
+        ]
+
+    def of(self, step: Step) -> CriticalPath:
+        """Walk the path of one step."""
+        device = self._timeline.device
+        on_device: Counter[int] = Counter()
+        host: list[tuple[int, int]] = []
+        launch = synchronisation = 0
+        time, event = step.end, -1
+        while time > step.start:
+            if event < 0:
+                wait, event = self._wait(time, step.start)
+                if event < 0:
+                    host.append((step.start, time))
+                    break
+                end = min(int(device.end[event]), wait)
+                host.append((wait, time))
+                synchronisation += wait - end
+                time = end
+                continue
+            begin = max(int(device.start[event]), step.start)
+            on_device[event] += time - begin
+            time = begin
+            before = self._before(time, event)
+            ended = max(int(device.end[before]), step.start) if before >= 0 else step.start
+            launched = int(self._launch[event])
+            if launched > ended or before < 0:
+                launched = min(max(launched, step.start), time)
+                launch += time - launched
+                time, event = launched, -1
+            else:
+                launch += time - ended
+                time, event = ended, before
+        return self._sum(on_device, host, launch, synchronisation)
+
+    def _wait(self, time: int, floor: int) -> tuple[int, int]:
+        """Return when the last wait before ``time`` returned, and the event that it was for."""
+        begins, ends = self._waits
+        place = int(np.searchsorted(ends, time, side="right")) - 1
+        while place >= 0 and ends[place] > floor:
+            event = self._before(int(ends[place]), -1)
+            # A wait that found the device already done held nobody up.
+            if event >= 0 and self._timeline.device.end[event] > max(begins[place], floor):
+                return int(ends[place]), event
+            place -= 1
+        return floor, -1
+
+    def _before(self, time: int, event: int) -> int:
+        """Return the device event that ended last, not after ``time``; -1 for none."""
+        place = int(np.searchsorted(self._ends, time, side="right")) - 1
+        while place >= 0 and (
+            self._by_end[place] == event or self._timeline.device.start[self._by_end[place]] >= time
+        ):
+            place -= 1
+        return int(self._by_end[place]) if place >= 0 else -1
+
+    def _sum(
+        self, on_device: Counter[int], host: list[tuple[int, int]], launch: int, synchronisation: int
+    ) -> CriticalPath:
+        timeline = self._timeline
+        kinds: Counter[str] = Counter()
+        names: Counter[str] = Counter()
+        for event, spent in on_device.items():
+            kinds[KINDS[timeline.device.kind[event]].value] += spent
+            names[short(timeline.name(int(timeline.device.rows[event])))] += spent
+        starts: Integers = np.array([a for a, _ in host], dtype=np.int64)
+        ends: Integers = np.array([b for _, b in host], dtype=np.int64)
+        phases: dict[str, int] = {}
+        taken = EMPTY
+        done = 0
+        # Inner phases lie within outer ones and other threads; the specific ones are counted first.
+        for code in sorted(range(len(PHASES)), key=_specific):
+            both = self._phases[code]
+            taken = union(np.concatenate((taken.start, both.start)), np.concatenate((taken.end, both.end)))
+            reached = int(taken.covered(starts, ends).sum())
+            if reached > done:
+                phases[PHASES[code].value] = reached - done
+            done = reached
+        outside = int((ends - starts).sum()) - done
+        if outside:
+            phases["outside any call"] = outside
+        top = tuple(names.most_common(10))
+        return CriticalPath(phases, dict(kinds.most_common()), launch, synchronisation, top)
+
+
+_ORDER = (
+    "backward",
+    "optimizer",
+    "clip",
+    "data",
+    "loss",
+    "evaluation",
+    "checkpoint",
+    "host_to_device",
+    "forward",
+    "other",
+)
+
+
+def _specific(code: int) -> int:
+    return _ORDER.index(PHASES[code].value)

@@ -1,0 +1,300 @@
+"""From the text of some events to columns: typed decoding, and the slow way where types differ."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from decimal import Decimal, InvalidOperation
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from backlight.steptime.trace.errors import TraceError
+from backlight.steptime.trace.events import COLUMNS, MISSING, Column, Integers
+
+Number = int | float | str
+_NONE = msgspec.Raw(b"")
+
+
+class Args(msgspec.Struct, frozen=True, gc=False):
+    """What is kept of ``args``; lists stay text, because few are ever looked at."""
+
+    external: Number = msgspec.field(default=MISSING, name="External id")
+    correlation: Number = MISSING
+    sequence: Number = msgspec.field(default=MISSING, name="Sequence number")
+    forward_thread: Number = msgspec.field(default=MISSING, name="Fwd thread id")
+    stream: Number = MISSING
+    device: Number = MISSING
+    bytes: Number = MISSING
+    elements: Number = msgspec.field(default=MISSING, name="In msg nelems")
+    types: msgspec.Raw = msgspec.field(default=_NONE, name="Input type")
+    shapes: msgspec.Raw = msgspec.field(default=_NONE, name="Input Dims")
+    strides: msgspec.Raw = msgspec.field(default=_NONE, name="Input Strides")
+    stack: str = msgspec.field(default="", name="Call stack")
+    module: str = msgspec.field(default="", name="Module Hierarchy")
+    name: str = ""
+    labels: str = ""
+    collective: str = msgspec.field(default="", name="Collective name")
+
+
+_NO_ARGS = Args()
+
+
+class Event(msgspec.Struct, gc=False):
+    """One event; times stay text, because a float has lost the nanoseconds of a time since 1970."""
+
+    kind: str = msgspec.field(default="", name="ph")
+    category: str = msgspec.field(default="", name="cat")
+    name: str = ""
+    process: int | str = msgspec.field(default="", name="pid")
+    thread: int | str = msgspec.field(default="", name="tid")
+    start: msgspec.Raw = msgspec.field(default=_NONE, name="ts")
+    duration: msgspec.Raw = msgspec.field(default=_NONE, name="dur")
+    flow: Number = msgspec.field(default=MISSING, name="id")
+    args: Args = _NO_ARGS
+
+
+_events = msgspec.json.Decoder(list[Event])
+_anything = msgspec.json.Decoder(list[Any], float_hook=Decimal)
+_IN_ARGS = [name for name, kept in COLUMNS.items() if kept.key.startswith("args.") and name != "label"]
+_QUOTED = {
+    name: json.dumps(COLUMNS[name].key.removeprefix("args.")).encode()
+    for name in ("types", "shapes", "strides", "stack", "module", "collective")
+}
+"""Keys that many traces lack, as they stand in the text."""
+_NOT_NUMBERS = re.compile(rb'(":\s*)-?(?:inf(?:inity)?|nan)(?=\s*[,}\]])', re.IGNORECASE)
+
+
+class Vocabulary(dict[Any, int]):
+    """Codes of strings in the order in which they were met; nothing is MISSING."""
+
+    def __init__(self) -> None:
+        super().__init__({"": MISSING, None: MISSING, b"": MISSING})
+
+    def __missing__(self, word: Any) -> int:
+        self[word] = code = len(self) - 3
+        return code
+
+    def words(self, start: int = 0) -> list[str]:
+        """Return the strings from the code ``start`` on."""
+        return [_text(word) for word in list(self)[3 + start :]]
+
+
+def _text(word: Any) -> str:
+    return word.decode("utf-8", "replace") if isinstance(word, bytes) else str(word)
+
+
+class _Kinds(dict[str, int]):
+    """Character codes of ``ph``, 0 for none."""
+
+    def __missing__(self, kind: str) -> int:
+        self[kind] = code = ord(kind[0]) & 127 if kind else 0
+        return code
+
+
+_KINDS = _Kinds()
+
+
+class Columns:
+    """Turns events into columns; the vocabularies grow from call to call."""
+
+    def __init__(self) -> None:
+        self.vocabularies = {name: Vocabulary() for name, kept in COLUMNS.items() if kept.coded}
+
+    def words(self) -> dict[str, list[str]]:
+        """Return the vocabularies as lists in the order of the codes."""
+        return {name: known.words() for name, known in self.vocabularies.items()}
+
+    def of_text(self, text: bytes) -> dict[str, Column]:
+        """Decode a JSON array of events.
+
+        Raises
+        ------
+        msgspec.DecodeError
+            If the text is not JSON; :class:`msgspec.ValidationError` if types are unexpected.
+        """
+        # A key that does not occur in the text needs no column built; an escape might hide one.
+        absent = () if b"\\u" in text else [name for name, key in _QUOTED.items() if key not in text]
+        return self.of_events(_events.decode(text), frozenset(absent))
+
+    def of_events(self, events: list[Event], absent: frozenset[str] = frozenset()) -> dict[str, Column]:
+        """Return one array per row of the table of columns; those ``absent`` are filled with MISSING."""
+        count = len(events)
+        args = [event.args for event in events]
+        columns: dict[str, Column] = {
+            "kind": np.fromiter(map(_KINDS.__getitem__, map(attrgetter("kind"), events)), np.uint8, count),
+            "start": nanoseconds([bytes(event.start) for event in events], 0),
+            "duration": nanoseconds([bytes(event.duration) for event in events], MISSING),
+            "flow": _integers(map(attrgetter("flow"), events), count),
+        }
+        for name in ("category", "name", "process", "thread"):
+            columns[name] = self._codes(name, map(attrgetter(name), events), count)
+        for name in _IN_ARGS:
+            if name in absent:
+                columns[name] = np.full(count, MISSING)
+                continue
+            values: Iterable[Any] = map(attrgetter(name), args)
+            if name in {"types", "shapes", "strides"}:
+                values = map(bytes, values)
+            coded = COLUMNS[name].coded
+            columns[name] = self._codes(name, values, count) if coded else _integers(values, count)
+        labels = (one.name or one.labels for one in args)
+        columns["label"] = self._codes("label", labels, count)
+        return {name: columns[name].astype(kept.dtype, copy=False) for name, kept in COLUMNS.items()}
+
+    def _codes(self, name: str, words: Iterable[Any], count: int) -> Column:
+        known = self.vocabularies[name]
+        if name in {"process", "thread"}:
+            words = map(str, words)
+        return np.fromiter(map(known.__getitem__, words), np.int32, count)
+
+
+def _integers(values: Iterable[Any], count: int) -> Integers:
+    kept = list(values)
+    try:
+        return np.fromiter(kept, np.int64, count)
+    except (ValueError, TypeError, OverflowError):
+        return np.fromiter(map(_integer, kept), np.int64, count)
+
+
+def _integer(value: Any) -> int:
+    """Return a whole number also from ``"17"`` and ``"0x1f"``; MISSING for what is none."""
+    try:
+        found = int(value, 0) if isinstance(value, str) else int(value)
+    except (ValueError, TypeError, OverflowError):
+        return MISSING
+    return found if -(2**63) <= found < 2**63 else MISSING
+
+
+_WIDEST = 40
+"""Letters of a number that are looked at as columns; longer ones are rare enough to go one by one."""
+
+
+def nanoseconds(texts: list[bytes], missing: int) -> Integers:
+    """Turn JSON numbers of microseconds into whole nanoseconds, exactly.
+
+    Parameters
+    ----------
+    texts:
+        Numbers as written, ``b'1712195495519689.047'``; empty where the event has none. Quoted
+        numbers and exponents are taken as well, one by one.
+    missing:
+        What stands where there is no number.
+
+    Returns
+    -------
+    Integers
+        Nanoseconds, int64 [texts]; below a nanosecond the nearest.
+    """
+    packed = np.array(texts, dtype=np.bytes_)
+    width = packed.dtype.itemsize
+    if not texts or width > _WIDEST:
+        return np.array([_exactly(text, missing) for text in texts], dtype=np.int64)
+    letters_WN = np.ascontiguousarray(packed.view(np.uint8).reshape(len(texts), width).T)
+    value = np.zeros(len(texts), np.int64)
+    places = np.zeros(len(texts), np.int8)
+    digits = np.zeros(len(texts), np.int8)
+    dotted = np.zeros(len(texts), bool)
+    odd = np.zeros(len(texts), bool)
+    for letter in letters_WN:
+        figure = letter - 48  # below "0" wraps round to a large number
+        digit = figure <= 9
+        value = np.where(digit, value * 10 + figure, value)
+        digits += digit
+        places += digit & dotted
+        dot = letter == 46
+        odd |= ~(digit | dot | (letter == 0)) | (dot & dotted)
+        dotted |= dot
+    # 19 figures of nanoseconds fit into 63 bits where the first is at most 8.
+    figures = digits - places + 3
+    fits = (figures < 19) | ((figures == 19) & (letters_WN[0] != 57))
+    # More than three decimals are below a nanosecond: such rows are rounded one by one.
+    odd |= ~fits | (places > 3) | (digits == 0)
+    odd &= letters_WN[0] != 0
+    result: Integers = value * 10 ** np.clip(3 - places.astype(np.int64), 0, 3)
+    result[letters_WN[0] == 0] = missing
+    for row in np.flatnonzero(odd):
+        result[row] = _exactly(texts[row], missing)
+    return result
+
+
+def _exactly(text: bytes, missing: int) -> int:
+    plain = text.strip().strip(b'"')
+    if not plain:
+        return missing
+    try:
+        found = int((Decimal(plain.decode()) * 1000).to_integral_value())
+    except (InvalidOperation, ValueError, OverflowError):
+        return missing
+    return found if -(2**63) <= found < 2**63 else missing
+
+
+def repaired(text: bytes) -> bytes:
+    """Return the text with what some profilers write and JSON does not know: inf, nan, broken UTF-8."""
+    return _NOT_NUMBERS.sub(rb"\1null", text).decode("utf-8", "replace").encode()
+
+
+def leniently(text: bytes) -> list[Event]:
+    """Parse an array of events whose fields have unexpected types; what fits no type is left out.
+
+    Raises
+    ------
+    TraceError
+        If an element of the array is not an object.
+    msgspec.DecodeError
+        If the text is not JSON.
+    """
+    events = []
+    for place, plain in enumerate(_anything.decode(text)):
+        if not isinstance(plain, dict):
+            raise TraceError(
+                f"event {place} of a chunk is {_string(plain)[:60]}, expected an object with "
+                "name, ph and ts: not a trace of torch.profiler"
+            )
+        events.append(_event(plain))
+    return events
+
+
+def _event(plain: dict[str, Any]) -> Event:
+    inner = plain.get("args")
+    inner = inner if isinstance(inner, dict) else {}
+    keys = {name: kept.key.removeprefix("args.") for name, kept in COLUMNS.items() if name in _IN_ARGS}
+    found: dict[str, Any] = {}
+    for name, key in keys.items():
+        value = inner.get(key)
+        if value is None:
+            continue
+        if name in {"types", "shapes", "strides"}:
+            found[name] = msgspec.Raw(msgspec.json.encode(value))
+        elif COLUMNS[name].coded:
+            found[name] = value if isinstance(value, str) else _string(value)
+        else:
+            found[name] = _integer(value)
+    for name in ("name", "labels"):
+        if isinstance(inner.get(name), str):
+            found[name] = inner[name]
+    return Event(
+        kind=_string(plain.get("ph")),
+        category=_string(plain.get("cat")),
+        name=_string(plain.get("name")),
+        process=_string(plain.get("pid")),
+        thread=_string(plain.get("tid")),
+        start=_number_text(plain.get("ts")),
+        duration=_number_text(plain.get("dur")),
+        flow=_integer(plain.get("id", MISSING)),
+        args=Args(**found),
+    )
+
+
+def _string(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _number_text(value: Any) -> msgspec.Raw:
+    number = isinstance(value, (int, Decimal, str)) and not isinstance(value, bool)
+    return msgspec.Raw(str(value).encode()) if number else _NONE

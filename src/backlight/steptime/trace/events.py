@@ -1,0 +1,154 @@
+"""The events of a trace as columns: one table of what is kept, and the arrays.
+
+A gigabyte of JSON holds about four million events; as dictionaries they take ten times the file, as
+columns a third of it. Strings are codes into vocabularies, times are whole nanoseconds as written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[Any]
+Mask = npt.NDArray[np.bool_]
+Integers = npt.NDArray[np.int64]
+
+MISSING = -1
+"""In every column: the event does not say. No id, code or duration of a trace is negative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One column: its type, whether it holds codes into a vocabulary, and the key it is read from."""
+
+    dtype: str
+    coded: bool
+    key: str
+    unit: str = ""
+
+
+COLUMNS: Mapping[str, Kept] = {
+    "kind": Kept("uint8", False, "ph"),
+    "category": Kept("int16", True, "cat"),
+    "name": Kept("int32", True, "name"),
+    "process": Kept("int32", True, "pid"),
+    "thread": Kept("int32", True, "tid"),
+    "start": Kept("int64", False, "ts", "ns"),
+    "duration": Kept("int64", False, "dur", "ns"),
+    "flow": Kept("int64", False, "id"),
+    "external": Kept("int64", False, "args.External id"),
+    "correlation": Kept("int64", False, "args.correlation"),
+    "sequence": Kept("int64", False, "args.Sequence number"),
+    "forward_thread": Kept("int64", False, "args.Fwd thread id"),
+    "stream": Kept("int64", False, "args.stream"),
+    "device": Kept("int32", False, "args.device"),
+    "bytes": Kept("int64", False, "args.bytes", "B"),
+    "elements": Kept("int64", False, "args.In msg nelems"),
+    "types": Kept("int32", True, "args.Input type"),
+    "shapes": Kept("int32", True, "args.Input Dims"),
+    "strides": Kept("int32", True, "args.Input Strides"),
+    "stack": Kept("int32", True, "args.Call stack"),
+    "module": Kept("int32", True, "args.Module Hierarchy"),
+    "label": Kept("int32", True, "args.name, args.labels"),
+    "collective": Kept("int32", True, "args.Collective name"),
+}
+"""What is kept of an event; ``kind`` is the character code of the Chrome format's ``ph``."""
+
+COMPLETE = ord("X")
+
+
+@dataclass(frozen=True)
+class Events:
+    """Columns of equal length, in the order of the file, and the vocabularies of the coded ones."""
+
+    columns: dict[str, Column]
+    words: dict[str, list[str]]
+    _found: dict[tuple[str, str], int] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.columns["kind"])
+
+    def __getitem__(self, name: str) -> Column:
+        return self.columns[name]
+
+    def word(self, name: str, row: int) -> str:
+        """Return the string in a coded column, empty where the event has none."""
+        code = int(self.columns[name][row])
+        return self.words[name][code] if code >= 0 else ""
+
+    def codes(self, name: str, *texts: str) -> list[int]:
+        """Return the codes of those of ``texts`` that occur in the column ``name``."""
+        wanted = set(texts)
+        return [code for code, word in enumerate(self.words[name]) if word in wanted]
+
+    def where(self, name: str, accept: Mask) -> Mask:
+        """Return the rows whose code of ``name`` is accepted; ``accept`` is bool [vocabulary]."""
+        codes = self.columns[name]
+        # The last place answers for MISSING, which indexes from the end.
+        chosen: Mask = np.append(accept, False)[codes]
+        return chosen
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield every event as a dictionary of the columns, for tests and small exports."""
+        for row in range(len(self)):
+            yield {
+                name: self.word(name, row) if kept.coded else int(self.columns[name][row])
+                for name, kept in COLUMNS.items()
+            }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns."""
+        return sum(column.nbytes for column in self.columns.values())
+
+
+def concatenate(parts: list[dict[str, Column]], words: Mapping[str, Sequence[str]]) -> Events:
+    """Join the columns of chunks, which are emptied on the way so that memory is not held twice."""
+    columns = {}
+    for name, kept in COLUMNS.items():
+        pieces = [part.pop(name) for part in parts]
+        columns[name] = np.concatenate(pieces) if pieces else np.empty(0, kept.dtype)
+    return Events(columns, {name: list(known) for name, known in words.items()})
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One trace: its events and what the file says of itself.
+
+    Attributes
+    ----------
+    path:
+        Where it was read from.
+    events:
+        Every event of the file.
+    metadata:
+        The top-level entries of the file besides the events.
+    rank, world_size:
+        As the file says, None where it does not.
+    base:
+        Nanoseconds to add to ``start`` for time since 1970; 0 where starts already count from there.
+    notes:
+        What had to be repaired while reading.
+    """
+
+    path: str
+    events: Events
+    metadata: Mapping[str, Any]
+    rank: int | None = None
+    world_size: int | None = None
+    base: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def device_names(self) -> dict[int, str]:
+        """Names of the devices of the machine by number, as the file lists them."""
+        listed = self.metadata.get("deviceProperties") or []
+        return {
+            int(one.get("id", place)): str(one.get("name", ""))
+            for place, one in enumerate(listed)
+            if isinstance(one, dict)
+        }

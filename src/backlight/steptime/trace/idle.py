@@ -1,0 +1,127 @@
+"""When a device stands still within a step, and what it waits for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from backlight.records import Phase
+from backlight.steptime.trace import categories
+from backlight.steptime.trace.events import Column, Integers
+from backlight.steptime.trace.intervals import Union, union
+from backlight.steptime.trace.phases import PHASES
+from backlight.steptime.trace.timeline import Step, Timeline
+
+SYNCHRONISING = re.compile(
+    r"(Device|Stream|Event|Ctx)Synchronize|Memcpy(WithStream|2D|3D|DtoH|HtoD|DtoD)?(_v\d)?$|StreamWaitValue",
+)
+"""Runtime calls that return only when the device has come so far."""
+
+LATENCY = 20_000
+"""Nanoseconds that a launched kernel may take to begin on an idle device without a reason of its own."""
+
+_WAITING = re.compile(
+    r"gloo:|\bwait\(\)|Work\.wait|c10d::.*wait|wait_tensor|cpu:.*all_?reduce", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Idle nanoseconds of a device by cause; the causes add up to ``total``.
+
+    Attributes
+    ----------
+    host_bound:
+        The next kernel had not been launched yet, and the host was busy with something else.
+    synchronisation:
+        The same, after the host had waited for the device: it could not launch ahead.
+    data:
+        The same, while the host waited for a DataLoader.
+    communication:
+        The same, while the host waited for a collective.
+    launch_gap:
+        The next kernel was launched already, and began within 20 us: latency.
+    queued:
+        The next kernel was launched already and waited longer: for another stream or another rank, or
+        for work that the trace does not hold.
+    unknown:
+        The trace does not say what launched the next kernel.
+    """
+
+    host_bound: int = 0
+    synchronisation: int = 0
+    data: int = 0
+    communication: int = 0
+    launch_gap: int = 0
+    queued: int = 0
+    unknown: int = 0
+
+    @property
+    def total(self) -> int:
+        """Idle nanoseconds."""
+        return (
+            self.host_bound + self.synchronisation + self.data
+            + self.communication + self.launch_gap + self.queued + self.unknown
+        )  # fmt: skip
+
+
+class Causes:
+    """Explains the gaps of one device."""
+
+    def __init__(self, timeline: Timeline, number: int) -> None:
+        device, tree, events = timeline.device, timeline.tree, timeline.events
+        here = device.device == number
+        self.busy = union(device.start[here], device.end[here])
+        self._starts = device.start[here]
+        launch = device.launch[here]
+        self._launched = np.where(launch >= 0, tree.start[launch], -1) if len(tree.rows) else launch
+        words = events.words["name"]
+        runtime = categories.rows(events, categories.RUNTIME)
+        self._syncs = _host(timeline, runtime & _matching(timeline, SYNCHRONISING, words))
+        self._waits = _host(timeline, ~runtime & _matching(timeline, _WAITING, words))
+        data = timeline.phases == PHASES.index(Phase.DATA)
+        self._data = union(tree.start[data], tree.end[data])
+
+    def within(self, step: Step) -> Idle:
+        """Return the idle time in one window, by cause."""
+        gaps = self.busy.gaps(step.start, step.end)
+        start, end = gaps.start, gaps.end
+        if not len(start):
+            return Idle()
+        if not len(self._starts):
+            return Idle(unknown=gaps.length)
+        # The event that ends a gap starts where it ends; the last gap of a window may end without one.
+        following = np.searchsorted(self._starts, end, side="left")
+        last = np.minimum(following, len(self._starts) - 1)
+        ended = (following < len(self._starts)) & (self._starts[last] == end)
+        launched = np.where(following < len(self._starts), self._launched[last], step.end)
+        unknown = (launched < 0) & ended
+        late = np.where(unknown, start, np.clip(launched, start, end))
+        late = np.where(~ended & (launched < 0), end, late)
+        host, queued = late - start, end - late
+        data = self._data.covered(start, late)
+        waits = np.minimum(self._waits.covered(start, late), host - data)
+        rest = host - data - waits
+        # A wait that was open when the device ran dry kept the host from launching ahead.
+        blocked = self._syncs.covered(start - 1, start + 1) > 0
+        synchronised = np.where(blocked, rest, np.minimum(self._syncs.covered(start, late), rest))
+        return Idle(
+            host_bound=int((rest - synchronised).sum()),
+            synchronisation=int(synchronised.sum()),
+            data=int(data.sum()),
+            communication=int(waits.sum()),
+            launch_gap=int(queued[~unknown & (queued <= LATENCY)].sum()),
+            queued=int(queued[~unknown & (queued > LATENCY)].sum()),
+            unknown=int(queued[unknown].sum()),
+        )
+
+
+def _matching(timeline: Timeline, pattern: re.Pattern[str], words: list[str]) -> Column:
+    return categories.named(timeline.events, [bool(pattern.search(word)) for word in words])
+
+
+def _host(timeline: Timeline, mask: Column) -> Union:
+    chosen: Integers = np.flatnonzero(mask[timeline.tree.rows])
+    return union(timeline.tree.start[chosen], timeline.tree.end[chosen])

@@ -1,0 +1,91 @@
+"""The kind of an operation, from the name of an operator or of a kernel."""
+
+from __future__ import annotations
+
+import enum
+import re
+
+
+class Kind(enum.StrEnum):
+    """Kinds of operation; every operation has exactly one."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    NORMALISATION = "normalisation"
+    SOFTMAX_LOSS = "softmax and loss"
+    ELEMENTWISE = "elementwise"
+    COPY = "copy and cast"
+    HOST_COPY = "host copy"
+    OPTIMIZER = "optimizer"
+    COMMUNICATION = "communication"
+    INDEXING = "indexing"
+    OTHER = "other"
+
+
+# The first that matches decides: what is special stands before what it is made of.
+_PATTERNS: tuple[tuple[Kind, str], ...] = (
+    (
+        Kind.COMMUNICATION,
+        r"nccl|rccl|gloo:|mscclpp|nvshmem|\bc10d::|_c10d_functional|record_param_comms|"
+        r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|symm_mem",
+    ),
+    (Kind.HOST_COPY, r"memcpy.*(htod|dtoh|host)|^copy ?(host|device ?to ?host)|pin_memory"),
+    (Kind.ATTENTION, r"flash|fmha|attention|attn|sdpa|\bmha_"),
+    (Kind.NORMALISATION, r"(batch|layer|group|instance|rms|weight)_?norm|\bbn_[fb]w|welford|fused_norm"),
+    (Kind.SOFTMAX_LOSS, r"softmax|_loss|loss(backward)?\d*$|nll|cross_?entropy|kl_div|ctc"),
+    (Kind.INDEXING, r"embedding|permute_(pooled|\dd)"),  # a fused optimizer in its name makes it no optimizer
+    (
+        Kind.OPTIMIZER,
+        r"multi_tensor_apply|multi_tensor_|adam|lamb\b|shampoo|adagrad|rmsprop|_foreach_|fused_sgd|"
+        r"optimizer\.(step|zero_grad)",
+    ),
+    (
+        Kind.COPY,
+        r"direct_copy|catarray|memcpy|copy_kernel|"
+        r"aten::(cat|copy_|clone|contiguous|to|_to_copy|stack)\b",
+    ),
+    (
+        Kind.MATMUL,
+        r"gemm|gemv|cutlass|cijk_|nvjet|matmul|conv|winograd|cudnn|cask|xmma|miopen|wgrad|dgrad|"
+        r"\b(mm|bmm|addmm|addbmm|baddbmm|linear|einsum|dot|mv|addmv)(backward)?\d*\b|triton_.*_mm",
+    ),
+    (
+        Kind.INDEXING,
+        r"index|gather|scatter|nonzero|masked_(select|fill)|sort|topk|unique|take_along|one_hot|"
+        r"select(backward)?\d*\b|slice(backward)?\d*\b|getitem",
+    ),
+    (
+        Kind.ELEMENTWISE,
+        r"elementwise|pointwise|triton_poi|fillfunctor|"
+        r"\b(add|sub|rsub|mul|div|neg|exp|log|sqrt|rsqrt|pow|abs|sign|clamp|where|relu|gelu|silu|sigmoid|tanh|dropout|"
+        r"native_dropout|addcmul|addcdiv|lerp|fill|zero|zeros|ones|threshold|hardtanh|leaky_relu|maximum|minimum|"
+        r"eq|ne|lt|le|gt|ge|bernoulli|uniform|normal)_?(_backward)?(backward)?\d*\b",
+    ),
+    (Kind.COPY, r"copy|\b(to|cast|toCopy|tocopy|clone|cat|contiguous|transpose)(backward)?\d*\b"),
+)  # fmt: skip
+_COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _PATTERNS)
+_WRAPPER = "autograd::engine::evaluate_function: "
+
+
+def kind_of(name: str) -> Kind:
+    """Return the kind of an operator (``aten::addmm``, ``AddmmBackward0``) or kernel by its name.
+
+    Names of kernels are long templates: only the first 400 characters are looked at.
+    """
+    text = name.removeprefix(_WRAPPER)[:400].replace("fbgemm", "")  # a library's name, not what is done
+    for kind, pattern in _COMPILED:
+        if pattern.search(text):
+            return kind
+    return Kind.OTHER
+
+
+def short(name: str, width: int = 60) -> str:
+    """Return the name of a kernel without return type, namespaces' arguments and template arguments."""
+    text = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    bare = re.split(r"[<(]", text, maxsplit=1)[0] or text
+    if bare.endswith(("elementwise_kernel", "reduce_kernel", "multi_tensor_apply_kernel")):
+        functor = re.search(
+            r"(\w+(?:_kernel_cuda|_kernel_impl|Functor|Ops|_cuda_kernel|_stub))", text[len(bare) :]
+        )
+        bare = f"{bare} [{functor[1]}]" if functor else bare
+    return bare if len(bare) <= width else bare[: width - 1] + "…"

@@ -1,0 +1,218 @@
+"""Reading a trace: in chunks on one core, or on several with processes of our own."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from backlight.steptime.trace import chunks, strangers
+from backlight.steptime.trace.decoding import Columns, leniently, repaired
+from backlight.steptime.trace.errors import TraceError
+from backlight.steptime.trace.events import Column, Events, Trace, concatenate
+from backlight.steptime.trace.workers import Workers, WorkersError
+
+PARALLEL = 64 * 2**20
+"""Bytes of text from which several processes pay for their start."""
+
+_PACKED = 12
+"""Times that gzip makes a trace smaller, roughly."""
+
+
+def read_trace(path: str | Path, *, workers: int = 1) -> Trace:
+    """Read a trace of torch.profiler, gzipped or not, without dropping an event.
+
+    Parameters
+    ----------
+    path:
+        The file as ``export_chrome_trace`` or Kineto wrote it.
+    workers:
+        Processes that decode; 1 decodes in this one. They are started as programs of their own, so
+        that a script without a ``__main__`` guard is not run again.
+
+    Raises
+    ------
+    TraceError
+        If the file is not JSON, is truncated, or is no trace of torch.profiler; the message says which.
+    FileNotFoundError
+        If there is no such file.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise TraceError(f"{path}: is a folder, expected a trace file (.json or .json.gz)")
+    with chunks.open_text(path) as file:
+        head, text = chunks.read_head(file, path)
+        if head is None:
+            error = strangers.refusal(path, text, whole=not chunks.read(file, path, 1))
+            raise error
+        read = _Read(path, head)
+        if workers > 1 and len(text) >= chunks.CHUNK:
+            try:
+                return read.beside(file, text, workers)
+            except (WorkersError, TraceError) as failure:
+                # A cut was wrong or a chunk is unusual: one process finds out, chunk after chunk.
+                read = _Read(path, head)
+                read.notes.append(f"read on one core: {failure}")
+                file.seek(0)
+                _, text = chunks.read_head(file, path)
+        return read.alone(file, text)
+
+
+def default_workers(path: str | Path) -> int:
+    """Return how many processes are worth their start for a file; 1 where it is small or not there."""
+    path = Path(path)
+    if not path.is_file():
+        return 1
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    size = path.stat().st_size * (_PACKED if packed else 1)
+    return min(4, os.cpu_count() or 1) if size >= PARALLEL else 1
+
+
+class _Read:
+    """One reading of one file."""
+
+    def __init__(self, path: Path, head: chunks.Head) -> None:
+        self.path = path
+        self.head = head
+        self.columns = Columns()
+        self.notes: list[str] = []
+
+    def alone(self, file: IO[bytes], text: bytes) -> Trace:
+        parts: list[dict[str, Column]] = []
+        buffer = text[self.head.start :]
+        while True:
+            more = chunks.read(file, self.path, chunks.CHUNK)
+            if not more:
+                break
+            # The end of the file is never cut off, so that the last slice holds what follows the events.
+            taken, part = self._slice(buffer)
+            if part is not None:
+                parts.append(part)
+            elif len(buffer) > 16 * chunks.CHUNK:
+                more += b"".join(self._rest(file))
+            buffer = buffer[taken:] + more
+        last, metadata = self._last(buffer)
+        parts.append(last)
+        return self._trace(concatenate(parts, self.columns.words()), metadata)
+
+    def _rest(self, file: IO[bytes]) -> Iterator[bytes]:
+        while more := chunks.read(file, self.path, chunks.CHUNK):
+            yield more
+
+    def _slice(self, buffer: bytes) -> tuple[int, dict[str, Column] | None]:
+        """Decode the events at the begin of ``buffer``; None where no cut was right."""
+        for end, start in chunks.cuts(buffer):
+            text = b"[" + buffer[:end] + b"]"
+            try:
+                return start, self._decode(text)
+            except msgspec.DecodeError as error:
+                # Too much was cut off when brackets stay open; anything else is not about the cut.
+                if "truncated" not in str(error):
+                    return 0, None
+        return 0, None
+
+    def _decode(self, text: bytes) -> dict[str, Column]:
+        try:
+            return self.columns.of_text(text)
+        except msgspec.ValidationError:
+            return self._leniently(text)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if _is_about_ends(error):
+                raise
+            fixed = repaired(text)
+            if fixed == text:
+                raise
+            part = self._leniently(fixed)
+            self._note("inf, nan or broken UTF-8 in the text were read as missing")
+            return part
+
+    def _leniently(self, text: bytes) -> dict[str, Column]:
+        try:
+            part = self.columns.of_events(leniently(text))
+        except TraceError as error:
+            raise TraceError(f"{self.path}: {error}") from None
+        self._note("some events have fields of other types than torch.profiler writes; read one by one")
+        return part
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _last(self, rest: bytes) -> tuple[dict[str, Column], dict[str, Any]]:
+        """Decode the last events and what follows them.
+
+        Raises
+        ------
+        TraceError
+            If the text is no JSON to its end.
+        """
+        for _ in range(3):
+            try:
+                events, metadata = chunks.top_level(self.head.prefix, rest)
+                return self._decode(events), metadata
+            except msgspec.DecodeError as error:
+                prefix = len(self.head.prefix)
+                without = chunks.without_trailing_comma(self.head.prefix + rest, error)
+                fixed = without[prefix:] if without is not None else repaired(rest)
+                if fixed == rest:
+                    refused = strangers.broken(self.path, error, self.head.prefix)
+                    raise refused from None
+                self._note("the text was repaired: a trailing comma, inf, nan or broken UTF-8")
+                rest = fixed
+        raise TraceError(f"{self.path}: is not JSON to its end")
+
+    def beside(self, file: IO[bytes], text: bytes, count: int) -> Trace:
+        """Cut here, decode in ``count`` other processes, join here.
+
+        Raises
+        ------
+        WorkersError
+            If a chunk could not be decoded so.
+        """
+        with Workers(count) as workers:
+            buffer = text[self.head.start :]
+            while more := chunks.read(file, self.path, chunks.CHUNK):
+                if workers.failure:
+                    raise WorkersError(str(workers.failure))
+                end, start = next(chunks.cuts(buffer), (0, 0))
+                if start:
+                    workers.submit(b"[" + buffer[:end] + b"]")
+                buffer = buffer[start:] + more
+                if len(buffer) > 16 * chunks.CHUNK:
+                    raise WorkersError("the text has no place to cut")
+            last, metadata = self._last(buffer)
+            parts, words = workers.join(last, self.columns.words())
+        return self._trace(concatenate(parts, words), metadata)
+
+    def _trace(self, events: Events, metadata: dict[str, Any]) -> Trace:
+        strangers.check(self.path, events, metadata)
+        about = metadata.get("distributedInfo")
+        about = about if isinstance(about, dict) else {}
+        return Trace(
+            str(self.path),
+            events,
+            metadata,
+            rank=_whole(about.get("rank"), rank_in_name(self.path.name)),
+            world_size=_whole(about.get("world_size"), None),
+            base=_whole(metadata.get("baseTimeNanoseconds"), 0) or 0,
+            notes=tuple(self.notes),
+        )
+
+
+def _is_about_ends(error: Exception) -> bool:
+    return any(words in str(error) for words in ("truncated", "trailing characters", "trailing comma"))
+
+
+def _whole(value: Any, default: int | None) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+def rank_in_name(name: str) -> int | None:
+    """Return the rank that a file name such as ``trace_rank-3.json`` states, None if it states none."""
+    found = re.search(r"rank[-_]?(\d+)", name, re.IGNORECASE)
+    return int(found[1]) if found else None
