@@ -25,6 +25,7 @@ from backlight.records import (
 )
 from backlight.store.reader import Run, open_run
 from backlight.store.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
+from backlight.store.watchdog import WatchdogWriter
 from backlight.store.writer import RunWriter
 from grokking_runs import Grok, write_grokking
 
@@ -69,6 +70,7 @@ class Plan:
     user: Mapping[str, float] = field(default_factory=dict)
     killed: bool = False
     grokking: bool = False
+    stalled: bool = False
     attempts: int = 1
     overrides: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     seed: int = 1
@@ -173,6 +175,11 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
         writer.event(None, "unmeasured", {"what": "update", "reason": "the optimizer steps inside backward"})
     if plan.grokking:
         write_grokking(writer, Grok(steps=plan.steps, every=2, generalises=60.0))
+    if plan.stalled:
+        watchdog = WatchdogWriter(path, path / f"attempt-{attempt:03d}")
+        watchdog.evidence("stall-rank-00000.txt", "taken by witness\n  at ops.py:22 in LockedFn.backward\n")
+        watchdog.event(last - first - 1, "stall", {"not_collected": {"0": ["py-spy: Permission denied"]}})
+        watchdog.close()
     if plan.scaler:
         for step in range(first, last, max(1, plan.steps // 6)):
             writer.event(step - first, "scaler_skip", {"scale": 65536})

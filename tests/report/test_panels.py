@@ -23,6 +23,7 @@ FULL = Plan(
     phases=True,
     user={"accuracy": 0.9},
     grokking=True,
+    stalled=True,
     nan_step=90,
     dead_row=25,
     vanishing_rows=(3,),

@@ -52,8 +52,15 @@ def test_the_step_of_the_subject_stands_in() -> None:
 
 
 def test_what_the_page_does_not_show_is_no_link() -> None:
-    assert place("evidence/dump.txt") is None
+    assert place("profile/dump.txt") is None
     assert place("groups/host") is None
+
+
+def test_a_file_of_evidence_is_found_whatever_its_attempt() -> None:
+    assert place("attempt-003/evidence/stall-rank-00000.txt") == place("evidence/dump.txt")
+    found = place("evidence/dump.txt")
+    assert found is not None
+    assert found.panel == "evidence"
 
 
 def test_a_panel_without_data_is_no_place_and_no_other_one_takes_over() -> None:

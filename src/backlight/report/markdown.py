@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from backlight.records import Finding
+from backlight.report.collected import collected
 from backlight.report.source import Source
 from backlight.report.text import number, visible
 from backlight.report.verdict import Outcome, by_severity, measurements, outcome, where
@@ -13,6 +14,9 @@ from backlight.store.reader import Run
 
 MOST_NAMES = 20
 """Names that a list of unmeasured parameters spells out."""
+
+QUOTED, QUOTED_LINES = 4, 120
+"""Files of evidence that are quoted, and lines of each."""
 
 _SPECIAL = re.compile(r"([\\`*_\[\]#|~$])")
 _BULLET = re.compile(r"^(\d*)([-+=.)])(?=\s|$|[-=])")
@@ -29,12 +33,8 @@ def render_markdown(run: Run, findings: Sequence[Finding]) -> str:
     for finding in by_severity(findings):
         lines += ["", *_finding(finding)]
     lines += _unmeasured(said)
-    fingerprint = run.fingerprint()
-    if fingerprint is not None:
-        versions = ", ".join(f"{escape(name)} {escape(v)}" for name, v in fingerprint.versions.items())
-        script = code(" ".join((fingerprint.script, *fingerprint.arguments)))
-        lines += ["", "## Run", "", f"- script: {script}", f"- parameters: {fingerprint.parameter_count:,}"]
-        lines += [f"- device: {escape(fingerprint.device)}", f"- versions: {versions}"]
+    lines += _collected(source)
+    lines += _environment(run)
     return "\n".join(lines) + "\n"
 
 
@@ -64,6 +64,42 @@ def _unmeasured(said: Outcome) -> list[str]:
         more = f" and {len(item.names) - MOST_NAMES:,} more" if len(item.names) > MOST_NAMES else ""
         lines.append(f"- {escape(item.what)}: {escape(item.reason)}{': ' if shown else ''}{shown}{more}")
     return lines
+
+
+def _collected(source: Source) -> list[str]:
+    """List the evidence of stalls; runs in which nothing stood still have none."""
+    found = collected(source)
+    if not found.files and not found.missing:
+        return []
+    lines = ["", "## Evidence that could not be collected", ""]
+    lines += [f"- rank {escape(rank)}: {escape(reason)}" for rank, reason in found.missing] or ["None."]
+    if found.files:
+        lines += ["", "## Evidence", ""]
+    for path, text in found.files[:QUOTED]:
+        quoted = text.splitlines()
+        more = f"    ({len(quoted) - QUOTED_LINES} more lines)" if len(quoted) > QUOTED_LINES else ""
+        lines += [f"{code(path)}:", "", *(f"    {line}" for line in quoted[:QUOTED_LINES]), more, ""]
+    if len(found.files) + found.more > QUOTED:
+        rest = [code(path) for path, _ in found.files[QUOTED:]]
+        lines.append(f"Further files: {', '.join(rest)}{f' and {found.more} more' if found.more else ''}")
+    return lines
+
+
+def _environment(run: Run) -> list[str]:
+    """Say where and with what the run was made, as its lowest rank states it."""
+    fingerprint = run.fingerprint()
+    if fingerprint is None:
+        return []
+    pairs = {
+        "script": code(" ".join((fingerprint.script, *fingerprint.arguments))),
+        "parameters": f"{fingerprint.parameter_count:,}",
+        "device": escape(fingerprint.device),
+        "host": escape(fingerprint.host),
+        "processes": str(fingerprint.world_size),
+        "versions": ", ".join(f"{escape(n)} {escape(v)}" for n, v in fingerprint.versions.items()),
+        "flags": ", ".join(f"{escape(n)} {escape(v)}" for n, v in fingerprint.flags.items()),
+    }
+    return ["", "## Environment", "", *(f"- {name}: {value}" for name, value in pairs.items() if value)]
 
 
 def escape(text: str) -> str:

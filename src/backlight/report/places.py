@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ class Place:
     column: str | None = None
     step: int | None = None
 
+
+_ATTEMPT = re.compile(r"^attempt-\d+/(?=evidence/)")
 
 _NEAREST = {"nan": "non_finite", "inf": "non_finite", "zeros": "zero_share"}
 """Columns of the heat map for stored columns that it does not show as they are."""
@@ -38,7 +41,7 @@ def place_of(
     """
     has_map = "parameters" in drawn
     step = evidence.step if evidence.step is not None else finding.subject.step
-    path = evidence.path.strip("/")
+    path = _ATTEMPT.sub("", evidence.path.strip("/"))
     series, column, parameter = _series(path)
     row = rows.get(parameter or finding.subject.parameter or "")
     if row is not None and has_map and series in {"gradient", "update"}:

@@ -58,6 +58,8 @@ class Stalling:
         Takes events, such as what cannot be measured.
     parameters_changed:
         Called when looking for parameters has found another table.
+    names_known:
+        Called at the begin of the first backward, and when there are other parameters.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Stalling:
         thresholds: Mapping[str, float],
         notice: Callable[[str, Mapping[str, Any], int | None], None],
         parameters_changed: Callable[[], None],
+        names_known: Callable[[], None],
     ) -> None:
         self._writer = writer
         self._scope = scope
@@ -76,6 +79,7 @@ class Stalling:
         self._thresholds = dict(thresholds)
         self._notice = notice
         self._parameters_changed = parameters_changed
+        self._names_known = names_known
         self._names: tuple[Any, tuple[str, ...]] = ((), ())
         self._groups: dict[int, list[int]] = {}
         self._dump: IO[bytes] | None = None
@@ -206,6 +210,7 @@ class Stalling:
     def _store_names(self, names: tuple[str, ...]) -> None:
         with contextlib.suppress(OSError):
             rendezvous.write_document(self._document("names"), list(names))
+        self._names_known()
 
     def _store_group(self, key: int, ranks: list[int]) -> None:
         self._groups[key] = ranks

@@ -88,7 +88,7 @@ class Watch:
         self._samples = samples
         self.path = Path(run) if run is not None else default_path(script)
         self._script = script or (sys.argv[0] if sys.argv else "")
-        self._arguments = arguments or tuple(sys.argv[1:])
+        self._arguments = arguments if script else tuple(sys.argv[1:])
         self._models = list(models)
         self._optimizers = list(optimizers)
         self._depth = 0

@@ -43,9 +43,10 @@ def matrix(
     """
     from backlight.stalls.matrix.execution import execute, prepare
     from backlight.stalls.matrix.judging import read_verdicts
-    from backlight.stalls.matrix.rendering.bundle import check_bundle, write_bundle, write_reports
+    from backlight.stalls.matrix.rendering.bundle import write_bundle, write_reports
     from backlight.stalls.matrix.rendering.terminal import one_line, print_cases, print_report
     from backlight.stalls.matrix.template import refuse_script, write_plan
+    from backlight.store.archive import check_archive
 
     if init:
         print(write_plan(plan, context.args))
@@ -53,7 +54,7 @@ def matrix(
     refuse_script(context.args)
     failing = read_verdicts(fail_on) if fail_on is not None else ()
     if bundle is not None:
-        check_bundle(bundle)
+        check_archive(bundle)
     prepared = prepare(plan)
     console = Console(stderr=as_json)
     if check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,18 +23,49 @@ def report(
         Path | None, typer.Option("--out", "-o", help="File to write; without it RUN/report.html.")
     ] = None,
     form: Annotated[Format, typer.Option("--format", help="html, or md for a ticket.")] = Format.HTML,
+    bundle: Annotated[
+        Path | None,
+        typer.Option("--bundle", help="Write everything as one archive instead: FILE.tar.gz or FILE.zip."),
+    ] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option("--plots", help="Also write the same pictures as SVG and PNG into this folder."),
+    ] = None,
 ) -> None:
-    """Write one HTML file that works offline, and print its path."""
-    from backlight.session.reporting import write_html, write_markdown
+    """Write one HTML file that works offline, and print its path.
+
+    Raises
+    ------
+    ValueError
+        If --out and --bundle are both given, the name of the archive will not do, or --plots is asked of
+        a matrix.
+    """
+    if bundle is not None:
+        from backlight.session.bundling import bundle as write_bundle
+
+        if out is not None:
+            raise ValueError(f"report: --out {out} and --bundle {bundle} exclude each other; give one")
+        print(write_bundle(path, bundle))
+        return
+    from backlight.session.reporting import write_html, write_markdown, write_pictures
     from backlight.stalls.matrix.folder import is_matrix
     from backlight.stalls.matrix.rendering.bundle import write_form
 
     target = out if out is not None else path / f"report.{form.value}"
     if is_matrix(path):
+        if plots is not None:
+            raise ValueError(f"report: {path} is a matrix, which has no pictures; leave out --plots")
         print(write_form(path, target, as_html=form is Format.HTML))
         return
+    if plots is not None:
+        pictures = write_pictures(path, plots)
     written = write_html(path, target) if form is Format.HTML else write_markdown(path, target)
     print(written)
+    if plots is not None:
+        for picture in pictures.files:
+            print(picture)
+        if pictures.words_only:
+            print(f"no pictures, but words: {', '.join(pictures.words_only)}", file=sys.stderr)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,0 +1,69 @@
+"""One archive of several files, written whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import time
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+ENDINGS = (".tar.gz", ".tgz", ".zip")
+
+Member = tuple[str, Path | bytes]
+"""A path inside the archive, with the file or the content that stands there."""
+
+
+def check_archive(target: Path, what: str = "--bundle") -> None:
+    """Check the name of an archive before anything is made for it; ``what`` is how the user gave it.
+
+    Raises
+    ------
+    ValueError
+        If its ending is none of :data:`ENDINGS`, its folder does not exist, or it is a folder itself.
+    """
+    if not target.name.endswith(ENDINGS):
+        raise ValueError(f"{what} {target}: expected a name that ends in {', '.join(ENDINGS)}")
+    if not target.absolute().parent.is_dir():
+        raise ValueError(f"{what} {target}: no such folder: {target.absolute().parent}")
+    if target.is_dir():
+        raise ValueError(f"{what} {target}: is a folder; expected the name of a file")
+
+
+def root_of(target: Path, fallback: str = "bundle") -> str:
+    """Return the folder under which everything in an archive stands: its name without the ending."""
+    return target.name[: -len(next(e for e in ENDINGS if target.name.endswith(e)))] or fallback
+
+
+def write_archive(target: Path, members: Iterable[Member]) -> Path:
+    """Write ``members`` below one folder into ``target`` and return its path; an OSError passes through.
+
+    A file that is there is replaced as a whole, or not at all. A name that is not known raises what
+    :func:`check_archive` raises.
+    """
+    check_archive(target)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    root = root_of(target)
+    try:
+        if target.name.endswith(".zip"):
+            with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+                for name, content in members:
+                    if isinstance(content, Path):
+                        archive.write(content, f"{root}/{name}")
+                    else:
+                        archive.writestr(f"{root}/{name}", content)
+        else:
+            with tarfile.open(temporary, "w:gz") as tar:
+                for name, content in members:
+                    if isinstance(content, Path):
+                        tar.add(content, f"{root}/{name}", recursive=False)
+                    else:
+                        entry = tarfile.TarInfo(f"{root}/{name}")
+                        entry.size, entry.mtime = len(content), int(time.time())
+                        tar.addfile(entry, io.BytesIO(content))
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target

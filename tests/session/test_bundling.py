@@ -1,0 +1,125 @@
+"""The report of a run in which something stood still: as a page, as Markdown and as one archive."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from backlight.cli.app import main
+from backlight.records import Evidence, Finding, Fingerprint, Made, RunStatus, Severity, Subject
+from backlight.session.bundling import bundle
+from backlight.session.reporting import write_html, write_markdown
+from backlight.store.errors import RunFormatError
+from backlight.store.watchdog import WatchdogWriter
+from backlight.store.writer import RunWriter
+
+DUMP = (
+    "taken by witness\n\nThread 0x1 MainThread (most recent call first)\n  at ops.py:22 in <b>backward</b>\n"
+)
+DENIED = "py-spy: Permission denied (os error 13)"
+
+
+@pytest.fixture
+def stalled(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    writer = RunWriter.create(path, name="stalled", rooms=("stalls",), script="train.py")
+    writer.fingerprint(Fingerprint("train.py", ("--lr", "3"), {"torch": "2.13.0"}, "cpu", "node-7"))
+    writer.scalar(0, "loss", 1.0)
+    watchdog = WatchdogWriter(path, path / "attempt-000")
+    cited = watchdog.evidence("stall-rank-00000.txt", DUMP)
+    watchdog.event(
+        4, "stall", {"verdict": "BLOCKED", "claim": "BLOCKED: x", "not_collected": {"0": [DENIED]}, "rank": 0}
+    )
+    watchdog.finding(
+        Finding(
+            "stall",
+            Severity.ERROR,
+            "BLOCKED: the main thread waits",
+            Subject(step=4, rank=0, verdict="BLOCKED"),
+            (Evidence(cited, step=4),),
+            "look",
+            "it moves",
+            made=Made.LIVE,
+        )
+    )
+    watchdog.close()
+    writer.close(RunStatus.FAILED)
+    return path
+
+
+def test_markdown_holds_evidence_environment_and_what_is_lacking(stalled: Path, tmp_path: Path) -> None:
+    text = write_markdown(stalled, tmp_path / "report.md").read_text()
+    assert text.startswith("# stalled: 1 error\n")
+    lacking = text.index("## Evidence that could not be collected")
+    assert "rank 0: py-spy: Permission denied" in text[lacking:].splitlines()[2]
+    assert "      at ops.py:22 in <b>backward</b>" in text  # quoted, so that no markup acts
+    assert "- host: node-7" in text
+    assert "- script: `train.py --lr 3`" in text
+
+
+def test_the_page_shows_the_dump_and_leads_to_it(stalled: Path, tmp_path: Path) -> None:
+    page = write_html(stalled, tmp_path / "report.html").read_text()
+    assert "Evidence of stalls" in page
+    assert "at ops.py:22 in" in page
+    assert DENIED in page
+    assert '"panel":"evidence"' in page.replace(" ", "")
+
+
+def test_a_run_that_stood_still_never_has_no_such_chapter(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", rooms=("stalls",))
+    writer.scalar(0, "loss", 1.0)
+    writer.close(RunStatus.FINISHED)
+    assert "could not be collected" not in write_markdown(tmp_path / "run", tmp_path / "a.md").read_text()
+
+
+def test_the_archive_holds_what_somebody_else_needs(stalled: Path, tmp_path: Path) -> None:
+    with tarfile.open(bundle(stalled, tmp_path / "ticket.tar.gz")) as tar:
+        read = {name: tar.extractfile(name).read() for name in tar.getnames()}  # type: ignore[union-attr]
+    assert set(read) == {
+        f"ticket/{name}"
+        for name in (
+            "report.html", "report.md", "findings.json", "environment.json", "events.json",
+            "attempt-000/evidence/stall-rank-00000.txt",
+        )
+    }  # fmt: skip
+    (found,) = json.loads(read["ticket/findings.json"])
+    assert found["subject"]["verdict"] == "BLOCKED"
+    environment = json.loads(read["ticket/environment.json"])
+    assert environment["attempts"][0]["fingerprints"]["0"]["host"] == "node-7"
+    assert read["ticket/attempt-000/evidence/stall-rank-00000.txt"].decode() == DUMP
+    assert not (stalled / "report.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bundle", "x.rar"], "--bundle x.rar: expected a name that ends in"),
+        (["--bundle", "no/x.zip"], "--bundle no/x.zip: no such folder"),
+        (["--bundle", "x.zip", "--out", "y"], "--out y and --bundle x.zip exclude each other"),
+    ],
+)
+def test_bad_archives_are_one_line(
+    options: list[str],
+    message: str,
+    stalled: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as left:
+        main(["report", str(stalled), *options])
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_no_run_leaves_no_archive(tmp_path: Path) -> None:
+    with pytest.raises(RunFormatError, match="is not a backlight run"):
+        bundle(tmp_path, tmp_path / "x.zip")
+    assert not (tmp_path / "x.zip").exists()
