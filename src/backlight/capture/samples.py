@@ -122,7 +122,7 @@ class Taps:
             return x, out, 0
         if x.dim() > least and x.shape[1] == n and not isinstance(module, _CHANNELS):
             return x, out, 1
-        if x.dim() > least and x.shape[0] == 1:
+        if x.dim() >= least and x.shape[0] == 1:
             return x.expand(n, *x.shape[1:]), out.expand(n, *out.shape[1:]), 0
         if lookup and (x.dim() == 0 or x.shape[0] % n):
             return x.expand(n, *x.shape), out.expand(n, *out.shape), 0
@@ -163,18 +163,20 @@ def gradients(
 
 @contextlib.contextmanager
 def _put_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
-    kept = [(leaf, leaf.grad, getattr(leaf, "_post_accumulate_grad_hooks", None)) for leaf in leaves]
+    kept = [(leaf, leaf.grad) for leaf in leaves]
+    hooks = [found for leaf in leaves if (found := getattr(leaf, "_post_accumulate_grad_hooks", None))]
+    saved = [dict(found) for found in hooks]
     try:
-        for leaf, _, hooks in kept:
+        for leaf, _ in kept:
             leaf.grad = None
-            if hooks:
-                leaf._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+        for found in hooks:  # torch looks into the same dict at every call
+            found.clear()
         yield
     finally:
-        for leaf, grad, hooks in kept:
+        for leaf, grad in kept:
             leaf.grad = grad
-            if hooks:
-                leaf._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+        for found, values in zip(hooks, saved, strict=True):
+            found.update(values)
 
 
 @contextlib.contextmanager

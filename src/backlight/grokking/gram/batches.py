@@ -97,6 +97,6 @@ def scalar(loss: Any) -> Tensor:
         )
     if not bool(torch.isfinite(loss)):
         raise GramError(
-            f"gram: the loss is {float(loss)}; a Gram of it tells nothing (`backlight nan` finds the origin)"
+            f"gram: the loss is {float(loss.detach())}; a Gram of it tells nothing (`backlight nan` finds where)"
         )
     return loss.reshape(())

@@ -160,7 +160,7 @@ class Measurement:
         self.combined[name] = found.reshape(-1, *parameter.tensor.shape)
 
     def _keep(self, parameter: Measured, K: Tensor) -> None:
-        parameter.total = float(K.sum())
+        parameter.total, parameter.magnitude = float(K.sum()), float(K.abs().sum())
         if not self.pair:  # the samples with the largest gradients say most when they are run alone
             count = 2 if self.samples > 2 else 1
             self.pair = K.diagonal().topk(count).indices.sort().values.tolist()
@@ -236,7 +236,12 @@ class Measurement:
     ) -> Coverage:
         norm = _norm(gradient)
         check = gates.coverage(
-            parameter.method or "unused", parameter.total, norm, parameter.summands, parameter.eps
+            parameter.method or "unused",
+            parameter.total,
+            parameter.magnitude,
+            norm,
+            parameter.summands,
+            parameter.eps,
         )
         if not alone:
             return check
@@ -291,11 +296,15 @@ class Measurement:
         for name, parameter in self.parameters.items():
             if name in known:
                 continue
+            norms = self._pair_norm(parameter), _norm(alone[name])
+            aa, ab, bb = parameter.pair
+            noise = gates.root_slack(aa + 2 * abs(ab) + bb, sum(norms))
             error = gates.judge_alone(
                 name,
                 parameter.method or "unused",
-                (self._pair_norm(parameter), _norm(alone[name])),
-                16 * parameter.eps * parameter.summands,
+                norms,
+                256 * parameter.eps * parameter.summands
+                + gates.root_slack(aa + 2 * abs(ab) + bb, sum(norms)),
                 parameter.eps,
                 self.samples,
                 len(self.pair),

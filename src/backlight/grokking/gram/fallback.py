@@ -24,8 +24,7 @@ class _Loss(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
 
-    def forward(self, sample: Any) -> Tensor:
-        batch = batches.mapped(sample, lambda tensor: tensor.unsqueeze(0))
+    def forward(self, batch: Any) -> Tensor:
         return self.loss_fn(self.model, batch).reshape(())
 
 
@@ -77,12 +76,11 @@ def _vmapped(
     keys = {f"model.{names[id(parameter)]}": name for name, parameter in group.items()}
     module = _Loss(model, loss_fn)
     values = {key: group[name].detach() for key, name in keys.items()}
-    dims = batches.mapped(batch, lambda tensor: tensor)
-    flat = [tensor for _, tensor in batches.tensors(dims) if tensor.dim()]
+    flat = [tensor for _, tensor in batches.tensors(batch) if tensor.dim()]
 
     def loss(parameters: dict[str, Tensor], samples: list[Tensor]) -> Tensor:
         left = iter(samples)
-        sample = batches.mapped(batch, lambda _: next(left))
+        sample = batches.mapped(batch, lambda _: next(left).unsqueeze(0))
         return torch.func.functional_call(module, parameters, (sample,))  # type: ignore[no-any-return]
 
     with warnings.catch_warnings():

@@ -9,6 +9,7 @@ other (batch statistics), a loss that is a mean, and samples that lie along anot
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,7 +57,9 @@ class Coverage:
         return abs(self.from_gram - self.from_gradient) <= self.tolerance
 
 
-def coverage(method: str, total: float, gradient: float, summands: float, eps: float) -> Coverage:
+def coverage(
+    method: str, total: float, magnitude: float, gradient: float, summands: float, eps: float
+) -> Coverage:
     """Return the check of one parameter.
 
     Parameters
@@ -65,6 +68,8 @@ def coverage(method: str, total: float, gradient: float, summands: float, eps: f
         How the Gram was obtained.
     total
         Sum of all entries of K.
+    magnitude
+        Sum of their magnitudes.
     gradient
         Norm of the gradient of the summed loss.
     summands
@@ -73,14 +78,22 @@ def coverage(method: str, total: float, gradient: float, summands: float, eps: f
     eps
         Machine epsilon of the coarsest type involved.
     """
-    return Coverage(method, math.sqrt(max(0.0, total)), gradient, 16 * eps * (summands + gradient))
+    norm = math.sqrt(max(0.0, total))
+    slack = 16 * eps * (summands + gradient) + root_slack(magnitude, norm + gradient)
+    return Coverage(method, norm, gradient, slack)
+
+
+def root_slack(magnitude: float, norms: float) -> float:
+    """Return by how much the root of a sum may be off whose terms add up to ``magnitude`` without signs."""
+    rounding = 16 * sys.float_info.epsilon * magnitude
+    return rounding / max(norms, math.sqrt(rounding)) if rounding > 0 else 0.0
 
 
 def refuse(name: str, found: Coverage, samples: int) -> GramError:
     """Return the error of a failed coverage."""
     got, expected = found.from_gram, found.from_gradient
     hint = "a use of the parameter escaped the capture, or a hook changes its gradient"
-    if found.method == "vmap" and _near(got, expected * samples):
+    if found.method in {"vmap", "loop"} and _near(got, expected * samples):
         hint = _mean(samples)
     return GramError(
         f"gram: the coverage of parameter {name!r} failed: expected the norm {expected:.6g} of its gradient, "
@@ -93,12 +106,12 @@ def judge_alone(
 ) -> GramError | None:
     """Return what is wrong with the gradient of ``pair`` samples run alone; None where it fits.
 
-    ``norms`` are the norm from the Gram and the norm from autograd, ``noise`` the rounding of the Gram.
+    ``norms`` are the norm from the Gram and the norm from autograd, ``noise`` what rounding may do to them.
     """
     got, expected = norms
     # Another batch size takes other kernels; a pass in fp32 differs by far less than a thousandth.
     share = min(0.2, max(1e-8, 1e4 * eps if eps < 1e-4 else 16 * eps))
-    if abs(got - expected) <= share * max(got, expected) + 16 * noise:
+    if abs(got - expected) <= share * max(got, expected) + noise:
         return None
     hint = (
         "samples do not seem to be independent along the first dimension of the batch's tensors: the loss "

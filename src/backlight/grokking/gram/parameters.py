@@ -26,6 +26,7 @@ class Measured:
     escaped: str = ""
     method: str = ""
     total: float = 0.0
+    magnitude: float = 0.0
     summands: float = 0.0
     eps: float = 0.0
     pair: tuple[float, float, float] = (0.0, 0.0, 0.0)

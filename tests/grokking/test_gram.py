@@ -1,0 +1,357 @@
+"""Grams against an autograd loop over samples in float64, and what measuring must not do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import backlight
+from backlight.grokking.gram import batches
+from backlight.grokking.gram.gates import GramError
+from grokking import gram_models
+from grokking.gram_models import MODELS, N, Setup, images, labels, text, tokens
+
+
+def rows(setup: Setup) -> dict[str, Tensor]:
+    """Return per-sample gradients [N, ...] by parameter, one backward for each sample."""
+    inner = getattr(setup.model, "_orig_mod", setup.model)
+    named = {name: p for name, p in inner.named_parameters() if p.requires_grad}
+    found: dict[str, list[Tensor]] = {name: [] for name in named}
+    for i in range(batches.count(setup.batch)):
+        for p in named.values():
+            p.grad = None
+        setup.loss(setup.model, batches.between(setup.batch, i, i + 1)).backward()
+        for name, p in named.items():
+            found[name].append(torch.zeros_like(p) if p.grad is None else p.grad)
+    for p in named.values():
+        p.grad = None
+    return {name: torch.stack(gradients) for name, gradients in found.items()}
+
+
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([g.flatten(1) for g in gradients.values()], 1)
+
+
+def close(got: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
+    assert got.shape == expected.shape
+    assert float((got - expected).norm()) <= rtol * float(expected.norm()) + 1e-25
+
+
+@pytest.mark.parametrize("kernel", ["auto", "ghost", "chunked"])
+@pytest.mark.parametrize("name", MODELS)
+def test_agrees_with_a_loop(name: str, kernel: str) -> None:
+    setup = MODELS[name]()
+    expected = rows(setup)
+    found = backlight.gram(setup.model, setup.loss, setup.batch, kernel=kernel)
+    assert list(found.per_parameter) == list(expected)
+    for parameter, gradients in expected.items():
+        A = gradients.flatten(1)
+        close(found.per_parameter[parameter], A @ A.T)
+        mean = found.mean_gradient[parameter]
+        close(torch.zeros_like(gradients[0]) if mean is None else mean, gradients.mean(0), 1e-9)
+    A = flat(expected)
+    close(found.matrix, A @ A.T)
+    methods = {check.method for check in found.coverage.values()}
+    assert methods <= setup.methods
+    assert {m for m in setup.methods if m in {"vmap", "loop"}} <= methods
+    assert all(check.holds and check.difference < 1e-8 for check in found.coverage.values())
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv2d", "gpt_tied_padded_reused", "gpt_checkpointed_reentrant"])
+def test_small_scratch_changes_nothing(name: str) -> None:
+    setup = MODELS[name]()
+    A = flat(rows(setup))
+    for kernel in ("ghost", "chunked"):
+        found = backlight.gram(setup.model, setup.loss, setup.batch, kernel=kernel, scratch=600)
+        close(found.matrix, A @ A.T)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "gpt_tied_padded_reused", "bare_parameters", "conv2d"])
+def test_eigenvectors_are_those_of_the_second_moment(name: str, centred: bool) -> None:
+    setup = MODELS[name]()
+    A = flat(rows(setup))
+    found = backlight.gram(setup.model, setup.loss, setup.batch)
+    values, vectors = found.eigenvectors(3, centred=centred)
+    V = torch.cat([part.flatten(1) for part in vectors.values()], 1)
+    B = A - A.mean(0) if centred else A
+    expected = torch.linalg.svdvals(B)[:3] ** 2 / len(A)
+    torch.testing.assert_close(values, expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(V @ V.T, torch.eye(3, dtype=V.dtype), rtol=0, atol=1e-8)
+    residual = (V @ B.T) @ B / len(A) - values[:, None] * V
+    assert float(residual.norm()) < 1e-8 * float(values[0])
+    torch.testing.assert_close(
+        found.spectrum(centred=centred).eigenvalues[:3], values.numpy(), rtol=1e-9, atol=0
+    )
+
+
+def test_layers_and_blocks_are_sums_of_parameters() -> None:
+    setup = MODELS["gpt"]()
+    found = backlight.gram(setup.model, setup.loss, setup.batch)
+    parts = found.per_parameter
+    close(found.per_layer["qkv"], parts["qkv.weight"] + parts["qkv.bias"])
+    close(sum(found.per_block.values()), found.matrix)
+    assert set(found.scopes()) >= {"model", "layer/qkv", "parameter/qkv.bias", "block/qkv"}
+    close(found.scope("layer/qkv"), found.per_layer["qkv"])
+    for detail in ("layer", "block", "model"):
+        coarse = backlight.gram(setup.model, setup.loss, setup.batch, detail=detail)
+        close(coarse.matrix, found.matrix)
+    close(
+        backlight.gram(setup.model, setup.loss, setup.batch, detail="layer").per_layer["ln"],
+        found.per_layer["ln"],
+    )
+    with pytest.raises(GramError, match="kept by model; ask for detail='layer'"):
+        _ = coarse.per_layer
+    with pytest.raises(GramError, match="no scope 'layer/nix'; there are: emb"):
+        found.scope("layer/nix")
+
+
+def test_blocks_end_at_the_first_number() -> None:
+    net = nn.Sequential(nn.Linear(7, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)))
+    found = backlight.gram(net.double(), labels, images(7))
+    assert list(found.per_block) == ["0", "1"]
+    assert list(found.per_layer) == ["0", "1.0", "1.1"]
+
+
+class Touchy(nn.Module):
+    """Draws random numbers, counts calls in a buffer, switches its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.drop = nn.Linear(7, 3), nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.lin(self.drop(x))
+
+
+def test_leaves_everything_as_it_was() -> None:
+    net = Touchy().double()
+    batch = images(7)
+    labels(net, batch).backward()
+    kept = net.lin.weight.grad
+    values = kept.clone()
+    stepped: list[int] = []
+    net.lin.weight.register_post_accumulate_grad_hook(lambda p: stepped.append(1))
+    before, buffer, random = copy.deepcopy(net.state_dict()), net.calls, torch.get_rng_state()
+
+    def loss(model: nn.Module, b: Any) -> Tensor:
+        model.train(not model.training)
+        return labels(model, b)
+
+    net.eval()
+    found = backlight.gram(net, loss, batch)
+    assert found.coverage["lin.weight"].alone is None  # dropout draws: a lone run would draw otherwise
+    assert net.lin.weight.grad is kept
+    assert torch.equal(kept, values)
+    assert not stepped
+    assert net.calls is buffer
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not net.training
+    assert not net.drop.training
+    assert not net.lin._forward_hooks
+
+
+def test_reentrant_checkpointing_leaves_gradients_and_hooks_alone() -> None:
+    setup = MODELS["gpt_checkpointed_reentrant"]()
+    setup.loss(setup.model, setup.batch).backward()
+    kept = {name: (p.grad, p.grad.clone()) for name, p in setup.model.named_parameters()}
+    called: list[int] = []
+    for p in setup.model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: called.append(1))
+    backlight.gram(setup.model, setup.loss, setup.batch)
+    assert not called
+    for name, p in setup.model.named_parameters():
+        assert p.grad is kept[name][0]
+        assert torch.equal(p.grad, kept[name][1])
+    setup.loss(setup.model, setup.batch).backward()
+    assert len(called) >= len(kept)  # of each segment
+
+
+def test_dropout_keeps_its_mask_for_eigenvectors() -> None:
+    net = nn.Sequential(nn.Linear(7, 9), nn.Dropout(0.5), nn.Linear(9, 3)).double()
+    found = backlight.gram(net, labels, images(7))
+    torch.rand(3)
+    values, _ = found.eigenvectors(2)
+    assert len(values) == 2  # taken with another mask they would not be orthonormal, which is an error
+
+
+def test_float32_and_autocast() -> None:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(7, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 3))
+    x, y = images(7)
+    exact = backlight.gram(copy.deepcopy(net).double(), labels, (x, y)).matrix
+    single = backlight.gram(net, labels, (x.float(), y))
+    assert single.matrix.dtype == torch.float64
+    close(single.matrix, exact, 1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        outside = backlight.gram(net, labels, (x.float(), y))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return labels(model, batch)
+
+    inside = backlight.gram(net, loss, (x.float(), y))
+    close(outside.matrix, exact, 0.05)
+    close(inside.matrix, outside.matrix, 1e-6)
+    assert float((inside.matrix - exact).norm()) > 1e-5 * float(exact.norm())
+    assert inside.coverage["0.weight"].difference < 0.01
+
+
+def test_a_gradient_that_cancels_passes_the_gate() -> None:
+    class Keys(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = (self.q(x) @ self.k(x).transpose(1, 2)).softmax(-1)  # a bias of keys changes nothing
+            return (weights @ self.v(x)).mean(1)
+
+    x, y = images(5, 8)
+    found = backlight.gram(Keys(), labels, (x.float(), y))
+    assert found.coverage["k.bias"].from_gradient < 1e-5 * found.coverage["v.bias"].from_gradient
+    assert all(check.holds for check in found.coverage.values())
+
+
+# What must be refused.
+
+
+def test_a_mean_is_refused_with_the_way_out() -> None:
+    net = nn.Sequential(nn.Linear(7, 3)).double()
+    with pytest.raises(GramError, match=r"'0.weight'.* looks like a mean over 6 samples: return their sum"):
+        backlight.gram(net, lambda m, b: F.cross_entropy(m(b[0]), b[1]), images(7))
+    bare = gram_models.Bare().double()
+    with pytest.raises(GramError, match="looks like a mean over 6 samples"):
+        backlight.gram(bare, lambda m, b: F.cross_entropy(m(b[0]), b[1]), images(7))
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h - h.mean(0))
+
+
+def test_samples_that_see_each_other_are_refused() -> None:
+    with pytest.raises(GramError, match=r"parameter 'a.weight'.*independent along the first dimension"):
+        backlight.gram(Mixing().double(), labels, images(7))
+    net = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    with pytest.raises(GramError, match=r"module '1' \(BatchNorm1d\) normalises over the batch.*model.eval"):
+        backlight.gram(net, labels, images(7))
+
+
+def test_samples_along_another_dimension_are_refused() -> None:
+    ids = text()["ids"]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:  # the model reads [T, N]; N samples are columns
+        out = model(batch[0].T)
+        return F.cross_entropy(out.flatten(0, 1), batch[1].T.flatten(), reduction="sum")
+
+    net = gram_models.GPT(tied=False).double()
+    with pytest.raises(
+        GramError, match="samples must lie along the first dimension.*\\[0\\] 5, batch\\[1\\] 6"
+    ):
+        backlight.gram(net, loss, (ids.T, ids))
+    # As many positions as samples: only a lone run can tell.
+    square = torch.randint(0, 11, (5, 5))
+    with pytest.raises(GramError, match="independent along the first dimension"):
+        backlight.gram(net, loss, (square, square))
+
+
+def test_a_use_without_a_kernel_is_refused_where_no_fallback_can_be() -> None:
+    net = gram_models.Bare().double()
+    with pytest.raises(GramError, match=r"'scale': no kernel knows how it is used; allow fallback=True"):
+        backlight.gram(net, labels, images(7), fallback=False)
+    dropping = nn.Sequential(nn.Dropout(0.5), net)
+    with pytest.raises(GramError, match=r"parameter '1.scale'.*draws random numbers.*model.eval"):
+        backlight.gram(dropping, labels, images(7))
+
+
+def test_a_use_that_escapes_is_noticed_by_name() -> None:
+    net = gram_models.Bare().double()
+    net.scale.requires_grad_(False)
+    net.matrix.requires_grad_(False)
+    net.never.requires_grad_(False)
+    with pytest.raises(GramError, match=r"coverage of parameter 'shared.weight' failed: expected the norm"):
+        backlight.gram(net, labels, images(7), fallback=False)
+
+
+def test_a_hook_that_changes_a_gradient_is_noticed() -> None:
+    net = nn.Sequential(nn.Linear(7, 3)).double()
+    net[0].weight.register_hook(torch.sign)
+    with pytest.raises(GramError, match=r"coverage of parameter '0.weight' failed"):
+        backlight.gram(net, labels, images(7))
+
+
+def test_eigenvectors_of_a_changed_model_are_refused() -> None:
+    setup = MODELS["mlp"]()
+    found = backlight.gram(setup.model, setup.loss, setup.batch)
+    with torch.no_grad():
+        setup.model[0].weight.mul_(1.1)
+    with pytest.raises(GramError, match="not orthonormal, so the model is not what it was"):
+        found.eigenvectors(2)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda net, b: (net, lambda m, b: m(b[0]), b), r"must return one real number.*got shape \[6, 3\]"),
+        (lambda net, b: (net, lambda m, b: 3.0, b), "must return one real number.*got float"),
+        (lambda net, b: (net, lambda m, b: labels(m, b).detach(), b), "depends on no parameter"),
+        (lambda net, b: (net, lambda m, b: labels(m, b) * float("nan"), b), "the loss is nan"),
+        (lambda net, b: (net, labels, "batch"), "no tensor with a first dimension, got str"),
+        (lambda net, b: (net, labels, (b[0][:0], b[1][:0])), "holds no sample"),
+        (lambda net, b: (net, labels, (b[0], b[1][:2])), r"batch\[0\] 6, batch\[1\] 2"),
+        (lambda net, b: (net.requires_grad_(False), labels, b), "no parameter that requires a gradient"),
+        (lambda net, b: ("net", labels, b), "model must be a torch.nn.Module, got str"),
+        (lambda net, b: (nn.Sequential(nn.LazyLinear(3)), labels, b), "'0.weight' has no shape yet"),
+    ],
+)
+def test_bad_input(break_it: Any, message: str) -> None:
+    net = nn.Sequential(nn.Linear(7, 3)).double()
+    with pytest.raises(GramError, match=message):
+        backlight.gram(*break_it(net, images(7)))
+
+
+def test_bad_settings() -> None:
+    setup = MODELS["mlp"]()
+    with pytest.raises(GramError, match="detail must be one of parameter, layer, block, model, got 'neuron'"):
+        backlight.gram(setup.model, setup.loss, setup.batch, detail="neuron")
+    with pytest.raises(GramError, match="kernel must be auto, ghost or chunked, got 'magic'"):
+        backlight.gram(setup.model, setup.loss, setup.batch, kernel="magic")
+    with torch.inference_mode(), pytest.raises(GramError, match="inference_mode"):
+        backlight.gram(setup.model, setup.loss, setup.batch)
+    net = nn.Sequential(nn.Embedding(11, 8, max_norm=1.0), nn.Linear(8, 11))
+    with pytest.raises(GramError, match="module '0' \\(Embedding\\) has max_norm"):
+        backlight.gram(net, tokens, text())
+    net = nn.Sequential(nn.Embedding(11, 8, scale_grad_by_freq=True), nn.Linear(8, 11))
+    with pytest.raises(GramError, match="scale_grad_by_freq"):
+        backlight.gram(net, tokens, text())
+
+
+def test_a_loss_that_takes_no_fewer_samples_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(7, 3)).double()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return labels(model, batch) + model(batch[0]).reshape(N, 3).sum()
+
+    with pytest.raises(GramError, match="loss_fn fails on a batch of 2 of the 6 samples"):
+        backlight.gram(net, loss, images(7))
+
+
+def test_sparse_gradients_and_complete_batches_of_one() -> None:
+    net = nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Linear(8, 11)).double()
+    found = backlight.gram(net, tokens, text())
+    assert found.coverage["0.weight"].holds
+    assert found.samples == N
