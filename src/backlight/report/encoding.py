@@ -51,6 +51,21 @@ def pack(array: NDArray[Any]) -> Packed:
     return {"type": code, "shape": list(array.shape), "data": base64.b64encode(data).decode("ascii")}
 
 
+def unpack(node: Packed) -> NDArray[Any]:
+    """Return the array that was packed, in the way of ``assets/data.js``; quantised ones as float64."""
+    width = np.dtype(_TYPES[node["type"]]).itemsize
+    grouped = np.frombuffer(zlib.decompress(base64.b64decode(node["data"])), np.uint8)
+    plain = grouped.reshape(width, -1).T.tobytes()
+    codes = np.frombuffer(plain, _TYPES[node["type"]]).reshape(node["shape"])
+    if node.get("scale") == "share":
+        return np.where(codes == _NAN, np.nan, (codes.astype(np.float64) - 1) / 65000)
+    if node.get("scale") == "log":
+        with np.errstate(over="ignore"):
+            values = 2 ** (node["low"] + (codes.astype(np.float64) - _FIRST) * node["step"])
+        return np.select([codes == _NAN, codes == _ZERO, codes == _INF], [np.nan, 0.0, np.inf], values)
+    return codes
+
+
 def pack_log(values: NDArray[np.float64]) -> Packed:
     """Pack non-negative values as 16-bit logarithms; zero, NaN and infinity keep codes of their own.
 

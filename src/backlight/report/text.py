@@ -10,6 +10,8 @@ import math
 import unicodedata
 from collections.abc import Sequence
 
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 """Unicode categories that are invisible, reorder text, or end a line."""
 
@@ -69,6 +71,11 @@ def percent(share: float) -> str:
     if 0.999 < share < 1:
         return "> 99.9 %"
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
+def power(base: str, exponent: int) -> str:
+    """Return ``base`` with a raised exponent: ``2⁻²⁴``."""
+    return base + str(exponent).translate(_RAISED)
 
 
 def score(value: float) -> str:

@@ -14,7 +14,9 @@ from backlight.health.groups import GroupError, group_rms
 from backlight.health.scoring import health_series
 from backlight.report.learning import Followed, Learning, Row
 from backlight.report.markdown import render_markdown
-from backlight.report.page import write_report
+from backlight.report.page import render_page, write_page
+from backlight.report.plots.writing import Written, write_plots
+from backlight.report.source import Source
 from backlight.session.examining import examined_where_possible
 from backlight.session.judge import findings_of, thresholds
 from backlight.store.reader import Run, open_run
@@ -22,19 +24,26 @@ from backlight.store.reader import Run, open_run
 
 def write_html(path: Path, target: Path) -> Path:
     """Write the page of the run in ``path`` to ``target`` and return where it is."""
-    run = open_run(path)
+    return write_page(render_page(source_of(open_run(path))), target)
+
+
+def write_pictures(path: Path, folder: Path) -> Written:
+    """Write the panels of the run in ``path`` as SVG and PNG into ``folder``; return what was written."""
+    return write_plots(source_of(open_run(path)), folder)
+
+
+def source_of(run: Run) -> Source:
+    """Return what a report shows of ``run``: judged, scored, with its groups and its verdict on grokking."""
     health = health_series(run)
-    scored = (health.steps, health.score) if len(health.steps) else None
     in_use = {
         room: dataclasses.asdict(limits)
         for room in run.rooms
         if (limits := thresholds(room, run.overrides.get(room)))
     }
-    return write_report(
+    return Source(
         run,
-        findings_of(run),
-        target,
-        health=scored,
+        tuple(findings_of(run)),
+        (health.steps, health.score) if len(health.steps) else None,
         thresholds=in_use,
         groups=_groups(run),
         learning=learning_of(run),

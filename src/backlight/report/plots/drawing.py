@@ -1,0 +1,280 @@
+"""One drawer for each kind of panel, on matplotlib; the counterpart of ``assets/kinds`` of the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from numpy.typing import NDArray
+
+from backlight.report.encoding import unpack
+from backlight.report.plots.writing import Draw, colours, ramp, shortened, tick
+from backlight.report.source import Source
+from backlight.report.text import power, visible
+
+WIDTH, HEIGHT = 8.5, 2.6
+"""Inches of one chart."""
+
+TONES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+COLUMNS = 4
+"""Entries beside one another in a legend."""
+
+NAMES = 48
+"""Rows of a heat map that are named one by one; of more, every n-th."""
+
+Floats = NDArray[np.float64]
+
+
+def lines(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figure]:
+    """Draw charts over steps, one below the other, or small ones side by side."""
+    charts = data["charts"]
+    across = 2 if data.get("small") and len(charts) > 1 else 1
+    down = math.ceil(len(charts) / across)
+    figure = Figure(figsize=(WIDTH if across == 1 else 11, HEIGHT * down + 0.5), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False).ravel()
+    for place, chart in enumerate(charts):
+        _chart(axes[place], chart)
+    for spare in axes[len(charts) :]:
+        spare.set_axis_off()
+    figure.suptitle(title, x=0.01, ha="left", weight="bold")
+    return {"": figure}
+
+
+def _chart(left: Axes, chart: Mapping[str, Any]) -> None:
+    tones, steps = colours(), np.asarray(chart["steps"], np.float64)
+    right = left.twinx() if chart["right"] else None
+    if right is not None:
+        right.spines["right"].set_visible(True)
+    by_label = {line["label"]: np.asarray(line["values"], np.float64) for line in chart["lines"]}
+    handles: list[Any] = []
+    below = {line["downTo"] for line in chart["lines"]}
+    for place, line in enumerate(chart["lines"]):
+        axes = right if right is not None and line["axis"] == "right" else left
+        axis = chart["right"] if axes is right else chart["left"]
+        tone = tones.get(f"tone-{line['tone']}") or tones[f"tone-{TONES[place % len(TONES)]}"]
+        at, values = _points(steps, line, log=axis["log"])
+        if line["style"] == "edge":
+            bottom = by_label.get(line["downTo"])
+            if bottom is not None:
+                top = np.asarray(line["values"], np.float64)
+                drawn = axes.fill_between(
+                    steps, bottom, top, color=tone, alpha=0.25, lw=0, label=line["label"]
+                )
+                handles.append(drawn)
+            continue
+        style = {"dashed": (0, (5, 3))}.get(line["style"], "-")
+        step: dict[str, Any] = {"drawstyle": "steps-post"} if line["style"] == "steps" else {}
+        few: dict[str, Any] = (
+            {"marker": "o", "markersize": 3} if len(at) <= 40 and line["style"] == "line" else {}
+        )
+        (drawn_line,) = axes.plot(
+            at, values, color=tone, lw=1.2, ls=style, label=line["label"], **step, **few
+        )
+        if line["label"] not in below:
+            handles.append(drawn_line)
+        if len(line["odd"]):
+            where = steps[np.asarray(line["odd"], np.int64)]
+            axes.plot(
+                where, np.full(len(where), 0.985), "v", color=tones["cell-broken"], ms=5, clip_on=False,
+                transform=axes.get_xaxis_transform(),
+            )  # fmt: skip
+    _scale(left, chart["left"])
+    if right is not None:
+        _scale(right, chart["right"])
+    for mark in chart["marks"]:
+        left.plot(
+            np.asarray(mark["steps"], np.float64), np.full(len(mark["steps"]), 0.02), "|",
+            color=tones["cell-broken"], ms=7, transform=left.get_xaxis_transform(),
+        )  # fmt: skip
+    _spans(left, chart["spans"], tones)
+    rows = math.ceil(len(handles) / COLUMNS) if len(handles) > 1 else 0
+    left.set_title(chart["title"], pad=6 + 15 * rows)
+    left.set_xlabel(chart["across"])
+    left.xaxis.set_major_formatter(FuncFormatter(tick))
+    left.grid(axis="y", color=tones["line"], lw=0.6)
+    if len(handles) > 1:
+        left.legend(
+            handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(COLUMNS, len(handles)),
+            borderaxespad=0.1, handlelength=1.6, columnspacing=1.2,
+        )  # fmt: skip
+    elif handles and not chart["left"]["label"] and not chart["title"]:
+        left.set_ylabel(str(handles[0].get_label()))
+
+
+def _points(steps: Floats, line: Mapping[str, Any], *, log: bool) -> tuple[Floats, Floats]:
+    """Return what a line goes through: NaN only where it breaks, not where another one has a log."""
+    values = np.array(line["values"], np.float64)
+    breaks = np.zeros(len(values), np.bool_)
+    for name in ("odd", "gap"):
+        breaks[np.asarray(line[name], np.int64)] = True
+    kept = np.isfinite(values) | breaks
+    values[breaks] = np.nan
+    if log:
+        values[values <= 0] = np.nan
+    return steps[kept], values[kept]
+
+
+def _scale(axes: Axes, axis: Mapping[str, Any]) -> None:
+    has = any(np.isfinite(np.asarray(one.get_ydata(), np.float64)).any() for one in axes.get_lines())
+    if axis["log"] and (has or axes.collections):
+        axes.set_yscale("log", base=axis["base"])
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        if _narrow(axes):  # less than one power in view: the numbers between are wanted
+            axes.yaxis.set_minor_locator(LogLocator(axis["base"], subs=(2, 5)))
+            axes.yaxis.set_minor_formatter(FuncFormatter(tick))
+    axes.yaxis.set_major_formatter(FuncFormatter(tick))
+    axes.set_ylabel(axis["label"])
+    if not axis["log"] and axis["low"] is not None:
+        axes.set_ylim(bottom=axis["low"] - (0.02 if axis["high"] is not None else 0))
+    if not axis["log"] and axis["high"] is not None:
+        axes.set_ylim(top=axis["high"] * 1.03)
+
+
+def _narrow(axes: Axes) -> bool:
+    low, high = axes.get_ylim()
+    return low > 0 and high / low < 50
+
+
+def _spans(axes: Axes, spans: Sequence[Mapping[str, Any]], tones: Mapping[str, str]) -> None:
+    for span in spans:
+        tone = tones[f"tone-{span['tone']}"]
+        axes.axvspan(span["after"], span["by"], color=tone, alpha=0.35, lw=1)
+        axes.annotate(
+            span["mark"], (span["by"], 0.99), xycoords=("data", "axes fraction"), color=tone,
+            xytext=(3, 0), textcoords="offset points", va="top", fontsize=8,
+            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.5},
+        )  # fmt: skip
+
+
+def parameters(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figure]:
+    """Draw the heat map of every column: steps across, parameters down."""
+    edges = np.append(data["first"], data["last"][-1] + 1).astype(np.float64)
+    names = [record.name for record in source.parameters]
+    figures = {}
+    for column in data["columns"]:
+        high = _array(column["high"]).reshape(len(names), -1)
+        figure, axes = _map(len(names), f"{title}: {visible(column['label'])}")
+        _cells(axes, figure, edges, high, column["scale"], visible(column["meaning"]))
+        axes.invert_yaxis()
+        every = max(1, math.ceil(len(names) / NAMES))
+        rows = range(0, len(names), every)
+        axes.set_yticks([row + 0.5 for row in rows], [shortened(names[row]) for row in rows], fontsize=6)
+        figures["" if column is data["columns"][0] else column["name"]] = figure
+    return figures
+
+
+def exponents(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figure]:
+    """Draw the histogram of exponents over steps, of all parameters together."""
+    whole = data["all"]
+    share = _array(whole["share"]).reshape(data["bins"], -1)
+    edges = np.append(whole["first"], whole["last"][-1] + 1).astype(np.float64)
+    used = np.flatnonzero((np.nan_to_num(share) > 0).any(axis=1))
+    low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, data["bins"])
+    figure, axes = _map(high - low, title)
+    _cells(axes, figure, edges, share[low:high], "log", "share of values")
+    rows = range(0, high - low, 2)
+    axes.set_yticks(
+        [row + 0.5 for row in rows], [power("2", data["lowest"] + low + row) for row in rows], fontsize=7
+    )
+    return {"": figure}
+
+
+def _map(rows: int, title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, min(9.0, max(2.5, 0.13 * rows + 1.2))), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_formatter(FuncFormatter(tick))
+    return figure, axes
+
+
+def _cells(axes: Axes, figure: Figure, edges: Floats, cells: Floats, scale: str, label: str) -> None:
+    """Colour cells [R, B]: not measured is grey, an exact zero and what is not finite have their own."""
+    tones = colours()
+    colour = LinearSegmentedColormap.from_list("ramp", ramp()).with_extremes(bad=tones["cell-hatch"])
+    positive = cells[np.isfinite(cells) & (cells > 0)]
+    norm: Normalize = Normalize(0, 1 if scale == "share" else max(1.0, float(positive.max(initial=1.0))))
+    shown = np.where(np.isfinite(cells), cells, np.nan)
+    if scale == "log":
+        low, high = (float(positive.min()), float(positive.max())) if len(positive) else (0.1, 1.0)
+        norm = LogNorm(low, high if high > low else 2 * low)
+        shown = np.where(cells > 0, shown, np.nan)
+    rows = np.arange(len(cells) + 1)
+    mesh = axes.pcolormesh(edges, rows, np.ma.masked_invalid(shown), cmap=colour, norm=norm, rasterized=True)
+    for special, tone in (
+        (cells == 0, "cell-zero" if scale == "log" else ""),
+        (np.isinf(cells), "cell-broken"),
+    ):
+        if tone and special.any():
+            one = LinearSegmentedColormap.from_list(tone, [tones[tone], tones[tone]])
+            over = np.ma.masked_where(~special, np.ones_like(cells))
+            axes.pcolormesh(edges, rows, over, cmap=one, rasterized=True)
+    figure.colorbar(mesh, ax=axes, label=label, format=FuncFormatter(tick), pad=0.01)
+
+
+def depth(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figure]:
+    """Draw the spread of the rms over steps, parameter by parameter in model order."""
+    tones, spread = colours(), np.asarray(data["spread"], np.float64)
+    at = np.arange(spread.shape[1])
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
+    axes = figure.subplots()
+    kept = np.where(spread > 0, spread, np.nan)
+    axes.fill_between(
+        at, kept[0], kept[4], color=tones["tone-eighth"], alpha=0.25, lw=0, label="smallest to largest"
+    )
+    axes.fill_between(
+        at, kept[1], kept[3], color=tones["tone-first"], alpha=0.3, lw=0, label="middle 80 % of steps"
+    )
+    axes.plot(at, kept[2], color=tones["tone-first"], lw=1.2, label="median")
+    if np.isfinite(kept).any():
+        axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(tick))
+    axes.set_title(title)
+    axes.set_ylabel("rms (gradient)")
+    axes.set_xlabel("parameter, in model order")
+    axes.legend(ncols=3, loc="upper right")
+    return {"": figure}
+
+
+def stack(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figure]:
+    """Draw the phases of a step, stacked, and the slowest step of each range as a line."""
+    tones = colours()
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
+    axes = figure.subplots()
+    phases = data["phases"]
+    chosen = [tones[f"tone-{TONES[place % len(TONES)]}"] for place in range(len(phases))]
+    heights = [1e3 * np.asarray(phase["seconds"]) for phase in phases]
+    axes.stackplot(data["steps"], *heights, labels=[p["label"] for p in phases], colors=chosen, alpha=0.75)
+    if not data["exact"]:
+        axes.plot(
+            data["steps"], 1e3 * np.asarray(data["slowest"]), color=tones["ink"], lw=0.8, label="slowest"
+        )
+    if data["usual"] > 0:
+        axes.set_ylim(0, 1.6e3 * data["usual"])
+    axes.set_title(title)
+    axes.set_xlabel("step")
+    axes.set_ylabel("time (ms)")
+    axes.xaxis.set_major_formatter(FuncFormatter(tick))
+    axes.legend(ncols=min(5, len(phases)), loc="upper right")
+    return {"": figure}
+
+
+def _array(node: Any) -> Floats:
+    return np.asarray(unpack(node) if isinstance(node, dict) else node, np.float64)
+
+
+DRAWERS: dict[str, Draw] = {
+    "lines": lines,
+    "parameters": parameters,
+    "exponents": exponents,
+    "depth": depth,
+    "stack": stack,
+}
+"""Drawers by kind of panel; a kind without one is words or a table."""

@@ -1,0 +1,117 @@
+"""The panels of a report as pictures, SVG and PNG, by matplotlib (the extra ``plots``).
+
+A picture shows what the panel shows on the page, from the same data; what is only words or a table of
+them is no picture and is left to the page.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backlight.report.page import ASSETS, rendered
+from backlight.report.panel import Drawn, Panel
+from backlight.report.source import Source
+from backlight.report.text import number, visible
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = ("svg", "png")
+
+DPI = 150
+
+Draw = Callable[[Source, str, Mapping[str, Any]], "Mapping[str, Figure]"]
+"""Source, title and data of a panel → figures by what is added to the panel's name, "" for nothing."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """The pictures that were written, and the titles of panels that are no picture."""
+
+    files: tuple[Path, ...]
+    words_only: tuple[str, ...]
+
+
+def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) -> Written:
+    """Write a picture of every panel that has data into ``folder``, which is made where it is missing.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is not installed; the command line names the extra.
+    ValueError
+        If the folder is a file.
+    """
+    import matplotlib as mpl  # noqa: PLC0415 - an optional package, wanted only here
+
+    from backlight.report.plots import drawing  # noqa: PLC0415 - needs it as well
+
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is a file; --plots takes a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    files: list[Path] = []
+    words_only: list[str] = []
+    style: dict[Any, Any] = {
+        "text.parse_math": False,  # a dollar in a name is a dollar
+        "svg.fonttype": "none",
+        "svg.hashsalt": "backlight",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.titlesize": 10,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "legend.frameon": False,
+        "legend.fontsize": 8,
+    }
+    with mpl.rc_context(style):
+        for panel, result in rendered(source):
+            draw = drawing.DRAWERS.get(result.kind) if isinstance(result, Drawn) else None
+            if draw is None or not isinstance(result, Drawn):
+                words_only += [panel.title] if isinstance(result, Drawn) else []
+                continue
+            for added, figure in draw(source, panel.title, result.data).items():
+                files += _save(panel, added, figure, folder, formats)
+    return Written(tuple(files), tuple(words_only))
+
+
+def _save(panel: Panel, added: str, figure: Figure, folder: Path, formats: Sequence[str]) -> list[Path]:
+    name = f"{panel.name}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', added)}" if added else panel.name
+    written = []
+    for form in formats:
+        target = folder / f"{name}.{form}"
+        meta = {"Date": None} if form == "svg" else None
+        figure.savefig(target, format=form, dpi=DPI, metadata=meta)
+        written.append(target)
+    return written
+
+
+def colours() -> dict[str, str]:
+    """Return the colours of the page's light theme by name, so that both show one thing in one colour."""
+    sheet = (ASSETS / "page.css").read_text(encoding="utf-8")
+    light = sheet[sheet.index(":root {") : sheet.index("}")]
+    return dict(re.findall(r"--([a-z0-9-]+):\s*(#[0-9a-f]{6});", light))
+
+
+def ramp() -> list[str]:
+    """Return the colours of the page's heat map from small to large."""
+    sheet = (ASSETS / "page.css").read_text(encoding="utf-8")
+    found = re.search(r"--ramp:\s*([^;]+);", sheet)
+    assert found is not None  # the page could not draw its heat map without it
+    return found[1].split()
+
+
+def tick(value: float, _place: int | None = None) -> str:
+    """Return a number as an axis shows it."""
+    return number(value) if math.isfinite(value) else ""
+
+
+def shortened(name: str, most: int = 40) -> str:
+    """Return a name that fits beside an axis, its end kept."""
+    text = visible(name)
+    return text if len(text) <= most else f"…{text[-(most - 1) :]}"

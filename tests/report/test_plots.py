@@ -1,0 +1,148 @@
+"""The pictures: one for every panel that is one, in both formats, with what the page shows."""
+
+from __future__ import annotations
+
+import builtins
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import numpy as np
+import packed
+import pytest
+from synthetic import Plan, health_of, write_run
+
+from backlight.report import encoding
+from backlight.report.page import rendered
+from backlight.report.panel import Drawn
+from backlight.report.plots import drawing
+from backlight.report.plots.writing import colours, write_plots
+from backlight.report.source import Source
+from grokking_runs import Grok, write_grokking_run
+
+PLAN = Plan(
+    steps=120,
+    clip=0.02,
+    scaler=True,
+    histogram=True,
+    phases=True,
+    user={"accuracy": 0.9},
+    nan_step=90,
+    dead_row=25,
+    vanishing_rows=(3,),
+    unmeasured={7: "frozen"},
+    grokking=True,
+)
+HOSTILE = "$x_{</text><script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    run = write_run(tmp_path_factory.mktemp("plots") / "run", PLAN)
+    return Source(run, health=health_of(run))
+
+
+def test_every_panel_that_is_a_picture_is_written_in_both_formats(full: Source, tmp_path: Path) -> None:
+    written = write_plots(full, tmp_path / "new" / "plots")
+    names = {file.stem for file in written.files}
+    pictures = {p.name for p, r in rendered(full) if isinstance(r, Drawn) and r.kind in drawing.DRAWERS}
+    assert {"parameters", "depth", "exponents", "phases", "health", "progress", "gram_spectrum"} <= pictures
+    assert pictures <= names
+    assert {f"parameters-{name}" for name in ("max_abs", "zero_share", "non_finite", "ratio")} <= names
+    for name in names:
+        svg, png = (tmp_path / "new" / "plots" / f"{name}.{form}" for form in ("svg", "png"))
+        assert ET.parse(svg).getroot().tag.endswith("svg")
+        assert png.read_bytes().startswith(b"\x89PNG")
+        assert png.stat().st_size > 5_000, name
+    assert set(written.words_only) >= {"Events", "Thresholds", "Fingerprint"}
+
+
+def test_a_line_of_a_picture_goes_through_the_values_of_the_run(full: Source) -> None:
+    panel, result = next((p, r) for p, r in rendered(full) if p.name == "total_norm")
+    assert isinstance(result, Drawn)
+    figure = drawing.lines(full, panel.title, result.data)[""]
+    norm = full.run.scalar("total_norm")
+    x, y = figure.axes[0].get_lines()[0].get_data()
+    finite = np.isfinite(np.asarray(y, float))
+    kept = np.isfinite(norm.values)
+    assert np.array_equal(np.asarray(x)[finite], norm.steps[kept])
+    assert np.array_equal(np.asarray(y)[finite], norm.values[kept])
+    assert figure.axes[0].get_yscale() == "log"
+    broken = [line for line in figure.axes[0].get_lines() if line.get_marker() == "v"]
+    assert broken[0].get_xdata().tolist() == norm.steps[~kept].tolist()
+
+
+def test_cells_that_were_not_measured_are_not_drawn_as_values(full: Source) -> None:
+    panel, result = next((p, r) for p, r in rendered(full) if p.name == "parameters")
+    assert isinstance(result, Drawn)
+    figure = drawing.parameters(full, panel.title, result.data)[""]
+    cells = figure.axes[0].collections[0].get_array()
+    assert cells is not None
+    rows = cells.reshape(len(full.parameters), -1)
+    assert np.ma.getmaskarray(rows)[7].all()
+    assert not np.ma.getmaskarray(rows)[1, :80].any()
+    rms = full.run.frame("gradient", "rms").values
+    assert np.allclose(np.ma.getdata(rows)[1, :80], rms[:80, 1], rtol=2 * encoding.PRECISION)
+
+
+def test_both_times_are_marked(tmp_path: Path) -> None:
+    from backlight.session.reporting import source_of
+
+    source = source_of(write_grokking_run(tmp_path / "run", Grok(steps=1500, geometry=False)))
+    panel, result = next((p, r) for p, r in rendered(source) if p.name == "learning_curves")
+    assert isinstance(result, Drawn)
+    figure = drawing.lines(source, panel.title, result.data)[""]
+    marks = [text.get_text() for text in figure.axes[0].texts]
+    assert marks == ["t_m", "t_g"]
+    spans = [patch.get_x() for patch in figure.axes[0].patches]  # type: ignore[attr-defined] # rectangles
+    assert source.learning is not None
+    assert spans == [source.learning.memorised[0], source.learning.generalised[0]]  # type: ignore[index] # it groks
+
+
+def test_a_name_is_text_and_never_markup(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=20, user={HOSTILE: 1.0}, rename={3: HOSTILE}))
+    written = write_plots(Source(run), tmp_path / "plots", formats=("svg",))
+    for file in written.files:
+        text = file.read_text()
+        assert "<script" not in text
+        ET.fromstring(text)
+    assert any("&lt;script&gt;alert" in file.read_text() for file in written.files)
+
+
+def test_the_packed_arrays_are_read_as_the_page_reads_them() -> None:
+    draw = np.random.default_rng(0)
+    share = np.array([[0.0, 1.0, np.nan, 0.5]])
+    log = np.concatenate([10 ** draw.uniform(-9, 3, 40), [0, np.nan, np.inf]]).reshape(1, -1)
+    for node in (encoding.pack(draw.normal(size=(3, 4))), encoding.pack_share(share), encoding.pack_log(log)):
+        assert np.array_equal(encoding.unpack(node), packed.unpack(node), equal_nan=True)
+
+
+def test_colours_are_those_of_the_page() -> None:
+    tones = colours()
+    assert tones["tone-first"] == "#1f6fd0"
+    assert {f"tone-{name}" for name in (*drawing.TONES, "health", "loss", "limit")} <= set(tones)
+
+
+def test_a_file_is_no_folder(full: Source, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="is a file; --plots takes a folder"):
+        write_plots(full, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_without_matplotlib_the_extra_is_named(
+    full: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backlight.cli.outcome import told
+
+    real = builtins.__import__
+
+    def blocked(name: str, *rest: object) -> object:
+        if name.split(".", maxsplit=1)[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="matplotlib")
+        return real(name, *rest)  # type: ignore[arg-type] # passed on as it came
+
+    monkeypatch.setattr(builtins, "__import__", blocked)
+    with pytest.raises(ModuleNotFoundError) as refused:
+        write_plots(full, tmp_path / "plots")
+    assert told(refused.value) == "matplotlib is not installed here: pip install 'backlight[plots]'"
+    assert not (tmp_path / "plots").exists()
