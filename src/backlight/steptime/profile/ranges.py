@@ -17,6 +17,7 @@ from backlight.capture.modules import inner
 from backlight.records import Phase
 from backlight.steptime.profile.attribution import MODULE, PHASE
 
+
 class PhaseRanges(Listener):
     """Writes the phases of a training into the profile that is being taken.
 
