@@ -21,7 +21,7 @@ Method = Literal["auto", "svd", "gram", "randomized"]
 SMALL = 320
 """Up to this D the full decomposition of one matrix costs no more than the bookkeeping of another way."""
 
-TOLERANCE = 0.01
+TOLERANCE = 0.02
 """Largest residual of a direction over its distance to the next singular value: bounds the sine of its
 angle to the true one, and so the error of an overlap."""
 
@@ -66,8 +66,9 @@ def decompose(
     wanted
         How many of the K must be resolved; all by default.
     start_pb
-        Columns that the randomized way begins with; see :func:`backlight.measure.krylov.strongest`.
-        They belong to the short side.
+        Directions of the short side, strongest first, that the randomized way may begin with: it takes
+        the weakest of them, because the others are found at once. They draw what is not resolved towards
+        themselves; the error of what is resolved stays within the tolerance.
     tolerance
         See :data:`TOLERANCE`.
     layer, names
@@ -108,7 +109,7 @@ def decompose(
             count,
             edge=edge,
             wanted=wanted,
-            start_pb=start_pb,
+            start_pb=None if start_pb is None else start_pb[:, -WIDTH:],
             tolerance=tolerance,
             width=min(count + OVERSAMPLING, WIDTH),
         )

@@ -107,9 +107,8 @@ def strongest(
         # The projected problem grows with every block: it is solved when it has grown by a fifth.
         if end >= count and (full or end >= 1.2 * checked):
             checked = end
-            y, s, zt = torch.linalg.svd(B_Cmm[:, :end, :end])
-            last_z = zt.mT[:, begin:end, :]
-            missing = torch.linalg.vector_norm(torch.matmul(R_Cbb.double(), last_z), dim=1)
+            y, s, z = _projected(B_Cmm[:, :end, :end], min(count + 1, end), A_Cpq.dtype)
+            missing = torch.linalg.vector_norm(torch.matmul(R_Cbb.double(), z[:, begin:end]), dim=1)
             if end == p:
                 missing = torch.zeros_like(missing)
             good = _passed(s, missing, wanted, edge, tolerance, A_Cpq.dtype)
@@ -117,7 +116,7 @@ def strongest(
                 break
         room = limit - end
         X_Cpb = X_Cpb[..., :room]
-    y_Cmk, z_Cmk = y[..., :count].to(A_Cpq.dtype), zt.mT[..., :count].to(A_Cpq.dtype)
+    y_Cmk, z_Cmk = y[..., :count].to(A_Cpq.dtype), z[..., :count].to(A_Cpq.dtype)
     return Directions(
         torch.matmul(left.columns, y_Cmk),
         s[:, :count],
@@ -151,6 +150,18 @@ def _passed(
     return fine[:, :wanted].all(1)
 
 
+def _projected(B_Cmm: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return left, values and right of the ``count`` strongest directions of the projected matrices."""
+    if dtype == torch.float64:
+        y, s, zt = torch.linalg.svd(B_Cmm)
+        return y[..., :count], s[:, :count], zt.mT[..., :count]
+    # Squaring in float64 loses nothing of what float32 products have left, and costs a third.
+    y_Cmk = torch.linalg.eigh(torch.matmul(B_Cmm, B_Cmm.mT))[1].flip(-1)[..., :count]
+    z_Cmk = torch.matmul(B_Cmm.mT, y_Cmk)
+    s_Ck = torch.linalg.vector_norm(z_Cmk, dim=1)
+    return y_Cmk, s_Ck, z_Cmk / s_Ck.clamp(min=torch.finfo(torch.float64).tiny)[:, None]
+
+
 class _Basis:
     """Orthonormal columns of every matrix of a batch, in one piece of memory."""
 
@@ -182,10 +193,18 @@ class _Basis:
 
         The projection is taken out twice: once is not enough in finite precision (Kahan; Parlett, 1980).
         """
-        Q_Crm = self.columns
-        along = torch.matmul(Q_Crm.mT, Y_Crb)
-        Y_Crb = Y_Crb - torch.matmul(Q_Crm, along)
-        again = torch.matmul(Q_Crm.mT, Y_Crb)
-        Y_Crb = Y_Crb - torch.matmul(Q_Crm, again)
-        new, R = torch.linalg.qr(Y_Crb)
+        rows_Cmr = self._store[:, : self.size]
+        along = torch.matmul(rows_Cmr, Y_Crb)
+        left_Cbr = torch.baddbmm(Y_Crb.mT, along.mT, rows_Cmr, alpha=-1)
+        again = torch.matmul(rows_Cmr, left_Cbr.mT)
+        left_Cbr = torch.baddbmm(left_Cbr, again.mT, rows_Cmr, alpha=-1)
+        new, R = torch.linalg.qr(left_Cbr.mT)
+        pivots = R.diagonal(dim1=1, dim2=2).abs()
+        least = 1e3 * torch.finfo(R.dtype).eps * torch.linalg.vector_norm(Y_Crb, dim=1).amax(1)
+        if self.size and bool((pivots < least[:, None]).any()):
+            # Some of Y lay in the basis: what is left of it is rounding, and may point anywhere.
+            for _ in range(2):
+                new = new - torch.matmul(rows_Cmr.mT, torch.matmul(rows_Cmr, new))
+                new, turn = torch.linalg.qr(new)
+                R = torch.matmul(turn, R)
         return along + again, new, R

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backlight.measure.replicates import BUDGET, Replicates, promoted
+from backlight.measure.replicates import BUDGET, Replicates, sum_squares
 from backlight.measure.shrinkage import bulk_edge, threshold
 
 # Below this share of noise the difference of two sums of squares has lost too many digits.
@@ -110,15 +110,12 @@ def noise(
 def noise_about(replicates: Replicates, mean: Tensor) -> Noise:
     """Measure signal and noise of replicates whose mean ``[p, q]`` is known."""
     count, (p, q) = len(replicates), replicates.shape
-    square_of_mean = float(torch.linalg.vector_norm(mean, dtype=mean.dtype)) ** 2
+    square_of_mean = sum_squares(mean)
     total = math.fsum(replicates.squares)
     mean_square = total / count
     deviation = total - count * square_of_mean
     if deviation < _CANCELS * total:
-        deviation = math.fsum(
-            float(torch.linalg.vector_norm(promoted(replicates.parts[a]).to(mean) - mean)) ** 2
-            for a in replicates.order
-        )
+        deviation = math.fsum(sum_squares(replicates.one(a).to(mean.dtype) - mean) for a in replicates.order)
     variance = deviation / ((count - 1) * p * q)
     # R |mean|^2 - T = (R - 1) T - sum |G_a - mean|^2: exact where all replicates agree.
     share = 1 - deviation / ((count - 1) * mean_square)

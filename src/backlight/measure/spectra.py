@@ -174,14 +174,14 @@ class _Work:
         self, positions: list[int], names: tuple[int, ...], A_Cpq: Tensor, shuffled: dict[int, Int64]
     ) -> None:
         plan, K = self.plan, self.plan.directions
-        R = len(self.wide)
+        R, start_pK = len(self.wide), plan.mean.left[0, :, :K]
         found = decompose(
-            A_Cpq, plan.candidates, method=plan.method, edge=plan.edge, wanted=K,
+            A_Cpq, plan.candidates, method=plan.method, edge=plan.edge, wanted=K, start_pb=start_pK,
             layer=self.wide.layer, names=names,
         )  # fmt: skip
         others_Cpq = A_Cpq.mul_(-1 / (R - 1)).add_(self.scaled_mean)
         refs = decompose(
-            others_Cpq, K, method=plan.method, edge=plan.mean_edge, start_pb=plan.mean.left[0, :, :K],
+            others_Cpq, K, method=plan.method, edge=plan.mean_edge, start_pb=start_pK,
             layer=self.wide.layer, names=[f"the others than {a}" for a in names],
         )  # fmt: skip
         self.left_RpJ[positions] = found.left
@@ -233,14 +233,14 @@ def _result(work: _Work, estimator: Estimator, draws: int, confidence: float, se
     zeta_KR = estimate.triple(Z_KRR)
     strength_K = strengths(plan, level, p, q)
     blocks = clusters(strength_K[: min(plan.identifiable, K)], level.sigma)
+    echo_K = estimate.ESTIMATORS[estimator](Z_KRR)
     block_K = np.full(K, np.nan)
-    narrow = [block for block in blocks if block[1] - block[0] <= _WIDEST_BLOCK]
-    for block, value in zip(
-        narrow,
-        estimate.ESTIMATORS[estimator](estimate.block_reverb(left_RpK, right_RqK, narrow)),
-        strict=True,
-    ):
-        block_K[slice(*block)] = value
+    for begin, end in blocks:
+        if end - begin == 1:
+            block_K[begin] = echo_K[begin]
+        elif end - begin <= _WIDEST_BLOCK:
+            Z_1RR = estimate.block_reverb(left_RpK, right_RqK, [(begin, end)])
+            block_K[begin:end] = estimate.ESTIMATORS[estimator](Z_1RR)
     intervals = {
         name: estimate.interval_of_echo(Z_KRR, estimator=name, draws=draws, confidence=confidence, seed=seed)
         for name in dict.fromkeys((estimator, "pooled"))
@@ -262,7 +262,7 @@ def _result(work: _Work, estimator: Estimator, draws: int, confidence: float, se
         noise=level,
         identifiable=plan.identifiable,
         measured=K,
-        echo=estimate.ESTIMATORS[estimator](Z_KRR),
+        echo=echo_K,
         interval=intervals[estimator],
         null=null_K,
         by_replicate=zeta_KR.T[back],

@@ -1,0 +1,208 @@
+"""Truncated decompositions against full ones in float64, and what happens where they fail."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backlight.measure import decomposition, replicates
+from backlight.measure.decomposition import DecompositionError, count_above, decompose
+from backlight.measure.replicates import ReplicateError, Replicates
+from backlight.measure.shrinkage import threshold, upper_edge
+
+METHODS = ["svd", "gram", "randomized"]
+
+
+def spiked(p, q, ratios, count=1, dtype=torch.float32):
+    """Return matrices with planted directions, strengths in units of the threshold, noise of variance 1."""
+    s = torch.tensor(ratios, dtype=torch.float64) * threshold(1.0, p, q)
+    U = torch.linalg.qr(torch.randn(p, len(ratios), dtype=torch.float64))[0]
+    V = torch.linalg.qr(torch.randn(q, len(ratios), dtype=torch.float64))[0]
+    return ((U * s) @ V.T + torch.randn(count, p, q, dtype=torch.float64)).to(dtype)
+
+
+def overlaps(found, A):
+    U, _, Vt = torch.linalg.svd(A.double(), full_matrices=False)
+    K = found.values.shape[1]
+    left = (found.left.double() * U[..., :K]).sum(1)
+    return left * (found.right.double() * Vt.mT[..., :K]).sum(1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("p", "q"), [(120, 120), (100, 300), (300, 100)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_strongest_directions(method, p, q, dtype):
+    A = spiked(p, q, [9, 5, 3, 2, 1.5], 3, dtype)
+    edge = upper_edge(1.0, p, q)
+    found = decompose(A, 5, method=method, edge=edge)
+    assert found.left.shape == (3, p, 5)
+    assert found.right.shape == (3, q, 5)
+    assert found.left.dtype == dtype
+    expected = torch.linalg.svdvals(A.double())[:, :5]
+    # A value is better than its direction: its error is quadratic.
+    torch.testing.assert_close(found.values[:, :4], expected[:, :4], rtol=1e-4, atol=0.0)
+    assert float(overlaps(found, A)[:, :4].min()) > 1 - 3e-4
+    residual = torch.linalg.vector_norm(
+        A.double() @ found.right.double() - found.left.double() * found.values[:, None], dim=1
+    )
+    torch.testing.assert_close(residual, found.residual, rtol=0.05, atol=3e-5 * float(expected.max()))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 99), st.sampled_from(METHODS))
+def test_all_directions_of_any_matrix(p, q, seed, method):
+    torch.manual_seed(seed)
+    A = torch.randn(2, p, q, dtype=torch.float64)
+    found = decompose(A, method=method)
+    rebuilt = (found.left * found.values[:, None]) @ found.right.mT
+    torch.testing.assert_close(rebuilt, A, atol=1e-6, rtol=1e-6)
+    eye = torch.eye(min(p, q), dtype=torch.float64).expand(2, -1, -1)
+    torch.testing.assert_close(found.left.mT @ found.left, eye, atol=1e-8, rtol=0)
+    torch.testing.assert_close(found.right.mT @ found.right, eye, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_matrix_of_low_rank_still_has_unit_directions(method):
+    A = torch.randn(1, 12, 2) @ torch.randn(1, 2, 20)
+    found = decompose(A, 5, method=method)
+    norms = torch.linalg.vector_norm(found.right, dim=1)
+    torch.testing.assert_close(norms, torch.ones_like(norms), atol=1e-4, rtol=0)
+    assert float(found.values[0, 2]) < 1e-4 * float(found.values[0, 0])
+
+
+def test_weak_directions_beside_a_huge_one_are_right():
+    """Below sqrt(eps) of the largest, where a Gram matrix in float32 would have lost them."""
+    s = torch.tensor([1.0, 2e-4, 1e-4], dtype=torch.float64)
+    U = torch.linalg.qr(torch.randn(100, 3, dtype=torch.float64))[0]
+    V = torch.linalg.qr(torch.randn(160, 3, dtype=torch.float64))[0]
+    A = ((U * s) @ V.T + 1e-7 * torch.randn(100, 160, dtype=torch.float64)).float()[None]
+    in_single = torch.linalg.eigvalsh(A[0] @ A[0].T).clamp(min=0).sqrt().flip(0)
+    assert abs(float(in_single[2]) / 1e-4 - 1) > 0.05  # what the ways below avoid
+    for method in METHODS:
+        found = decompose(A, 3, method=method, edge=upper_edge(1e-7, 100, 160))
+        torch.testing.assert_close(found.values[0], s, rtol=2e-2, atol=0.0)
+        assert float((found.left[0].double() * U).sum(0).abs().min()) > 0.999
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equal_singular_values_do_not_stop_it(method):
+    A = torch.diag(torch.tensor([3.0, 3.0, 3.0, 1.0, 1.0, 0.5] + [0.1] * 40))[None]
+    found = decompose(A, 4, method=method)
+    torch.testing.assert_close(found.values[0].float(), torch.tensor([3.0, 3.0, 3.0, 1.0]))
+
+
+def test_results_do_not_depend_on_what_else_is_in_the_batch():
+    A = spiked(90, 200, [8, 4, 2], 4)
+    edge = upper_edge(1.0, 90, 200)
+    together = decompose(A, 3, method="randomized", edge=edge)
+    for c in range(4):
+        alone = decompose(A[c : c + 1], 3, method="randomized", edge=edge)
+        same = (alone.left[0] * together.left[c]).sum(0) * (alone.right[0] * together.right[c]).sum(0)
+        assert float(same.min()) > 1 - 1e-3
+
+
+def test_counting():
+    A = spiked(150, 300, [12, 8, 5, 3, 2, 1.6] + [0.5] * 4)[0]
+    count, found = count_above(A, upper_edge(1.0, 150, 300), limit=150)
+    assert count == 6
+    assert found.values.shape[1] >= 7
+    assert count_above(torch.randn(150, 300), upper_edge(1.0, 150, 300) * 1.02, limit=150)[0] == 0
+    many = spiked(150, 300, [20 - i / 4 for i in range(40)])[0]
+    assert count_above(many, upper_edge(1.0, 150, 300), limit=150)[0] == 40
+    assert count_above(many, upper_edge(1.0, 150, 300), limit=20)[0] == 20
+
+
+def failing(monkeypatch, *, until):
+    """Let LAPACK fail on the first calls."""
+    real, calls = torch.linalg.svd, itertools.count()
+
+    def svd(*arguments, **options):
+        if next(calls) < until:
+            raise decomposition.LinAlgError("did not converge")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(torch.linalg, "svd", svd)
+
+
+def test_what_does_not_converge_is_done_again_in_float64(monkeypatch):
+    A = spiked(20, 24, [5, 3], 2)
+    expected = torch.linalg.svdvals(A.double())
+    failing(monkeypatch, until=2)  # the batch, then the first replicate in float32
+    found = decompose(A, method="svd")
+    torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-4)
+    assert found.left.dtype == torch.float32
+
+
+def test_what_never_converges_is_named(monkeypatch):
+    failing(monkeypatch, until=99)
+    with pytest.raises(DecompositionError, match=r"layer 'w': .* replicate 7 \(20 x 24\) did not converge"):
+        decompose(spiked(20, 24, [5.0]), method="svd", layer="w", names=[7])
+
+
+def test_an_unresolved_search_falls_back_to_all_directions(monkeypatch):
+    """With no room for a second block nothing converges; the answer is right nevertheless."""
+    A = spiked(200, 200, [2.0, 1.9, 1.8])
+    real = decomposition.strongest
+    monkeypatch.setattr(decomposition, "strongest", lambda *a, **k: real(*a, **{**k, "columns": 16}))
+    found = decompose(A, 3, method="randomized", edge=upper_edge(1.0, 200, 200))
+    assert bool(found.converged.all())
+    assert float(overlaps(found, A).min()) > 0.999
+
+
+def test_an_unknown_way():
+    with pytest.raises(ValueError, match="'svd', 'gram' or 'randomized'"):
+        decompose(torch.ones(1, 2, 2), method="qr")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_chunks_hold_every_replicate_once_and_fit(size):
+    G = torch.randn(7, 4, 6)
+    seen = []
+    Replicates.of(G, budget=size * 10).chunks(lambda i, x: seen.append((i, x.clone())), bytes_each=10)
+    assert max(len(i) for i, _ in seen) == min(size, 7)
+    for indices, x in seen:
+        torch.testing.assert_close(x, G[list(indices)])
+    assert sorted(a for indices, _ in seen for a in indices) == list(range(7))
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("none left"), MemoryError(),
+              RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes")],
+)  # fmt: skip
+def test_out_of_memory_halves_the_chunk(error):
+    seen = []
+
+    def work(indices, x):
+        if len(indices) > 2:
+            raise error
+        seen.append(indices)
+
+    assert Replicates.of(torch.randn(9, 3, 3)).chunks(work, bytes_each=1) == 2
+    assert sorted(sum(seen, ())) == list(range(9))
+    assert {len(indices) for indices in seen} == {1, 2}
+
+
+def test_out_of_memory_with_one_replicate_is_an_error():
+    def work(indices, x):
+        raise torch.OutOfMemoryError("none left")
+
+    with pytest.raises(
+        ReplicateError, match="layer 'w': out of memory on cpu with a single replicate of 3 x 5"
+    ):
+        Replicates.of(torch.randn(4, 3, 5), layer="w").chunks(work, bytes_each=1)
+
+
+def test_other_errors_are_not_taken_for_it():
+    def work(indices, x):
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        Replicates.of(torch.randn(4, 3, 5)).chunks(work, bytes_each=1)
+
+
+def test_sums_of_squares_hold_what_single_precision_cannot():
+    for x in (torch.full((300, 400), 1e20), torch.full((300, 400), 1e-30), torch.randn(500, 300).T):
+        expected = float((x.double() ** 2).sum())
+        assert replicates.sum_squares(x) == pytest.approx(expected, rel=1e-12)
