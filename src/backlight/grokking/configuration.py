@@ -44,15 +44,19 @@ class Keeping:
         Bytes that the disk is to have free; below, the run keeps less.
     flush_seconds:
         Seconds between two writes.
+    threads:
+        Threads of torch on the host. One is fastest for small models, leaves the cores to other runs,
+        and makes sums that do not depend on the machine.
     """
 
     checkpoint_every: int = 1000
     checkpoints: int = 2
     disk_free: int = 1_000_000_000
     flush_seconds: float = 2.0
+    threads: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("checkpoint_every", 1), ("checkpoints", 1), ("disk_free", 0)):
+        for name, least in (("checkpoint_every", 1), ("checkpoints", 1), ("disk_free", 0), ("threads", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"keeping.{name}={getattr(self, name)}: expected {least} or more")
         if not 0.01 <= self.flush_seconds <= 3600:

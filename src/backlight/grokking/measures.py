@@ -30,13 +30,13 @@ class Measures:
     window, window_steps:
         Temporal product: the Gram of the last ``window_steps`` logged gradients, and its spectrum.
     mean_gradient:
-        Mean per-sample gradient of the probe batch; needs samples, as all below.
+        Mean per-sample gradient of the probe batch; needs samples, as Gram, vectors and AGOP do.
     gram:
         Gram of the per-sample gradients, its spectra, uncentred and centred, and their metrics.
     agop:
         Average outer product of the gradients by the input, where the input is real-valued.
     sketch, sketch_rows:
-        Frequent Directions sketch of all probe gradients so far, with its certificate.
+        Frequent Directions sketch of all logged training gradients so far, with its certificate.
     scope:
         ``full``: the model, its blocks and its layers; ``layers``: layers only.
     vectors, top_k:
@@ -107,7 +107,7 @@ class Measures:
     @property
     def sampled(self) -> bool:
         """Whether anything is asked for that needs samples."""
-        return any((self.mean_gradient, self.gram, self.vectors, self.agop, self.sketch))
+        return any((self.mean_gradient, self.gram, self.vectors, self.agop))
 
 
 TIERS = ("full factors", "top-k", "Gram", "scalars")

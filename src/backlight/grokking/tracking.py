@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backlight.grokking.tracking_spectra import finite, matrix_spectrum
+from backlight.grokking.tracking_sketch import Sketch
+from backlight.grokking.tracking_spectra import finite
 from backlight.grokking.tracking_window import Window
 from backlight.measure.eigenvalues import spectrum
+from backlight.measure.products import product_spectrum
 
 if TYPE_CHECKING:
     from backlight.grokking.measures import Measures
@@ -77,6 +79,7 @@ class Tracker:
         self.probe = probe
         self._warn = warn
         self._window = Window(measures.window_steps)
+        self._sketch = Sketch(measures.sketch_rows)
         self._step = -1
         self._held: dict[str, Tensor] = {}
 
@@ -95,6 +98,11 @@ class Tracker:
             # A copy: the optimizer, clipping or the next backward may write over it.
             self._held[name] = dense.detach().to("cpu", copy=True)
 
+    def hold(self, step: int) -> None:
+        """Take the gradients of ``step`` into the window, and measure nothing."""
+        held, self._held = self._held, {}
+        self._window.add(step, held)
+
     def close(self, step: int) -> None:
         """Measure what the gradients of ``step`` allow, now that all of them are there."""
         held, self._held = self._held, {}
@@ -112,6 +120,10 @@ class Tracker:
             self._window.add(step, held)
             if measures.due(measures.window, step) and len(self._window) > 1:
                 self._guarded("window", lambda: self._measure_window(step))
+        if measures.sketch:
+            self._guarded("sketch", partial(self._sketch.add, held))
+            if measures.due(measures.sketch, step):
+                self._guarded("sketch", partial(self._sketch.put, step, self.sink, self._array))
         if measures.due(measures.products, step):
             for name, gradient in held.items():
                 if gradient.ndim >= 2 and min(gradient.shape[0], gradient[0].numel()) > 1:
@@ -123,6 +135,7 @@ class Tracker:
             return
         self._step = step
         self._guarded("gram", partial(self.probe.measure, step, self.measures, self.sink, self._array))
+        self._guarded("agop", partial(self.probe.agop, step, self.measures, self.sink, self._array))
 
     def without_window(self) -> None:
         """Measure no window from here on, and let go of the gradients that it holds."""
@@ -131,13 +144,12 @@ class Tracker:
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed training needs to measure on as if it had not stopped."""
-        return {"window": self._window.state(), "probe": {} if self.probe is None else self.probe.state()}
+        return {"window": self._window.state(), "sketch": self._sketch.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state` gave."""
         self._window.load_state(state["window"])
-        if self.probe is not None:
-            self.probe.load_state(state["probe"])
+        self._sketch.load_state(state["sketch"])
 
     def _measure_window(self, step: int) -> None:
         matrix, steps = self._window.gram()
@@ -152,7 +164,7 @@ class Tracker:
             self._array("window/eigenvalues", step, found.eigenvalues, ("rank",))
 
     def _measure_product(self, step: int, name: str, gradient: Tensor) -> None:
-        found = matrix_spectrum(gradient)
+        found = product_spectrum(gradient)
         told = finite(found.metrics())
         self.sink.scalars(step, {f"product/{name}/{key}": value for key, value in told.items()})
         if self.measures.spectra:

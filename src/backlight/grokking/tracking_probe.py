@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from backlight.grokking.gram.agop import input_agop
 from backlight.grokking.gram.composition import gram
 from backlight.grokking.tracking_spectra import finite
+from backlight.measure.eigenvalues import spectrum
 
 if TYPE_CHECKING:
     from backlight.grokking.gram.result import Gram
@@ -53,22 +55,44 @@ class Probe:
             If a parameter fails its coverage gate, or has no kernel.
         """
         due = {
-            name: measures.due(getattr(measures, name), step)
-            for name in ("mean_gradient", "gram", "vectors", "agop", "sketch")
+            name: measures.due(getattr(measures, name), step) for name in ("mean_gradient", "gram", "vectors")
         }
         if not any(due.values()):
             return
-        batch = self._batch() if callable(self._batch) else self._batch
-        if due["mean_gradient"] or due["gram"] or due["vectors"]:
-            found = gram(self._model, self._sample_loss, batch, detail="layer")
-            if due["gram"]:
-                self._spectra(step, found, measures, sink, put)
-            if due["mean_gradient"]:
-                for name, gradient in found.mean_gradient.items():
-                    if gradient is not None:
-                        put(f"mean_gradient/{name}", step, gradient.detach().cpu(), ())
-            if due["vectors"]:
-                _vectors(step, found, measures, put)
+        found = gram(self._model, self._sample_loss, self._given(), detail="layer")
+        if due["gram"]:
+            self._spectra(step, found, measures, sink, put)
+        if due["mean_gradient"]:
+            for name, gradient in found.mean_gradient.items():
+                if gradient is not None:
+                    put(f"mean_gradient/{name}", step, gradient.detach().cpu(), ())
+        if due["vectors"]:
+            _vectors(step, found, measures, put)
+
+    def agop(self, step: int, measures: Measures, sink: Sink, put: Put) -> None:
+        """Measure the input AGOP, where it is due and the input is real-valued.
+
+        Raises
+        ------
+        GramError
+            If the model cannot be called with the input alone.
+        """
+        inputs = self._inputs(self._given()) if measures.due(measures.agop, step) else None
+        if inputs is None:
+            return
+        matrix = input_agop(self._model, inputs)
+        device = torch.device("cpu") if measures.eigenvalues == "host" else None
+        # The spectrum of a second moment K / N, with N K in place of K.
+        found = spectrum(matrix * len(matrix), device=device)
+        told = finite(found.metrics())
+        sink.scalars(step, {f"agop/{k}": v for k, v in told.items() if k not in {"coherence", "noise_scale"}})
+        if measures.matrices:
+            put("agop/matrix", step, matrix.cpu(), ("input", "input"))
+        if measures.spectra:
+            put("agop/eigenvalues", step, found.eigenvalues, ("rank",))
+
+    def _given(self) -> Any:
+        return self._batch() if callable(self._batch) else self._batch
 
     def _spectra(self, step: int, found: Gram, measures: Measures, sink: Sink, put: Put) -> None:
         device = torch.device("cpu") if measures.eigenvalues == "host" else None
@@ -83,13 +107,6 @@ class Probe:
                 put(f"gram/{scope}/centred_eigenvalues", step, centred.eigenvalues, ("rank",))
             if measures.matrices:
                 put(f"gram/{scope}/matrix", step, matrix.cpu(), ("sample", "sample"))
-
-    def state(self) -> dict[str, Any]:
-        """Return what a resumed training needs."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state` gave."""
 
 
 def scopes(found: Gram, wanted: str) -> dict[str, Tensor]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from backlight.grokking.configuration import (
     experiment_of,
     training,
 )
+from backlight.grokking.data.randomness import derived_seed
 from backlight.grokking.disk import DiskWatch, degradation
 from backlight.grokking.experiment import Task
 from backlight.grokking.measures import TIERS, at_tier
@@ -38,7 +40,13 @@ from backlight.store.writer import RunWriter
 
 CONFIGURATION = "configuration.json"
 
-_FREE = ("keeping",)
+_FREE = (
+    "training.steps",
+    "keeping.checkpoint_every",
+    "keeping.checkpoints",
+    "keeping.disk_free",
+    "keeping.flush_seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -183,18 +191,31 @@ def run_experiment(
         if state is None:
             text = json.dumps(to_json(configuration.as_mapping()), indent=2)
             documents.write_atomically(path / CONFIGURATION, text.encode())
+            # Dropout and the like draw from the global state; a resumed training takes it back instead.
+            torch.manual_seed(derived_seed(configuration.seed, "training"))
         else:
             loop.resume(start, state[1])
         _say(sink, configuration, task, control_of, start)
         if tier != TIERS[0]:
             sink.event(start, "degradation", degradation(TIERS[0], tier, reason, full, tracker.measures))
         writer.fingerprint(_fingerprint(task))
-        with flushing:
+        with one_machine(configuration), flushing:
             loop.run()
         status = RunStatus.FINISHED
     finally:
         writer.close(status)
     return path
+
+
+@contextlib.contextmanager
+def one_machine(configuration: Configuration) -> Iterator[None]:
+    """Let torch use as many threads as the configuration says, and as many as before after that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(configuration.keeping.threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Sink:
@@ -278,9 +299,7 @@ def _to_resume(configuration: Configuration, path: Path) -> tuple[int, dict[str,
         return None  # killed before its first moment
     before, now = configuration_of(path), json.loads(json.dumps(to_json(configuration.as_mapping())))
     wrong = [
-        f"{name} is {new!r}, was {old!r}"
-        for name, old, new in _differences(before, now)
-        if name.split(".")[0] not in _FREE and name != "training.steps"
+        f"{name} is {new!r}, was {old!r}" for name, old, new in _differences(before, now) if name not in _FREE
     ]
     if wrong:
         raise ConfigurationError(

@@ -59,6 +59,13 @@ def check_samples(samples: Any, models: Sequence[Any]) -> None:
         )
 
 
+def first_real(batch: Any) -> torch.Tensor | None:
+    """Return the first tensor of a batch where it is real-valued with two dimensions or more."""
+    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    real = isinstance(first, torch.Tensor) and first.is_floating_point() and first.dim() > 1
+    return first if real else None
+
+
 class Queue:
     """A sink that keeps what it is given until somebody writes it."""
 
@@ -115,7 +122,7 @@ class Geometry:
         self._told: set[str] = set()
         probe = None
         if samples is not None:
-            probe = Probe(models[0], samples[0], samples[1])
+            probe = Probe(models[0], samples[0], samples[1], first_real)
         self._tracker = Tracker(measures.logged_every(LOGGED_EVERY), self.queue, probe, self._warn)
         self._disk = DiskWatch(path, DISK_FREE, self.queue)
         if probe is None and measures.sampled:
@@ -164,6 +171,7 @@ class Geometry:
             self.queue.event(None, "unmeasured", {"what": "window", "reason": reason})
 
     def _warn(self, what: str, reason: str) -> None:
-        if what not in self._told:
+        # That the model is called with the first tensor alone is a guess: where it fails, an event says so.
+        if what != "agop" and what not in self._told:
             self._told.add(what)
             self._notices.warn(f"grokking {what}", f"{what} is not measured at some steps: {reason}")
