@@ -21,7 +21,7 @@ from backlight.store.reader import Run, Scalar
 LEAST = 12
 """Fewest common logs of a measure and the test accuracy."""
 
-PREFER_NONE = 0.02
+PREFER_NONE = 0.005
 """A lead or lag must be better than none by this much to be reported."""
 
 MEASURES = ("gram/model/", "gradient/", "window/", "agop/", "update/")
@@ -34,11 +34,13 @@ Floats = NDArray[np.float64]
 class Following:
     """How one measure goes with the test accuracy after memorisation.
 
-    ``correlation`` is Spearman's at ``lead_logs``, positive where the measure comes first;
-    ``lead_steps`` is the median of that in steps. ``without_lead`` is the one at no lead. ``control`` is
-    that of the control's measure with this run's test accuracy at the same lead, ``levels`` the medians
-    of the measure in the last tenth of the run and of its control, ``apart`` whether the middle 80 % of
-    the two do not touch there. None is not measured. ``says`` is the conclusion in words.
+    ``lead_logs`` is the shift at which the values themselves correlate most (Pearson: the ranks of two
+    curves that saturate agree at many shifts), positive where the measure comes first, and ``lead_steps``
+    the median of that in steps. ``correlation`` is Spearman's at this lead, ``without_lead`` the one at
+    none, ``control`` that of the control's measure with this run's test accuracy at the same lead.
+    ``levels`` are the medians of the measure in the last tenth of the run and of its control, ``apart``
+    tells whether the middle 80 % of the two do not touch there. None is not measured. ``says`` is the
+    conclusion in words.
     """
 
     measure: str
@@ -99,15 +101,11 @@ def _one(
     if len(steps) < LEAST:
         return Following(name, len(steps), None, 0, 0, None, None, (None, None), None, "too few common logs")
     most = int(limits.lag_share * len(steps))
-    by_lead = {lead: _shifted(values, accuracy, lead) for lead in range(-most, most + 1)}
-    told = {lead: rho for lead, rho in by_lead.items() if rho is not None}
-    plain = by_lead[0]
-    if not told:
+    plain = _shifted(values, accuracy, 0)
+    best = _lead(values, accuracy, most)
+    rho = _shifted(values, accuracy, best)
+    if rho is None:
         return Following(name, len(steps), None, 0, 0, None, None, (None, None), None, "does not move")
-    best = max(told, key=lambda lead: (abs(told[lead]), -abs(lead)))
-    if plain is not None and abs(told[best]) < abs(plain) + PREFER_NONE:
-        best = 0
-    rho = told[best]
     away = steps[best:] - steps[: len(steps) - best] if best >= 0 else steps[:best] - steps[-best:]
     other: float | None = None
     levels: tuple[float | None, float | None] = (_end(values), None)
@@ -153,21 +151,36 @@ def _common(measure: Scalar, test: Scalar, start: int) -> tuple[NDArray[np.int64
 
 def _shifted(values: Floats, accuracy: Floats, lead: int) -> float | None:
     """Return Spearman's correlation of a measure with the accuracy ``lead`` logs later."""
+    return rank_correlation(*_cut(values, accuracy, lead))
+
+
+def _lead(values: Floats, accuracy: Floats, most: int) -> int:
+    """Return the shift of at most ``most`` logs at which the two correlate best; none unless it is better."""
+    by_lead = {lead: _linear(*_cut(values, accuracy, lead)) for lead in range(-most, most + 1)}
+    best = max(by_lead, key=lambda lead: (abs(by_lead[lead]), -abs(lead)))
+    return best if abs(by_lead[best]) >= abs(by_lead[0]) + PREFER_NONE else 0
+
+
+def _cut(values: Floats, accuracy: Floats, lead: int) -> tuple[Floats, Floats]:
     if lead > 0:
-        values, accuracy = values[:-lead], accuracy[lead:]
-    elif lead < 0:
-        values, accuracy = values[-lead:], accuracy[:lead]
-    return rank_correlation(values, accuracy)
+        return values[:-lead], accuracy[lead:]
+    return (values[-lead:], accuracy[:lead]) if lead < 0 else (values, accuracy)
+
+
+def _linear(first: Floats, second: Floats) -> float:
+    """Return Pearson's correlation, 0 where one does not vary."""
+    one, other = first - first.mean(), second - second.mean()
+    size = math.sqrt(float(one @ one) * float(other @ other))
+    return float(one @ other) / size if size > 0 else 0.0
 
 
 def rank_correlation(first: Floats, second: Floats) -> float | None:
     """Return Spearman's rank correlation, ties at their mean rank; None where one does not vary."""
     if len(first) < 3:
         return None
-    one, other = _ranks(first), _ranks(second)
-    one, other = one - one.mean(), other - other.mean()
-    size = math.sqrt(float(one @ one) * float(other @ other))
-    return float(one @ other) / size if size > 0 else None
+    if np.ptp(first) == 0 or np.ptp(second) == 0:
+        return None
+    return _linear(_ranks(first), _ranks(second))
 
 
 def _ranks(values: Floats) -> Floats:

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
@@ -126,7 +127,9 @@ def _scale(axes: Axes, axis: Mapping[str, Any]) -> None:
     if axis["log"] and (has or axes.collections):
         axes.set_yscale("log", base=axis["base"])
         axes.yaxis.set_minor_formatter(NullFormatter())
-        if _narrow(axes):  # less than one power in view: the numbers between are wanted
+        if axis["base"] == 10 and _narrow(
+            axes
+        ):  # less than one power in view: the numbers between are wanted
             axes.yaxis.set_minor_locator(LogLocator(axis["base"], subs=(2, 5)))
             axes.yaxis.set_minor_formatter(FuncFormatter(tick))
     axes.yaxis.set_major_formatter(FuncFormatter(tick))
@@ -157,11 +160,17 @@ def parameters(source: Source, title: str, data: Mapping[str, Any]) -> dict[str,
     """Draw the heat map of every column: steps across, parameters down."""
     edges = np.append(data["first"], data["last"][-1] + 1).astype(np.float64)
     names = [record.name for record in source.parameters]
+    broken = _array(data["broken"]).reshape(len(names), -1)
     figures = {}
     for column in data["columns"]:
         high = _array(column["high"]).reshape(len(names), -1)
         figure, axes = _map(len(names), f"{title}: {visible(column['label'])}")
-        _cells(axes, figure, edges, high, column["scale"], visible(column["meaning"]))
+        if column["series"] == "gradient":
+            high = np.where(broken > 0, np.inf, high)
+        special = {"not measured": np.isnan(high), "NaN or Inf": np.isinf(high)}
+        if column["scale"] == "log":
+            special["exactly zero"] = high == 0
+        _cells(axes, figure, edges, high, column["scale"], visible(column["meaning"]), special)
         axes.invert_yaxis()
         every = max(1, math.ceil(len(names) / NAMES))
         rows = range(0, len(names), every)
@@ -178,7 +187,8 @@ def exponents(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, 
     used = np.flatnonzero((np.nan_to_num(share) > 0).any(axis=1))
     low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, data["bins"])
     figure, axes = _map(high - low, title)
-    _cells(axes, figure, edges, share[low:high], "log", "share of values")
+    share = np.where(share == 0, np.nan_to_num(share, nan=1.0)[share > 0].min(initial=1.0), share)[low:high]
+    _cells(axes, figure, edges, share, "log", "share of values", {"not measured": np.isnan(share)})
     rows = range(0, high - low, 2)
     axes.set_yticks(
         [row + 0.5 for row in rows], [power("2", data["lowest"] + low + row) for row in rows], fontsize=7
@@ -195,27 +205,47 @@ def _map(rows: int, title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _cells(axes: Axes, figure: Figure, edges: Floats, cells: Floats, scale: str, label: str) -> None:
-    """Colour cells [R, B]: not measured is grey, an exact zero and what is not finite have their own."""
+SPECIAL = {"not measured": "cell-hatch", "exactly zero": "cell-zero", "NaN or Inf": "cell-broken"}
+"""Tones of cells that are no value of the colour bar."""
+
+
+def _cells(
+    axes: Axes,
+    figure: Figure,
+    edges: Floats,
+    cells: Floats,
+    scale: str,
+    label: str,
+    special: Mapping[str, NDArray[np.bool_]],
+) -> None:
+    """Colour cells [R, B]; those that are ``special`` have a tone of their own and a place in a legend."""
     tones = colours()
-    colour = LinearSegmentedColormap.from_list("ramp", ramp()).with_extremes(bad=tones["cell-hatch"])
+    colour = LinearSegmentedColormap.from_list("ramp", ramp())
     positive = cells[np.isfinite(cells) & (cells > 0)]
     norm: Normalize = Normalize(0, 1 if scale == "share" else max(1.0, float(positive.max(initial=1.0))))
-    shown = np.where(np.isfinite(cells), cells, np.nan)
     if scale == "log":
         low, high = (float(positive.min()), float(positive.max())) if len(positive) else (0.1, 1.0)
         norm = LogNorm(low, high if high > low else 2 * low)
-        shown = np.where(cells > 0, shown, np.nan)
+    values = np.isfinite(cells) & ((cells > 0) if scale == "log" else True)
     rows = np.arange(len(cells) + 1)
-    mesh = axes.pcolormesh(edges, rows, np.ma.masked_invalid(shown), cmap=colour, norm=norm, rasterized=True)
-    for special, tone in (
-        (cells == 0, "cell-zero" if scale == "log" else ""),
-        (np.isinf(cells), "cell-broken"),
-    ):
-        if tone and special.any():
-            one = LinearSegmentedColormap.from_list(tone, [tones[tone], tones[tone]])
-            over = np.ma.masked_where(~special, np.ones_like(cells))
+    shown = np.ma.masked_where(~values, np.where(values, cells, 1.0))
+    mesh = axes.pcolormesh(edges, rows, shown, cmap=colour, norm=norm, rasterized=True)
+    patches = []
+    for name, where in special.items():
+        if where.any():
+            one = LinearSegmentedColormap.from_list(name, [tones[SPECIAL[name]]] * 2)
+            over = np.ma.masked_where(~where, np.ones_like(cells))
             axes.pcolormesh(edges, rows, over, cmap=one, rasterized=True)
+            patches.append(Patch(color=tones[SPECIAL[name]], label=name))
+    if patches:
+        axes.legend(
+            handles=patches,
+            loc="lower right",
+            bbox_to_anchor=(1, 1.0),
+            ncols=3,
+            borderaxespad=0.2,
+            handlelength=1,
+        )
     figure.colorbar(mesh, ax=axes, label=label, format=FuncFormatter(tick), pad=0.01)
 
 

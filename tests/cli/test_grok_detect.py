@@ -1,0 +1,153 @@
+"""``backlight grok detect`` and ``compare`` on stored runs, as a user would type them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from backlight.cli import app as application
+from backlight.session.overlaying import overlay
+from backlight.store.reader import open_run
+from grokking_runs import Grok, write_grokking_run
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as leaving:
+            application.main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return int(leaving.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    run = write_grokking_run(folder / "oracle")
+    write_grokking_run(folder / "control", Grok(control="random-labels", control_of=run.run_id, seed=3))
+    write_grokking_run(folder / "late", Grok(generalises=1300, seed=1))
+    write_grokking_run(folder / "bare", Grok(accuracies=False, geometry=False, steps=100))
+    return folder
+
+
+def test_detect_prints_verdict_times_conditions_and_control(command: Command, runs: Path) -> None:
+    code, out, errors = command("grok", "detect", runs / "oracle")
+    assert (code, errors) == (0, "")
+    for words in (
+        "grokking, strong",
+        "(30, 40]",
+        "starts from below",
+        "12 of 12",
+        "Control control: memorised",
+        "follows, and the control does not",
+        "the control shows the same",
+    ):
+        assert words in out, words
+
+
+def test_detect_as_json_has_everything(command: Command, runs: Path) -> None:
+    code, out, _ = command("grok", "detect", runs / "oracle", runs / "control", "--json")
+    first, second = json.loads(out)
+    assert code == 0
+    assert (first["verdict"], first["strong"], second["verdict"]) == ("grokking", True, "memorised")
+    assert first["memorised"] == {"after": 30, "by": 40}
+    assert first["control"]["verdict"] == "memorised"
+    assert len(first["sweep"]) == 12
+    assert {"measure", "correlation", "lead_steps", "control", "says"} <= set(first["following"][0])
+    assert second["facts"]["control"] == "random-labels"
+
+
+def test_a_run_that_cannot_be_judged_does_not_hide_the_others(command: Command, runs: Path) -> None:
+    code, out, errors = command("grok", "detect", runs / "bare", runs / "control")
+    assert code == 2
+    assert "memorised" in out
+    assert f"{runs / 'bare'}: no train_accuracy and no test_accuracy was logged" in errors
+    assert "watch.log(train_accuracy=..., test_accuracy=...)" in errors
+    assert errors.count("\n") == 1
+
+
+def test_chance_and_size_can_be_given(command: Command, runs: Path) -> None:
+    out = command("grok", "detect", runs / "oracle", "--test-size", 8, "--json")[1]
+    assert json.loads(out)[0]["verdict"] == "insufficient-data"
+    code, _, errors = command("grok", "detect", runs / "oracle", "--chance", 2)
+    assert code == 2
+    assert "0 <= chance < 1; got 2.0" in errors
+
+
+def test_compare_lays_runs_over_each_other(command: Command, runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    code, out, errors = command(
+        "grok", "compare", runs / "oracle", runs / "late", runs / "control", "--align", "--out", page
+    )
+    assert (code, errors) == (0, "")
+    assert "control never generalised and cannot be aligned" in out
+    assert "gram/model/coherence" in out
+    assert out.strip().endswith(str(page))
+    text = page.read_text()
+    assert "Content-Security-Policy" in text
+    assert "steps after generalisation" in text
+
+
+def test_aligned_runs_generalise_at_nought(runs: Path) -> None:
+    names = ("oracle", "late")
+    laid = overlay([open_run(runs / name) for name in names], align=True)
+    for name in names:
+        steps, values = laid.measures["test_accuracy"][name]
+        line = laid.runs[name][2].test_accuracy  # type: ignore[union-attr] # both were judged
+        assert values[steps == 0][0] >= line
+        assert values[steps == -10][0] < line
+    assert 0 in laid.places()
+    plain = overlay([open_run(runs / name) for name in names])
+    assert plain.measures["test_accuracy"]["oracle"][0][0] == 0
+
+
+def test_compare_as_json_holds_the_curves(command: Command, runs: Path) -> None:
+    out = command("grok", "compare", runs / "oracle", runs / "late", "--measure", "test_", "--json")[1]
+    told = json.loads(out)
+    assert set(told["measures"]) == {"test_accuracy", "test_loss"}
+    assert len(told["measures"]["test_accuracy"]["late"]["values"]) == 201
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("oracle",), "got 1 run; a comparison needs at least two"),
+        (("oracle", "late", "--measure", "nope"), "begins with nope; there are: "),
+        (("control", "bare", "--align"), "none of the runs generalised"),
+        (("oracle", "nowhere"), "nowhere"),
+    ],
+)
+def test_compare_refuses_in_one_line(
+    command: Command, runs: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    paths = [a if a.startswith("-") or a in {"nope"} else runs / a for a in arguments]
+    code, _, errors = command("grok", "compare", *paths)
+    assert code == 2
+    assert words in errors
+    assert errors.count("\n") == 1
+
+
+def test_two_folders_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
+    other = write_grokking_run(tmp_path / "oracle", Grok(steps=300))
+    laid = overlay([open_run(runs / "oracle"), other])
+    assert set(laid.runs) == {"oracle", "oracle (2)"}
+
+
+def test_report_writes_pictures(command: Command, runs: Path, tmp_path: Path) -> None:
+    code, out, _ = command(
+        "report", runs / "bare", "--out", tmp_path / "page.html", "--plots", tmp_path / "plots"
+    )
+    assert code == 0
+    page, *pictures = out.split()
+    assert Path(page) == tmp_path / "page.html"
+    assert {Path(p).suffix for p in pictures} == {".svg", ".png"}
+    assert all(Path(p).is_file() for p in pictures)

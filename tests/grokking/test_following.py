@@ -1,0 +1,130 @@
+"""What goes with the test accuracy: leads, lags, and the control that shows the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from backlight.grokking.change_points import change_points
+from backlight.grokking.following import LEAST, follow, rank_correlation
+from backlight.grokking.reading import detect_run
+from backlight.session.examining import examine, examined_where_possible
+from backlight.store.reader import Run, open_run
+from backlight.store.writer import RunWriter
+from grokking_runs import Grok, sigmoid, write_grokking_run
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    folder = tmp_path_factory.mktemp("pair")
+    run = write_grokking_run(folder / "run", Grok())
+    plan = Grok(control="random-labels", control_of=run.run_id, seed=3, name="control")
+    return run, write_grokking_run(folder / "control", plan)
+
+
+def test_rank_correlation_is_that_of_scipy() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        one, other = draw.integers(0, 6, 30).astype(float), draw.normal(size=30)
+        assert rank_correlation(one, other) == pytest.approx(spearmanr(one, other).statistic, abs=1e-12)
+    assert rank_correlation(np.ones(9), np.arange(9.0)) is None
+
+
+def test_a_measure_that_the_control_shows_as_well_is_no_signal(pair: tuple[Run, Run]) -> None:
+    run, control = pair
+    rows = {row.measure: row for row in follow(run, detect_run(run), control)}
+    assert rows["progress/fourier_ipr"].says == "follows, and the control does not"
+    assert rows["progress/fourier_ipr"].apart
+    norm = rows["progress/weight_norm"]
+    assert norm.correlation is not None
+    assert norm.correlation < -0.8
+    assert norm.control == pytest.approx(norm.correlation, abs=0.05)
+    assert norm.says == "the control shows the same"
+    assert rows["agop/trace"].says == "the control shows the same"
+    assert rows["gram/model/numerical_rank"].says == "does not move"
+    ordered = [abs(row.correlation or 0) for row in follow(run, detect_run(run), control)]
+    assert ordered == sorted(ordered, reverse=True)
+
+
+def test_without_a_control_nothing_is_claimed(pair: tuple[Run, Run]) -> None:
+    run, _ = pair
+    strong = [row for row in follow(run, detect_run(run)) if abs(row.correlation or 0) >= 0.7]
+    assert strong
+    assert {row.says for row in strong} == {"no claim: there is no matched control"}
+
+
+@pytest.mark.parametrize(("lead", "found"), [(120, 120), (-60, -60), (0, 0)])
+def test_a_rise_that_comes_first_leads(tmp_path: Path, lead: int, found: int) -> None:
+    steps = np.arange(0, 2001, 10)
+    rises = {"test_accuracy": sigmoid(steps, 900, 30), "progress/one": sigmoid(steps, 900 - lead, 30)}
+    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    for row, step in enumerate(steps.tolist()):
+        logged = {name: float(values[row]) for name, values in rises.items()}
+        writer.scalars(step, {"train_accuracy": 1.0 if step > 30 else 0.1, **logged}, source="user")
+    writer.close()
+    run = open_run(tmp_path / "run")
+    rows = {row.measure: row for row in follow(run, detect_run(run))}
+    one = rows["progress/one"]
+    assert one.correlation is not None
+    assert (one.lead_steps, one.correlation > 0.95) == (found, True)
+
+
+def test_a_peak_that_comes_first_leads(tmp_path: Path) -> None:
+    draw = np.random.default_rng(1)
+    steps = np.arange(0, 1001, 10)
+    wave = np.convolve(draw.normal(size=len(steps) + 20), np.ones(9) / 9, "same")
+    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    for row, step in enumerate(steps.tolist()):
+        values = {
+            "train_accuracy": 1.0,
+            "test_accuracy": float(np.clip(0.5 + wave[row] / 2, 0, 1)),
+            "progress/early": float(wave[row + 6]),
+            "progress/late": float(-wave[max(0, row - 4)]),
+        }
+        writer.scalars(step, values, source="user")
+    writer.close()
+    run = open_run(tmp_path / "run")
+    rows = {row.measure: row for row in follow(run, detect_run(run))}
+    assert rows["progress/early"].lead_steps == 60
+    assert rows["progress/late"].lead_steps == -40
+    late = rows["progress/late"].correlation
+    assert late is not None
+    assert late < -0.95
+
+
+def test_too_few_common_logs_are_said(tmp_path: Path) -> None:
+    run = write_grokking_run(tmp_path / "run", Grok(steps=300))
+    rows = follow(run, detect_run(run))
+    assert all(row.logs < LEAST for row in rows)
+    assert {row.says for row in rows} == {"too few common logs"}
+
+
+def test_change_points_are_where_the_level_changes() -> None:
+    draw = np.random.default_rng(0)
+    steps = np.arange(0, 1000, 10)
+    values = np.where(steps < 400, 0.1, 0.9) + draw.normal(0, 0.01, len(steps))
+    assert change_points(steps, values) == (400,)
+    assert change_points(steps, np.full(len(steps), 0.3)) == ()
+    assert change_points(steps, 0.3 + draw.normal(0, 0.01, len(steps))) == ()
+
+
+def test_without_ruptures_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backlight.grokking.change_points.available", lambda: False)
+    assert change_points(np.arange(50), np.arange(50.0)) is None
+
+
+def test_examining_finds_the_control_beside_the_run(pair: tuple[Run, Run]) -> None:
+    run, control = pair
+    found = examined_where_possible(run)
+    assert found is not None
+    assert found.control is not None
+    assert found.control.run_id == control.run_id
+    assert found.control_detection is not None
+    assert found.control_detection.verdict == "memorised"
+    plain = examine(run).as_json()
+    assert plain["control"] is None
+    assert plain["verdict"] == "grokking"
+    assert plain["generalised"]["by"] == found.detection.generalised.by  # type: ignore[union-attr] # it groks
