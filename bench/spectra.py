@@ -1,114 +1,138 @@
 """The spectral echo of one layer, against a full decomposition of every replicate.
 
-Per shape, in one run and in CPU time: R full singular value decompositions (timed on some replicates and
-multiplied where ``--full`` is smaller than R), and the whole measurement of the echo (noise, directions,
-references of the others, alignment, intervals, null). The echo of every identifiable direction is compared
-with that of the full computation on the replicates that both have, and the peak of memory with what all
-factors together take. Then the Hungarian alignment of 1024 directions.
+Per shape, in one process of its own and in CPU time: R full singular value decompositions (the median of
+five, times R), and the whole measurement of the echo: checks, noise, directions, references of the others,
+alignment, intervals, null. The echo of every identifiable direction is compared with that of full
+decompositions of all replicates and all references (of ``--full`` replicates, if fewer), aligned among all
+directions. The peak of memory is how far the process rose above what it held, replicates included, beside
+what all factors of all replicates take. Last, the Hungarian alignment of 1024 directions.
 
-    python bench/spectra.py [--replicates 64] [--full 64] [--quick]
+    OMP_WAIT_POLICY=PASSIVE python bench/spectra.py [--replicates 64] [--full 16] [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from backlight.measure.alignment import align
+from backlight.measure import echo as estimate
+from backlight.measure.alignment import align, overlap_scores
 from backlight.measure.shrinkage import threshold
 from backlight.measure.spectra import spectral_echo
 
 SHAPES = ((1024, 4096), (1024, 1024))
 STRENGTHS = (30.0, 20.0, 15.0, 10.0, 8.0, 6.0, 5.0, 4.0, 3.5, 3.0, 2.5, 2.2, 1.9, 1.7, 1.5, 1.3)
-"""Strengths of the planted directions, in units of the threshold; half of that again lies below it."""
+"""Strengths of the planted directions, in units of the threshold; half as many again lie below it."""
+
+Row = dict[str, float | str]
 
 
-def replicates(p: int, q: int, count: int) -> torch.Tensor:
+def replicates(p: int, q: int, count: int) -> Tensor:
     """Return replicates of a gradient with a decaying spectrum, in noise of variance 1."""
     torch.manual_seed(0)
     below = [0.9 * 0.85**i for i in range(len(STRENGTHS) // 2)]
     s_K = torch.tensor([*STRENGTHS, *below]) * threshold(1.0, p, q)
     U = torch.linalg.qr(torch.randn(p, len(s_K)))[0]
     V = torch.linalg.qr(torch.randn(q, len(s_K)))[0]
-    G_Rpq = torch.randn(count, p, q)
-    return G_Rpq.add_((U * s_K) @ V.T)
+    return torch.randn(count, p, q).add_((U * s_K) @ V.T)
 
 
-def cpu(action: object) -> tuple[float, object]:
+def cpu(action: Callable[[], object]) -> float:
     begin = time.process_time()
-    value = action()  # type: ignore[operator]  # any callable
-    return time.process_time() - begin, value
+    action()
+    return time.process_time() - begin
 
 
-def shape(p: int, q: int, count: int, full: int, method: str) -> dict[str, float | str]:
+def full_echo(G_Rpq: Tensor, k: int) -> np.ndarray:
+    """Return the echo of k directions by full decompositions of everything."""
+    R, mean = len(G_Rpq), G_Rpq.mean(0)
+    U, _, Vt = torch.linalg.svd(mean, full_matrices=False)
+    names, lefts, rights = (U[:, :k], Vt[:k].T), [], []
+    for G in G_Rpq:
+        U, _, Vt = torch.linalg.svd((R * mean - G) / (R - 1), full_matrices=False)
+        score = overlap_scores((U.T @ names[0]).numpy(), (Vt @ names[1]).numpy())
+        order = torch.from_numpy(align(score).permutation)
+        reference = U[:, order], Vt[order].T
+        U, _, Vt = torch.linalg.svd(G, full_matrices=False)
+        score = overlap_scores((U.T @ reference[0]).numpy(), (Vt @ reference[1]).numpy())
+        order = torch.from_numpy(align(score).permutation)
+        lefts.append(U[:, order])
+        rights.append(Vt[order].T)
+    return estimate.triple_mean(estimate.reverb(torch.stack(lefts), torch.stack(rights)))
+
+
+def shape(p: int, q: int, count: int, full: int) -> Row:
+    torch.set_num_threads(1)
     G = replicates(p, q, count)
-    torch.linalg.svd(G[0, :64, :64])
-    svd = statistics.median(
-        cpu(lambda a=a: torch.linalg.svd(G[a], full_matrices=False))[0] for a in range(min(5, count))
-    )
-    spectral_echo(G[:3, :64, :64])  # what is imported and warmed up on first use
+    spectral_echo(G[:3, :400, :400])  # what is imported, allocated and warmed up on first use
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds, found = cpu(lambda: spectral_echo(G, method=method))
+    begin = time.process_time()
+    found = spectral_echo(G)
+    seconds = time.process_time() - begin
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    svd = statistics.median(
+        cpu(lambda a=a: torch.linalg.svd(G[a], full_matrices=False)) for a in range(min(5, count))
+    )
     factors = count * (p + q) * min(p, q) * 4
-    k = found.identifiable
-    row = {
-        "layer": f"{p} x {q}",
-        "R": count,
-        "k": k,
+    row: Row = {
+        "directions found": str(found.identifiable),
         "way": found.method,
-        "svd": svd * count,
-        "echo": seconds,
-        "faster": svd * count / seconds,
-        "memory": peak / factors,
-        "peak": peak / 2**20,
+        "R full SVDs, CPU s": f"{svd * count:.1f}",
+        "echo, CPU s": f"{seconds:.1f}",
+        "times less": f"{svd * count / seconds:.1f}",
+        "peak memory, MiB": f"{peak / 2**20:.0f}",
+        "share of all factors": f"{peak / factors:.3f}",
     }
     if full:
-        part = found if full >= count else spectral_echo(G[:full], method=method)
+        part = found if full >= count else spectral_echo(G[:full])
         k = part.identifiable
-        whole = spectral_echo(G[:full], method="svd", null_draws=0)
-        row["error"] = float(np.abs(part.echo[:k] - whole.echo[:k]).max())
-        row["weakest"] = float(part.echo[:k].min())
-        row["compared"] = full
+        error = np.abs(part.echo[:k] - full_echo(G[:full], k)).max()
+        row["replicates compared"] = str(full)
+        row["largest error of echo"] = f"{error:.6f}"
+        row["weakest echo"] = f"{part.echo[:k].min():.3f}"
     return row
 
 
-def alone(*arguments: object) -> dict[str, float | str]:
-    """Measure in a process of its own: the peak of memory is then that of the measurement."""
-    code = "import sys, json; sys.path[:0] = sys.argv[1:2]; import spectra; " \
-        "print(json.dumps(spectra.shape(*map(int, sys.argv[2:6]), sys.argv[6])))"  # fmt: skip
-    import json
-    from pathlib import Path
-
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parent), *map(str, arguments)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout)
+def alone(*arguments: int) -> Row:
+    """Measure in a process of its own: its peak of memory is then that of the measurement."""
+    code = (
+        "import sys, json; sys.path[:0] = sys.argv[1:2]; import spectra\n"
+        "print(json.dumps(spectra.shape(*map(int, sys.argv[2:]))))"
+    )
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), *map(str, arguments)]
+    row: Row = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    return row
 
 
-def hungarian(size: int = 1024) -> float:
-    """Return the median wall seconds of one alignment of columns that noise has turned."""
+def hungarian(size: int = 1024) -> dict[str, float]:
+    """Return median wall seconds of alignments: of columns that noise has turned, and of noise alone."""
     generator = np.random.default_rng(0)
-    times = []
-    for _ in range(5):
-        U = np.linalg.qr(generator.normal(size=(size, size)))[0]
-        scores = np.abs(U.T @ np.linalg.qr(U + generator.normal(size=(size, size)) / 32)[0])
-        begin = time.perf_counter()
-        align(scores * scores[::-1, ::-1])
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    U, V, X, Y = (np.linalg.qr(generator.normal(size=(size, size)))[0] for _ in range(4))
+    turned = np.linalg.qr(U + generator.normal(size=(size, size)) / np.sqrt(size))[0]
+    cases = {"half turned": (U.T @ turned, U.T @ turned), "noise": (U.T @ X, V.T @ Y)}
+    medians = {}
+    for name, (left, right) in cases.items():
+        score = overlap_scores(left, right)[:, generator.permutation(size)]
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            align(score)
+            times.append(time.perf_counter() - begin)
+        medians[name] = statistics.median(times)
+    return medians
 
 
 def main() -> int:
@@ -116,30 +140,23 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--replicates", type=int, default=64)
-    parser.add_argument("--full", type=int, default=8, help="replicates of the full computation; 0: none")
-    parser.add_argument("--method", default="auto")
+    parser.add_argument("--full", type=int, default=16, help="replicates of the full computation; 0: none")
     parser.add_argument("--quick", action="store_true", help="R = 8, 512 x 2048 and 512 x 512")
     options = parser.parse_args()
     shapes = tuple((p // 2, q // 2) for p, q in SHAPES) if options.quick else SHAPES
     count = 8 if options.quick else options.replicates
     console = Console()
-    table = Table(title=f"Spectral echo, one thread: {torch.__version__}, R = {count}")
-    for name in ("layer", "k", "way", "R full SVDs, CPU s", "echo, CPU s", "times less",
-                 "peak memory / all factors", "peak MiB", "largest error of echo", "weakest echo"):  # fmt: skip
-        table.add_column(name)
+    table = Table("", title=f"Spectral echo, R = {count}, one thread, torch {torch.__version__}")
     for p, q in shapes:
-        row = alone(p, q, count, min(options.full, count), options.method)
-        error = f"{row['error']:.5f} (R = {row['compared']})" if "error" in row else "-"
-        table.add_row(
-            str(row["layer"]), str(row["k"]), str(row["way"]), f"{row['svd']:.1f}", f"{row['echo']:.1f}",
-            f"{row['faster']:.1f}", f"{row['memory']:.3f}", f"{row['peak']:.0f}", error,
-            f"{row['weakest']:.3f}" if "weakest" in row else "-",
-        )  # fmt: skip
+        table.add_column(f"{p} x {q}", justify="right")
+    rows = [alone(p, q, count, min(options.full, count)) for p, q in shapes]
+    for name in rows[0]:
+        table.add_row(name, *(str(row[name]) for row in rows))
     console.print(table)
-    console.print(f"Hungarian alignment of 1024 directions: {hungarian():.3f} s")
+    for name, seconds in hungarian().items():
+        console.print(f"Hungarian alignment of 1024 directions, {name}: {seconds:.3f} s")
     return 0
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     raise SystemExit(main())

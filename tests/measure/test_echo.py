@@ -161,7 +161,7 @@ def test_the_unbiased_diagonal_is_unbiased_whatever_the_directions():
 
 
 def test_intervals_cover_what_they_should():
-    """Replicates with echoes of their own law: the interval of their mean holds it about nine times in ten."""
+    """Replicates with echoes of their own law: their interval holds the mean nine times in ten."""
     generator = np.random.default_rng(0)
     R, hits, trials = 16, {"triple": 0, "pooled": 0}, 200
     for trial in range(trials):

@@ -183,7 +183,7 @@ def test_random_subspaces_overlap_by_chance():
 
 
 def test_what_is_no_subspace_is_refused():
-    with pytest.raises(ValueError, match="two matrices .* of one shape"):
+    with pytest.raises(ValueError, match=r"two matrices .* of one shape"):
         drift(torch.eye(4)[:, :2], torch.eye(4)[:, :3])
     with pytest.raises(ValueError, match="columns of 'after' are not orthonormal"):
         drift(torch.eye(4)[:, :2], torch.ones(4, 2))
