@@ -141,7 +141,7 @@ def run_experiment(
     """
     state = _to_resume(configuration, path) if resume else None
     if not resume:
-        _refuse_existing(path)
+        refuse_existing(path)
     task = build(configuration)
     pace = pace_of(configuration)
     start = state[0] if state is not None else 0
@@ -196,7 +196,7 @@ def run_experiment(
         else:
             loop.resume(start, state[1])
         _say(sink, configuration, task, control_of, start)
-        if tier != TIERS[0]:
+        if tier != TIERS[0] and state is None:
             sink.event(start, "degradation", degradation(TIERS[0], tier, reason, full, tracker.measures))
         writer.fingerprint(_fingerprint(task))
         with one_machine(configuration), flushing:
@@ -284,7 +284,14 @@ def configuration_of(path: Path) -> dict[str, Any]:
     return found
 
 
-def _refuse_existing(path: Path) -> None:
+def refuse_existing(path: Path) -> None:
+    """Refuse a folder that holds a run already.
+
+    Raises
+    ------
+    RunExistsError
+        If it does.
+    """
     if (path / "manifest.json").exists():
         raise RunExistsError(
             f"{path}: holds a run already; go on with it by --resume, or choose another --out"
@@ -357,6 +364,17 @@ def with_steps(configuration: Configuration, steps: int | None) -> Configuration
         return configuration
     section = replace(training(configuration), steps=steps)
     return replace(configuration, settings=replace(configuration.settings, training=section))
+
+
+def tier_of(path: Path) -> str:
+    """Return what the run in ``path`` kept last: a resumed one keeps no more and no less."""
+    told = open_run(path).events("degradation")
+    return str(told[-1].payload.get("to") or TIERS[0]) if told else TIERS[0]
+
+
+def finished(path: Path) -> bool:
+    """Tell whether ``path`` holds a run of an experiment that came to its end."""
+    return (path / CONFIGURATION).exists() and open_run(path).status is RunStatus.FINISHED
 
 
 def default_folder(configuration: Configuration, root: Path = Path("runs")) -> Path:

@@ -2,7 +2,7 @@
 
 ``.csv`` and ``.parquet`` give a long table with one row per attempt, step and parameter, and beside it
 ``NAME.scalars.csv`` (or ``.parquet``) with one row per attempt, step and scalar. ``.h5`` gives one file with
-an array ``[steps, parameters]`` per column of each series. What was not measured is null, an
+an array ``[steps, parameters]`` per column of each series, and every stored array over its steps, compressed. What was not measured is null, an
 empty field or NaN with ``measured`` 0; it is never a number.
 """
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from backlight.store import documents
 from backlight.store.errors import ExportError
+from backlight.store.filters import Filters
 from backlight.store.names import storable
 from backlight.store.reader import Run
 from backlight.store.schema import SERIES
@@ -225,6 +226,23 @@ def _write_h5(run: Run, target: Path) -> None:
                 group.attrs["unit"] = scalar.unit
                 group.create_dataset("step", data=scalar.steps)
                 group.create_dataset("value", data=scalar.values)
+        _write_arrays(run, file)
+
+
+def _write_arrays(run: Run, file: Any) -> None:
+    """Put each array below ``arrays/<number>``: one dataset ``[steps, ...]``, or one for each shape that it had."""
+    for i, name in enumerate(run.array_names()):
+        steps, values = run.array(name)
+        info = run.array_info(name)
+        shapes = dict.fromkeys(value.shape for value in values)
+        for j, shape in enumerate(shapes):
+            group = file.create_group(f"arrays/{i}" if len(shapes) == 1 else f"arrays/{i}/{j}")
+            chosen = [k for k, value in enumerate(values) if value.shape == shape]
+            stack = np.stack([values[k] for k in chosen])
+            group.attrs["name"] = storable(name).replace("\0", "\\0")
+            group.attrs["unit"], group.attrs["dims"] = info.unit, ["step", *info.dims]
+            group.create_dataset("step", data=steps[chosen])
+            group.create_dataset("value", data=stack, **Filters().options(stack.shape, stack.dtype.itemsize))
 
 
 ENDINGS: dict[str, Callable[..., None]] = {".csv": _write_csv, ".parquet": _write_parquet, ".h5": _write_h5}

@@ -1,4 +1,4 @@
-"""``backlight grok run``: run an experiment, or go on with one."""
+"""``backlight grok run``: run an experiment or a sweep of it, here or on a cluster; go on with one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from backlight.cli.grok_options import CONFIG, DEVICE, NAME, PRESET, SEED, SET, STEPS, configured, overlay
+from backlight.cli.grok_options import CONFIG, DEVICE, NAME, PRESET, SEED, SET, STEPS, overlay
 
 
 def run(
@@ -21,35 +21,55 @@ def run(
     out: Annotated[
         Path | None, typer.Option("--out", help="Run folder; without it runs/NAME-PRESET-seed-N.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out, to the same numbers.")
+    ] = False,
+    control: Annotated[
+        str | None,
+        typer.Option("--control", help="random-labels: run the matched control as well, beside the run."),
+    ] = None,
+    degrade: Annotated[
+        bool, typer.Option("--degrade", help="Keep less, without asking, where all does not fit.")
+    ] = False,
+    seeds: Annotated[
+        str | None, typer.Option("--seeds", help="One run for each seed: 0-4 or 0,1,7; folders below --out.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option("--sweep", metavar="KEY=V,V", help="One run for each value; again for more keys."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Runs side by side; without it as cores allow.")
+    ] = None,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option("--slurm", metavar="KEY=VALUE", help="Submit: partition=gpu; cluster=local runs here."),
+    ] = None,
+    slurm_script: Annotated[
+        Path | None, typer.Option("--slurm-script", help="Write the batch script instead of submitting.")
+    ] = None,
 ) -> int:
     """Run an experiment into a run folder: losses, accuracies, progress measures, geometry of gradients.
 
-    Interrupted by Ctrl-C or killed, it goes on with --resume to the same numbers.
+    Interrupted by Ctrl-C or killed, it goes on with --resume to the same numbers. Before it starts, what it
+    takes is compared with what is free.
     """
-    from backlight.cli.grok_progress import Bar
-    from backlight.session.experiments import default_folder, resumed, run_experiment
+    from backlight.cli import grok_launch
 
-    options = overlay(changes, steps=steps, seed=seed, device=device)
-    if resume and out is not None and config is None:
-        configuration = resumed(out, ("the command line", {**options[1], **_named(name, preset)}))
-    else:
-        configuration = configured(name, preset, config, options)
-    path = out if out is not None else default_folder(configuration)
-    bar = Bar(configuration.experiment)
-    try:
-        with bar as show:
-            run_experiment(configuration, path, resume=resume, on_progress=show, on_warning=bar.warn)
-    except KeyboardInterrupt:
-        print(f"stopped; go on with: backlight grok run {configuration.experiment} --out {path} --resume")
-        return 130
-    print(path)
-    return 0
-
-
-def _named(name: str | None, preset: str | None) -> dict[str, str]:
-    given = {"experiment": name, "preset": preset}
-    return {key: value for key, value in given.items() if value is not None}
+    asked = grok_launch.Asked(
+        name=name,
+        preset=preset,
+        config=config,
+        options=overlay(changes, steps=steps, seed=seed, device=device),
+        out=out,
+        control=control or "",
+        degrade=degrade,
+    )
+    if seeds is not None or sweep:
+        return grok_launch.sweep(asked, seeds, sweep or [], jobs, slurm, slurm_script)
+    if slurm is not None or slurm_script is not None:
+        return grok_launch.submit(asked, slurm or [], slurm_script)
+    return grok_launch.here(asked, resume=resume)
 
 
 def add_to(app: typer.Typer) -> None:

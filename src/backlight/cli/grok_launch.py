@@ -1,0 +1,211 @@
+"""The ways in which ``backlight grok run`` runs: here, as a sweep, as jobs of a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from backlight.cli.grok_options import configured
+
+if TYPE_CHECKING:
+    from backlight.grokking.configuration import Configuration
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for."""
+
+    name: str | None
+    preset: str | None
+    config: Path | None
+    options: tuple[str, Mapping[str, Any]]
+    out: Path | None
+    control: str
+    degrade: bool
+
+    def configuration(self) -> Configuration:
+        """Return the configuration, without the control that is to run beside it."""
+        return configured(self.name, self.preset, self.config, self.options)
+
+    def arguments(self) -> list[str]:
+        """Return the command line of a run like this one, without its folder."""
+        line = [self.name] if self.name else []
+        line += ["--preset", self.preset] if self.preset else []
+        line += ["--config", str(self.config.absolute())] if self.config else []
+        line += [part for key, value in _flat(self.options[1]) for part in ("--set", f"{key}={value}")]
+        line += ["--control", self.control] if self.control else []
+        return [*line, "--degrade"] if self.degrade else line
+
+
+def here(asked: Asked, *, resume: bool) -> int:
+    """Run in this process, the run and then its control; return the exit code."""
+    from backlight.session.experiments import default_folder, finished, resumed
+
+    if resume and asked.out is not None and asked.config is None:
+        named = {"experiment": asked.name, "preset": asked.preset}
+        given = {key: value for key, value in named.items() if value is not None}
+        configuration = resumed(asked.out, ("the command line", {**asked.options[1], **given}))
+    else:
+        configuration = asked.configuration()
+    path = asked.out if asked.out is not None else default_folder(configuration)
+    if not asked.control:
+        return _one(configuration, path, resume=resume, degrade=asked.degrade)
+    if not finished(path):
+        code = _one(configuration, path, resume=resume, degrade=asked.degrade)
+        if code:
+            return code
+    beside = path.with_name(f"{path.name}-{asked.control}")
+    control = dataclasses.replace(configuration, control=asked.control)
+    again = resume and (beside / "manifest.json").exists()
+    return _one(control, beside, resume=again, degrade=asked.degrade, control_of=path.name)
+
+
+def _one(
+    configuration: Configuration, path: Path, *, resume: bool, degrade: bool, control_of: str = ""
+) -> int:
+    from backlight.cli.grok_progress import Bar
+    from backlight.session.estimating import Choice, choose, estimate_of
+    from backlight.session.experiments import refuse_existing, run_experiment, tier_of
+
+    if resume:
+        choice = Choice(tier_of(path)) if (path / "manifest.json").exists() else Choice()
+    else:
+        refuse_existing(path)
+        asking = (lambda text: typer.confirm(text, err=True)) if sys.stdin.isatty() else None
+        choice = choose(estimate_of(configuration, path, budget=0.2), degrade=degrade, ask=asking)
+    bar = Bar(f"{configuration.experiment}{' ' + configuration.control if configuration.control else ''}")
+    if choice.reason:
+        bar.warn(f"{choice.reason}; the run keeps {choice.tier}")
+    try:
+        with bar as show:
+            run_experiment(
+                configuration,
+                path,
+                resume=resume,
+                tier=choice.tier,
+                reason=choice.reason,
+                control_of=control_of,
+                on_progress=show,
+                on_warning=bar.warn,
+            )
+    except KeyboardInterrupt:
+        print(f"stopped; go on with: backlight grok run --out {path} --resume", file=sys.stderr)
+        return 130
+    print(path)
+    return 0
+
+
+def sweep(
+    asked: Asked,
+    seeds: str | None,
+    sweeps: list[str],
+    jobs: int | None,
+    slurm: list[str] | None,
+    script: Path | None,
+) -> int:
+    """Run one process for each member of a sweep; return the exit code."""
+    from backlight.cli.grok_options import overlay
+    from backlight.session.experiments import finished
+    from backlight.session.sweeps import command, members, run_all, together
+    from backlight.session.sweeps import seeds as seeds_of
+
+    configuration = asked.configuration()
+    root = asked.out if asked.out is not None else Path("runs") / f"{configuration.experiment}-sweep"
+    found = members(root, [] if seeds is None else seeds_of(seeds), sweeps)
+    for member in found:
+        changes = [
+            option
+            for flag, option in zip(member.options[::2], member.options[1::2], strict=True)
+            if flag == "--set"
+        ]
+        _, values = overlay(changes)
+        configured(configuration.experiment, None, asked.config, ("--sweep", values))
+    left = [member for member in found if not finished(member.folder)]
+    commands = [
+        (
+            m.folder,
+            [
+                *command(asked.arguments(), m),
+                *(["--resume"] if (m.folder / "manifest.json").exists() else []),
+            ],
+        )
+        for m in left
+    ]
+    if slurm is not None or script is not None:
+        return _as_jobs(asked, configuration, [line for _, line in commands], root, slurm or [], script)
+    threads = configuration.keeping.threads
+    failed = run_all(
+        commands,
+        side_by_side=together(jobs, len(commands), threads),
+        threads=threads,
+        on_end=lambda folder, code: print(folder if not code else f"{folder}: failed, see {folder}.log"),
+    )
+    for member in found:
+        if member not in left:
+            print(f"{member.folder} (was finished)")
+    return 2 if failed else 0
+
+
+def submit(asked: Asked, slurm: list[str], script: Path | None) -> int:
+    """Submit the run as a job, or write its script; return the exit code."""
+    from backlight.session.experiments import default_folder
+    from backlight.session.sweeps import Member, command
+
+    configuration = asked.configuration()
+    path = asked.out if asked.out is not None else default_folder(configuration)
+    line = command(asked.arguments(), Member(path, ()))
+    return _as_jobs(asked, configuration, [line], path.parent, slurm, script)
+
+
+def _as_jobs(
+    asked: Asked,
+    configuration: Configuration,
+    commands: list[list[str]],
+    root: Path,
+    slurm: list[str],
+    script: Path | None,
+) -> int:
+    from backlight.session.estimating import choose, estimate_of
+    from backlight.session.slurm import filled_in, parameters, submit
+    from backlight.session.slurm import script as script_of
+
+    found = estimate_of(configuration, root, budget=1.0)
+    choice = choose(found, degrade=asked.degrade)
+    given = filled_in(parameters(slurm), configuration, found, choice.tier)
+    logs = root / "slurm"
+    logs.mkdir(parents=True, exist_ok=True)
+    if script is not None:
+        script.write_text(script_of(given, commands, logs), encoding="utf-8")
+        print(script)
+        return 0
+    submitted = submit(given, commands, logs)
+    for job in submitted:
+        print(f"job {job.job_id}")
+    if given.get("cluster") != "local":
+        return 0
+    failed = 0
+    for job in submitted:
+        problem = job.exception()
+        if problem is not None:
+            failed += 1
+            print(f"job {job.job_id} failed: {str(problem).strip().splitlines()[-1]}", file=sys.stderr)
+    return 2 if failed else 0
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
+    import json
+
+    out: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        out += (
+            _flat(value, f"{path}{key}.")
+            if isinstance(value, Mapping)
+            else [(f"{path}{key}", json.dumps(value))]
+        )
+    return out

@@ -1,0 +1,105 @@
+"""Runs as jobs of a cluster, through submitit; memory, time and GPU come from the estimate."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backlight.grokking.configuration import Configuration, ConfigurationError
+
+if TYPE_CHECKING:
+    from backlight.grokking.estimate import Estimate
+
+_OWN = ("timeout_min", "mem_gb", "nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "name")
+
+SLACK = 1.5
+"""Time and memory are asked for with this factor over the estimate."""
+
+
+def parameters(items: Iterable[str]) -> dict[str, Any]:
+    """Return the parameters of ``key=value`` items.
+
+    Raises
+    ------
+    ConfigurationError
+        If an item has another form.
+    """
+    out: dict[str, Any] = {}
+    for item in items:
+        key, separator, value = item.partition("=")
+        if not separator or not key.strip() or not value.strip():
+            raise ConfigurationError(
+                f"--slurm {item!r}: expected key=value, such as partition=gpu or cluster=local"
+            )
+        out[key.strip()] = int(value) if value.strip().isdigit() else value.strip()
+    return out
+
+
+def filled_in(
+    given: Mapping[str, Any], configuration: Configuration, found: Estimate, tier: str
+) -> dict[str, Any]:
+    """Return the parameters with time, memory, cores and GPU from the estimate where they are not given."""
+    needed: dict[str, Any] = {
+        "name": f"grok-{configuration.experiment}",
+        "timeout_min": 5 + math.ceil(SLACK * found.seconds(tier) / 60),
+        "mem_gb": max(1, math.ceil(SLACK * found.memory(tier) / 1e9)),
+        "cpus_per_task": configuration.keeping.threads,
+    }
+    if configuration.device.startswith("cuda"):
+        needed["gpus_per_node"] = 1
+    return {**needed, **given}
+
+
+def script(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Path) -> str:
+    """Return a batch script; several commands are one job array, one task each."""
+    names = {"timeout_min": "time", "mem_gb": "mem", "gpus_per_node": "gpus-per-node", "name": "job-name"}
+    lines = ["#!/bin/bash"]
+    for key, value in given.items():
+        if key == "cluster":
+            continue
+        shown = f"{value}G" if key == "mem_gb" else value
+        lines.append(f"#SBATCH --{names.get(key, key.replace('_', '-'))}={shown}")
+    array = len(commands) > 1
+    lines.append(f"#SBATCH --output={logs}/%{'A_%a' if array else 'j'}.out")
+    if not array:
+        return "\n".join([*lines, "", shlex.join(commands[0]), ""])
+    lines.append(f"#SBATCH --array=0-{len(commands) - 1}")
+    cases = [f"  {i}) {shlex.join(line)} ;;" for i, line in enumerate(commands)]
+    return "\n".join([*lines, "", 'case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac", ""])
+
+
+def submit(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Path) -> list[Any]:
+    """Submit one job for each command and return submitit's jobs.
+
+    Raises
+    ------
+    ConfigurationError
+        If submitit does not know a parameter, or there is no cluster here.
+    """
+    import submitit  # noqa: PLC0415 - an optional library
+
+    cluster = given.get("cluster")
+    known = {key: value for key, value in given.items() if key in _OWN}
+    if cluster == "local":
+        known.pop("mem_gb", None)
+    others = {
+        (key if key.startswith("slurm_") else f"slurm_{key}"): value
+        for key, value in given.items()
+        if key not in _OWN and key != "cluster"
+    }
+    try:
+        executor = submitit.AutoExecutor(folder=logs, cluster=cluster)
+        executor.update_parameters(**known, **(others if cluster in {None, "slurm"} else {}))
+        with executor.batch():
+            return [
+                executor.submit(submitit.helpers.CommandFunction(list(line), verbose=False))
+                for line in commands
+            ]
+    except (NameError, RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            f"--slurm: the jobs cannot be submitted: {error}; --slurm cluster=local runs them here, "
+            "--slurm-script FILE writes the batch script"
+        ) from error
