@@ -154,7 +154,9 @@ class Rule:
 
     ``evaluate(run, thresholds)`` takes a :class:`backlight.store.reader.Run` and the room's frozen
     thresholds. ``thresholds`` names the fields that it reads, so that a finding can show which of
-    them the user overrode. ``needs`` names the series without which the rule stays silent.
+    them the user overrode. ``needs`` names the series without which the rule stays silent. A rule that
+    ``restates`` gives what was stored of it again, or something better in its place: nothing else of it
+    is taken from the store.
     """
 
     name: str
@@ -163,6 +165,7 @@ class Rule:
     evaluate: Callable[[Any, Any], Iterable[Finding]]
     thresholds: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    restates: bool = False
 
 
 RULES: Registry[Rule] = Registry("rule", part="rules", group="backlight.rules")
@@ -175,13 +178,14 @@ def rule(
     version: int = 1,
     thresholds: tuple[str, ...] = (),
     needs: tuple[str, ...] = (),
+    restates: bool = False,
 ) -> Callable[[Callable[[Any, Any], Iterable[Finding]]], Callable[[Any, Any], Iterable[Finding]]]:
     """Register the decorated function as the rule ``name`` of ``room``; see :class:`Rule`."""
 
     def decorate(
         evaluate: Callable[[Any, Any], Iterable[Finding]],
     ) -> Callable[[Any, Any], Iterable[Finding]]:
-        RULES.add(name, Rule(name, room, version, evaluate, thresholds, needs))
+        RULES.add(name, Rule(name, room, version, evaluate, thresholds, needs, restates))
         return evaluate
 
     return decorate

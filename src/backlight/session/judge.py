@@ -93,8 +93,9 @@ def findings_of(run: Run, thresholds_by_room: Mapping[str, Any] | None = None) -
     ]
     subjects = {_subject(f) for f in fresh}
     kept: dict[Any, Finding] = {}
+    restated = {name for name, rule in RULES.items() if rule.restates and any(f.rule == name for f in fresh)}
     for finding in stored:  # of several stored ones about one subject the last knows most
-        if _subject(finding) not in subjects:
+        if _subject(finding) not in subjects and finding.rule not in restated:
             kept[_subject(finding)] = finding
     return in_order([*merged, *kept.values()])
 

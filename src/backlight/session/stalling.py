@@ -31,6 +31,7 @@ from backlight.stalls.ending import describe
 from backlight.stalls.roots import Roots
 from backlight.stalls.thresholds import Thresholds
 from backlight.stalls.witness import Witness
+from backlight.store.watchdog import host_name
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +89,7 @@ class Stalling:
         self._turns = 0
         self._first_here = int(os.environ.get("LOCAL_RANK", "0")) == 0
         self._world = int(os.environ.get("WORLD_SIZE", "1"))
-        launch = launch_id() or str(os.getpid())
+        launch = f"{launch_id() or os.getpid()}@{host_name()}"
         self._place = rendezvous.meeting_place(writer.path, writer.attempt, launch)
         self.beats: Beats | None = None
 

@@ -15,6 +15,7 @@ from backlight.capture.scope import Scope
 from backlight.capture.steps import StepTracker
 from backlight.health.groups import GroupError, members
 from backlight.records import Finding, Made, RunStatus
+from backlight.registry import RULES
 from backlight.session.cadence import Cadence
 from backlight.session.config import Settings
 from backlight.session.drain import Drain
@@ -219,7 +220,8 @@ class Watch:
             if writer.lost is None:
                 run = open_run(self.path)
                 for finding in judge(run, made=Made.LIVE):
-                    writer.finding(finding)
+                    if not RULES[finding.rule].restates:  # else it is stored already
+                        writer.finding(finding)
         with self._notices.shield():
             writer.close(RunStatus.FINISHED if error is None else RunStatus.FAILED)
 

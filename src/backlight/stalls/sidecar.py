@@ -18,8 +18,10 @@ from pathlib import Path
 
 from backlight.records import Verdict
 from backlight.stalls import proc, rendezvous
+from backlight.stalls.elsewhere import Elsewhere, Observation, world_of
 from backlight.stalls.filing import file, say
 from backlight.stalls.gathering import Rank
+from backlight.stalls.joining import ANSWER, LEAVES, VERDICT
 from backlight.stalls.patience import EXEMPT, patience
 from backlight.stalls.ranks import attribute, partly, unlike
 from backlight.stalls.sequel import Reported, outcome
@@ -33,6 +35,9 @@ POLL = 0.25
 CLOSE_POLL = 0.15
 FIRST_BOARD = 120.0
 """Seconds that the sidecar waits for a first board."""
+
+HOLD = 1.5
+"""Seconds beyond the patience in which looks that are still missing are waited for."""
 
 HALF = 0.5
 """Share of the patience with a rank that is left when others wait for it."""
@@ -48,12 +53,18 @@ class Sidecar:
     """Watches the ranks whose boards are in one place."""
 
     def __init__(
-        self, place: Path, run: Path, attempt_folder: Path, limits: Thresholds, offset: int = 0
+        self,
+        place: Path,
+        run: Path,
+        attempt_folder: Path,
+        limits: Thresholds,
+        offset: int = 0,
+        host: str = "",
     ) -> None:
         self._place = place
         self._limits = limits
         self._offset = offset
-        self._writer = WatchdogWriter(run, attempt_folder)
+        self._writer = WatchdogWriter(run, attempt_folder, host)
         self._ranks: dict[int, Rank] = {}
         self._quiet: dict[int, int] = {}
         self._stalled: dict[int, Reported] = {}
@@ -63,6 +74,9 @@ class Sidecar:
         self._unlike = ""
         self._compared = False
         self._started = time.monotonic()
+        self._elsewhere = Elsewhere(self._writer)
+        self._observed: Observation = ([], {}, {}, 1)
+        self._allowed: float | None = None
 
     def run(self) -> None:
         """Watch until every rank has ended."""
@@ -71,6 +85,8 @@ class Sidecar:
             close = any(r.overdue is not None or r._ticks for r in self._ranks.values())
             with contextlib.suppress(OSError, ValueError):
                 select.select(fds, [], [], CLOSE_POLL if close else POLL)
+        if self._ranks and self._elsewhere.concerned(world_of(self._ranks.values()), len(self._ranks)):
+            self._elsewhere.tell(LEAVES, *self._observe(None))  # nobody can ask this machine any more
         self._writer.close()
         rendezvous.leave(self._place)
         rendezvous.sweep(proc.alive)
@@ -87,6 +103,11 @@ class Sidecar:
         due = [r for r in self._ranks.values() if self._due(r)]
         if due:
             self._examine(due)
+        elif self._elsewhere.concerned(world_of(self._ranks.values()), len(self._ranks)):
+            question = self._elsewhere.question()
+            if question is not None:
+                self._look_closely(others=True)
+                self._elsewhere.tell(ANSWER, *self._observe(HALF * float(question.get("allowed") or 0.0)))
         if not self._ranks:
             return time.monotonic() - self._started < FIRST_BOARD and self._place.exists()
         if not self._place.exists():
@@ -122,12 +143,11 @@ class Sidecar:
             return
         found = unlike([View(rank, boards=(board,)) for rank, board in boards.items()], {})
         before, self._unlike = self._unlike, "" if found is None else found.claim
-        if found is None or before != found.claim:
-            return  # a second reading decides
+        if found is None or (before != found.claim and not all(r.done for r in self._ranks.values())):
+            return  # a second reading decides, while there is one to come
         self._compared = True
         views = [r.view() for _, r in sorted(self._ranks.items())]
-        world = max(board.world for board in boards.values())
-        found = partly(found, views, world)
+        found = partly(found, views, world_of(self._ranks.values()))
         shown = {v.rank: self._ranks[v.rank].evidence(v) for v in views if found.rank in {None, v.rank}}
         file(self._writer, found, views, shown, offset=self._offset)
 
@@ -152,7 +172,11 @@ class Sidecar:
     def _examine(self, due: list[Rank]) -> None:
         judgement, views = self._judge(due)
         if judgement is not None and judgement.verdict is Verdict.UNKNOWN and not judgement.waits:
-            for one in due:
+            unclear = [self._ranks[judgement.rank]] if judgement.rank in self._ranks else due[:1]
+            late = max((r.overdue or 0.0 for r in due), default=0.0)
+            if late < HOLD and not all(r.looked for r in unclear):
+                return  # on a machine with too much to do looks take their time
+            for one in unclear:
                 if one.rank not in self._again:
                     one.look_native()
             judgement, views = self._judge(due)
@@ -196,6 +220,9 @@ class Sidecar:
         shown = {v.rank: v for v in views if v.rank == judgement.rank} or {v.rank: v for v in views[:8]}
         evidence = {} if slow else {rank: self._ranks[rank].evidence(view) for rank, view in shown.items()}
         file(self._writer, judgement, views, evidence, offset=self._offset)
+        if not slow and self._elsewhere.concerned(world_of(self._ranks.values()), len(self._ranks)):
+            self._elsewhere.tell(VERDICT, *self._observed)
+            self._elsewhere.ask(self._allowed or 0.0)
 
     def _judge(self, due: list[Rank]) -> tuple[Judgement | None, list[View]]:
         others = any(r not in due and not r.done for r in self._ranks.values())
@@ -213,12 +240,22 @@ class Sidecar:
         gone = any(v.ended or v.ending is not None for v in views)
         if len(views) > 1 and not gone and self._excused(views, judged):
             return None, views
+        groups, world = self._groups(views), world_of(self._ranks.values())
+        self._observed, self._allowed = (views, judged, groups, world), allowed
+        return attribute(views, judged, groups, world), views
+
+    def _observe(self, allowed: float | None) -> Observation:
+        """Judge every rank by itself, with a patience of somebody else's, for another machine."""
+        views = [r.view() for _, r in sorted(self._ranks.items())]
+        judged = {v.rank: judge(v, self._limits, allowed) for v in views}
+        return views, judged, self._groups(views), world_of(self._ranks.values())
+
+    def _groups(self, views: list[View]) -> dict[int, list[int]]:
         groups: dict[int, list[int]] = {}
         for view in views:
             found = rendezvous.read_document(rendezvous.document_path(self._place, view.rank, "groups"))
             groups.update({int(k): v for k, v in (found or {}).items()})
-        world = max((v.board.world for v in views if v.board is not None), default=1)
-        return attribute(views, judged, groups, world), views
+        return groups
 
     def _excused(self, views: list[View], judged: dict[int, Judgement | None]) -> bool:
         """Tell whether all wait for a rank that evaluates, writes a checkpoint or compiles."""
@@ -265,9 +302,9 @@ def main(arguments: list[str]) -> None:
         os.close(writing)
         taken = Thresholds().override(json.loads(limits))
         Sidecar(Path(place), Path(run), Path(folder), taken, int(offset)).run()
-    except FileNotFoundError:
-        return  # the ranks have ended before we began
     except Exception as error:  # noqa: BLE001 - a traceback of ours has no place in somebody's output
+        if isinstance(error, FileNotFoundError) and not Path(place).exists():
+            return  # the ranks have ended before we began
         say(f"the sidecar has ended: {type(error).__name__}: {error}; a stall is no longer seen")
 
 

@@ -7,6 +7,7 @@ that there is to say: a run in which nothing stalls has none.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import sqlite3
@@ -19,6 +20,7 @@ from backlight.records import Finding
 from backlight.store import documents
 from backlight.store.batch import Batch
 from backlight.store.database import RankDatabase
+from backlight.store.errors import RunFormatError
 from backlight.store.evidence import write_evidence
 from backlight.store.names import safe_name, storable
 
@@ -28,6 +30,17 @@ RANK = -1
 _NAME = re.compile(r"watchdog-.+\.db")
 
 
+_ASKED = "watchdog-asked.json"
+
+VARIABLE = "BACKLIGHT_HOST"
+"""Environment variable that names this machine, where several call themselves the same."""
+
+
+def host_name() -> str:
+    """Return the name of this machine, as the environment says or as it calls itself."""
+    return os.environ.get(VARIABLE) or socket.gethostname()
+
+
 class WatchdogWriter:
     """Writes for the watchdog of this machine; not for several threads at a time.
 
@@ -35,11 +48,14 @@ class WatchdogWriter:
     ----------
     run, attempt_folder:
         The run folder, and the folder of the attempt inside it.
+    host:
+        Name of this machine, empty for what it calls itself.
     """
 
-    def __init__(self, run: Path, attempt_folder: Path) -> None:
+    def __init__(self, run: Path, attempt_folder: Path, host: str = "") -> None:
         self._run = run
         self._folder = attempt_folder
+        self.host = host or host_name()
         self._database: RankDatabase | None = None
         self.lost: str | None = None
 
@@ -64,6 +80,19 @@ class WatchdogWriter:
             self.lost = str(error)
             return ""
 
+    def ask(self, question: Mapping[str, Any]) -> None:
+        """Ask the watchdogs of the other machines; where that fails, nobody answers."""
+        with contextlib.suppress(OSError):
+            text = documents.dump({"host": self.host, **question})
+            documents.write_atomically(self._folder / _ASKED, text.encode())
+
+    def asked(self) -> dict[str, Any] | None:
+        """Return the newest question, None where there is none or it cannot be read."""
+        try:
+            return documents.read_document(self._folder / _ASKED)
+        except RunFormatError:
+            return None
+
     def close(self) -> None:
         """Close the file."""
         if self._database is not None:
@@ -80,7 +109,7 @@ class WatchdogWriter:
             self.lost = f"{type(error).__name__}: {error}"
 
     def _opened(self) -> RankDatabase:
-        host = safe_name(socket.gethostname(), "host")
+        host = safe_name(self.host, "host")
         number = 0
         while True:
             path = self._folder / f"watchdog-{host}{f'-{number}' if number else ''}.db"
