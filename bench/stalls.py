@@ -9,6 +9,7 @@ the time that the room adds to a step of the demo model, by alternating blocks w
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 import tempfile
@@ -20,13 +21,15 @@ from rich.console import Console
 from rich.table import Table
 
 import backlight
+from backlight.records import Finding
 from backlight.stalls.board import Board, Slot
+from backlight.store.reader import open_run
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
 from overhead import Training  # noqa: E402 - beside us
 
-from faults.verdicts import HERE, LASTING, ONE, RANKS, Fault, run_faults, score, step_of  # noqa: E402 - beside us
+from faults.verdicts import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score  # noqa: E402 - beside us
 
 
 def beat_cost(count: int = 200_000) -> float:
@@ -34,13 +37,14 @@ def beat_cost(count: int = 200_000) -> float:
     from backlight.stalls.beat import _arrived
 
     with tempfile.TemporaryDirectory() as folder:
-        slots = Board(Path(folder) / "rank-00000.board").slots
+        board = Board(Path(folder) / "rank-00000.board")
+        slots, rows = board.slots, board.rows
         parameter = torch.zeros(1)
         rounds = []
         for _ in range(5):
             begin = time.perf_counter_ns()
             for _ in range(count):
-                _arrived(slots, 3, parameter)
+                _arrived(slots, rows, 3, parameter)
             rounds.append((time.perf_counter_ns() - begin) / count)
         assert slots[Slot.REACHED] == 5 * count
     return statistics.median(rounds)
@@ -55,13 +59,12 @@ def added_time(pairs: int, block: int) -> list[float]:
         with watch:
             room = watch._stalling
             assert room is not None
-            training.steps(block)
             for number in range(pairs):
                 seconds = {}
                 for on in (True, False) if number % 2 else (False, True):
                     (room._attach if on else room._detach)()
-                    training.steps(1)
-                    seconds[on] = training.steps(block)
+                    training.step()
+                    seconds[on] = statistics.median(training.step()[0] for _ in range(block))
                 ratios.append(seconds[True] / seconds[False])
             room._attach()
     return ratios
@@ -73,37 +76,68 @@ def launches(*, everything: bool) -> list[list[Fault]]:
     ranks = [f for f in RANKS if everything or not f.slow]
     together = [
         [f for f in one if not f.alone],
-        [f for f in ranks if f.name not in LASTING and not f.name.startswith("ddp_")],
+        [f for f in ranks if not f.lasting and not f.name.startswith("ddp_")],
     ]
     alone = [f for f in one if f.alone]
-    alone += [f for f in ranks if f.name in LASTING or f.name.startswith("ddp_")]
+    alone += [f for f in ranks if f.lasting or f.name.startswith("ddp_")]
     return [*together, *([f] for f in alone)]
+
+
+def lateness(findings: list[Finding], run: Path) -> float | None:
+    """Return the seconds from the end of the patience to the last look of a verdict, from its evidence.
+
+    None for what needs no patience: a dead or stopped rank, calls that differ, a backward that moves.
+    """
+    for finding in findings:
+        if finding.subject.verdict not in {"BLOCKED", "SPIN", "LONG_OP", "PHASE"}:
+            continue
+        text = open_run(run).read_evidence(finding.evidence[0].path).decode()
+        times = dict(re.findall(r"^  (taken|beat) = (\d+)$", text, re.MULTILINE))
+        return (int(times["taken"]) - int(times["beat"])) / 1e9 - STALL
+    return None
 
 
 def suite(*, everything: bool) -> Table:
     """Run the fault suite and return the table of its score."""
     table = Table(title="verdicts on planted faults")
-    for column in ("fault", "ranks", "expected", "score", "what was said"):
+    for column in ("fault", "ranks", "expected", "score", "late", "what was said"):
         table.add_column(column)
     counts = {"right": 0, "undetermined": 0, "wrong": 0}
+    late: list[float] = []
+    silent = twins = 0
     for faults in launches(everything=everything):
         script = HERE / ("trainings.py" if faults[0].world == 1 else "ranks.py")
         with tempfile.TemporaryDirectory() as folder:
-            findings, _, _ = run_faults(faults, Path(folder) / "run")
-        for index, fault in enumerate(faults):
-            mine = [f for f in findings if f.subject.step == step_of(index, fault.world)]
-            verdict, why = score(fault, mine, script)
-            counts[verdict] += 1
-            table.add_row(fault.name, str(fault.world), fault.verdict or "silence", verdict, why[:100])
-        twins = [f for f in faults if f.name not in LASTING]
-        if twins:
+            run = Path(folder) / "run"
+            findings, _, _ = run_faults(faults, run)
+            for index, fault in enumerate(faults):
+                mine = about(fault, index, findings)
+                verdict, why = score(fault, mine, script)
+                counts[verdict] += 1
+                after = lateness(mine, run)
+                late += [] if after is None else [after]
+                said = "" if after is None else f"{after:.1f} s"
+                table.add_row(
+                    fault.name, str(fault.world), fault.verdict or "silence", verdict, said, why[:100]
+                )
+        kept = [f for f in faults if f.world > 1 or not f.lasting]
+        if kept:
             with tempfile.TemporaryDirectory() as folder:
-                findings, _, _ = run_faults(twins, Path(folder) / "run", seconds=0.02)
-            outcome = "wrong" if findings else "right"
-            counts[outcome] += 1
-            table.add_row(f"{len(twins)} healthy twins", str(faults[0].world), "silence", outcome, "")
+                lasting = kept[0].lasting
+                findings, _, _ = run_faults(kept, Path(folder) / "run", seconds=0.02, twin=lasting)
+            twins += len(kept)
+            silent += len(kept) if not findings else 0
+            for finding in findings:
+                table.add_row("twin", str(faults[0].world), "silence", "wrong", "", finding.claim[:100])
     total = sum(counts.values())
-    table.caption = ", ".join(f"{n} of {total} {word}" for word, n in counts.items())
+    table.caption = f"{total} faults: " + ", ".join(
+        f"{n} {w} ({100 * n / total:.1f} %)" for w, n in counts.items()
+    )
+    table.caption += f"; {silent} of {twins} healthy twins silent"
+    if late:
+        table.caption += (
+            f"; after the threshold: median {statistics.median(late):.1f} s, longest {max(late):.1f} s"
+        )
     return table
 
 

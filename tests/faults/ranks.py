@@ -3,21 +3,25 @@
     torchrun --nproc-per-node 3 -m backlight run ranks.py SECONDS FAULT [FAULT ...]
 
 A fault is ``KIND:RANK``. Those that let go after SECONDS may be followed by others; the rest end the run.
+``KIND:all`` is a healthy twin: every rank does the same; ``KIND:none`` is one where nothing happens.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -53,7 +57,10 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, fault: str) -> torch.Tensor:
-        return self.second(Faulty.apply(self.first(x), fault))
+        hidden = Faulty.apply(self.first(x), fault)
+        if fault == "forward":
+            time.sleep(SECONDS)  # at: ddp_forward
+        return hidden if fault == "branch" else self.second(hidden)
 
 
 def fault_of(step: int, rank: int) -> str:
@@ -61,7 +68,25 @@ def fault_of(step: int, rank: int) -> str:
     if place != 1 or index >= len(FAULTS):
         return ""
     kind, at = FAULTS[index]
-    return kind if int(at) == rank else ""
+    return kind if at in {"all", str(rank)} else ""
+
+
+class Killing(Dataset[torch.Tensor]):
+    """Its worker does not survive the first item."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(1)
+
+
+def fill_memory() -> None:
+    """Ask for more than the process may have: a limit of its own, so that the machine does not suffer."""
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
+    torch.ones(1 << 30)  # at: oom
 
 
 def main() -> None:
@@ -89,7 +114,15 @@ def main() -> None:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "raise":
-            raise ValueError("planted")
+            raise ValueError("planted")  # at: raise
+        if fault == "oom":
+            fill_memory()
+        if fault == "worker":
+            next(iter(DataLoader(Killing(), num_workers=1)))  # at: worker
+        if fault == "straggler":
+            for _ in range(20):
+                model(torch.ones(2, 8), "")
+                time.sleep(SECONDS / 20)
         if fault == "fewer":
             break
         if fault == "ends":
@@ -104,13 +137,17 @@ def main() -> None:
             loss.backward()
         if not ddp:
             if fault == "broadcast":
-                dist.broadcast(total, src=rank)
+                dist.broadcast(total, src=0 if FAULTS[0][1] == "all" else rank)
             elif fault == "shape":
                 dist.all_reduce(torch.ones(1 << 20))
+            elif fault == "dtype":
+                dist.all_reduce(total.int())
             elif fault != "skip":
                 dist.all_reduce(total)
             if fault == "reorder":
                 dist.barrier()
+            if fault == "add":
+                dist.all_reduce(total)
             dist.all_gather([torch.ones(4) for _ in range(world)], torch.ones(4))
         optimizer.step()
         if fault:

@@ -14,15 +14,12 @@ from pathlib import Path
 import pytest
 
 from backlight.store.reader import open_run
-from faults.verdicts import HERE, LASTING, ONE, RANKS, Fault, run_faults, score, step_of
+from faults.verdicts import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score, step_of
 
 pytestmark = pytest.mark.alone
 
-OPEN = {"shape", "ends", "ddp_skip"}
-"""Faults by which gloo ends the processes before anything stands still; the bench scores them as it is."""
-
 TOGETHER = [f for f in ONE if not f.alone and not f.slow]
-LETTING_GO = [f for f in RANKS if f.name not in LASTING and not f.slow]
+LETTING_GO = [f for f in RANKS if not f.lasting and not f.slow]
 
 
 def check(faults: list[Fault], out: Path, **options: float) -> str:
@@ -30,14 +27,16 @@ def check(faults: list[Fault], out: Path, **options: float) -> str:
     findings, log, _ = run_faults(faults, out, **options)
     wrong = []
     for index, fault in enumerate(faults):
-        step = step_of(index, fault.world)
-        mine = [f for f in findings if f.subject.step == step]
-        verdict, why = score(fault, mine, script)
+        verdict, why = score(fault, about(fault, index, findings), script)
         if verdict != "right":
             wrong.append(f"{fault.name}: {verdict}: {why}")
     others = {step_of(i, faults[0].world) for i in range(len(faults))}
-    wrong += [f.claim for f in findings if f.subject.step not in others]
+    wrong += [f.claim for f in findings if f.subject.step not in others and not faults[0].lasting]
     assert not wrong, "\n".join([*wrong, log[-4000:]])
+    lasted = dict(re.findall(r"^after (\w+) \d+ ([\d.]+)$", log, re.MULTILINE))
+    for fault in faults:
+        if fault.verdict is None and not fault.lasting and fault.world == 1:
+            assert float(lasted[fault.name]) > STALL, "silence of what was not long enough says nothing"
     return log
 
 
@@ -71,7 +70,9 @@ def test_a_first_backward_of_many_nodes_is_slow_and_not_hung(tmp_path: Path) -> 
     assert 0 < done < total
 
 
-@pytest.mark.parametrize("fault", [f for f in RANKS if f.name in {"broadcast", "kill"}], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "fault", [f for f in RANKS if f.name in {"broadcast", "kill", "raise", "ends"}], ids=lambda f: f.name
+)
 def test_a_rank_that_ends_the_run(fault: Fault, tmp_path: Path) -> None:
     check([fault], tmp_path / "run")
 
@@ -79,7 +80,7 @@ def test_a_rank_that_ends_the_run(fault: Fault, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "fault",
-    [f for f in (*ONE, *RANKS) if (f.slow or f.alone or f.name in LASTING) and f.name not in OPEN],
+    [f for f in (*ONE, *RANKS) if f.slow or f.alone or f.lasting],
     ids=lambda f: f"{f.name}-{f.world}",
 )
 def test_the_rest_of_the_suite(fault: Fault, tmp_path: Path) -> None:
@@ -88,9 +89,45 @@ def test_the_rest_of_the_suite(fault: Fault, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_healthy_ranks_stay_silent(tmp_path: Path) -> None:
-    faults = [f for f in RANKS if f.name not in LASTING]
+    faults = [f for f in RANKS if not f.lasting]
     findings, log, code = run_faults(faults, tmp_path / "run", seconds=0.02)
     assert (findings, code) == ([], 0), log
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", [f for f in RANKS if f.lasting], ids=lambda f: f.name)
+def test_healthy_twins_of_what_does_not_let_go(fault: Fault, tmp_path: Path) -> None:
+    """Every rank does what one did: skips the call, adds it, sends another type, ends earlier."""
+    findings, log, code = run_faults([fault], tmp_path / "run", twin=True)
+    assert (findings, code) == ([], 0), log
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", [f for f in ONE if f.alone and not f.lasting], ids=lambda f: f.name)
+def test_healthy_twins_of_what_has_a_launch_of_its_own(fault: Fault, tmp_path: Path) -> None:
+    findings, log, code = run_faults([fault], tmp_path / "run", seconds=0.02)
+    assert (findings, code) == ([], 0), log
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "names", [("sleep", "spin", "lock", "gil_block", "slow", "thrash"), ("between", "backward")]
+)
+def test_a_machine_with_too_much_to_do_makes_no_verdict_wrong(names: tuple[str, ...], tmp_path: Path) -> None:
+    faults = [f for f in (ONE if "lock" in names else RANKS) if f.name in names]
+    script = HERE / ("trainings.py" if faults[0].world == 1 else "ranks.py")
+    load = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * (os.cpu_count() or 1))
+    ]
+    try:
+        findings, log, _ = run_faults(faults, tmp_path / "run", seconds=6.0)
+    finally:
+        for process in load:
+            process.kill()
+            process.wait()
+    scores = [score(f, about(f, index, findings), script) for index, f in enumerate(faults)]
+    assert [s for s in scores if s[0] == "wrong"] == [], log
+    assert sum(s[0] == "right" for s in scores) >= len(scores) // 2, log
 
 
 def test_the_verdict_stands_while_the_process_hangs(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ healthy twin. Two clean steps lie before each. The line that is at fault carries
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import itertools
+import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -30,7 +33,8 @@ torch.manual_seed(0)
 SECONDS = float(sys.argv[1])
 FAULTS = sys.argv[2:]
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-LOCK = threading.Lock()
+LOCK, SECOND_LOCK = threading.Lock(), threading.Lock()
+THRASHING = threading.Event()
 LIBC = ctypes.PyDLL(None)
 now = time.monotonic
 
@@ -49,6 +53,23 @@ def locks() -> None:
     LOCK.acquire()
     LOCK.acquire(timeout=SECONDS)  # at: lock
     LOCK.release()
+
+
+def locks_in_another_order() -> None:
+    def other() -> None:
+        with SECOND_LOCK:
+            held.set()
+            if LOCK.acquire(timeout=SECONDS + 1):
+                LOCK.release()
+
+    held = threading.Event()
+    with LOCK:
+        thread = threading.Thread(target=other)
+        thread.start()
+        held.wait()
+        if SECOND_LOCK.acquire(timeout=SECONDS):  # at: lock_order
+            SECOND_LOCK.release()
+    thread.join()
 
 
 def spins_in_c() -> None:
@@ -87,6 +108,7 @@ BACKWARD = {
     "gil_block": blocks_in_c,
     "long_op": long_operation,
     "threads": locks,
+    "lock_order": locks_in_another_order,
 }
 
 
@@ -135,6 +157,11 @@ class Net(nn.Module):
         if fault == "slow":
             for _ in range(40):
                 h = Short.apply(h, SECONDS / 40)
+        if fault == "thrash":
+            for _ in range(int(20 * SECONDS)):
+                h = Short.apply(h, 0.001)
+        if fault == "compile":
+            h = torch.compile(deep)(h)
         if fault == "nodes":
             for _ in range(int(NODES)):
                 h = h * 1.0
@@ -153,6 +180,13 @@ def many(h: torch.Tensor, count: int) -> torch.Tensor:
     return h
 
 
+def deep(h: torch.Tensor) -> torch.Tensor:
+    """Compiles for at least as long as asked: every round is kernels of its own."""
+    for n in range(int(12 * SECONDS)):
+        h = torch.softmax(h @ h.T @ h, -1) + n
+    return h
+
+
 def nested(h: torch.Tensor, depth: int) -> torch.Tensor:
     if depth == 0:
         return Faulty.apply(h, locks)
@@ -168,6 +202,14 @@ class Data(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         if fault_of(index) == "data":
             time.sleep(SECONDS)
+        if fault_of(index) == "feeder":
+            feeder = multiprocessing.Process(target=os._exit, args=(1,))
+            feeder.start()
+            with contextlib.suppress(queue.Empty):
+                multiprocessing.Queue().get(timeout=SECONDS)
+            feeder.join()
+        if fault_of(index) == "worker_killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         if fault_of(index) == "worker_stopped":
             subprocess.Popen(["sh", "-c", f"sleep {SECONDS}; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -201,11 +243,20 @@ def between(fault: str, model: nn.Module) -> None:
     if fault == "threads":
         for _ in range(120):
             threading.Thread(target=time.sleep, args=(SECONDS + 2,), daemon=True).start()
+    if fault == "thrash":
+        THRASHING.set()
+        for _ in range(8 if SECONDS > 0.1 else 0):
+            threading.Thread(target=hog, daemon=True).start()
     if fault == "stop":
         subprocess.Popen(["sh", "-c", f"sleep {SECONDS}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hog() -> None:
+    while THRASHING.is_set():
+        sum(range(1000))
 
 
 def rate() -> float:
@@ -228,17 +279,18 @@ NODES = node_count() if {"nodes", "checkpointed"} & set(FAULTS) else 0.0
 def main() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    workers = 1 if {"data", "worker_stopped"} & set(FAULTS) else 0
+    workers = 1 if {"data", "worker_stopped", "worker_killed"} & set(FAULTS) else 0
     loader = DataLoader(Data(), batch_size=None, num_workers=workers, prefetch_factor=1 if workers else None)
     for step, x in enumerate(loader):
-        fault = fault_of(step)
+        fault, begin = fault_of(step), now()
         between(fault, model)
         loss = model(x, fault).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        THRASHING.clear()
         if fault:
-            print("after", fault, step, flush=True)
+            print("after", fault, step, f"{now() - begin:.1f}", flush=True)
 
 
 if __name__ == "__main__":

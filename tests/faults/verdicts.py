@@ -25,7 +25,9 @@ class Fault:
     """A planted fault and what must be said of it.
 
     ``line`` is the mark of the line at fault, empty where none can be named; ``rank`` the cause; a verdict
-    None is a stretch of time that must stay silent. ``also`` are verdicts that are true and miss the cause.
+    None is a stretch of time that must stay silent; ``says`` a pattern that the claim must hold. ``twin`` is
+    what the script is given for the healthy twin of a fault that does not let go: ``all`` ranks do the same,
+    or ``none`` does anything.
     """
 
     name: str
@@ -37,35 +39,46 @@ class Fault:
     world: int = 1
     alone: bool = False
     slow: bool = False
-    also: tuple[str, ...] = ()
+    says: str = ""
+    twin: str = "all"
 
     @property
     def argument(self) -> str:
         """What the script is given."""
         return f"{self.name}:{self.rank}" if self.world > 1 else self.name
 
+    @property
+    def lasting(self) -> bool:
+        """Whether it does not let go, and so needs a launch of its own."""
+        return self.name in LASTING
+
 
 SECOND = "second.weight"
 ONE = (
-    Fault("sleep", "BLOCKED", line="sleep", parameter=SECOND),
+    Fault("sleep", "BLOCKED", line="sleep", parameter=SECOND, says="sleeps"),
     Fault("spin", "SPIN", line="spin", parameter=SECOND),
-    Fault("lock", "BLOCKED", line="lock", parameter=SECOND),
-    Fault("gil_spin", "SPIN", line="gil_spin", parameter=SECOND),
+    Fault("lock", "BLOCKED", line="lock", parameter=SECOND, says="waits for a lock"),
+    Fault("lock_order", "BLOCKED", line="lock_order", parameter=SECOND, says="waits for a lock"),
+    Fault("gil_spin", "SPIN", line="gil_spin", parameter=SECOND, says="holds the interpreter lock"),
     Fault("gil_block", "BLOCKED", line="gil_block", parameter=SECOND),
     Fault("long_op", "LONG_OP", line="long_op", parameter=SECOND, slow=True),
     Fault("slow", "SLOW", parameter=SECOND),
     Fault("nested", "BLOCKED", line="lock"),
     Fault("threads", "BLOCKED", line="lock"),
+    Fault("thrash", "SLOW"),
     Fault("data", "PHASE", phase="data"),
-    Fault("worker_stopped", "PHASE", phase="data"),
+    Fault("worker_stopped", "PHASE", phase="data", says="1 of them stopped"),
+    Fault("feeder", "PHASE", phase="data", says="1 of them dead", alone=True, slow=True),
+    Fault("worker_killed", None, alone=True, slow=True),
     Fault("forward", "PHASE", phase="forward", line="forward"),
     Fault("between", "PHASE", phase="other", line="between"),
-    Fault("nodes", "SLOW", alone=True),
+    Fault("nodes", "SLOW", alone=True, says=r"backward [\d,]+ of [\d,]+ nodes"),
     Fault("checkpointed", "SLOW", alone=True, slow=True),
     Fault("evaluation", None),
     Fault("save", None),
+    Fault("compile", None, alone=True, slow=True),
     Fault("stop", "STOPPED", phase="other"),
-    Fault("kill", "DEAD", phase="other"),
+    Fault("kill", "DEAD", phase="other", says="SIGKILL", twin="none"),
 )
 RANKS = (
     Fault("between", "PHASE", phase="other", line="between", rank=1, world=3),
@@ -73,29 +86,99 @@ RANKS = (
     Fault("spin", "SPIN", line="spin", rank=1, world=3, slow=True),
     Fault("stop", "STOPPED", phase="other", rank=0, world=3),
     Fault("evaluation", None, rank=0, world=3),
-    Fault("broadcast", "MISMATCH", phase="other", rank=1, world=3),
-    Fault("skip", "MISMATCH", phase="other", rank=1, world=3, slow=True),
-    Fault("reorder", "MISMATCH", phase="other", rank=2, world=3, slow=True),
-    Fault("barrier", "MISMATCH", phase="other", rank=0, world=3, slow=True),
-    Fault("subgroup", "MISMATCH", phase="other", rank=0, world=3, slow=True),
-    Fault("shape", "MISMATCH", phase="other", rank=1, world=3, slow=True, also=("DEAD",)),
-    Fault("fewer", "MISMATCH", phase="other", rank=1, world=3, slow=True),
-    Fault("ends", "DEAD", phase="other", rank=1, world=3, slow=True),
-    Fault("kill", "DEAD", phase="other", rank=1, world=3),
+    Fault("straggler", "SLOW", phase="", rank=2, world=3, says="straggler, not hung"),
+    Fault(
+        "broadcast",
+        "MISMATCH",
+        rank=1,
+        world=3,
+        says=r"rank 1 calls broadcast\(16 float32\), the others call all",
+    ),
+    Fault("skip", "MISMATCH", rank=1, world=3, slow=True, says="at collective 3 rank 1 calls all_gather"),
+    Fault("add", "MISMATCH", rank=1, world=3, slow=True, says="at collective 4 rank 1 calls all_reduce"),
+    Fault("reorder", "MISMATCH", rank=2, world=3, slow=True, says="at collective 4 rank 2 calls barrier"),
+    Fault("barrier", "MISMATCH", rank=0, world=3, slow=True, says="rank 0 calls barrier"),
+    Fault(
+        "subgroup",
+        "MISMATCH",
+        rank=0,
+        world=3,
+        slow=True,
+        says=r"#1 of group \[0, 1\]",
+    ),
+    Fault(
+        "shape", "MISMATCH", rank=1, world=3, slow=True, says=r"rank 1 calls all_reduce\(1048576 float32\)"
+    ),
+    Fault("dtype", "MISMATCH", rank=1, world=3, slow=True, says=r"rank 1 calls all_reduce\(16 int32\)"),
+    Fault("fewer", "MISMATCH", rank=1, world=3, slow=True, says="rank 1 calls barrier"),
+    Fault(
+        "ends", "DEAD", phase="other", rank=1, world=3, slow=True, says="has ended its training after step 1"
+    ),
+    Fault(
+        "raise", "DEAD", phase="other", line="raise", rank=1, world=3, says="ValueError: planted", twin="none"
+    ),
+    Fault(
+        "oom",
+        "DEAD",
+        phase="other",
+        line="oom",
+        rank=1,
+        world=3,
+        slow=True,
+        says="out of memory",
+        twin="none",
+    ),
+    Fault(
+        "worker",
+        "DEAD",
+        phase="data",
+        line="worker",
+        rank=1,
+        world=3,
+        slow=True,
+        says="DataLoader worker",
+        twin="none",
+    ),
+    Fault("kill", "DEAD", phase="other", rank=1, world=3, says="SIGKILL", twin="none"),
     Fault("ddp_backward", "BLOCKED", line="backward", rank=2, world=3, parameter=SECOND, slow=True),
-    Fault("ddp_skip", "DEAD", phase="other", rank=1, world=3, slow=True, also=("MISMATCH", "PHASE")),
+    Fault("ddp_forward", "PHASE", phase="forward", line="ddp_forward", rank=0, world=3, slow=True),
+    Fault(
+        "ddp_branch",
+        "DEAD",
+        phase="",
+        rank=1,
+        world=3,
+        slow=True,
+        says="Expected to have finished reduction",
+        twin="none",
+    ),
+    Fault(
+        "ddp_skip",
+        "MISMATCH",
+        rank=1,
+        world=3,
+        slow=True,
+        says="with 3 backward passes where the others are at 4",
+    ),
 )
 LASTING = {
-    "broadcast",
-    "skip",
-    "reorder",
+    "add",
     "barrier",
-    "subgroup",
-    "shape",
-    "fewer",
-    "ends",
-    "kill",
+    "broadcast",
+    "ddp_branch",
     "ddp_skip",
+    "dtype",
+    "ends",
+    "fewer",
+    "kill",
+    "oom",
+    "raise",
+    "reorder",
+    "shape",
+    "skip",
+    "subgroup",
+    "worker",
+    "worker_killed",
 }
 """Faults that do not let go: each needs a launch of its own."""
 
@@ -115,10 +198,12 @@ def run_faults(
     seconds: float = LASTS,
     stall: float | None = STALL,
     limit: float = 120.0,
+    twin: bool = False,
 ) -> tuple[list[Finding], str, int]:
     """Run faults of one size one after the other; return the stored findings, the output and the exit code.
 
-    A run that hangs is ended once it has said something, or at ``limit``.
+    A run that hangs is ended once it has said something, or at ``limit``. ``twin``: the healthy twin of
+    faults that do not let go.
     """
     world = faults[0].world
     script = HERE / ("trainings.py" if world == 1 else "ranks.py")
@@ -127,11 +212,12 @@ def run_faults(
     if world > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m"]
         command = [sys.executable, *launcher, *command[2:]]
-    command += [str(seconds), *(fault.argument for fault in faults)]
+    command += [str(seconds), *(f"{f.name}:{f.twin}" if twin else f.argument for f in faults)]
     launch = uuid.uuid4().hex
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "", "BACKLIGHT_RUN_ID": launch}
+    environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # what was compiled before would be quick
     log = out.with_suffix(".log")
-    lasting = world > 1 and any(fault.name in LASTING for fault in faults)
+    lasting = world > 1 and not twin and any(fault.lasting for fault in faults)
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         deadline = time.monotonic() + limit
@@ -164,30 +250,43 @@ def wait_for_sidecar(place: Path, seconds: float = 10.0) -> None:
         time.sleep(0.1)
 
 
+def about(fault: Fault, index: int, findings: list[Finding]) -> list[Finding]:
+    """Return what was said of the fault with this number on the command line: all, where it was alone."""
+    if fault.lasting:
+        return findings
+    return [f for f in findings if f.subject.step == step_of(index, fault.world)]
+
+
 def score(fault: Fault, findings: list[Finding], script: Path) -> tuple[str, str]:
-    """Judge what was said of one fault: right, undetermined or wrong, and why."""
+    """Judge all that was said of one fault: right, undetermined or wrong, and why."""
     if fault.verdict is None:
         return ("right", "silent") if not findings else ("wrong", f"said {findings[0].claim}")
     if not findings:
         return "undetermined", "nothing was said"
-    subject = findings[-1].subject
+    scores = [_score(fault, finding, script) for finding in findings]
+    order = ("wrong", "right", "undetermined")
+    return min(scores, key=lambda s: order.index(s[0]))
+
+
+def _score(fault: Fault, finding: Finding, script: Path) -> tuple[str, str]:
+    subject, claim = finding.subject, finding.claim
     if subject.verdict == "UNKNOWN":
-        return "undetermined", findings[-1].claim
-    if subject.verdict not in {fault.verdict, *fault.also}:
-        return "wrong", f"{subject.verdict} for {fault.verdict}: {findings[-1].claim}"
-    if subject.verdict in fault.also:
-        return "undetermined", f"true, but not the cause: {findings[-1].claim}"
-    if subject.verdict == fault.verdict and fault.phase != subject.phase and fault.verdict != "MISMATCH":
+        return "undetermined", claim
+    if subject.verdict != fault.verdict:
+        return "wrong", f"{subject.verdict} for {fault.verdict}: {claim}"
+    if fault.phase and subject.phase != fault.phase and fault.verdict != "MISMATCH":
         return "wrong", f"phase {subject.phase} for {fault.phase}"
     if subject.rank is None:
-        return "undetermined", f"no rank: {findings[-1].claim}"
-    if subject.rank != fault.rank and subject.verdict == fault.verdict:
-        return "wrong", f"rank {subject.rank} for {fault.rank}: {findings[-1].claim}"
+        return "undetermined", f"no rank: {claim}"
+    if subject.rank != fault.rank:
+        return "wrong", f"rank {subject.rank} for {fault.rank}: {claim}"
     if fault.line and subject.line != marked(script, fault.line):
-        return ("undetermined" if subject.line is None else "wrong"), f"line {subject.line}"
+        return ("undetermined" if subject.line is None else "wrong"), f"line {subject.line}: {claim}"
     if fault.parameter and subject.parameter != fault.parameter:
         return ("undetermined" if subject.parameter is None else "wrong"), f"parameter {subject.parameter}"
-    return "right", findings[-1].claim
+    if fault.says and not re.search(fault.says, claim):
+        return "undetermined", f"true, but not the cause: {claim}"
+    return "right", claim
 
 
 def step_of(index: int, world: int) -> int:

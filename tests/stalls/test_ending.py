@@ -50,6 +50,7 @@ def test_an_error_of_its_own_with_its_line() -> None:
         (ValueError("bad argument"), "/x/torch/distributed/distributed_c10d.py", ""),
         (RuntimeError("[gloo/transport/tcp/pair.cc:1] Read error"), "/home/me/train.py", "a collective"),
         (RuntimeError("sizes do not match"), "/home/me/train.py", ""),
+        (RuntimeError("Expected to have finished reduction"), "/x/torch/nn/parallel/distributed.py", ""),
     ],
 )
 def test_what_another_rank_is_at_fault_for(error: BaseException, file: str, inside: str) -> None:

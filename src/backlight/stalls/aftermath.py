@@ -15,6 +15,9 @@ from backlight.records import Phase, Verdict
 from backlight.stalls.board import State
 from backlight.stalls.view import HIGH, LOW, MEDIUM, Judgement, View
 
+LONGEST = 200
+"""Characters of a message that a claim repeats."""
+
 LATE = 0.5
 """Seconds by which the end of a process may be noticed late."""
 
@@ -69,7 +72,8 @@ def _own(own: Sequence[View], left: Sequence[View]) -> Judgement:
     how = "has left its training out of memory" if ending.memory else "has left its training"
     step = f", step {board.step}" if board is not None else ""
     names = ", ".join(str(v.rank) for v in own)
-    claim = f"DEAD: rank {names} {how}: {ending.error}{at}{step}"
+    error = ending.error if len(ending.error) <= LONGEST else f"{ending.error[:LONGEST]}…"
+    claim = f"DEAD: rank {names} {how}: {error}{at}{step}"
     after = [str(v.rank) for v in left if v not in own]
     if after:
         claim += f"; after it rank {', '.join(after)}"

@@ -83,7 +83,8 @@ def _inside(error: BaseException, stack: ThreadStack, text: str) -> str:
     # A wrong argument is refused by ValueError and TypeError; what comes from the backend is neither.
     if not isinstance(error, RuntimeError):
         return ""
-    if in_collective(stack):
+    # The wrapper of DDP raises where this rank left something out, which is an error of its own.
+    if in_collective(stack) and "nn/parallel/" not in stack.frames[0].file.replace("\\", "/"):
         return "a collective"
     if _OF_OTHERS.search(text):
         return "backward" if in_native_backward(stack) else "a collective"

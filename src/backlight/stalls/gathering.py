@@ -14,7 +14,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from backlight.stalls import dumps, makers, proc, rendezvous
+from backlight.stalls import dumps, makers, proc, reductions, rendezvous
 from backlight.stalls.board import BoardState, State, at, read_board
 from backlight.stalls.ending import Ending
 from backlight.stalls.ending import read as read_ending
@@ -185,7 +185,7 @@ class Rank:
         if self.board is None or self.ended:
             return
         for _ in range(times):
-            look, reason = dumps.py_spy(self.board.pid, native=True, timeout=4.0)
+            look, reason = dumps.py_spy(self.board.pid, native=True, timeout=2.0)
             if look is None:
                 self._denied[reason] = None
                 return
@@ -218,6 +218,9 @@ class Rank:
             stopped=process is not None and process.stopped,
             names=tuple(
                 rendezvous.read_document(rendezvous.document_path(self._place, self.rank, "names")) or ()
+            ),
+            buckets=reductions.read(
+                rendezvous.read_document(rendezvous.document_path(self._place, self.rank, "buckets"))
             ),
             denied=tuple(self._denied),
             helpers=self._helpers(board) if board is not None and not self.ended else "",

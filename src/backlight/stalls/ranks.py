@@ -203,12 +203,16 @@ def _missing(
     where = {v.rank: v.board.call.text for v in views if v.board is not None and v.board.call is not None}
     alone, rest = (inside, absent) if len(inside) < len(absent) else (absent, inside)
     cause = alone[0] if len(alone) == 1 and len(rest) > 1 else None
+    odd = [v for v in views if v.rank == cause]
+    reducing = [v for v in views if v.board is not None and v.board.phase is Phase.BACKWARD]
+    fewer = _backwards(odd, [v for v in reducing if v.rank != cause])
+    behind = f"; rank {cause} is there{fewer}" if fewer else ""
     elsewhere = "; ".join(f"rank {r} waits in {where.get(r, 'a reduction inside backward')}" for r in absent)
     return Judgement(
         Verdict.MISMATCH,
         Phase.OTHER,
         f"MISMATCH: rank {', '.join(map(str, inside))} waits in {call.text}, which rank "
-        f"{', '.join(map(str, absent))} has not entered: {elsewhere}",
+        f"{', '.join(map(str, absent))} has not entered: {elsewhere}{behind}",
         refuted_if="the ranks outside were about to enter that call",
         next_check="look for a call that only some ranks make",
         confidence=MEDIUM if cause is not None else LOW,
@@ -275,7 +279,7 @@ def _others(waiting: Sequence[View]) -> str:
     for view in waiting:
         board = view.board
         call = board.call if board is not None else None
-        what = call.text if call is not None else "a reduction inside backward"
+        what = call.text if call is not None else view.reducing
         calls.setdefault(what, []).append(view.rank)
     said = "; ".join(f"rank {', '.join(map(str, ranks))} in {what}" for what, ranks in calls.items())
     return f". Waiting for it: {said}"

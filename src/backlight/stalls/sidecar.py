@@ -24,6 +24,7 @@ from backlight.stalls.gathering import Rank
 from backlight.stalls.joining import ANSWER, LEAVES, VERDICT
 from backlight.stalls.patience import EXEMPT, patience
 from backlight.stalls.ranks import attribute, partly, unlike
+from backlight.stalls.reductions import with_reductions
 from backlight.stalls.sequel import Reported, outcome
 from backlight.stalls.stacks import compiling
 from backlight.stalls.thresholds import Thresholds
@@ -146,7 +147,7 @@ class Sidecar:
         if found is None or (before != found.claim and not all(r.done for r in self._ranks.values())):
             return  # a second reading decides, while there is one to come
         self._compared = True
-        views = [r.view() for _, r in sorted(self._ranks.items())]
+        views = with_reductions([r.view() for _, r in sorted(self._ranks.items())])
         found = partly(found, views, world_of(self._ranks.values()))
         shown = {v.rank: self._ranks[v.rank].evidence(v) for v in views if found.rank in {None, v.rank}}
         file(self._writer, found, views, shown, offset=self._offset)
@@ -228,7 +229,7 @@ class Sidecar:
         others = any(r not in due and not r.done for r in self._ranks.values())
         if others or not all(r.looked for r in due):
             self._look_closely(others=others)
-        views = [r.view() for _, r in sorted(self._ranks.items())]
+        views = with_reductions([r.view() for _, r in sorted(self._ranks.items())])
         allowed = min(
             (a for r in due if r.board is not None and (a := patience(r.board, self._limits)) is not None),
             default=None,
@@ -246,7 +247,7 @@ class Sidecar:
 
     def _observe(self, allowed: float | None) -> Observation:
         """Judge every rank by itself, with a patience of somebody else's, for another machine."""
-        views = [r.view() for _, r in sorted(self._ranks.items())]
+        views = with_reductions([r.view() for _, r in sorted(self._ranks.items())])
         judged = {v.rank: judge(v, self._limits, allowed) for v in views}
         return views, judged, self._groups(views), world_of(self._ranks.values())
 

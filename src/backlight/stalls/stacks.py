@@ -197,6 +197,7 @@ _COMPILING = (
     "torch/utils/cpp_extension.py",
     "triton/compiler/compiler.py",
 )
+_COMPILERS = ("torch/_dynamo/", "torch/_inductor/", "torch/_functorch/")
 _SAVING = ("torch/distributed/checkpoint/", "safetensors/", "torch/serialization.py")
 _LOADING = ("torch/utils/data/dataloader.py",)
 _COLLECTING = ("torch/distributed/distributed_c10d.py",)
@@ -204,8 +205,9 @@ _REDUCER = ("torch/nn/parallel/distributed.py",)
 
 
 def compiling(stack: ThreadStack) -> bool:
-    """Tell whether a thread is inside a compiler of torch, which may take minutes."""
-    return _has(stack.frames, _COMPILING)
+    """Tell whether a thread is inside a compiler of torch, or loads it, which may take minutes."""
+    loads = _has(stack.frames, ("<frozen importlib",)) and _has(stack.frames, _COMPILERS)
+    return loads or _has(stack.frames, _COMPILING)
 
 
 def in_collective(stack: ThreadStack) -> bool:
