@@ -2,7 +2,8 @@
 
 A real trace is repeated to the wished size: each repetition is moved in time and gets ids of its own,
 so that it reads as one long recording. Every candidate runs in a process of its own, in turns; given
-are medians of seconds and of peak resident memory, and their ratios to ours. HolisticTraceAnalysis
+are medians of seconds and of peak resident memory (of several processes: the sum of their peaks), and
+their ratios to ours. HolisticTraceAnalysis
 0.5.0 is asked for what it has of our tables: parsing, time by kernel type, overlap of communication,
 idle time. Where it is not installed, ``--hta PYTHON`` names an interpreter that has it; otherwise its
 rows are left out.
@@ -75,10 +76,11 @@ path, folder = sys.argv[1], sys.argv[2]
 start = time.perf_counter()
 {body}
 seconds = time.perf_counter() - start
-children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * {workers}
+child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 own = int([l for l in open("/proc/self/status") if l.startswith("VmHWM")][0].split()[1])
 sys.stdout.flush()
-print("\\nRESULT " + _json.dumps([seconds, (own + (children if {workers} > 1 else 0)) / 1024, events]))
+peak = own + child * {workers} if {workers} > 1 else max(own, child)
+print("\\nRESULT " + _json.dumps([seconds, peak / 1024, events]))
 """
 
 

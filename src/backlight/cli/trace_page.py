@@ -72,7 +72,7 @@ def _print_rank(one: RankAnalysis, console: Console, top: int) -> None:
     console.print(_rows("kind of operation", one.kinds, top, where))
     console.print(_rows("operator", one.operators, top, where, phase=True))
     if one.kernels:
-        console.print(_rows("kernel", one.kernels, top, where, kind=True))
+        console.print(_kernels(one.kernels, top))
     if one.transfers:
         console.print(_transfers(one, top))
     if one.copies:
@@ -162,25 +162,30 @@ def _critical(steps: Sequence[StepRow]) -> Table:
 
 
 def _rows(
-    title: str, rows: Sequence[Row], top: int, where: str, *, phase: bool = False, kind: bool = False,
-    calls: str = "calls",
-) -> Table:  # fmt: skip
-    extra = ["phase"] if phase else ["kind"] if kind else []
+    title: str, rows: Sequence[Row], top: int, where: str, *, phase: bool = False, calls: str = "calls"
+) -> Table:
+    extra = ["phase"] if phase else []
     table = _table(title, *extra, calls, "host ms", "device ms", f"of {where}")
     for row in rows[:top]:
-        cells = [row.phase] if phase else [row.kind] if kind else []
-        table.add_row(
-            Text(short(row.name)),
-            *cells,
-            f"{row.calls:,}",
-            _ms(row.host),
-            _ms(row.device),
-            f"{row.share:.1%}",
-        )
+        cells = [row.phase] if phase else []
+        numbers = (f"{row.calls:,}", _ms(row.host), _ms(row.device), f"{row.share:.1%}")
+        table.add_row(Text(short(row.name)), *cells, *numbers)
+    _add_rest(table, rows, top, len(extra) + 3)
+    return table
+
+
+def _kernels(rows: Sequence[Row], top: int) -> Table:
+    table = _table("kernel", "kind", "calls", "ms", "of device")
+    for row in rows[:top]:
+        table.add_row(Text(short(row.name)), row.kind, f"{row.calls:,}", _ms(row.device), f"{row.share:.1%}")
+    _add_rest(table, rows, top, 3)
+    return table
+
+
+def _add_rest(table: Table, rows: Sequence[Row], top: int, between: int) -> None:
     if len(rows) > top:
         rest = sum(row.share for row in rows[top:])
-        table.add_row(f"... {len(rows) - top} more", *[""] * (len(extra) + 3), f"{rest:.1%}")
-    return table
+        table.add_row(f"... {len(rows) - top} more", *[""] * between, f"{rest:.1%}")
 
 
 def _transfers(one: RankAnalysis, top: int) -> Table:
@@ -209,19 +214,13 @@ def _copies(one: RankAnalysis, top: int) -> Table:
 def _pairs(one: RankAnalysis, top: int) -> Table:
     device = bool(one.device_total)
     where = "device" if device else "host"
-    table = _table("forward operator", "its backward", "calls", f"{where} ms", "backward", "ratio")
+    table = _table(f"operator / its backward, {where} ms", "calls", "forward", "backward", "ratio")
     for row in one.pairs[:top]:
         ahead = row.forward_device if device else row.forward_host
         behind = row.backward_device if device else row.backward_host
         ratio = f"{behind / ahead:.1f}" if ahead else "-"
-        table.add_row(
-            Text(short(row.forward)),
-            Text(short(row.backward, 40)),
-            f"{row.calls:,}",
-            _ms(ahead),
-            _ms(behind),
-            ratio,
-        )
+        name = f"{short(row.forward)} / {short(row.backward)}"
+        table.add_row(Text(name), f"{row.calls:,}", _ms(ahead), _ms(behind), ratio)
     return table
 
 

@@ -167,7 +167,7 @@ def _notes(timeline: Timeline, costs: Costs) -> list[str]:
     if timeline.steps[0].number is None:
         notes.append(
             "no ProfilerStep annotations: the whole trace counts as one window. "
-            "Call prof.step() in the loop to see steps"
+            "Give the profiler a schedule and call its step() in the loop to see steps"
         )
     if not len(timeline.device.rows):
         notes.append(

@@ -13,7 +13,7 @@ from backlight.steptime.trace import categories
 from backlight.steptime.trace.events import Events, Integers
 from backlight.steptime.trace.operators import Costs
 
-_PYTHON_LINE = re.compile(r"^(?P<file>.+\.py)\((?P<line>\d+)\): ")
+_PYTHON_LINE = re.compile(r"^(?P<file>.+\.py)\((?P<line>\d+)\): (?P<function>.*)$")
 _OWN_FRAMES = re.compile(r"(^|/)(torch|backlight)/")
 
 
@@ -38,7 +38,9 @@ class Copy:
     contiguous:
         Whether source and target lie alike in memory; None where no strides were recorded.
     line:
-        Python line, empty where the trace has neither stacks nor Python functions.
+        Python function and line of the nearest frame outside torch, empty where the trace has neither
+        stacks nor Python functions. Of a function torch records the line at which it begins; of one that
+        was running when the recording began, the line that it had reached.
     calls, elements, host, device:
         Number, elements in all (None without shapes), nanoseconds on host and device.
     share:
@@ -113,7 +115,7 @@ def _lines(costs: Costs, places: Integers) -> list[str]:
             name = events.word("name", int(tree.rows[outer])) if python[outer] else ""
             found = _PYTHON_LINE.match(name)
             if found and not _OWN_FRAMES.search(found["file"]):
-                line = f"{found['file']}:{found['line']}"
+                line = _place(found)
             outer = int(tree.parent[outer])
         lines.append(line)
     return lines
@@ -123,8 +125,12 @@ def _of_stack(stack: str) -> str:
     for frame in re.split(r"[;\n]", stack):
         found = _PYTHON_LINE.match(frame.strip())
         if found and not _OWN_FRAMES.search(found["file"]):
-            return f"{found['file']}:{found['line']}"
+            return _place(found)
     return ""
+
+
+def _place(frame: re.Match[str]) -> str:
+    return f"{frame['file']}:{frame['line']} ({frame['function']})"
 
 
 def _strings(text: str) -> list[str]:

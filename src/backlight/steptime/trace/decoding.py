@@ -60,11 +60,16 @@ class Event(msgspec.Struct, gc=False):
 _events = msgspec.json.Decoder(list[Event])
 _anything = msgspec.json.Decoder(list[Any], float_hook=Decimal)
 _IN_ARGS = [name for name, kept in COLUMNS.items() if kept.key.startswith("args.") and name != "label"]
-_QUOTED = {
-    name: json.dumps(COLUMNS[name].key.removeprefix("args.")).encode()
-    for name in ("types", "shapes", "strides", "stack", "module", "collective")
+_LISTS = frozenset({"types", "shapes", "strides"})
+_METADATA = ord("M")
+_RARE = {
+    b'"Input ': ("types", "shapes", "strides"),
+    b'"Call stack"': ("stack",),
+    b'"Module Hierarchy"': ("module",),
+    b'"Collective name"': ("collective",),
 }
-"""Keys that many traces lack, as they stand in the text."""
+"""Begins of keys that many traces lack, as they stand in the text."""
+
 _NOT_NUMBERS = re.compile(rb'(":\s*)-?(?:inf(?:inity)?|nan)(?=\s*[,}\]])', re.IGNORECASE)
 
 
@@ -116,34 +121,44 @@ class Columns:
         msgspec.DecodeError
             If the text is not JSON; :class:`msgspec.ValidationError` if types are unexpected.
         """
-        # A key that does not occur in the text needs no column built; an escape might hide one.
-        absent = () if b"\\u" in text else [name for name, key in _QUOTED.items() if key not in text]
-        return self.of_events(_events.decode(text), frozenset(absent))
+        return self.of_events(_events.decode(text), self._absent(text))
+
+    def _absent(self, text: bytes) -> frozenset[str]:
+        """Return columns whose key does not occur in the text, so that they need not be built."""
+        # An escape might hide a key. A single letter is searched for much faster than two.
+        if b"\\" in text and b"\\u" in text:
+            return frozenset()
+        return frozenset(name for key, names in _RARE.items() if key not in text for name in names)
 
     def of_events(self, events: list[Event], absent: frozenset[str] = frozenset()) -> dict[str, Column]:
-        """Return one array per row of the table of columns; those ``absent`` are filled with MISSING."""
+        """Return one array per row of the table of columns, without those that are ``absent``."""
         count = len(events)
-        args = [event.args for event in events]
         columns: dict[str, Column] = {
-            "kind": np.fromiter(map(_KINDS.__getitem__, map(attrgetter("kind"), events)), np.uint8, count),
-            "start": nanoseconds([bytes(event.start) for event in events], 0),
-            "duration": nanoseconds([bytes(event.duration) for event in events], MISSING),
-            "flow": _integers(map(attrgetter("flow"), events), count),
+            "kind": np.fromiter(map(_KINDS.__getitem__, map(attrgetter("kind"), events)), np.int8, count),
+            "start": nanoseconds(list(map(bytes, map(attrgetter("start"), events))), 0),
+            "duration": nanoseconds(list(map(bytes, map(attrgetter("duration"), events))), MISSING),
+            "flow": _integers(events, "flow"),
         }
         for name in ("category", "name", "process", "thread"):
             columns[name] = self._codes(name, map(attrgetter(name), events), count)
+        # Flow events have no args: their rows stay MISSING.
+        all_args = list(map(attrgetter("args"), events))
+        rows = np.flatnonzero(np.fromiter((one is not _NO_ARGS for one in all_args), bool, count))
+        args = [one for one in all_args if one is not _NO_ARGS]
         for name in _IN_ARGS:
             if name in absent:
-                columns[name] = np.full(count, MISSING)
+                continue
+            column = columns[name] = np.full(count, MISSING, COLUMNS[name].dtype)
+            if not COLUMNS[name].coded:
+                column[rows] = _integers(args, name)
                 continue
             values: Iterable[Any] = map(attrgetter(name), args)
-            if name in {"types", "shapes", "strides"}:
-                values = map(bytes, values)
-            coded = COLUMNS[name].coded
-            columns[name] = self._codes(name, values, count) if coded else _integers(values, count)
-        labels = (one.name or one.labels for one in args)
-        columns["label"] = self._codes("label", labels, count)
-        return {name: columns[name].astype(kept.dtype, copy=False) for name, kept in COLUMNS.items()}
+            column[rows] = self._codes(name, map(bytes, values) if name in _LISTS else values, len(args))
+        columns["label"] = np.full(count, MISSING, np.int32)
+        for row in np.flatnonzero(columns["kind"] == _METADATA):
+            one = all_args[row]
+            columns["label"][row] = self.vocabularies["label"][one.name or one.labels]
+        return {name: column.astype(COLUMNS[name].dtype, copy=False) for name, column in columns.items()}
 
     def _codes(self, name: str, words: Iterable[Any], count: int) -> Column:
         known = self.vocabularies[name]
@@ -152,12 +167,12 @@ class Columns:
         return np.fromiter(map(known.__getitem__, words), np.int32, count)
 
 
-def _integers(values: Iterable[Any], count: int) -> Integers:
-    kept = list(values)
+def _integers(objects: list[Any], name: str) -> Integers:
+    values = attrgetter(name)
     try:
-        return np.fromiter(kept, np.int64, count)
+        return np.fromiter(map(values, objects), np.int64, len(objects))
     except (ValueError, TypeError, OverflowError):
-        return np.fromiter(map(_integer, kept), np.int64, count)
+        return np.fromiter((_integer(values(one)) for one in objects), np.int64, len(objects))
 
 
 def _integer(value: Any) -> int:
@@ -267,7 +282,7 @@ def _event(plain: dict[str, Any]) -> Event:
         value = inner.get(key)
         if value is None:
             continue
-        if name in {"types", "shapes", "strides"}:
+        if name in _LISTS:
             found[name] = msgspec.Raw(msgspec.json.encode(value))
         elif COLUMNS[name].coded:
             found[name] = value if isinstance(value, str) else _string(value)

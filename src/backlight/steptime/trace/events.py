@@ -32,7 +32,7 @@ class Kept:
 
 
 COLUMNS: Mapping[str, Kept] = {
-    "kind": Kept("uint8", False, "ph"),
+    "kind": Kept("int8", False, "ph"),
     "category": Kept("int16", True, "cat"),
     "name": Kept("int32", True, "name"),
     "process": Kept("int32", True, "pid"),
@@ -56,7 +56,10 @@ COLUMNS: Mapping[str, Kept] = {
     "label": Kept("int32", True, "args.name, args.labels"),
     "collective": Kept("int32", True, "args.Collective name"),
 }
-"""What is kept of an event; ``kind`` is the character code of the Chrome format's ``ph``."""
+"""What is kept of an event; ``kind`` is the character code of the Chrome format's ``ph``.
+
+``label`` is what metadata events say: names of processes and threads.
+"""
 
 COMPLETE = ord("X")
 
@@ -106,13 +109,41 @@ class Events:
         return sum(column.nbytes for column in self.columns.values())
 
 
-def concatenate(parts: list[dict[str, Column]], words: Mapping[str, Sequence[str]]) -> Events:
-    """Join the columns of chunks, which are emptied on the way so that memory is not held twice."""
-    columns = {}
-    for name, kept in COLUMNS.items():
-        pieces = [part.pop(name) for part in parts]
-        columns[name] = np.concatenate(pieces) if pieces else np.empty(0, kept.dtype)
-    return Events(columns, {name: list(known) for name, known in words.items()})
+class Gathering:
+    """Columns that grow chunk by chunk.
+
+    A large array grows by moving pages, not bytes, so that the events are never held twice. A column
+    that no chunk has is one number.
+    """
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Column] = {}
+        self._count = 0
+
+    def add(self, part: dict[str, Column]) -> None:
+        """Append a chunk; a column that it lacks is MISSING there."""
+        begin, self._count = self._count, self._count + len(part["kind"])
+        for name, kept in COLUMNS.items():
+            if name not in part and name not in self._columns:
+                continue
+            column = self._columns.get(name)
+            if column is None:
+                column = self._columns[name] = np.full(begin, MISSING, kept.dtype)
+            if len(column) < self._count:
+                column.resize(self._count * 5 // 4, refcheck=False)
+            column[begin : self._count] = part.get(name, MISSING)
+
+    def events(self, words: Mapping[str, Sequence[str]]) -> Events:
+        """Return the events; nothing can be added afterwards."""
+        columns: dict[str, Column] = {}
+        for name, kept in COLUMNS.items():
+            column = self._columns.pop(name, None)
+            if column is None:
+                columns[name] = np.broadcast_to(np.array(MISSING, kept.dtype), self._count)
+                continue
+            column.resize(self._count, refcheck=False)
+            columns[name] = column
+        return Events(columns, {name: list(known) for name, known in words.items()})
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,7 @@ def short(name: str, width: int = 60) -> str:
     text = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     bare = re.split(r"[<(]", text, maxsplit=1)[0] or text
     if bare.endswith(("elementwise_kernel", "reduce_kernel", "multi_tensor_apply_kernel")):
-        functor = re.search(
-            r"(\w+(?:_kernel_cuda|_kernel_impl|Functor|Ops|_cuda_kernel|_stub))", text[len(bare) :]
-        )
-        bare = f"{bare} [{functor[1]}]" if functor else bare
+        inner = text[len(bare) :]
+        found = re.search(r"\w+_kernel_(?:cuda|impl)\w*", inner) or re.search(r"\w*(?:Functor|Ops)\w*", inner)
+        bare = f"{bare.rpartition('::')[2]} [{found[0]}]" if found else bare
     return bare if len(bare) <= width else bare[: width - 1] + "…"

@@ -13,7 +13,7 @@ import msgspec
 from backlight.steptime.trace import chunks, strangers
 from backlight.steptime.trace.decoding import Columns, leniently, repaired
 from backlight.steptime.trace.errors import TraceError
-from backlight.steptime.trace.events import Column, Events, Trace, concatenate
+from backlight.steptime.trace.events import Column, Events, Gathering, Trace
 from backlight.steptime.trace.workers import Workers, WorkersError
 
 PARALLEL = 64 * 2**20
@@ -83,7 +83,7 @@ class _Read:
         self.notes: list[str] = []
 
     def alone(self, file: IO[bytes], text: bytes) -> Trace:
-        parts: list[dict[str, Column]] = []
+        events = Gathering()
         buffer = text[self.head.start :]
         while True:
             more = chunks.read(file, self.path, chunks.CHUNK)
@@ -92,13 +92,13 @@ class _Read:
             # The end of the file is never cut off, so that the last slice holds what follows the events.
             taken, part = self._slice(buffer)
             if part is not None:
-                parts.append(part)
+                events.add(part)
             elif len(buffer) > 16 * chunks.CHUNK:
                 more += b"".join(self._rest(file))
             buffer = buffer[taken:] + more
         last, metadata = self._last(buffer)
-        parts.append(last)
-        return self._trace(concatenate(parts, self.columns.words()), metadata)
+        events.add(last)
+        return self._trace(events.events(self.columns.words()), metadata)
 
     def _rest(self, file: IO[bytes]) -> Iterator[bytes]:
         while more := chunks.read(file, self.path, chunks.CHUNK):
@@ -187,7 +187,10 @@ class _Read:
                     raise WorkersError("the text has no place to cut")
             last, metadata = self._last(buffer)
             parts, words = workers.join(last, self.columns.words())
-        return self._trace(concatenate(parts, words), metadata)
+        events = Gathering()
+        for part in parts:
+            events.add(part)
+        return self._trace(events.events(words), metadata)
 
     def _trace(self, events: Events, metadata: dict[str, Any]) -> Trace:
         strangers.check(self.path, events, metadata)

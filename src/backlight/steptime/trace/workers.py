@@ -13,7 +13,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator
 from queue import SimpleQueue
 from typing import IO, Any, Self, cast
 
@@ -78,7 +78,7 @@ class Workers:
 
     def join(
         self, last: dict[str, Column], words: dict[str, list[str]]
-    ) -> tuple[list[dict[str, Column]], dict[str, Sequence[str]]]:
+    ) -> tuple[Iterator[dict[str, Column]], dict[str, list[str]]]:
         """Wait for all chunks; return them in order, with ``last`` behind, in common codes.
 
         Raises
@@ -91,15 +91,18 @@ class Workers:
         for thread in self._threads:
             thread.join()
         if self.failure:
-            raise self.failure
+            raise WorkersError(str(self.failure))
         known: dict[str, dict[str, int]] = {name: {} for name in words}
         maps = {number: _mapped(theirs, known) for number, theirs in sorted(self._words.items())}
-        parts = []
-        for place in range(self._submitted):
-            number, part = self._parts.pop(place)
-            parts.append(_recoded(part, maps[number]))
-        parts.append(_recoded(last, _mapped(words, known)))
-        return parts, {name: list(codes) for name, codes in known.items()}
+        own = _mapped(words, known)
+
+        def in_order() -> Iterator[dict[str, Column]]:
+            for place in range(self._submitted):
+                number, part = self._parts.pop(place)
+                yield _recoded(part, maps[number])
+            yield _recoded(last, own)
+
+        return in_order(), {name: list(codes) for name, codes in known.items()}
 
     def _feed(self, number: int, process: subprocess.Popen[bytes]) -> None:
         pipe, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
@@ -147,7 +150,8 @@ def _mapped(theirs: dict[str, list[str]], known: dict[str, dict[str, int]]) -> d
 
 def _recoded(part: dict[str, Column], maps: dict[str, Column]) -> dict[str, Column]:
     for name, to in maps.items():
-        part[name] = to[part[name]]
+        if name in part:
+            part[name] = to[part[name]]
     return part
 
 

@@ -1,0 +1,358 @@
+"""Tables of traces whose answers are known, and laws that hold for every trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_traces import REAL, WHY, Maker, write
+
+from backlight.steptime.trace import signals
+from backlight.steptime.trace.analysis import RankAnalysis, analyse
+from backlight.steptime.trace.errors import TraceError
+from backlight.steptime.trace.idle import Idle
+from backlight.steptime.trace.kinds import Kind, kind_of, short
+from backlight.steptime.trace.nesting import tree
+from backlight.steptime.trace.operators import Costs
+from backlight.steptime.trace.pairs import joined
+from backlight.steptime.trace.reader import read_trace
+from backlight.steptime.trace.timeline import Timeline
+
+US = 1000
+GEMM = "ampere_sgemm_128x64_tn"
+ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+@pytest.fixture
+def analysed(tmp_path: Path) -> Callable[[Maker], RankAnalysis]:
+    def analysed(maker: Maker) -> RankAnalysis:
+        return analyse([read_trace(maker.write(tmp_path / "made.json"))]).traces[0]
+
+    return analysed
+
+
+def test_causes_of_idle_time(analysed: Callable[[Maker], RankAnalysis]) -> None:
+    maker = Maker()
+    maker.step(1, 0, 1000)
+    maker.kernel(GEMM, 10, 20, 80)  # idle 0-10 host, 10-20 launch
+    maker.kernel(GEMM, 30, 110, 40)  # launched early: idle 100-110 launch
+    maker.kernel(GEMM, 35, 250, 50)  # launched early, waits 150-250: queued
+    maker.add("cuda_runtime", "cudaStreamSynchronize", 60, 250)  # until 310; the device is done at 300
+    maker.kernel(GEMM, 400, 405, 95)  # idle 300-400 after the wait, 5 of latency
+    maker.add("user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 520, 60)
+    maker.kernel(GEMM, 600, 600, 100)  # idle 500-600, of it 60 for data
+    maker.add("user_annotation", "gloo:all_reduce", 720, 70)
+    maker.kernel(GEMM, 800, 800, 150)  # idle 700-800, of it 70 for communication; then 950-1000 to the end
+    found = analysed(maker)
+    row = found.steps[0]
+    assert row.idle == Idle(
+        host_bound=(10 + 40 + 30 + 50) * US,
+        synchronisation=100 * US,
+        data=60 * US,
+        communication=70 * US,
+        launch_gap=(10 + 10 + 5) * US,
+        queued=100 * US,
+    )
+    assert row.busy == (80 + 40 + 50 + 95 + 100 + 150) * US
+    assert row.busy + row.idle.total == row.duration == 1000 * US
+    assert signals.idle_share(found) == pytest.approx(0.485)
+    assert sum(signals.idle_causes(found).values()) == pytest.approx(1)
+
+
+def test_overlap_and_shares(analysed: Callable[[Maker], RankAnalysis]) -> None:
+    maker = Maker()
+    maker.step(7, 0, 1000)
+    maker.operator("aten::mm", 0, 50)
+    maker.kernel(GEMM, 1, 100, 200)  # 100-300
+    maker.operator("aten::add", 60, 30)
+    maker.kernel(ADD, 61, 300, 100)  # 300-400
+    maker.operator("record_param_comms", 100, 30, tid=2)
+    maker.kernel(NCCL, 101, 250, 300, stream=20, tid=2)  # 250-550: 150 hidden, 150 exposed
+    maker.kernel("Memcpy HtoD (Pinned -> Device)", 140, 600, 50, category="gpu_memcpy", bytes=1000)
+    maker.add("gpu_user_annotation", "## backward ##", 0, 900, pid=0, tid=7)  # is no work
+    found = analysed(maker)
+    overlap = found.steps[0].overlap
+    assert (overlap.computation, overlap.communication, overlap.overlapped) == (350 * US, 300 * US, 150 * US)
+    assert overlap.exposed == 150 * US
+    assert signals.exposed_communication(found) == pytest.approx(0.15)
+    assert found.device_total == 500 * US
+    kinds = {row.name: row for row in found.kinds if row.device}
+    assert {name: row.device // US for name, row in kinds.items()} == {
+        "matmul": 200, "elementwise": 100, "communication": 150, "host copy": 50,
+    }  # fmt: skip
+    assert kinds["communication"].busy == 300 * US
+    for table in (found.kinds, found.operators, found.kernels, found.phases):
+        assert sum(row.share for row in table) == pytest.approx(1)
+        assert sum(row.device for row in table) == found.device_total
+    assert found.transfers[0].bytes == 1000
+    assert signals.copy_share(found) == pytest.approx(0.1)
+    operators = {row.name: row for row in found.operators}
+    assert operators["aten::mm"].device == 200 * US
+    assert operators["record_param_comms"].device == 150 * US
+
+
+def test_phases_pairs_and_self_time(analysed: Callable[[Maker], RankAnalysis]) -> None:
+    maker = Maker()
+    maker.step(1, 0, 1000)
+    maker.operator("aten::linear", 10, 100, **{"Sequence number": 5, "Fwd thread id": 0})
+    maker.operator("aten::addmm", 20, 60, **{"Sequence number": 5, "Fwd thread id": 0})
+    maker.kernel(GEMM, 30, 40, 100)
+    maker.operator("aten::mse_loss", 120, 20, **{"Sequence number": 6, "Fwd thread id": 0})
+    engine = "autograd::engine::evaluate_function: AddmmBackward0"
+    behind = {"Sequence number": 5, "Fwd thread id": 1}
+    maker.operator(engine, 200, 100, tid=2, **behind)
+    maker.operator("AddmmBackward0", 205, 90, tid=2, **behind)
+    maker.operator("aten::mm", 210, 50, tid=2)
+    maker.kernel(GEMM, 215, 300, 200, tid=2)
+    maker.add("user_annotation", "Optimizer.step#AdamW.step", 400, 100)
+    maker.operator("aten::_foreach_mul_", 410, 40, **{"Sequence number": 9, "Fwd thread id": 0})
+    maker.kernel(ADD, 420, 600, 30)
+    found = analysed(maker)
+    rows = {(row.name, row.phase): row for row in found.operators}
+    assert rows["aten::linear", "forward"].host == 40 * US
+    assert rows["aten::addmm", "forward"].host == 60 * US  # the launch inside is the operator's
+    assert rows["aten::addmm", "forward"].device == 100 * US
+    assert rows["aten::mse_loss", "loss"].calls == 1
+    assert rows["aten::mm", "backward"].device == 200 * US
+    assert rows["aten::_foreach_mul_", "optimizer"].device == 30 * US
+    phases = {row.name: row.device // US for row in found.phases if row.device}
+    assert phases == {"forward": 100, "backward": 200, "optimizer": 30}
+    (pair,) = found.pairs
+    assert (pair.forward, pair.backward, pair.calls) == ("aten::addmm", "AddmmBackward0", 1)
+    assert (pair.forward_host, pair.backward_host) == (60 * US, 100 * US)
+    assert (pair.forward_device, pair.backward_device) == (100 * US, 200 * US)
+    assert {row.name for row in found.kinds if row.device} == {"matmul", "optimizer"}
+
+
+def test_copies_with_types_layout_and_line(analysed: Callable[[Maker], RankAnalysis]) -> None:
+    maker = Maker()
+    maker.step(1, 0, 1000)
+    maker.add("python_function", "train.py(42): step", 0, 500)
+    maker.add("python_function", "torch/nn/functional.py(10): linear", 5, 400)
+    shapes = {"Input type": ["c10::BFloat16", "float"], "Input Dims": [[4, 8], [4, 8]]}
+    maker.operator("aten::copy_", 10, 30, **shapes, **{"Input Strides": [[8, 1], [1, 4]]})
+    maker.kernel(
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", 15, 50, 70
+    )
+    maker.operator("aten::copy_", 600, 10, **{"Call stack": "torch/_tensor.py(1): to;data.py(7): load"})
+    first, second = analysed(maker).copies
+    assert (first.source, first.target, first.contiguous, first.line) == (
+        "float", "c10::BFloat16", False, "train.py:42 (step)",
+    )  # fmt: skip
+    assert (first.elements, first.device, first.calls) == (32, 70 * US, 1)
+    assert (second.source, second.contiguous, second.line, second.elements) == (
+        "",
+        None,
+        "data.py:7 (load)",
+        None,
+    )
+
+
+def test_critical_path(analysed: Callable[[Maker], RankAnalysis]) -> None:
+    maker = Maker()
+    maker.step(1, 0, 1000)
+    maker.add("user_annotation", "## forward ##", 0, 200)
+    maker.kernel(GEMM, 100, 110, 300)  # host 0-100, launch 100-110, device 110-410
+    maker.kernel(ADD, 120, 415, 185)  # queued gap of 5, device 415-600
+    maker.add("cuda_runtime", "cudaDeviceSynchronize", 300, 320)  # returns at 620: 20 after the device
+    path = analysed(maker).steps[0].critical_path
+    assert path.device == {"matmul": 300 * US, "elementwise": 185 * US}
+    assert path.launch == 15 * US
+    assert path.synchronisation == 20 * US
+    assert path.host == {"forward": 100 * US, "other": 380 * US}
+    assert path.total == 1000 * US
+    assert path.names[0] == (GEMM, 300 * US)
+
+
+def test_without_a_device_or_steps(analysed: Callable[[Maker], RankAnalysis]) -> None:
+    maker = Maker()
+    maker.operator("aten::mm", 0, 80)
+    maker.operator("aten::add", 80, 20)
+    found = analysed(maker)
+    assert found.steps[0].number is None
+    assert found.steps[0].device is None
+    assert {row.name: row.share for row in found.kinds} == {"matmul": 0.8, "elementwise": 0.2}
+    assert any("no ProfilerStep" in note for note in found.notes)
+    assert any("not measured" in note for note in found.notes)
+    assert signals.idle_share(found) is None
+    assert signals.exposed_communication(found) is None
+
+
+def test_events_without_a_launch_are_not_forgotten(analysed: Callable[[Maker], RankAnalysis]) -> None:
+    maker = Maker()
+    maker.step(1, 0, 100)
+    maker.operator("aten::mm", 0, 10)
+    maker.add("kernel", GEMM, 50, 20, pid=0, tid=7, device=0, stream=7)
+    found = analysed(maker)
+    assert found.device_total == 20 * US
+    assert found.steps[0].idle.unknown == 50 * US
+    assert any("no launch" in note for note in found.notes)
+
+
+def test_one_step_of_several(tmp_path: Path) -> None:
+    maker = Maker()
+    for number in (4, 5):
+        maker.step(number, number * 100, 100)
+        maker.operator("aten::mm", number * 100 + 1, number)
+    trace = read_trace(maker.write(tmp_path / "made.json"))
+    assert [row.number for row in analyse([trace]).traces[0].steps] == [4, 5]
+    only = analyse([trace], step=5).traces[0]
+    assert [row.number for row in only.steps] == [5]
+    assert only.operators[0].host == 5 * US
+    with pytest.raises(TraceError, match="has no step 6; it has steps 4 to 5"):
+        analyse([trace], step=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20), st.integers(1, 2)), min_size=1, max_size=25)
+)
+def test_nesting_against_a_plain_search(
+    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[int, int, int]]
+) -> None:
+    maker = Maker()
+    kept: list[tuple[int, int, int]] = []
+    for start, length, tid in events:  # crossing intervals do not nest
+        end = start + length
+        crosses = any(t == tid and (s < start < e < end or start < s < end < e) for s, e, t in kept)
+        if not crosses and (start, end, tid) not in kept:
+            kept.append((start, end, tid))
+            maker.operator(f"op {len(kept)}", start, length, tid=tid)
+    path = maker.write(tmp_path_factory.mktemp("nest") / "made.json")
+    found = tree(read_trace(path).events)
+    for place, row in enumerate(found.rows.tolist()):
+        start, end, tid = kept[row]
+        around = [
+            (e - s, -s, other)
+            for other, (s, e, t) in enumerate(kept)
+            if t == tid and other != row and s <= start and end <= e and (e - s) > (end - start)
+        ]
+        parent = int(found.parent[place])
+        if not around or end == start:
+            assert parent < 0 or end == start
+            continue
+        assert parent >= 0
+        assert kept[int(found.rows[parent])] == kept[min(around)[2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (NCCL, Kind.COMMUNICATION),
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*)", Kind.COMMUNICATION),
+        ("rcclGenericKernel_AllReduce", Kind.COMMUNICATION),
+        ("gloo:all_reduce", Kind.COMMUNICATION),
+        (GEMM, Kind.MATMUL),
+        ("Cijk_Ailk_Bljk_SB_MT64x16x32", Kind.MATMUL),
+        ("nvjet_hsh_128x256", Kind.MATMUL),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", Kind.MATMUL),
+        ("aten::addmm", Kind.MATMUL),
+        ("autograd::engine::evaluate_function: AddmmBackward0", Kind.MATMUL),
+        ("aten::convolution", Kind.MATMUL),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", Kind.ATTENTION),
+        ("fmha_cutlassF_f32_aligned_64x64_rf_sm80", Kind.ATTENTION),
+        ("aten::scaled_dot_product_attention", Kind.ATTENTION),
+        ("void cudnn::bn_fw_tr_1C11_kernel_NCHW", Kind.NORMALISATION),
+        ("aten::native_layer_norm", Kind.NORMALISATION),
+        ("void softmax_warp_forward<float, float>", Kind.SOFTMAX_LOSS),
+        ("aten::mse_loss", Kind.SOFTMAX_LOSS),
+        ("void at::native::nll_loss_forward_reduce_cuda", Kind.SOFTMAX_LOSS),
+        (ADD, Kind.ELEMENTWISE),
+        ("triton_poi_fused_add_relu_0", Kind.ELEMENTWISE),
+        ("aten::gelu", Kind.ELEMENTWISE),
+        ("void at::native::elementwise_kernel<128, 2, direct_copy_kernel_cuda>", Kind.COPY),
+        ("aten::_to_copy", Kind.COPY),
+        ("Memcpy DtoD (Device -> Device)", Kind.COPY),
+        ("Memcpy HtoD (Pageable -> Device)", Kind.HOST_COPY),
+        ("Memcpy DtoH (Device -> Pinned)", Kind.HOST_COPY),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", Kind.OPTIMIZER),
+        ("aten::_foreach_addcdiv_", Kind.OPTIMIZER),
+        ("aten::embedding_dense_backward", Kind.INDEXING),
+        ("void fbgemm_gpu::permute_2D_data_kernel<false>", Kind.INDEXING),
+        ("aten::index_select", Kind.INDEXING),
+        ("aten::empty", Kind.OTHER),
+        ("ProfilerStep#3", Kind.OTHER),
+    ],
+)  # fmt: skip
+def test_kinds(name: str, kind: Kind) -> None:
+    assert kind_of(name) is kind
+
+
+def test_short_names() -> None:
+    assert short(ADD) == "vectorized_elementwise_kernel [CUDAFunctor_add]"
+    assert short("void cudnn::bn_fw<float>(int)") == "cudnn::bn_fw"
+    assert len(short("x" * 200)) == 60
+
+
+REAL_TRACES = ["alexnet", "amd_mi250", "cpu_only", "no_rank", "training_one_gpu", "two_ranks_rank-0"]
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
+@pytest.mark.parametrize("name", REAL_TRACES)
+def test_laws_on_real_traces(name: str) -> None:
+    trace = read_trace(REAL / f"{name}.json.gz")
+    found = analyse([trace]).traces[0]
+    for row in found.steps:
+        assert row.critical_path.total == row.duration
+        if row.device is not None:
+            assert row.busy + row.idle.total == row.duration
+            assert row.overlap.computation + row.overlap.exposed == row.busy
+    for table in (found.kinds, found.operators, found.kernels, found.phases):
+        if found.device_total:
+            assert sum(row.device for row in table) == found.device_total
+    # The host's time is that of its threads, each moment once.
+    calls = tree(trace.events)
+    assert (calls.inner >= 0).all()
+    assert sum(row.host for row in found.phases) == found.host_total
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
+def test_device_time_against_a_plain_sweep() -> None:
+    path = REAL / "training_one_gpu.json.gz"
+    plain = json.loads(gzip.decompress(path.read_bytes()), parse_float=Decimal)["traceEvents"]
+    work = [e for e in plain if e.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}]
+    total, reach = 0, 0
+    for start, end in sorted((int(e["ts"] * 1000), int((e["ts"] + e["dur"]) * 1000)) for e in work):
+        total += max(0, end - max(start, reach))
+        reach = max(reach, end)
+    assert analyse([read_trace(path)]).traces[0].device_total == total
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
+def test_pairs_against_the_profilers_own_links() -> None:
+    timeline = Timeline(read_trace(REAL / "training_one_gpu.json.gz"))
+    events = timeline.events
+    flows = np.isin(events["category"], events.codes("category", "fwdbwd"))
+    ids, times, kinds = (events[name][flows] for name in ("flow", "start", "kind"))
+    starts = dict(zip(ids[kinds == ord("s")].tolist(), times[kinds == ord("s")].tolist(), strict=True))
+    ends = dict(zip(times[kinds == ord("f")].tolist(), ids[kinds == ord("f")].tolist(), strict=True))
+    ahead, behind = joined(Costs(timeline, timeline.steps))
+    calls = timeline.tree
+    checked = 0
+    for one, other in zip(ahead.tolist(), behind.tolist(), strict=True):
+        # The profiler links the node inside the engine's range; ours is the range.
+        inner = other + 1
+        link = ends.get(int(calls.start[inner]))
+        if link is not None:
+            assert starts[link] == calls.start[one]
+            checked += 1
+    assert checked > 800
+
+
+def test_amd_names_are_known(tmp_path: Path) -> None:
+    maker = Maker()
+    maker.step(1, 0, 100)
+    maker.kernel("Cijk_Ailk_Bljk", 10, 30, 20, call="hipLaunchKernel", kind="Dispatch Kernel")
+    maker.add("cuda_runtime", "hipMemcpyWithStream", 55, 10, stream="0x0")
+    path = write(tmp_path / "made.json", maker.events)
+    found = analyse([read_trace(path)]).traces[0]
+    assert found.kernels[0].kind == "matmul"
+    assert found.rank is None

@@ -1,0 +1,98 @@
+"""A trace reopened from Parquet is the same, and never an old one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from made_traces import Maker
+
+from backlight.steptime.trace import cache
+from backlight.steptime.trace.cache import cache_path, open_trace
+from backlight.steptime.trace.errors import TraceError
+from backlight.steptime.trace.events import Trace
+
+
+def made(path: Path, name: str = "aten::mm") -> Path:
+    maker = Maker(rank=1)
+    maker.step(1, 0, 100.5)
+    maker.operator(name, 1, 2, **{"Input type": ["float"], "Call stack": "a.py(1): é"})
+    maker.kernel("k", 5, 10.125, 20)
+    return maker.write(path, baseTimeNanoseconds=17)
+
+
+def same(one: Trace, other: Trace) -> bool:
+    return list(one.events.rows()) == list(other.events.rows()) and (
+        one.metadata, one.rank, one.world_size, one.base, one.notes,
+    ) == (other.metadata, other.rank, other.world_size, other.base, other.notes)  # fmt: skip
+
+
+def test_reopened_without_parsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = made(tmp_path / "made.json.gz")
+    first = open_trace(path, cache=True)
+    assert cache_path(path).is_file()
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
+
+    def never(*arguments: object, **named: object) -> Trace:
+        raise AssertionError("parsed again")
+
+    monkeypatch.setattr(cache, "read_trace", never)
+    assert same(open_trace(path), first)
+
+
+def test_nothing_is_written_unless_asked(tmp_path: Path) -> None:
+    path = made(tmp_path / "made.json")
+    open_trace(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["made.json"]
+
+
+def test_another_folder(tmp_path: Path) -> None:
+    path = made(tmp_path / "made.json")
+    folder = tmp_path / "evidence"
+    folder.mkdir()
+    open_trace(path, cache=True, folder=folder)
+    assert [file.name for file in folder.iterdir()] == ["made.json.backlight.parquet"]
+    assert not cache_path(path).exists()
+
+
+@pytest.mark.parametrize("change", ["content", "time", "version", "damage", "foreign"])
+def test_a_stale_or_damaged_file_is_not_used(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = made(tmp_path / "made.json")
+    open_trace(path, cache=True)
+    kept = cache_path(path)
+    about = path.stat()
+    expected = "aten::mm"
+    if change == "content":
+        expected = "aten::xx"
+        made(path, expected)
+        assert path.stat().st_size == about.st_size
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    elif change == "time":
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+    elif change == "version":
+        monkeypatch.setattr(cache, "VERSION", cache.VERSION + 1)
+    elif change == "damage":
+        kept.write_bytes(kept.read_bytes()[:-200])
+    else:
+        kept.write_bytes(b"not parquet")
+    read: list[object] = []
+    parse = cache.read_trace
+    monkeypatch.setattr(cache, "read_trace", lambda path, workers: read.append(path) or parse(path))
+    assert expected in open_trace(path, cache=True).events.words["name"]
+    assert read == [path]
+    open_trace(path)
+    assert read == [path]  # it was written anew
+
+
+def test_a_vanished_trace_is_an_error_all_the_same(tmp_path: Path) -> None:
+    path = made(tmp_path / "made.json")
+    open_trace(path, cache=True)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        open_trace(path)
+    path.write_text("{}")
+    with pytest.raises(TraceError, match="without an array traceEvents"):
+        open_trace(path)

@@ -1,0 +1,172 @@
+"""``backlight trace`` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from made_traces import Maker
+
+from backlight.cli import app as application
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as leaving:
+        application.main(["trace", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return int(leaving.value.code or 0), captured.out, captured.err
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> list[Path]:
+    paths = []
+    for rank in (0, 1):
+        maker = Maker(rank)
+        for step in (3, 4):
+            maker.step(step, step * 1000, 900)
+            maker.operator("aten::[bold]mm", step * 1000 + 5, 20)
+            maker.kernel("ampere_sgemm", step * 1000 + 10, step * 1000 + 20, 300 + 50 * rank)
+            maker.kernel(
+                "ncclDevKernel_AllReduce", step * 1000 + 30, step * 1000 + 400 + 50 * rank, 200 - 50 * rank
+            )
+        paths.append(maker.write(tmp_path / f"rank-{rank}.json.gz"))
+    return paths
+
+
+def test_tables(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, *made)
+    assert code == 0
+    for words in (
+        "aten::[bold]mm",
+        "ampere_sgemm",
+        "critical path",
+        "host-bound",
+        "rank 1 comes last in 2 of 2 steps",
+    ):
+        assert words in out
+    code, out, _ = call(capsys, made[0], "--step", "4", "--top", "1")
+    assert code == 0
+    assert "comes last" not in out
+    assert "... 1 more" in out
+
+
+def test_json(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, *made, "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert answer["unit"] == "ns"
+    assert [trace["rank"] for trace in answer["traces"]] == [0, 1]
+    assert answer["traces"][1]["steps"][0]["busy"] == 500_000
+    assert answer["ranks"]["steps"][0]["waited"] == {"0": 50_000, "1": 0}
+
+
+@pytest.mark.parametrize("suffix", [".html", ".md"])
+def test_page(suffix: str, made: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, errors = call(capsys, made[0], "--out", tmp_path / f"page{suffix}")
+    assert code == 0
+    assert f"page{suffix}" in errors
+    text = (tmp_path / f"page{suffix}").read_text()
+    assert "ampere_sgemm" in text
+    assert ("</html>" in text) == (suffix == ".html")
+    assert "http" not in text.lower().replace("http-equiv", "")
+    code, _, errors = call(capsys, made[0], "--out", tmp_path / "page.pdf")
+    assert code == 2
+    assert "expected a file that ends in .html or .md" in errors
+
+
+def test_cache_option(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    _, first, _ = call(capsys, made[0], "--json", "--cache")
+    assert made[0].with_name("rank-0.json.gz.backlight.parquet").is_file()
+    _, again, _ = call(capsys, made[0], "--json")
+    assert first == again
+
+
+def test_refusals_are_one_line(tmp_path: Path, made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    cut = tmp_path / "cut.json.gz"
+    cut.write_bytes(made[0].read_bytes()[:-50])
+    for arguments, words in (
+        ([cut], "truncated"),
+        ([tmp_path / "none.json"], "none.json"),
+        ([made[0], made[0]], "is of rank 0"),
+        ([made[0], "--step", "9"], "has no step 9"),
+    ):
+        code, out, errors = call(capsys, *arguments)
+        assert code == 2
+        assert out == ""
+        assert words in errors
+        assert errors.count("\n") == 1
+
+
+def test_the_surface_is_frozen() -> None:
+    application._load()
+    command = typer.main.get_command(application.app).commands["trace"]
+    options = sorted(o for parameter in command.params for o in parameter.opts if o.startswith("--"))
+    assert options == ["--cache", "--json", "--out", "--step", "--top", "--workers"]
+
+
+def test_the_engine_needs_no_torch(made: list[Path]) -> None:
+    code = (
+        "import sys\nsys.modules['torch'] = None\n"
+        "from backlight.cli.app import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as leaving:\n    sys.exit(leaving.code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "trace", str(made[0]), "--workers", "2", "--json"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["traces"][0]["rank"] == 0
+
+
+PROGRAM = """
+import sys
+import torch
+
+def load():
+    return torch.randn(16, 32).double().float()
+
+def run():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=4, repeat=1),
+        record_shapes=True,
+        with_stack=True,
+    ) as profiler:
+        for _ in range(5):
+            batch = load()
+            torch.nn.functional.mse_loss(model(batch), torch.zeros(16, 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            profiler.step()
+    profiler.export_chrome_trace(sys.argv[1])
+
+run()
+"""
+
+
+def test_what_the_profiler_writes_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, program = tmp_path / "own.json", tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    # In a process of its own: Python stacks of the profiler can crash under a test runner's deep ones.
+    subprocess.run([sys.executable, str(program), str(path)], check=True, capture_output=True)
+    code, out, errors = call(capsys, path, "--json")
+    assert code == 0, errors
+    trace = json.loads(out)["traces"][0]
+    assert trace["events"] == len(json.loads(path.read_text())["traceEvents"])
+    assert len(trace["steps"]) == 4
+    phases = {row["name"] for row in trace["phases"]}
+    assert {"forward", "loss", "backward", "optimizer"} <= phases
+    calls = {(row["name"], row["phase"]): row["calls"] for row in trace["operators"]}
+    assert calls["aten::addmm", "forward"] == 8
+    assert ("aten::addmm", "AddmmBackward0", 8) in {
+        (pair["forward"], pair["backward"], pair["calls"]) for pair in trace["pairs"]
+    }
+    casts = [copy for copy in trace["copies"] if (copy["source"], copy["target"]) == ("double", "float")]
+    (planted,) = [copy for copy in casts if copy["line"].endswith("program.py:5 (load)")]
+    assert (planted["calls"], planted["elements"]) == (4, 4 * 16 * 32)
