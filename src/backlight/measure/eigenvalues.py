@@ -275,7 +275,7 @@ def _prepared(K: Tensor, centred: bool) -> tuple[Tensor, int, float, float]:
         )
     n = K.shape[0]
     work = (K + K.T) / (2 * n)
-    total, mean = float(work.trace()), float(work.mean())
+    total, mean = float(work.trace()), float(work.sum()) / n
     if centred:
         row = work.mean(0)
         work = work - row - row[:, None] + work.mean()
