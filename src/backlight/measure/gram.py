@@ -28,8 +28,8 @@ from backlight.measure.pieces import (
     working_dtype,
 )
 
-SCRATCH = 16 << 20
-"""Bytes of per-sample gradients, and of products of positions, that are there at once."""
+SCRATCH = 4 << 20
+"""Bytes of per-sample gradients, and of products of positions, that are there at once: what a cache holds."""
 
 
 def gram(pieces: Sequence[Piece], *, kernel: str = "auto", scratch: int = SCRATCH) -> tuple[Tensor, str]:
@@ -123,7 +123,7 @@ def ghost_constant(device: torch.device, dtype: torch.dtype) -> float:
     n, t, i, o = 32, 4, 96, 96
     x = torch.linspace(-1, 1, n * t * i, device=device, dtype=dtype).view(n, t, 1, i)
     d = torch.linspace(1, -1, n * t * o, device=device, dtype=dtype).view(n, t, 1, o)
-    pieces = [Factors(d, lambda a, b: x[a:b], i)]
+    pieces = [Factors(d, lambda a, b: x[a:b], lambda: x[..., 0], i)]
     ghost_time = _fastest(lambda: ghost(pieces, SCRATCH), device) / (n * n * t * t * (i + o))
     chunk_time = _fastest(lambda: chunked(pieces, SCRATCH), device) / (n * t * i * o + n * n * i * o)
     return min(8.0, max(0.125, ghost_time / chunk_time))
@@ -195,34 +195,51 @@ def _fill(K: Tensor, part: Tensor, a: int, b: int) -> None:
 def chunked(pieces: Sequence[Piece], scratch: int) -> Tensor:
     """Return the Gram from some rows of all per-sample gradients at a time."""
     n, _, _ = layout(pieces)
-    K = None
+    K: Tensor | None = None
+    room: Tensor | None = None
     for _, _, G in chunks(pieces, scratch):
-        G64 = G.view(n, -1).double()
-        K = G64 @ G64.T if K is None else K.addmm_(G64, G64.T)
+        G_Nm = G.view(n, -1)
+        if G_Nm.dtype != torch.float64:
+            if room is None:
+                room = torch.empty_like(G_Nm, dtype=torch.float64)
+            G_Nm = room.view(-1)[: G_Nm.numel()].view(G_Nm.shape).copy_(G_Nm)
+        K = G.new_zeros(n, n, dtype=torch.float64) if K is None else K
+        half = n // 2 if n >= 32 else n
+        K[:half].addmm_(G_Nm[:half], G_Nm.T)  # K is symmetric: a quarter of it need not be computed
+        K[half:, half:].addmm_(G_Nm[half:], G_Nm[half:].T)
     assert K is not None
+    if n >= 32:
+        K[n // 2 :, : n // 2] = K[: n // 2, n // 2 :].T
     return K
 
 
 def chunks(pieces: Sequence[Piece], scratch: int = SCRATCH) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield ``start, stop, G``, rows ``start`` to ``stop`` of every sample's gradient ``[N, rows, C]``."""
+    """Yield ``start, stop, G``, rows ``start`` to ``stop`` of every sample's gradient ``[N, rows, C]``.
+
+    G is only valid until the next one is asked for. It holds at least as many rows as make reading the
+    inputs once more worthwhile.
+    """
     n, rows, columns = layout(pieces)
     dtype = working_dtype(pieces)
     size = dtype.itemsize + (8 if dtype != torch.float64 else 0)
-    step = max(1, min(rows, scratch // (size * n * columns)))
+    step = scratch // (size * n * columns)
     width = rows
     for piece in pieces:
         if isinstance(piece, Factors):
             width = min(width, piece.delta.shape[3])
+            step = max(step, piece.reread if piece.positions > 1 and scratch >= SCRATCH else 1)
+    step = max(1, min(rows, step))
     step = step // width * width if step >= width else step
     device = pieces[0].values.device if isinstance(pieces[0], Vectors) else pieces[0].delta.device
+    room = torch.empty(n * step * columns, dtype=dtype, device=device)
     start = 0
     while start < rows:
         stop = min(rows, start + step)
         if step < width:  # not over the end of a group
             stop = min(stop, (start // width + 1) * width)
-        G = torch.zeros(n, stop - start, columns, dtype=dtype, device=device)
-        for piece in pieces:
-            piece.take(start, stop, G)
+        G = room[: n * (stop - start) * columns].view(n, stop - start, columns)
+        for number, piece in enumerate(pieces):
+            piece.take(start, stop, G, add=number > 0)
         yield start, stop, G
         start = stop
 

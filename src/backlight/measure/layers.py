@@ -25,7 +25,11 @@ def linear(module: nn.Linear, x: Tensor, delta: Tensor, n: int) -> Pieces:
     d = delta.reshape(n, -1, delta.shape[-1])
     # What autocast multiplied is the input in the type of the output.
     inputs = x.reshape(n, -1, x.shape[-1]).to(delta.dtype).unsqueeze(2)
-    pieces: Pieces = {"weight": Factors(d.unsqueeze(2), lambda a, b: inputs[a:b], x.shape[-1])}
+
+    def lengths() -> Tensor:
+        return torch.linalg.vector_norm(wide(inputs), dim=-1)
+
+    pieces: Pieces = {"weight": Factors(d.unsqueeze(2), lambda a, b: inputs[a:b], lengths, x.shape[-1])}
     if module.bias is not None:
         pieces["bias"] = _summed(d)
     return pieces
@@ -38,7 +42,7 @@ def _summed(d_NTm: Tensor) -> Vectors:
 
 
 def _root(values: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    return float(torch.linalg.vector_norm(values))
 
 
 def embedding(module: nn.Embedding, ids: Tensor, delta: Tensor, n: int) -> Pieces:
@@ -122,18 +126,23 @@ def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> Pieces:
     dtype = delta.dtype
 
     def inputs(a: int, b: int) -> Tensor:
-        patches = unfold(module, x[a * frames : b * frames].to(dtype))  # [nf, C, positions, kernel]
-        patches = patches.reshape(b - a, frames, groups, -1, *patches.shape[2:])
-        return patches.permute(0, 1, 4, 2, 3, 5).reshape(b - a, -1, groups, columns)
+        seen = unfold(module, x[a * frames : b * frames].to(dtype))  # [nf, C, kernel, positions]
+        seen = seen.reshape(b - a, frames, groups, columns, -1).permute(0, 1, 4, 2, 3)
+        return seen.reshape(b - a, -1, groups, columns)
 
-    pieces: Pieces = {"weight": Factors(d, inputs, columns)}
+    def lengths() -> Tensor:
+        energy = wide(x).square().unflatten(1, (groups, -1)).sum(2)
+        total = unfold(module, energy).sum(2).reshape(n, frames, groups, -1)
+        return total.transpose(2, 3).reshape(n, -1, groups).sqrt()
+
+    pieces: Pieces = {"weight": Factors(d, inputs, lengths, columns, reread=64)}
     if module.bias is not None:
         pieces["bias"] = _summed(d.flatten(2))
     return pieces
 
 
 def unfold(module: Any, x: Tensor) -> Tensor:
-    """Return what each output position of a convolution sees, ``[N, C, positions, kernel elements]``."""
+    """Return what each output position of a convolution sees, ``[N, C, kernel elements, positions]``."""
     dimensions = len(module.kernel_size)
     padding: list[int] = []
     for axis in reversed(range(dimensions)):
@@ -151,7 +160,8 @@ def unfold(module: Any, x: Tensor) -> Tensor:
     for axis in range(dimensions):
         size, dilation = module.kernel_size[axis], module.dilation[axis]
         x = x.unfold(2 + axis, dilation * (size - 1) + 1, module.stride[axis])[..., ::dilation]
-    # [N, C, positions..., kernel...]
+    order = [0, 1, *range(2 + dimensions, 2 + 2 * dimensions), *range(2, 2 + dimensions)]
+    x = x.permute(order)  # positions last, as they lie in memory
     return x.flatten(2 + dimensions).flatten(2, 1 + dimensions)
 
 

@@ -8,7 +8,6 @@ pieces of a parameter that is used several times add up row by row.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,12 +25,16 @@ class Factors:
     """A matrix product: the gradient of a sample is ``sum_t delta[n, t]^T x[n, t]``, group by group.
 
     ``delta`` is ``[N, T, g, o]``; ``inputs(a, b)`` gives the inputs ``[b - a, T, g, i]`` of samples a to
-    b, so that a convolution unfolds only what is at work. ``columns`` is i.
+    b, so that a convolution unfolds only what is at work; ``lengths()`` gives their Euclidean norms
+    ``[N, T, g]``. ``columns`` is i, and ``reread`` the least number of rows that are worth asking for the
+    inputs again.
     """
 
     delta: Tensor
     inputs: Callable[[int, int], Tensor]
+    lengths: Callable[[], Tensor]
     columns: int
+    reread: int = 16
 
     @property
     def samples(self) -> int:
@@ -62,8 +65,8 @@ class Factors:
         """Return the inputs of every sample, ``[N, T, g, i]``."""
         return self.inputs(0, self.samples)
 
-    def take(self, start: int, stop: int, out: Tensor) -> None:
-        """Add rows ``start`` to ``stop`` of every sample's gradient to ``out`` ``[N, rows, i]``.
+    def take(self, start: int, stop: int, out: Tensor, *, add: bool) -> None:
+        """Write or add rows ``start`` to ``stop`` of every sample's gradient to ``out`` ``[N, rows, i]``.
 
         The rows lie within one group, or are whole groups.
         """
@@ -76,29 +79,26 @@ class Factors:
             d_NTgo = wide(self.delta[a:b, :, first:last]).to(x_NTgi.dtype)
             if last - first == 1:
                 d_NTo = d_NTgo[:, :, 0, start - first * width : stop - first * width]
-                _add_product(d_NTo, x_NTgi[:, :, 0], out[a:b])
+                _product(d_NTo, x_NTgi[:, :, 0], out[a:b], add)
             else:
                 d = d_NTgo.permute(0, 2, 3, 1).flatten(0, 1)
                 x = x_NTgi.permute(0, 2, 1, 3).flatten(0, 1)
-                out[a:b] += torch.bmm(d, x).view(b - a, stop - start, self.columns)
+                product = torch.bmm(d, x).view(b - a, stop - start, self.columns)
+                out[a:b].mul_(add).add_(product)
 
     def size(self) -> float:
         """Return the root of the summed squares of all summands ``delta[n, t] x[n, t]``."""
-        total = 0.0
-        block = max(1, BLOCK // max(1, self.positions * self.groups * self.columns))
-        for a in range(0, self.samples, block):
-            b = min(self.samples, a + block)
-            x = wide(self.inputs(a, b)).square().sum(-1, dtype=torch.float64)
-            d = wide(self.delta[a:b]).square().sum(-1, dtype=torch.float64)
-            total += float((x * d).sum())
-        return math.sqrt(total)
+        d_NTg = torch.linalg.vector_norm(wide(self.delta), dim=-1)
+        return float(torch.linalg.vector_norm(d_NTg.mul_(self.lengths())))
 
 
-def _add_product(d_NTo: Tensor, x_NTi: Tensor, out: Tensor) -> None:
-    if d_NTo.shape[1] == 1:
-        out.addcmul_(d_NTo[:, 0, :, None], x_NTi[:, 0, None, :])
+def _product(d_NTo: Tensor, x_NTi: Tensor, out: Tensor, add: bool) -> None:
+    if d_NTo.shape[1] > 1:
+        out.baddbmm_(d_NTo.transpose(1, 2), x_NTi, beta=int(add))
+    elif add:
+        out.addcmul_(d_NTo[:, 0, :, None], x_NTi)
     else:
-        out.baddbmm_(d_NTo.transpose(1, 2), x_NTi)
+        torch.mul(d_NTo[:, 0, :, None], x_NTi, out=out)
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,10 @@ class Lookup:
         """The type that the gradient came in."""
         return self.delta.dtype
 
-    def take(self, start: int, stop: int, out: Tensor) -> None:
-        """Add rows ``start`` to ``stop`` of every sample's gradient to ``out`` ``[N, rows, d]``."""
+    def take(self, start: int, stop: int, out: Tensor, *, add: bool) -> None:
+        """Write or add rows ``start`` to ``stop`` of every sample's gradient to ``out`` ``[N, rows, d]``."""
+        if not add:
+            out.zero_()
         if start == 0 and stop >= self.rows:
             ids, delta = self.ids.reshape(-1), self.delta.reshape(-1, self.columns)
             samples = torch.arange(self.samples, device=ids.device).repeat_interleave(self.positions)
@@ -146,7 +148,7 @@ class Lookup:
 
     def size(self) -> float:
         """Return the root of the summed squares of all summands."""
-        return float(torch.linalg.vector_norm(wide(self.delta), dtype=torch.float64))
+        return float(torch.linalg.vector_norm(wide(self.delta)))
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,10 @@ class Vectors:
         """C."""
         return self.values.shape[1] // self.rows
 
-    def take(self, start: int, stop: int, out: Tensor) -> None:
-        """Add rows ``start`` to ``stop`` of every sample's gradient to ``out`` ``[N, rows, C]``."""
+    def take(self, start: int, stop: int, out: Tensor, *, add: bool) -> None:
+        """Write or add rows ``start`` to ``stop`` of every sample's gradient to ``out`` ``[N, rows, C]``."""
+        if not add:
+            out.zero_()
         out += self.values.view(self.samples, self.rows, self.columns)[:, start:stop]
 
     def size(self) -> float:
@@ -182,8 +186,8 @@ class Vectors:
 
 Piece = Factors | Lookup | Vectors
 
-BLOCK = 1 << 22
-"""Most elements of unfolded inputs at work at once: 16 MB in float32."""
+BLOCK = 1 << 19
+"""Most elements of unfolded inputs at work at once: 2 MB in float32, which a cache holds."""
 
 
 def layout(pieces: Sequence[Piece]) -> tuple[int, int, int]:

@@ -96,7 +96,5 @@ def scalar(loss: Any) -> Tensor:
             "without detach() or item()"
         )
     if not bool(torch.isfinite(loss)):
-        raise GramError(
-            f"gram: the loss is {float(loss.detach())}; a Gram of it tells nothing (`backlight nan` finds where)"
-        )
+        raise GramError(f"gram: the loss is {float(loss.detach())}; `backlight nan` finds its origin")
     return loss.reshape(())

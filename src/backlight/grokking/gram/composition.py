@@ -203,15 +203,16 @@ class Measurement:
             self.random = state.states
             found, accumulated = self._sweep()
             drew = state.drew
-            failed = self._failures(found)
-            alone: dict[str, Tensor | None] = {}
+            norms = {name: _norm(gradient) for name, gradient in found.items()}
+            failed = self._failures(norms)
+            alone: dict[str, float] = {}
             if not drew and self.samples > 1:
                 alone = self._alone(state, accumulated)
                 failed |= self._failures_alone(alone, failed)
             if failed:
-                self._fall_back(failed, found, alone, drew, state)
+                self._fall_back(failed, norms, alone, drew, state)
         checks = {
-            name: self._coverage(parameter, found[name], alone) for name, parameter in self.parameters.items()
+            name: self._coverage(parameter, norms[name], alone) for name, parameter in self.parameters.items()
         }
         return Gram(
             samples=self.samples,
@@ -231,10 +232,7 @@ class Measurement:
         empty = torch.zeros(self.samples, self.samples, dtype=torch.float64, device=device)
         return {key: self.matrices.get(key, empty) for key in keys}
 
-    def _coverage(
-        self, parameter: Measured, gradient: Tensor | None, alone: Mapping[str, Tensor | None]
-    ) -> Coverage:
-        norm = _norm(gradient)
+    def _coverage(self, parameter: Measured, norm: float, alone: Mapping[str, float]) -> Coverage:
         check = gates.coverage(
             parameter.method or "unused",
             parameter.total,
@@ -247,23 +245,23 @@ class Measurement:
             return check
         return Coverage(
             check.method, check.from_gram, check.from_gradient, check.tolerance,
-            (self._pair_norm(parameter), _norm(alone[parameter.place.name])),
+            (self._pair_norm(parameter), alone[parameter.place.name]),
         )  # fmt: skip
 
     def _pair_norm(self, parameter: Measured) -> float:
         aa, ab, bb = parameter.pair
         return math.sqrt(max(0.0, aa + 2 * ab + bb if len(self.pair) == 2 else aa))
 
-    def _failures(self, found: Mapping[str, Tensor | None]) -> dict[str, GramError]:
+    def _failures(self, norms: Mapping[str, float]) -> dict[str, GramError]:
         failed = {}
         for name, parameter in self.parameters.items():
-            check = self._coverage(parameter, found[name], {})
+            check = self._coverage(parameter, norms[name], {})
             if parameter.escaped or not check.holds:
                 failed[name] = gates.refuse(name, check, self.samples)
         return failed
 
-    def _alone(self, state: Untouched, accumulated: bool) -> dict[str, Tensor | None]:
-        """Return the gradients of the chosen samples, run without the others.
+    def _alone(self, state: Untouched, accumulated: bool) -> dict[str, float]:
+        """Return the norms of the gradients of the chosen samples, run without the others.
 
         Raises
         ------
@@ -287,24 +285,23 @@ class Measurement:
                 ) from error
             found = self._gradients(loss, taps, some)
         state.rewind()
-        return found
+        return {name: _norm(gradient) for name, gradient in found.items()}
 
     def _failures_alone(
-        self, alone: Mapping[str, Tensor | None], known: Mapping[str, GramError]
+        self, alone: Mapping[str, float], known: Mapping[str, GramError]
     ) -> dict[str, GramError]:
         failed = {}
         for name, parameter in self.parameters.items():
             if name in known:
                 continue
-            norms = self._pair_norm(parameter), _norm(alone[name])
+            norms = self._pair_norm(parameter), alone[name]
             aa, ab, bb = parameter.pair
             noise = gates.root_slack(aa + 2 * abs(ab) + bb, sum(norms))
             error = gates.judge_alone(
                 name,
                 parameter.method or "unused",
                 norms,
-                256 * parameter.eps * parameter.summands
-                + gates.root_slack(aa + 2 * abs(ab) + bb, sum(norms)),
+                256 * parameter.eps * parameter.summands + noise,
                 parameter.eps,
                 self.samples,
                 len(self.pair),
@@ -316,8 +313,8 @@ class Measurement:
     def _fall_back(
         self,
         failed: Mapping[str, GramError],
-        found: Mapping[str, Tensor | None],
-        alone: Mapping[str, Tensor | None],
+        norms: Mapping[str, float],
+        alone: Mapping[str, float],
         drew: bool,
         state: Untouched,
     ) -> None:
@@ -343,7 +340,7 @@ class Measurement:
                 parameter = self.parameters[name]
                 earlier = failed[name] if parameter.method else None
                 self._take_fallback(parameter, piece, method)
-                check = self._coverage(parameter, found[name], {})
+                check = self._coverage(parameter, norms[name], {})
                 if not check.holds:
                     raise earlier or gates.refuse(name, check, self.samples)
         if alone:

@@ -1,0 +1,310 @@
+"""Top-10 eigenvalues of the second moment of per-sample gradients, against what users would pick.
+
+Models are an MLP 784-256-256-10 with 128 and 512 samples, a GPT of four layers with 8 to 256 positions,
+and a small CNN. Every way computes the 10 largest eigenvalues of A^T A / N, A holding the gradients of N
+samples: `torch.func.vmap`, BackPACK, ViViT's Gram of BackPACK's gradients, Opacus, and Lanczos with
+curvlinops' empirical Fisher (extra `peers`). All ways take turns in one process and every figure is the
+median of its turns; ratios are to backlight, so that 20 means twenty times slower. Memory is how far the
+peak of the process rose above what it held before the call. Training runs in float32; the eigenvalues of
+backlight are compared with those of `vmap` in float64. Peers form and multiply gradients in float32,
+backlight sums products in float64. Bytes of one snapshot stand below.
+
+    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python bench/gram.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import ctypes
+import gc
+import importlib
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import backlight
+
+TOP = 10
+Batch = tuple[Tensor, Tensor]
+Way = Callable[[nn.Module, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model with its batch."""
+
+    name: str
+    model: nn.Module
+    batch: Batch
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, layer norm first."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        n, t, width = h.shape
+        q, k, v = self.qkv(self.first(h)).view(n, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        # Written out: not every peer knows the fused attention.
+        scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+        mask = torch.ones(t, t, dtype=torch.bool, device=h.device).tril()
+        mixed = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+        h = h + self.out(mixed.transpose(1, 2).reshape(n, t, width))
+        return h + self.down(F.gelu(self.up(self.second(h))))
+
+
+class GPT(nn.Module):
+    """Four layers of width 128; positions are looked up for every sample, as Opacus asks for."""
+
+    def __init__(self, positions: int, vocabulary: int = 128, width: int = 128, layers: int = 4) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(positions, width)
+        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        h = self.token(ids) + self.position(places)
+        return self.head(self.norm(self.blocks(h))).transpose(1, 2)
+
+
+def mlp(n: int) -> Setting:
+    net = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    return Setting(f"MLP, N = {n}", net, (torch.randn(n, 784), torch.randint(0, 10, (n,))))
+
+
+def cnn(n: int) -> Setting:
+    net = nn.Sequential(
+        nn.Conv2d(1, 16, 5, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+    return Setting(f"CNN, N = {n}", net, (torch.randn(n, 1, 28, 28), torch.randint(0, 10, (n,))))
+
+
+def gpt(positions: int, n: int) -> Setting:
+    ids = torch.randint(0, 128, (n, positions + 1))
+    return Setting(f"GPT, T = {positions}, N = {n}", GPT(positions), (ids[:, :-1], ids[:, 1:]))
+
+
+def summed(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def leading(gradients: list[Tensor]) -> Tensor:
+    """Return the largest eigenvalues from per-sample gradients [N, ...], as a user would write it."""
+    n = gradients[0].shape[0]
+    K = sum(g.flatten(1) @ g.flatten(1).T for g in gradients)
+    return torch.linalg.eigvalsh(K / n).flip(0)[:TOP]
+
+
+def ours(model: nn.Module, batch: Batch) -> Tensor:
+    found = backlight.gram(model, summed, batch, detail="model")
+    return torch.from_numpy(found.spectrum(top=TOP).eigenvalues)
+
+
+def with_vmap(model: nn.Module, batch: Batch) -> Tensor:
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        out = torch.func.functional_call(model, values, (x[None],))
+        return F.cross_entropy(out, y[None], reduction="sum")
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, *batch)
+    return leading(list(found.values()))
+
+
+def peers(setting: Setting) -> dict[str, Callable[[], Tensor]]:
+    """Return the ways of the peers that are installed and know every layer of the model."""
+    ways: dict[str, Callable[[], Tensor]] = {}
+    makers = {"BackPACK": with_backpack, "ViViT": with_vivit, "Opacus": with_opacus, "curvlinops": with_curvlinops}
+    for name, make in makers.items():
+        try:
+            way = make(copy.deepcopy(setting.model), setting.batch)
+            way()
+        except ImportError as error:
+            NOTES.setdefault(f"{name}: not installed ({error})", []).append(setting.name)
+        except (NotImplementedError, RuntimeError, AttributeError, KeyError, ValueError, TypeError) as error:
+            NOTES.setdefault(f"{name}: {type(error).__name__}: {str(error)[:90]}", []).append(setting.name)
+        else:
+            ways[name] = way
+    return ways
+
+
+NOTES: dict[str, list[str]] = {}
+
+
+def with_backpack(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
+    backpack, extensions = importlib.import_module("backpack"), importlib.import_module("backpack.extensions")
+    model = backpack.extend(model)
+    loss = backpack.extend(nn.CrossEntropyLoss(reduction="sum"))
+
+    def way() -> Tensor:
+        with backpack.backpack(extensions.BatchGrad()):
+            loss(model(batch[0]), batch[1]).backward()
+        found = leading([p.grad_batch for p in model.parameters()])
+        for p in model.parameters():
+            del p.grad_batch
+            p.grad = None
+        return found
+
+    return way
+
+
+def with_vivit(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
+    backpack, extensions = importlib.import_module("backpack"), importlib.import_module("backpack.extensions")
+    vivit = importlib.import_module("vivit.extensions.hooks")
+    model = backpack.extend(model)
+    loss = backpack.extend(nn.CrossEntropyLoss(reduction="sum"))
+
+    def way() -> Tensor:
+        hook = vivit.GramBatchGrad(free_grad_batch=True)
+        with backpack.backpack(extensions.BatchGrad(), extension_hook=hook):
+            loss(model(batch[0]), batch[1]).backward()
+        for p in model.parameters():
+            p.grad = None
+        return torch.linalg.eigvalsh(hook.get_result() / len(batch[0])).flip(0)[:TOP]
+
+    return way
+
+
+def with_opacus(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
+    opacus = importlib.import_module("opacus.grad_sample")
+    wrapped = opacus.GradSampleModule(model, loss_reduction="sum")
+
+    def way() -> Tensor:
+        F.cross_entropy(wrapped(batch[0]), batch[1], reduction="sum").backward()
+        found = leading([p.grad_sample for p in wrapped.parameters()])
+        for p in wrapped.parameters():
+            p.grad_sample = p.grad = None
+        return found
+
+    return way
+
+
+def with_curvlinops(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
+    curvlinops = importlib.import_module("curvlinops")
+    if batch[1].dim() > 1:
+        raise NotImplementedError("its empirical Fisher of sequences is per token")
+    from scipy.sparse.linalg import eigsh
+
+    parameters = dict(model.named_parameters())
+    loss = nn.CrossEntropyLoss(reduction="sum")
+
+    def way() -> Tensor:
+        fisher = curvlinops.EFLinearOperator(model, loss, parameters, [batch], check_deterministic=False)
+        values = eigsh(fisher.to_scipy(), k=TOP, return_eigenvectors=False)
+        return torch.from_numpy(values.copy()).flip(0) / len(batch[0])
+
+    return way
+
+
+def peak(way: Callable[[], Tensor]) -> float:
+    """Return by how many MB the resident memory rose while ``way`` ran; nan where nothing counts it."""
+    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        clear.write_text("5")
+        before = _status(status, "VmRSS")
+        way()
+        return max(0.0, (_status(status, "VmHWM") - before) / 1024)
+    except (OSError, KeyError, AttributeError):
+        return float("nan")
+
+
+def _status(path: Path, field: str) -> int:
+    lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    return int(lines[field].split()[0])
+
+
+def timed(ways: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
+    """Return the median milliseconds of each way; they take turns."""
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        way()
+    for _ in range(repeats):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            took[name].append(1e3 * (time.perf_counter() - begin))
+    return {name: statistics.median(times) for name, times in took.items()}
+
+
+def agreement(setting: Setting) -> float:
+    """Return the largest relative difference to the eigenvalues by vmap, both in float64."""
+    model = copy.deepcopy(setting.model).double()
+    batch = tuple(part.double() if part.is_floating_point() else part for part in setting.batch)
+    expected = with_vmap(model, batch)
+    return float(((ours(model, batch) - expected).abs() / expected).max())
+
+
+def snapshots(settings: list[Setting]) -> Table:
+    """Return the bytes of one snapshot: the dense M x M matrix in float32 against what stands for it."""
+    table = Table("setting", "M", "dense", "gradient", "Gram", title="bytes of one snapshot")
+    for setting in settings:
+        m, n = sum(p.numel() for p in setting.model.parameters()), len(setting.batch[0])
+        table.add_row(setting.name, f"{m:,}", *(f"{size:,.3g}" for size in (4 * m * m, 4 * m, 8 * n * n)))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", default="", help="only settings whose name contains this")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")
+    settings = [mlp(128), mlp(512), cnn(64), gpt(8, 32), gpt(16, 32), gpt(64, 32), gpt(256, 16)]
+    settings = [s for s in settings if arguments.only in s.name]
+    table = Table(
+        "setting", "way", "ms", "of backlight", "extra MB", "of vmap", "agreement, fp64",
+        title=f"top-{TOP} eigenvalues of the second moment, one thread",
+    )  # fmt: skip
+    for setting in settings:
+        ways: dict[str, Callable[[], Tensor]] = {
+            "backlight": lambda s=setting: ours(s.model, s.batch),
+            "torch.func.vmap": lambda s=setting: with_vmap(s.model, s.batch),
+            **peers(setting),
+        }
+        took = timed(ways, arguments.repeats)
+        memory = {name: peak(way) for name, way in ways.items()}
+        reference = ways["torch.func.vmap"]()
+        for name, way in ways.items():
+            found = way().to(reference)
+            off = float(((found - reference).abs() / reference).max())
+            table.add_row(
+                setting.name if name == "backlight" else "",
+                name,
+                f"{took[name]:.1f}",
+                f"{took[name] / took['backlight']:.2f}",
+                f"{memory[name]:.0f}",
+                f"{memory[name] / memory['torch.func.vmap']:.2f}",
+                f"{agreement(setting):.1e}" if name == "backlight" else f"({off:.0e} in fp32)",
+            )
+        table.add_section()
+    console = Console(width=120)
+    console.print(table)
+    console.print(snapshots(settings))
+    for note, where in NOTES.items():
+        console.print(f"left out: {note} [{', '.join(where)}]", markup=False)
+
+
+if __name__ == "__main__":
+    main()
