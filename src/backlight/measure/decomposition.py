@@ -7,6 +7,7 @@ transposing the input exchanges left and right and changes nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -21,7 +22,7 @@ Method = Literal["auto", "svd", "gram", "randomized"]
 SMALL = 320
 """Up to this D the full decomposition of one matrix costs no more than the bookkeeping of another way."""
 
-TOLERANCE = 0.02
+TOLERANCE = 0.03
 """Largest residual of a direction over its distance to the next singular value: bounds the sine of its
 angle to the true one, and so the error of an overlap."""
 
@@ -45,6 +46,7 @@ def decompose(
     wanted: int | None = None,
     start_pb: Tensor | None = None,
     tolerance: float = TOLERANCE,
+    expected: int = 0,
     layer: str = "",
     names: Sequence[str | int] = (),
 ) -> Directions:
@@ -71,6 +73,8 @@ def decompose(
         themselves; the error of what is resolved stays within the tolerance.
     tolerance
         See :data:`TOLERANCE`.
+    expected
+        Columns that the randomized way took for matrices like these.
     layer, names
         What messages call the layer and each of the matrices.
 
@@ -97,10 +101,11 @@ def decompose(
             wanted=wanted,
             start_pb=start_pb,
             tolerance=tolerance,
+            expected=expected,
             layer=layer,
             names=names,
         )
-        return Directions(found.right, found.values, found.left, found.residual, found.converged)
+        return replace(found, left=found.right, right=found.left)
     count = p if count is None else min(count, p)
     labels = list(names) or list(range(C))
     if method == "randomized":
@@ -112,6 +117,7 @@ def decompose(
             start_pb=None if start_pb is None else start_pb[:, -WIDTH:],
             tolerance=tolerance,
             width=min(count + OVERSAMPLING, WIDTH),
+            expected=expected,
         )
         return _again(A_Cpq, found, count, edge=edge, wanted=wanted, layer=layer, labels=labels)
     if method == "gram":
@@ -181,7 +187,7 @@ def _again(
             one = _each(A_Cpq[c : c + 1], count, _gram, layer, labels[c : c + 1])
         left[c], values[c], right[c] = one.left[0], one.values[0], one.right[0]
         residual[c], converged[c] = one.residual[0], True
-    return Directions(left, values, right, residual, converged)
+    return Directions(left, values, right, residual, converged, found.columns)
 
 
 def _crowded(found: Directions, c: int, edge: float, wanted: int) -> bool:
@@ -225,8 +231,13 @@ def _each(
                 ) from error
             narrow = (wide.left.to(one.dtype), wide.values, wide.right.to(one.dtype))
             parts.append(Directions(*narrow, wide.residual, wide.converged))
-    fields = ("left", "values", "right", "residual", "converged")
-    return Directions(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
+    return Directions(
+        torch.cat([part.left for part in parts]),
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.right for part in parts]),
+        torch.cat([part.residual for part in parts]),
+        torch.cat([part.converged for part in parts]),
+    )
 
 
 def _svd(A_Cpq: Tensor, count: int) -> Directions:

@@ -30,9 +30,12 @@ class Directions:
     right
         ``[C, q, K]``, unit columns.
     residual
-        float64 ``[C, K]``: ``|A v - s u|`` as the solver has it, in the unit of the matrix.
+        float64 ``[C, K]``: ``|A v - s u|``, or ``|A^T u - s v|`` where the left side is the long one, in
+        the unit of the matrix. The other one is zero.
     converged
         bool ``[C]``: every direction that was asked for, and lies above the edge, has passed its check.
+    columns
+        Columns that the search took; 0 where there was none.
     """
 
     left: Tensor
@@ -40,6 +43,7 @@ class Directions:
     right: Tensor
     residual: Tensor
     converged: Tensor
+    columns: int = 0
 
 
 def strongest(
@@ -52,6 +56,7 @@ def strongest(
     tolerance: float = 0.01,
     width: int = 32,
     columns: int = 512,
+    expected: int = 0,
     seed: int = 0,
 ) -> Directions:
     """Compute the strongest directions of each matrix.
@@ -76,6 +81,8 @@ def strongest(
         Columns of a block, at most.
     columns
         Columns of all blocks together at which it gives up.
+    expected
+        Columns that a matrix like these took: there is no check much before.
     seed
         Of the random start, the same for every matrix: results do not depend on what else is in a batch.
     """
@@ -105,7 +112,8 @@ def strongest(
         B_Cmm[:, :end, begin:end] = along.double()
         full = end == limit
         # The projected problem grows with every block: it is solved when it has grown by a fifth.
-        if end >= count and (full or end >= 1.2 * checked):
+        due = end >= max(count, 1.2 * checked) and end + b >= expected
+        if full or due:
             checked = end
             y, s, z = _projected(B_Cmm[:, :end, :end], min(count + 1, end), A_Cpq.dtype)
             missing = torch.linalg.vector_norm(torch.matmul(R_Cbb.double(), z[:, begin:end]), dim=1)
@@ -123,6 +131,7 @@ def strongest(
         torch.matmul(right.columns, z_Cmk),
         missing[:, :count],
         good,
+        end,
     )
 
 

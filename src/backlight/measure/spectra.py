@@ -8,6 +8,7 @@ is NaN, never 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -45,7 +46,7 @@ def spectral_echo(
     alignment: AlignmentMethod = "hungarian",
     confidence: float = 0.95,
     draws: int = 200,
-    null_draws: int = 8,
+    null_draws: int | None = None,
     device: torch.device | str | None = None,
     budget: int = BUDGET,
     seed: int = 0,
@@ -72,7 +73,8 @@ def spectral_echo(
     confidence
         Of the intervals.
     draws, null_draws
-        Weightings of the bootstrap, and shufflings of the null.
+        Weightings of the bootstrap, and shufflings of the null; of the latter, by default, as many (2 to
+        16) as make 64 with the number of directions.
     device
         Where to work; by default where the replicates are. From the host to CUDA they travel in chunks.
     budget
@@ -105,7 +107,8 @@ def spectral_echo(
     mean = wide.mean()
     level = noise_about(wide, mean)
     check_distinct(wide, level.variance)
-    work = _Work(wide, mean, level, method, max_directions, Null(null_draws, seed, alignment))
+    work = _Work(wide, mean, level, method, max_directions, alignment)
+    work.null = Null(_draws(null_draws, work.plan.directions), seed, alignment)
     work.run()
     result = _result(work, estimator, draws, confidence, seed)
     if tall:
@@ -129,9 +132,12 @@ class _Work:
         level: Noise,
         method: Method,
         max_directions: int | None,
-        null: Null,
+        alignment: AlignmentMethod,
     ) -> None:
-        self.wide, self.level, self.null = wide, level, null
+        self.wide, self.level, self.alignment = wide, level, alignment
+        self.null = Null(0, 0, alignment)
+        # Replicates are alike: what the first chunk took, the others take.
+        self.took = (0, 0)
         pilot = wide.one(wide.order[0])
         self.plan: Plan = plan(
             mean.to(pilot.dtype), pilot, level, method=method, max_directions=max_directions, layer=wide.layer
@@ -148,7 +154,7 @@ class _Work:
         self.permutation_RK = np.zeros((R, K), dtype=np.int64)
         self.score_RK, self.ambiguity_RK = np.zeros((R, K)), np.zeros((R, K))
         self.overlaps_2RK = np.zeros((2, R, K))
-        self.shuffled: Int64 = np.zeros((R, null.draws, 0), dtype=np.int64)
+        self.shuffled: Int64 = np.zeros((R, 0, 0), dtype=np.int64)
 
     def run(self) -> None:
         """Go through all replicates, in chunks that fit."""
@@ -177,13 +183,15 @@ class _Work:
         R, start_pK = len(self.wide), plan.mean.left[0, :, :K]
         found = decompose(
             A_Cpq, plan.candidates, method=plan.method, edge=plan.edge, wanted=K, start_pb=start_pK,
-            layer=self.wide.layer, names=names,
+            expected=self.took[0], layer=self.wide.layer, names=names,
         )  # fmt: skip
         others_Cpq = A_Cpq.mul_(-1 / (R - 1)).add_(self.scaled_mean)
         refs = decompose(
             others_Cpq, K, method=plan.method, edge=plan.mean_edge, start_pb=start_pK,
-            layer=self.wide.layer, names=[f"the others than {a}" for a in names],
+            expected=self.took[1], layer=self.wide.layer, names=[f"the others than {a}" for a in names],
         )  # fmt: skip
+        if not any(self.took):
+            self.took = (found.columns, refs.columns)
         self.left_RpJ[positions] = found.left
         self.right_RqJ[positions] = found.right
         self.values_RJ[positions] = found.values.cpu().numpy()
@@ -198,7 +206,7 @@ class _Work:
     def _align(self, c: int, position: int, found: Directions, refs: Directions) -> None:
         """Assign the candidates of one replicate to the directions of the mean, by way of its reference."""
         mean, K = self.plan.mean, self.plan.directions
-        method = self.null.alignment
+        method = self.alignment
         names = overlap_scores(
             torch.matmul(refs.left[c].T, mean.left[0, :, :K]).cpu().numpy(),
             torch.matmul(refs.right[c].T, mean.right[0, :, :K]).cpu().numpy(),
@@ -218,6 +226,10 @@ class _Work:
         """Return ``[R, n, K]``: the columns of every replicate in the order of the directions."""
         chosen = torch.from_numpy(self.permutation_RK).to(columns_RnJ.device)
         return torch.stack([x[:, order] for x, order in zip(columns_RnJ, chosen, strict=True)])
+
+
+def _draws(asked: int | None, directions: int) -> int:
+    return asked if asked is not None else min(16, max(2, math.ceil(64 / max(directions, 1))))
 
 
 def _result(work: _Work, estimator: Estimator, draws: int, confidence: float, seed: int) -> SpectralEcho:
