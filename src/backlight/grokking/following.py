@@ -155,10 +155,11 @@ def _shifted(values: Floats, accuracy: Floats, lead: int) -> float | None:
 
 
 def _lead(values: Floats, accuracy: Floats, most: int) -> int:
-    """Return the shift of at most ``most`` logs at which the two correlate best; none unless it is better."""
+    """Return the shift of at most ``most`` logs at which the two correlate best; 0 unless it is better."""
     by_lead = {lead: _linear(*_cut(values, accuracy, lead)) for lead in range(-most, most + 1)}
     best = max(by_lead, key=lambda lead: (abs(by_lead[lead]), -abs(lead)))
-    return best if abs(by_lead[best]) >= abs(by_lead[0]) + PREFER_NONE else 0
+    # At the edge of what was tried there may be a better one beyond: that is no lead.
+    return best if abs(best) < most and abs(by_lead[best]) >= abs(by_lead[0]) + PREFER_NONE else 0
 
 
 def _cut(values: Floats, accuracy: Floats, lead: int) -> tuple[Floats, Floats]:

@@ -99,7 +99,7 @@ def scopes(run: Run, metric: str) -> dict[str, str]:
             for name in run.scalar_names("backlight")
             if name.startswith(head) and name.endswith(f"/{metric}") and "/centred/" not in name
         }
-        if found:
+        if len(found) > (1 if kind == "block" else 0):  # of one block its layers tell more
             return found
     return {}
 

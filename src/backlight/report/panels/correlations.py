@@ -14,7 +14,7 @@ from backlight.report.text import number, visible
     series=("correlations",),
     note="Rank correlation of each measure with the test accuracy after memorisation, at the lead (+) or lag "
     "(-) where it is strongest. Any long fall goes with any long rise: only what the control does not show "
-    "can be said to signal generalisation.",
+    "can be said to signal generalisation. The lead is in steps; the ends are medians of the last tenth.",
     room="grokking",
 )
 def correlations(source: Source) -> Drawn | NotMeasured:
@@ -24,7 +24,7 @@ def correlations(source: Source) -> Drawn | NotMeasured:
         return NotMeasured("No measure was recorded at the steps at which the test accuracy was logged.")
     rows = [
         [
-            visible(row.measure),
+            visible(row.measure.removeprefix("gram/model/").removeprefix("progress/")),
             _signed(row.correlation),
             f"{row.lead:+,}" if row.lead else "0",
             _signed(row.control),
@@ -33,7 +33,7 @@ def correlations(source: Source) -> Drawn | NotMeasured:
         ]
         for row in learning.following
     ]
-    heads = ("measure", "correlation", "lead in steps", "control", "at the end", "control at the end", "")
+    heads = ("measure", "correlation", "lead", "control", "end", "control ends", "")
     data = {"name": "Correlations", "heads": heads, "figures": (1, 2, 3, 4, 5), "rows": rows}
     remarks = () if learning.control is not None else ("Without a matched control no conclusion is drawn.",)
     return Drawn("listing", data, (), remarks)

@@ -8,6 +8,9 @@ from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
 from backlight.report.text import visible
 
+METRICS = ("trace", "spectral", "effective_rank", "participation_ratio", "numerical_rank", "condition")
+"""Metrics that are drawn, each in a chart of its own; all are in the run."""
+
 SHOWN = 8
 """Matrices that one chart can tell apart."""
 
@@ -22,11 +25,13 @@ SHOWN = 8
 )
 def matrix_products(source: Source) -> Drawn | NotMeasured:
     """Draw each metric in a chart, one line for each matrix."""
-    by_metric: dict[str, list[Line]] = {}
+    by_metric: dict[str, list[Line]] = {metric: [] for metric in METRICS}
     names = source.scalar_names("product")
     for name in names:
         parameter, _, metric = name.removeprefix("product/").rpartition("/")
-        lines = by_metric.setdefault(metric, [])
+        if metric not in by_metric:
+            continue
+        lines = by_metric[metric]
         scalar = measured(source.run, name, source.attempt)
         if scalar is not None and len(lines) < SHOWN:
             lines.append(Line(visible(parameter), scalar.steps, scalar.values))

@@ -38,17 +38,31 @@ def lines(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figu
     charts = data["charts"]
     across = 2 if data.get("small") and len(charts) > 1 else 1
     down = math.ceil(len(charts) / across)
-    figure = Figure(figsize=(WIDTH if across == 1 else 11, HEIGHT * down + 0.5), layout="constrained")
+    width = WIDTH if across == 1 else 6.0
+    legends = [_legend_shape(chart, width)[1] for chart in charts]
+    rows = [max(legends[row * across : (row + 1) * across]) for row in range(down)]
+    tall = sum(HEIGHT + 0.2 * amount for amount in rows) + 0.5
+    figure = Figure(figsize=(across * width, tall), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False).ravel()
     for place, chart in enumerate(charts):
-        _chart(axes[place], chart)
+        _chart(axes[place], chart, width)
     for spare in axes[len(charts) :]:
         spare.set_axis_off()
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     return {"": figure}
 
 
-def _chart(left: Axes, chart: Mapping[str, Any]) -> None:
+def _legend_shape(chart: Mapping[str, Any], width: float) -> tuple[int, int]:
+    """Return columns and rows of a legend that fits above a chart of ``width`` inches."""
+    labels = [line["label"] for line in chart["lines"]]
+    if len(labels) < 2:
+        return 1, 0
+    longest = max(len(label) for label in labels)
+    columns = max(1, min(COLUMNS, len(labels), int(width * 14 / (longest + 7))))
+    return columns, math.ceil(len(labels) / columns)
+
+
+def _chart(left: Axes, chart: Mapping[str, Any], width: float) -> None:
     tones, steps = colours(), np.asarray(chart["steps"], np.float64)
     right = left.twinx() if chart["right"] else None
     if right is not None:
@@ -95,14 +109,15 @@ def _chart(left: Axes, chart: Mapping[str, Any]) -> None:
             color=tones["cell-broken"], ms=7, transform=left.get_xaxis_transform(),
         )  # fmt: skip
     _spans(left, chart["spans"], tones)
-    rows = math.ceil(len(handles) / COLUMNS) if len(handles) > 1 else 0
+    columns, rows = _legend_shape(chart, width)
     left.set_title(chart["title"], pad=6 + 15 * rows)
     left.set_xlabel(chart["across"])
     left.xaxis.set_major_formatter(FuncFormatter(tick))
     left.grid(axis="y", color=tones["line"], lw=0.6)
     if len(handles) > 1:
         left.legend(
-            handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=min(COLUMNS, len(handles)),
+                        handles=handles,
+            loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns,
             borderaxespad=0.1, handlelength=1.6, columnspacing=1.2,
         )  # fmt: skip
     elif handles and not chart["left"]["label"] and not chart["title"]:
