@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from backlight.store.reader import open_run
+from faults import missing_gradients, non_finite
 from faults.verdicts import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score, step_of
 
 pytestmark = pytest.mark.alone
@@ -85,6 +86,13 @@ def test_a_rank_that_ends_the_run(fault: Fault, tmp_path: Path) -> None:
 )
 def test_the_rest_of_the_suite(fault: Fault, tmp_path: Path) -> None:
     check([fault], tmp_path / "run")
+
+
+def test_every_scenario_stands_in_the_table_of_the_readme() -> None:
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", text))
+    planted = {f.name for f in (*ONE, *RANKS)} | set(missing_gradients.FAULTS) | set(non_finite.FAULTS)
+    assert planted <= named
 
 
 @pytest.mark.full

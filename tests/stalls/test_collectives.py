@@ -1,0 +1,131 @@
+"""Records of collective calls: what must be alike on every rank is compared, what may differ is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from backlight.stalls.board import Board, Collective, read_board
+from backlight.stalls.collectives import Collectives
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[Board]:
+    """A board with a process group of one rank, whose calls are recorded."""
+    made = Board(tmp_path / "rank-00000.board")
+    made.open(rank=0, world=1, main_ident=1, main_tid=1, stall=None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    records = Collectives(made, lambda _key, _ranks: None)
+    records.attach()
+    yield made
+    records.detach()
+    dist.destroy_process_group()
+
+
+def calls(board: Board) -> tuple[Collective, ...]:
+    state = read_board(board.path)
+    assert state is not None
+    return state.collectives
+
+
+X = torch.ones(4)
+
+
+def reduce_plainly() -> None:
+    dist.all_reduce(X.clone())
+
+
+def reduce_sums() -> None:
+    dist.all_reduce(X.clone(), op=dist.ReduceOp.SUM)
+
+
+def reduce_largest() -> None:
+    dist.all_reduce(X.clone(), dist.ReduceOp.MAX)
+
+
+def reduce_integers() -> None:
+    dist.all_reduce(X.int())
+
+
+def reduce_more() -> None:
+    dist.all_reduce(torch.ones(5))
+
+
+def gather_something() -> None:
+    dist.all_gather_object([None], X)
+
+
+def gather_something_else() -> None:
+    dist.all_gather_object([None], torch.ones(3, 3))
+
+
+def from_global() -> None:
+    dist.broadcast(X.clone(), src=0)
+
+
+def from_group() -> None:
+    dist.broadcast(X.clone(), group_src=0)
+
+
+def gather_here() -> None:
+    dist.gather(X, [torch.ones(4)], dst=0)
+
+
+def gather_there() -> None:
+    # What every other rank than the root calls; alone it is refused, after it has been recorded.
+    with pytest.raises(ValueError, match="gather_list"):
+        dist.gather(X, None, dst=0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (reduce_plainly, reduce_sums, True),
+        (reduce_plainly, reduce_largest, False),
+        (reduce_plainly, reduce_integers, False),
+        (reduce_plainly, reduce_more, False),
+        (gather_something, gather_something_else, True),
+        (from_global, from_group, True),
+        (gather_here, gather_there, True),
+    ],
+)
+def test_what_must_be_alike(one: Any, other: Any, alike: bool, board: Board) -> None:
+    one()
+    other()
+    first, second = calls(board)
+    assert first.kind == second.kind
+    assert (first.shape == second.shape) is alike
+    assert [first.number, second.number] == [1, 2]
+
+
+def test_a_call_that_raises_is_marked(board: Board) -> None:
+    reduce_plainly()
+    with pytest.raises(TypeError):
+        dist.all_reduce("no tensor")
+    good, bad = calls(board)
+    assert (good.failed, bad.failed) == (False, True)
+    assert not bad.inside
+
+
+def test_two_groups_of_the_same_ranks_are_counted_apart(board: Board) -> None:
+    again = dist.new_group([0])
+    reduce_plainly()
+    dist.all_reduce(X.clone(), group=again)
+    first, second = calls(board)
+    assert first.group != second.group
+    assert [first.number, second.number] == [1, 1]
+
+
+def test_a_receipt_between_two_ranks_takes_no_number_of_the_others(board: Board) -> None:
+    reduce_plainly()
+    with pytest.raises((RuntimeError, ValueError)):
+        dist.recv(X.clone(), src=0)
+    reduce_plainly()
+    first, receipt, last = calls(board)
+    assert receipt.group != first.group
+    assert (first.number, last.number) == (1, 2)
