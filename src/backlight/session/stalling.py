@@ -24,6 +24,7 @@ from backlight.capture.optimizers import parameters_of
 from backlight.stalls import proc, rendezvous
 from backlight.stalls.beat import Beats
 from backlight.stalls.board import Board, State
+from backlight.stalls.buckets import assignment, wrappers
 from backlight.stalls.collectives import Collectives
 from backlight.stalls.consent import allow_tracing
 from backlight.stalls.dumps import SIGNAL
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from backlight.store.writer import RunWriter
 
 _CHECK_EVERY = 20
+BACKWARDS = 8
+"""Backwards at whose begin the buckets of DDP are read: they are final after the second one that reduces."""
+
 SIDECAR_START = 3.0
 """Seconds that the end of a training waits, at most, for a sidecar that is just starting."""
 
@@ -87,6 +91,8 @@ class Stalling:
         self._sidecar: subprocess.Popen[bytes] | None = None
         self._sidecar_pid = 0
         self._turns = 0
+        self._asked = 0
+        self._buckets: list[list[int]] = []
         self._first_here = int(os.environ.get("LOCAL_RANK", "0")) == 0
         self._world = int(os.environ.get("WORLD_SIZE", "1"))
         launch = f"{launch_id() or os.getpid()}@{host_name()}"
@@ -105,7 +111,14 @@ class Stalling:
                 rendezvous.leave(self._place)
             return
         main = threading.main_thread()
-        self.beats = Beats(board, self._parameters, self._store_names, self._dropped, self._optimizer_made)
+        self.beats = Beats(
+            board,
+            self._parameters,
+            self._store_names,
+            self._dropped,
+            self._optimizer_made,
+            self._store_buckets,
+        )
         self._roots = Roots(self.beats)
         self._collectives = Collectives(board, self._store_group)
         self._register_dump()
@@ -212,6 +225,21 @@ class Stalling:
         with contextlib.suppress(OSError):
             rendezvous.write_document(self._document("names"), list(names))
         self._names_known()
+
+    def _store_buckets(self) -> bool:
+        """Write which parameters DDP reduces together, while that may change; tell whether to ask again."""
+        self._asked += 1
+        if self._world == 1 or self._asked > BACKWARDS:
+            return False
+        models = wrappers(self._scope.models or HUB.seen.roots())
+        table = self._scope.table
+        rows = {id(tensor): row for row in range(len(table)) if (tensor := table.tensor(row)) is not None}
+        found = [[rows[key] for key in bucket if key in rows] for m in models for bucket in assignment(m).ids]
+        if found != self._buckets:
+            self._buckets = found
+            with contextlib.suppress(OSError):
+                rendezvous.write_document(self._document("buckets"), found)
+        return True
 
     def _store_group(self, key: int, ranks: list[int]) -> None:
         self._groups[key] = ranks

@@ -50,6 +50,8 @@ class Beats(Listener):
         Called with the error by which this listener was taken off.
     on_optimizer:
         Called with each optimizer that is made: what it holds will be trained.
+    on_buckets:
+        Called at the begin of the first backwards, until it returns False: DDP builds its buckets anew.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Beats(Listener):
         on_parameters: Callable[[tuple[str, ...]], None],
         on_dropped: Callable[[Exception], None],
         on_optimizer: Callable[[torch.optim.Optimizer], None] | None = None,
+        on_buckets: Callable[[], bool] | None = None,
     ) -> None:
         self.board = board
         self.position = Position(board)
@@ -67,6 +70,7 @@ class Beats(Listener):
         self._on_parameters = on_parameters
         self._on_dropped = on_dropped
         self._on_optimizer = on_optimizer
+        self._on_buckets = on_buckets
         self._hooked: tuple[str, ...] = ()
         self._handles: list[Any] = []
         self._patches = Patches()
@@ -151,6 +155,8 @@ class Beats(Listener):
         self._training_data = self._source
         self._depth = 0
         self._follow_parameters()
+        if self._on_buckets is not None and not self._on_buckets():
+            self._on_buckets = None
         slots = self._slots
         slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.NODE_SINCE] = 0
         slots[Slot.EXPECTED] = self._expected

@@ -301,7 +301,7 @@ def _stuck(view: View, board: BoardState, seen: _Seen, limits: Thresholds) -> Ju
         where = inside if seen.same_line else node
         doing = _waits(view)
         if seen.native and board.world > 1:
-            doing = "waits in native code of backward, where reductions over ranks are waited for"
+            doing = f"waits in native code of backward, where it waits for {view.reducing}"
         if not seen.same_line and not seen.native and seen.threads:
             where = f"{where or inside} (not the same line in every look)"
         return dataclasses.replace(

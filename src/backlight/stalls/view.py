@@ -44,6 +44,8 @@ class View:
         What its own child processes do, in words.
     making:
         What was seen of the building of the graph whose backward is under way.
+    buckets, reducing:
+        Rows of the parameters in each bucket of DDP, and in words which reduction it would wait for.
     ending, told:
         The exception by which its training was left; whether a signal ended it that people and launchers
         use to end what is left of a job.
@@ -67,6 +69,8 @@ class View:
     denied: tuple[str, ...] = ()
     helpers: str = ""
     making: makers.Making | None = None
+    buckets: tuple[tuple[int, ...], ...] = ()
+    reducing: str = "a reduction inside backward"
     ending: Ending | None = None
     told: bool = False
 
