@@ -10,6 +10,7 @@ import io
 import json
 import random
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,10 +56,10 @@ def newest(folder: Path) -> tuple[int, dict[str, Any]] | None:
     problems = []
     for path in reversed(_found(folder)):
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 skeleton = json.loads(bytes(file["skeleton"]))
                 state = _put_together(skeleton, file)
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             problems.append(f"{path}: {error}")
             continue
         match = _NAME.fullmatch(path.name)

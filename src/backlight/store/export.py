@@ -2,8 +2,8 @@
 
 ``.csv`` and ``.parquet`` give a long table with one row per attempt, step and parameter, and beside it
 ``NAME.scalars.csv`` (or ``.parquet``) with one row per attempt, step and scalar. ``.h5`` gives one file with
-an array ``[steps, parameters]`` per column of each series, and every stored array over its steps, compressed. What was not measured is null, an
-empty field or NaN with ``measured`` 0; it is never a number.
+an array ``[steps, parameters]`` per column of each series, and every stored array over its steps. What was
+not measured is null, an empty field or NaN with ``measured`` 0; it is never a number.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _write_h5(run: Run, target: Path) -> None:
 
 
 def _write_arrays(run: Run, file: Any) -> None:
-    """Put each array below ``arrays/<number>``: one dataset ``[steps, ...]``, or one for each shape that it had."""
+    """Put each array below ``arrays/<number>`` as ``[steps, ...]``, or as one for each shape that it had."""
     for i, name in enumerate(run.array_names()):
         steps, values = run.array(name)
         info = run.array_info(name)

@@ -1,0 +1,87 @@
+"""Checkpoints: everything comes back exactly, nothing is pickled, a damaged one is passed over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backlight.grokking.checkpoints import CheckpointError, newest, restore, save, training_state
+from backlight.grokking.tasks.quadratic import build
+
+STATE: dict[str, Any] = {
+    "tensors": [torch.arange(6.0).reshape(2, 3), torch.tensor(True), torch.zeros(0, 4)],
+    "narrow": torch.tensor([1.5, 1e-30], dtype=torch.bfloat16),
+    "wide": torch.tensor([1j], dtype=torch.complex128),
+    "betas": (0.9, 0.98),
+    "by_number": {0: {"step": torch.tensor(3.0)}, "x": None},
+    "big": [2**70, "text", True],
+}
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_every_kind_of_value_comes_back(tmp_path: Path) -> None:
+    path = save(tmp_path, 7, STATE)
+    step, state = newest(tmp_path) or (0, {})
+    assert step == 7
+    assert same(state, STATE)
+    assert b"pickle" not in path.read_bytes()
+    with pytest.raises(TypeError, match="holds tensors and plain values, got object"):
+        save(tmp_path, 8, {"x": object()})
+
+
+def test_the_newest_that_can_be_read_counts_and_old_ones_go(tmp_path: Path) -> None:
+    assert newest(tmp_path / "none") is None
+    for step in (10, 20, 30):
+        path = save(tmp_path, step, {"at": step}, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000020.npz", "step-000000030.npz"]
+    path.write_bytes(path.read_bytes()[:100])
+    assert newest(tmp_path) == (20, {"at": 20})
+    (tmp_path / "step-000000020.npz").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no checkpoint can be read"):
+        newest(tmp_path)
+
+
+def test_a_training_goes_on_from_its_state() -> None:
+    def train(task: Any, steps: range) -> None:
+        for step in steps:
+            task.optimizer.zero_grad()
+            task.loss(task.model, task.batch(step)).backward()
+            task.optimizer.step()
+
+    whole, half, third = build(), build(), build()
+    train(whole, range(6))
+    train(half, range(3))
+    restore(third, training_state(half))
+    train(third, range(3, 6))
+    assert not torch.equal(whole.model.embed.weight, half.model.embed.weight)
+    assert torch.equal(third.model.embed.weight, whole.model.embed.weight)
+    state = training_state(half)
+    state["model"] = {"wrong": torch.zeros(1)}
+    with pytest.raises(CheckpointError, match="does not fit this training"):
+        restore(third, state)
+
+
+def test_random_states_come_back() -> None:
+    import random
+
+    import numpy as np
+
+    task = build()
+    state = training_state(task)
+    drawn = torch.rand(3), random.random(), np.random.rand()
+    restore(task, state)
+    again = torch.rand(3), random.random(), np.random.rand()
+    assert torch.equal(drawn[0], again[0])
+    assert drawn[1:] == again[1:]

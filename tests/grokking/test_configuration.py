@@ -1,0 +1,84 @@
+"""Configurations: presets, files and options; what is refused, and with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backlight.grokking.configuration import ConfigurationError, assigned, configure, preset, read
+from backlight.grokking.experiment import EXPERIMENTS
+
+
+@pytest.mark.parametrize("name", [*EXPERIMENTS, "oracle"])
+@pytest.mark.parametrize("chosen", ["ci", "paper"])
+def test_a_printed_configuration_is_read_back_as_it_was(name: str, chosen: str, tmp_path: Path) -> None:
+    before = preset(name, chosen)
+    file = tmp_path / "file.yaml"
+    file.write_text(before.as_yaml())
+    assert configure(None, None, (str(file), read(file))) == before
+
+
+def test_the_last_layer_wins_and_types_are_kept() -> None:
+    file = ("file.yaml", {"experiment": "oracle", "training": {"lr": "1e-2", "steps": 7}, "seed": 4})
+    found = configure(None, None, file, ("--set", assigned(["training.lr=2e-3", "measures.gram=3"])))
+    assert (found.settings.training.lr, found.settings.training.steps, found.seed) == (0.002, 7, 4)
+    assert found.settings.training.betas == (0.9, 0.98)
+    assert found.measures.gram == 3
+    assert found.measures.top_k == 100
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (["training.lrr=1"], r"unknown key 'training.lrr'; did you mean 'training.lr'\?"),
+        (["meassures.gram=1"], r"unknown key 'meassures'; did you mean 'measures'\?"),
+        (["measures.grams=1"], r"unknown key 'measures.grams'; did you mean 'measures.gram'\?"),
+        (["keeping.zzz=1"], r"unknown key 'keeping.zzz'; there are: checkpoint_every"),
+        (["training.lr=fast"], r"training.lr: .*valid number.*got 'fast'"),
+        (["training.steps=0"], "training.steps=0: expected 1 or more"),
+        (["training=3"], "training: expected keys with values, got 3"),
+        (["measures.eigenvalues=moon"], "measures.eigenvalues='moon': expected host or device"),
+        (["keeping.threads=0"], "keeping.threads=0: expected 1 or more"),
+        (["control=shuffled"], "control 'shuffled': expected one of '', 'random-labels'"),
+        (["seed=1.5"], "seed: .*valid integer"),
+    ],
+)
+def test_what_is_wrong_is_named(items: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        configure("oracle", None, ("--set", assigned(items)))
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("training.lr", "expected section.key=value"),
+        (".lr=1", "expected section.key=value"),
+        ("training.lr={", "is not valid YAML"),
+    ],
+)
+def test_other_forms_are_refused(item: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        assigned([item])
+
+
+def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "file.yaml"
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read(file)
+    file.write_text("a: [")
+    with pytest.raises(ConfigurationError, match="not valid YAML"):
+        read(file)
+    file.write_text("- 1\n")
+    with pytest.raises(
+        ConfigurationError, match="expected keys with values, as `backlight grok config` prints"
+    ):
+        read(file)
+    with pytest.raises(ConfigurationError, match="is a configuration of 'nanda', not of 'power'"):
+        configure("power", None, ("file.yaml", {"experiment": "nanda"}))
+    with pytest.raises(ConfigurationError, match="no experiment is named"):
+        configure(None, None)
+    with pytest.raises(ConfigurationError, match=r"no experiment is called 'nnada'; did you mean 'nanda'\?"):
+        configure("nnada", None)
+    with pytest.raises(ConfigurationError, match="preset 'cl': expected ci or paper"):
+        preset("nanda", "cl")
