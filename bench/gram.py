@@ -6,8 +6,8 @@ samples: `torch.func.vmap`, BackPACK, ViViT's Gram of BackPACK's gradients, Opac
 curvlinops' empirical Fisher (extra `peers`). All ways take turns in one process and every figure is the
 median of its turns; ratios are to backlight, so that 20 means twenty times slower. Memory is how far the
 peak of the process rose above what it held before the call. Training runs in float32; the eigenvalues of
-backlight are compared with those of `vmap` in float64. Peers form and multiply gradients in float32,
-backlight sums products in float64. Bytes of one snapshot stand below.
+backlight are compared with those of `vmap` in float64. Peers form and multiply gradients in float32;
+backlight multiplies in float64, and in float32 in the row named so. Bytes of one snapshot stand below.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python bench/gram.py
 """
@@ -59,6 +59,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, h: Tensor) -> Tensor:
+        """Return what follows ``h [N, T, width]``."""
         n, t, width = h.shape
         q, k, v = self.qkv(self.first(h)).view(n, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         # Written out: not every peer knows the fused attention.
@@ -79,6 +80,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return logits [N, vocabulary, T]."""
         places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         h = self.token(ids) + self.position(places)
         return self.head(self.norm(self.blocks(h))).transpose(1, 2)
@@ -113,8 +115,8 @@ def leading(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.eigvalsh(K / n).flip(0)[:TOP]
 
 
-def ours(model: nn.Module, batch: Batch) -> Tensor:
-    found = backlight.gram(model, summed, batch, detail="model")
+def ours(model: nn.Module, batch: Batch, products: torch.dtype = torch.float64) -> Tensor:
+    found = backlight.gram(model, summed, batch, detail="model", products=products)
     return torch.from_numpy(found.spectrum(top=TOP).eigenvalues)
 
 
@@ -132,7 +134,12 @@ def with_vmap(model: nn.Module, batch: Batch) -> Tensor:
 def peers(setting: Setting) -> dict[str, Callable[[], Tensor]]:
     """Return the ways of the peers that are installed and know every layer of the model."""
     ways: dict[str, Callable[[], Tensor]] = {}
-    makers = {"BackPACK": with_backpack, "ViViT": with_vivit, "Opacus": with_opacus, "curvlinops": with_curvlinops}
+    makers = {
+        "BackPACK": with_backpack,
+        "ViViT": with_vivit,
+        "Opacus": with_opacus,
+        "curvlinops": with_curvlinops,
+    }
     for name, make in makers.items():
         try:
             way = make(copy.deepcopy(setting.model), setting.batch)
@@ -203,7 +210,7 @@ def with_curvlinops(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
         raise NotImplementedError("its empirical Fisher of sequences is per token")
     from scipy.sparse.linalg import eigsh
 
-    parameters = dict(model.named_parameters())
+    parameters = list(model.parameters())
     loss = nn.CrossEntropyLoss(reduction="sum")
 
     def way() -> Tensor:
@@ -212,6 +219,13 @@ def with_curvlinops(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
         return torch.from_numpy(values.copy()).flip(0) / len(batch[0])
 
     return way
+
+
+def plain(setting: Setting) -> Tensor:
+    """Run what every way needs at least."""
+    parameters = list(setting.model.parameters())
+    torch.autograd.grad(summed(setting.model, setting.batch), parameters)
+    return torch.zeros(TOP)
 
 
 def peak(way: Callable[[], Tensor]) -> float:
@@ -280,15 +294,18 @@ def main() -> None:
     for setting in settings:
         ways: dict[str, Callable[[], Tensor]] = {
             "backlight": lambda s=setting: ours(s.model, s.batch),
+            "backlight, float32": lambda s=setting: ours(s.model, s.batch, torch.float32),
             "torch.func.vmap": lambda s=setting: with_vmap(s.model, s.batch),
             **peers(setting),
         }
         took = timed(ways, arguments.repeats)
+        ways["(forward and backward)"] = lambda s=setting: plain(s)
+        took |= timed({"(forward and backward)": ways["(forward and backward)"]}, arguments.repeats)
         memory = {name: peak(way) for name, way in ways.items()}
         reference = ways["torch.func.vmap"]()
         for name, way in ways.items():
             found = way().to(reference)
-            off = float(((found - reference).abs() / reference).max())
+            off = float(((found - reference).abs() / reference).max()) if name[0] != "(" else float("nan")
             table.add_row(
                 setting.name if name == "backlight" else "",
                 name,

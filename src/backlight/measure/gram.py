@@ -32,7 +32,13 @@ SCRATCH = 4 << 20
 """Bytes of per-sample gradients, and of products of positions, that are there at once: what a cache holds."""
 
 
-def gram(pieces: Sequence[Piece], *, kernel: str = "auto", scratch: int = SCRATCH) -> tuple[Tensor, str]:
+def gram(
+    pieces: Sequence[Piece],
+    *,
+    kernel: str = "auto",
+    scratch: int = SCRATCH,
+    products: torch.dtype = torch.float64,
+) -> tuple[Tensor, str]:
     """Return the Gram of the per-sample gradients of one parameter, and the kernel that gave it.
 
     Parameters
@@ -43,6 +49,9 @@ def gram(pieces: Sequence[Piece], *, kernel: str = "auto", scratch: int = SCRATC
         ``"ghost"``, ``"chunked"``, or ``"auto"`` for the one that the cost rule expects to be faster.
     scratch
         Bytes that may be at work at once.
+    products
+        The type in which gradients are multiplied. In float32, blocks of products are still summed in
+        float64, but eigenvalues below about 1e-7 of the largest are lost.
 
     Returns
     -------
@@ -63,8 +72,8 @@ def gram(pieces: Sequence[Piece], *, kernel: str = "auto", scratch: int = SCRATC
             return values @ values.T, "vectors"
         chosen = kernel if kernel != "auto" else choose(pieces)
         if chosen == "ghost" and alike(pieces):
-            return ghost(pieces, scratch), "ghost"
-        return chunked(pieces, scratch), "chunked"
+            return ghost(pieces, scratch, products), "ghost"
+        return chunked(pieces, scratch, products), "chunked"
 
 
 def _no_autocast(piece: Piece) -> torch.autocast:
@@ -140,14 +149,15 @@ def _fastest(work: Callable[[], Tensor], device: torch.device) -> float:
     return min(times[1:])
 
 
-def ghost(pieces: Sequence[Piece], scratch: int) -> Tensor:
+def ghost(pieces: Sequence[Piece], scratch: int, products: torch.dtype = torch.float64) -> Tensor:
     """Return the Gram without forming a gradient; every use after the first lies further along T."""
     if isinstance(pieces[0], Lookup):
-        return _ghost_lookup(pieces, scratch)  # type: ignore[arg-type]
+        return _ghost_lookup(pieces, scratch, products)  # type: ignore[arg-type]
+    kind = torch.promote_types(products, working_dtype(pieces))
     total = None
     for group in range(pieces[0].groups):  # type: ignore[union-attr]
-        x = torch.cat([wide(p.all_inputs()[:, :, group]).double() for p in pieces], 1)  # type: ignore[union-attr]
-        d = torch.cat([wide(p.delta[:, :, group]).double() for p in pieces], 1)  # type: ignore[union-attr]
+        x = torch.cat([wide(p.all_inputs()[:, :, group]).to(kind) for p in pieces], 1)  # type: ignore[union-attr]
+        d = torch.cat([wide(p.delta[:, :, group]).to(kind) for p in pieces], 1)  # type: ignore[union-attr]
         part = _products(x, d, scratch)
         total = part if total is None else total.add_(part)
     assert total is not None
@@ -158,23 +168,29 @@ def _products(x_NTi: Tensor, d_NTo: Tensor, scratch: int) -> Tensor:
     n, t = x_NTi.shape[:2]
     x, d = x_NTi.reshape(n * t, -1), d_NTo.reshape(n * t, -1)
     if t == 1:
-        return (x @ x.T).mul_(d @ d.T)
-    K = x.new_zeros(n, n)
+        half = n // 2 if n >= 32 else n  # K is symmetric
+        K = x.new_empty(n, n, dtype=torch.float64)
+        for a, b in ((0, half), (half, n)):
+            if a < b:
+                _fill(K, (x[a:b] @ x[a:].T).mul_(d[a:b] @ d[a:].T).double(), a, b)
+        return K
+    K = x.new_zeros(n, n, dtype=torch.float64)
     for a, b in _triangle(n, t, scratch):
         part = (x[a * t : b * t] @ x[a * t :].T).mul_(d[a * t : b * t] @ d[a * t :].T)
-        _fill(K, part.view(b - a, t, n - a, t).sum((1, 3)), a, b)
+        _fill(K, part.view(b - a, t, n - a, t).sum((1, 3), dtype=torch.float64), a, b)
     return K
 
 
-def _ghost_lookup(pieces: Sequence[Lookup], scratch: int) -> Tensor:
+def _ghost_lookup(pieces: Sequence[Lookup], scratch: int, products: torch.dtype) -> Tensor:
+    kind = torch.promote_types(products, working_dtype(pieces))
     ids = torch.cat([piece.ids for piece in pieces], 1)
-    d_NTd = torch.cat([wide(piece.delta).double() for piece in pieces], 1)
+    d_NTd = torch.cat([wide(piece.delta).to(kind) for piece in pieces], 1)
     n, t = ids.shape
     d, flat = d_NTd.reshape(n * t, -1), ids.reshape(-1)
-    K = d.new_zeros(n, n)
+    K = d.new_zeros(n, n, dtype=torch.float64)
     for a, b in _triangle(n, t, scratch):
         part = (d[a * t : b * t] @ d[a * t :].T).mul_(flat[a * t : b * t, None] == flat[None, a * t :])
-        _fill(K, part.view(b - a, t, n - a, t).sum((1, 3)), a, b)
+        _fill(K, part.view(b - a, t, n - a, t).sum((1, 3), dtype=torch.float64), a, b)
     return K
 
 
@@ -192,21 +208,25 @@ def _fill(K: Tensor, part: Tensor, a: int, b: int) -> None:
     K[b:, a:b] = part[:, b - a :].T
 
 
-def chunked(pieces: Sequence[Piece], scratch: int) -> Tensor:
+def chunked(pieces: Sequence[Piece], scratch: int, products: torch.dtype = torch.float64) -> Tensor:
     """Return the Gram from some rows of all per-sample gradients at a time."""
     n, _, _ = layout(pieces)
+    kind = torch.promote_types(products, working_dtype(pieces))
     K: Tensor | None = None
     room: Tensor | None = None
     for _, _, G in chunks(pieces, scratch):
         G_Nm = G.view(n, -1)
-        if G_Nm.dtype != torch.float64:
+        if G_Nm.dtype != kind:
             if room is None:
-                room = torch.empty_like(G_Nm, dtype=torch.float64)
+                room = torch.empty_like(G_Nm, dtype=kind)
             G_Nm = room.view(-1)[: G_Nm.numel()].view(G_Nm.shape).copy_(G_Nm)
         K = G.new_zeros(n, n, dtype=torch.float64) if K is None else K
-        half = n // 2 if n >= 32 else n
-        K[:half].addmm_(G_Nm[:half], G_Nm.T)  # K is symmetric: a quarter of it need not be computed
-        K[half:, half:].addmm_(G_Nm[half:], G_Nm[half:].T)
+        half = n // 2 if n >= 32 else n  # K is symmetric: a quarter of it need not be computed
+        for rows, columns in ((slice(half), slice(None)), (slice(half, None), slice(half, None))):
+            if kind == torch.float64:
+                K[rows, columns].addmm_(G_Nm[rows], G_Nm[columns].T)
+            else:
+                K[rows, columns] += G_Nm[rows] @ G_Nm[columns].T
     assert K is not None
     if n >= 32:
         K[n // 2 :, : n // 2] = K[: n // 2, n // 2 :].T

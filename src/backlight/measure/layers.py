@@ -137,7 +137,8 @@ def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> Pieces:
 
     pieces: Pieces = {"weight": Factors(d, inputs, lengths, columns, reread=64)}
     if module.bias is not None:
-        pieces["bias"] = _summed(d.flatten(2))
+        whole = wide(delta).reshape(n, frames, delta.shape[1], -1)
+        pieces["bias"] = Vectors(whole.sum((1, 3)), _root(whole), dtype)
     return pieces
 
 

@@ -88,7 +88,7 @@ class Factors:
 
     def size(self) -> float:
         """Return the root of the summed squares of all summands ``delta[n, t] x[n, t]``."""
-        d_NTg = torch.linalg.vector_norm(wide(self.delta), dim=-1)
+        d_NTg = wide(self.delta).square().sum(-1).sqrt_()
         return float(torch.linalg.vector_norm(d_NTg.mul_(self.lengths())))
 
 

@@ -56,6 +56,8 @@ class Gram:
         not depend on it.
     eps:
         Machine epsilon of the coarsest type that gradients came in.
+    rounding:
+        Machine epsilon of the type that gradients were multiplied in.
     """
 
     samples: int
@@ -64,9 +66,15 @@ class Gram:
     coverage: Mapping[str, Coverage]
     mean_gradient: Mapping[str, Tensor | None]
     eps: float
+    rounding: float
     _matrices: Mapping[str, Tensor] = field(repr=False)
     _combine: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = field(repr=False)
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def piece_eps(self) -> float:
+        """What bounds the smallest eigenvalue that can be told from 0, relative to N and the largest."""
+        return max(self.eps, self.rounding**0.5)
 
     @property
     def matrix(self) -> Tensor:
@@ -152,7 +160,7 @@ class Gram:
         device
             Where eigenvalues are computed; None for where the Gram is.
         """
-        return spectrum(self.scope(scope), centred=centred, top=top, device=device, piece_eps=self.eps)
+        return spectrum(self.scope(scope), centred=centred, top=top, device=device, piece_eps=self.piece_eps)
 
     def eigenvectors(
         self, k: int, *, centred: bool = False, scope: str = "model"
