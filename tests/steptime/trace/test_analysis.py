@@ -172,6 +172,20 @@ def test_critical_path(analysed: Callable[[Maker], RankAnalysis]) -> None:
     assert path.names[0] == (GEMM, 300 * US)
 
 
+def test_a_launch_into_a_full_queue_waits_for_the_device(analysed: Callable[[Maker], RankAnalysis]) -> None:
+    def planted(*, full: bool) -> dict[str, int]:
+        maker = Maker()
+        maker.step(1, 0, 1000)
+        maker.kernel(GEMM, 5, 10, 490)
+        maker.kernel(GEMM, 20, 500, 400)
+        # Launched at 100, accepted when the first kernel is done; or slow in itself on an idle device.
+        maker.kernel(ADD, 100 if full else 905, 920, 10, took=401 if full else 60)
+        return analysed(maker).steps[0].critical_path.device
+
+    assert planted(full=True) == {"matmul": 490 * US}
+    assert planted(full=False) == {}
+
+
 def test_without_a_device_or_steps(analysed: Callable[[Maker], RankAnalysis]) -> None:
     maker = Maker()
     maker.operator("aten::mm", 0, 80)

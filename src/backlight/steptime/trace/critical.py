@@ -1,7 +1,8 @@
 """The critical path of a step: the chain of work and waiting that its length is made of.
 
 The path is walked from the end of the step to its begin. On the host it goes back to the last wait for
-the device, and from there to the device event that the wait was for; on the device to the event that
+the device (a synchronisation, or a launch into a full queue), and from there to the device event that
+the wait was for; on the device to the event that
 ended last before, or, where the launch came later than that end, to the host. Every moment of the step
 lies on the path exactly once. Dependencies that a trace does not record (events between streams) are
 taken to be on whatever ended last.
@@ -9,6 +10,7 @@ taken to be on whatever ended last.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -21,6 +23,11 @@ from backlight.steptime.trace.intervals import EMPTY, union
 from backlight.steptime.trace.kinds import short
 from backlight.steptime.trace.phases import PHASES
 from backlight.steptime.trace.timeline import KINDS, Step, Timeline
+
+BLOCKED = 50_000
+"""Nanoseconds from which a launch, on a device busy all the while, is taken to wait for a full queue."""
+
+_QUEUEING = re.compile(r"Launch|Mem(cpy|set)\w*Async")
 
 
 @dataclass(frozen=True)
@@ -59,10 +66,16 @@ class Paths:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         device, tree, events = timeline.device, timeline.tree, timeline.events
-        waits = categories.rows(events, categories.RUNTIME) & categories.named(
-            events, [bool(SYNCHRONISING.search(word)) for word in events.words["name"]]
-        )
-        places = np.flatnonzero(waits[tree.rows])
+        words = events.words["name"]
+        runtime = categories.rows(events, categories.RUNTIME)
+        waits = categories.named(events, [bool(SYNCHRONISING.search(word)) for word in words])
+        queues = categories.named(events, [bool(_QUEUEING.search(word)) for word in words])
+        places = np.flatnonzero((runtime & (waits | queues))[tree.rows])
+        # Where the queue is full a launch returns when the device has finished something.
+        length = tree.end[places] - tree.start[places]
+        busy = union(device.start, device.end).covered(tree.start[places], tree.end[places])
+        blocked = (length >= BLOCKED) & (busy >= 0.95 * length)
+        places = places[waits[tree.rows[places]] | blocked]
         places = places[np.argsort(tree.end[places], kind="stable")]
         self._waits = (tree.start[places], tree.end[places])
         self._by_end = np.argsort(device.end, kind="stable")
