@@ -53,6 +53,10 @@ def test_a_delay_below_five_is_not_called_strong() -> None:
     assert not found.strong
     assert found.ratio is not None
     assert 2 <= found.ratio[0] < 5
+    near = judged(fitted(410), rise(850, 10))
+    assert near.verdict is GrokkingVerdict.GROKKING
+    assert any("near the line of 2 times" in note for note in near.notes)
+    assert not any("near the line" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

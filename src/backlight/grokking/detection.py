@@ -23,6 +23,9 @@ SWEEP_TRAIN = 4
 SWEEP_TEST = 3
 """Shares of the way of the sweep, from ``sweep_test_low`` to ``test_share``."""
 
+NEAR = 1.25
+"""A delay below so many times the line is said to be near it."""
+
 END_SHARE = 0.1
 """Share of the logs that is called the end of a run."""
 
@@ -341,6 +344,10 @@ class _Judge:
                 GrokkingVerdict.THRESHOLD_ARTEFACT,
                 f"It would be grokking by these lines, but not at a training accuracy of "
                 f"{missed[0].train_accuracy:.3g} with {missed[0].test_share:.3g} of the way.",
+            )
+        if ratio[0] < NEAR * limits.delay_ratio:
+            self.notes.append(
+                f"the delay is near the line of {limits.delay_ratio:g} times: another seed may have none"
             )
         strong = ratio[0] >= limits.delay_ratio_strong
         return say(GrokkingVerdict.GROKKING, f"{'Strong' if strong else 'Delayed'} generalisation.", strong)
