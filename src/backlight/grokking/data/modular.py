@@ -52,6 +52,27 @@ def modular_table(p: int, operation: str = "add") -> tuple[Tensor, Tensor]:
     return pairs, OPERATIONS[operation](pairs[:, 0], pairs[:, 1], p)
 
 
+def unordered(pairs: Tensor, results: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the samples with a ≤ b alone, for nets that cannot tell (a, b) from (b, a).
+
+    To such a net a test pair whose mirror image was trained on is no new sample.
+
+    Raises
+    ------
+    ValueError
+        If the operation is not commutative, so that one input would have two results.
+    """
+    first = pairs[:, 0] <= pairs[:, 1]
+    table = {(a, b): result for (a, b), result in zip(pairs.tolist(), results.tolist(), strict=True)}
+    odd = next((pair for pair in table if table.get(pair[::-1]) != table[pair]), None)
+    if odd is not None:
+        raise ValueError(
+            f"the operation is not commutative: {odd} and {odd[::-1]} have different results, but the "
+            "net adds their embeddings; choose data.operation add, multiply or squares"
+        )
+    return pairs[first], results[first]
+
+
 def one_hot_pairs(pairs: Tensor, p: int) -> Tensor:
     """Return pairs [n, 2] as [n, 2p] fp32: one-hot of a beside one-hot of b."""
     return torch.nn.functional.one_hot(pairs, p).flatten(1).to(torch.float32)

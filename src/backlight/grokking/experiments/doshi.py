@@ -63,9 +63,9 @@ class Settings:
 
 
 CI = Settings(
-    data=Data(p=11, coefficients=(1, 1, 1), exponents=(1, 1, 1), train_share=0.5),
+    data=Data(p=11, coefficients=(1, 1, 1), exponents=(1, 1, 1), train_share=0.45),
     model=Model(width=256),
-    training=Training(steps=4000, lr=5e-3, weight_decay=1.0, log_every=20, thorough_every=200),
+    training=Training(steps=1500, lr=5e-3, weight_decay=1.0, log_every=5, thorough_every=100),
 )
 
 

@@ -72,10 +72,17 @@ class Settings:
 
 
 CI = Settings(
-    data=Data(train_size=1000),
-    model=Model(hidden=(200, 200, 200)),
+    data=Data(train_size=200),
+    model=Model(hidden=(100, 100), scale=8.0),
     training=Training(
-        steps=6000, loss="cross-entropy", attack_radius=0.1, measured=300, log_every=50, thorough_every=50
+        steps=8000,
+        batch_size=0,
+        lr=2e-3,
+        weight_decay=0.1,
+        attack_radius=0.06,
+        measured=200,
+        log_every=100,
+        thorough_every=100,
     ),
 )
 

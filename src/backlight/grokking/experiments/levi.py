@@ -61,8 +61,8 @@ class Settings:
 
 
 CI = Settings(
-    data=Data(inputs=100, train_size=111, test_size=1000),
-    training=Training(steps=20_000, lr=0.1, tolerance=1e-6, log_every=50, thorough_every=500),
+    data=Data(inputs=100, train_size=105, test_size=1000),
+    training=Training(steps=12_000, lr=0.1, tolerance=1e-3, log_every=20, thorough_every=500),
 )
 
 

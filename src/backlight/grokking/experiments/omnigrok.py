@@ -63,7 +63,7 @@ class Settings:
 CI = Settings(
     data=Data(train_size=200),
     model=Model(hidden=(100, 100), scale=8.0),
-    training=Training(steps=8000, batch_size=0, lr=2e-3, weight_decay=0.5, log_every=25, thorough_every=200),
+    training=Training(steps=8000, batch_size=0, lr=2e-3, weight_decay=0.1, log_every=25, thorough_every=200),
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from backlight.grokking.data.modular import modular_table
+from backlight.grokking.data.modular import modular_table, unordered
 from backlight.grokking.data.randomness import seeded
 from backlight.grokking.data.split import apply_control, share_out
 from backlight.grokking.experiment import EXPERIMENTS, Experiment, Paper
@@ -33,7 +33,7 @@ class Model:
     """``decoder`` of two layers, width 128 and four heads (section 2), or ``pairs``, a ReLU net.
 
     The paper sees slingshots in fully connected nets as well. ``pairs`` has one hidden layer of
-    ``width`` on embeddings of that width, and reads a and b alone.
+    ``width`` on the sum of two embeddings of that width, and takes pairs with a ≤ b only.
     """
 
     kind: str = "decoder"
@@ -90,7 +90,8 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
             model = Decoder(data.p + 2, 4, layers=shape.layers, width=shape.width, heads=shape.heads)
             last = model.head
         elif shape.kind == "pairs":
-            inputs, model = pairs, PairMlp(data.p, shape.width, shape.width)
+            inputs, results = unordered(pairs, results)
+            model = PairMlp(data.p, shape.width, shape.width)
             last = model.unembed
         else:
             raise ValueError(f"model.kind is {shape.kind!r}, expected 'decoder' or 'pairs'")

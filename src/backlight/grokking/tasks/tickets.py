@@ -15,11 +15,21 @@ from backlight.grokking.tasks.supervised import SupervisedTask
 MASKS = ("ticket", "random", "none")
 
 
-def magnitude_masks(weights: Mapping[str, Tensor], sparsity: float) -> dict[str, Tensor]:
-    """Return masks [shape of the weight] bool, False for the ``sparsity`` smallest of all weights.
+SCOPES = ("all", "matrix")
 
-    Exactly round(sparsity·count) weights go; of equal ones, those that come first.
+
+def magnitude_masks(weights: Mapping[str, Tensor], sparsity: float, scope: str = "all") -> dict[str, Tensor]:
+    """Return masks [shape of the weight] bool, False for the ``sparsity`` smallest weights.
+
+    They are the smallest of ``all`` weights together, or of each ``matrix`` by itself. Exactly
+    round(sparsity·count) go; of equal ones, those that come first.
     """
+    if scope == "matrix":
+        return {
+            name: mask
+            for name, w in weights.items()
+            for mask in magnitude_masks({name: w}, sparsity).values()
+        }
     sizes = torch.cat([w.detach().abs().flatten() for w in weights.values()])
     kept = torch.ones(len(sizes), dtype=torch.bool, device=sizes.device)
     kept[torch.argsort(sizes, stable=True)[: round(sparsity * len(sizes))]] = False
@@ -49,6 +59,7 @@ class TicketTask(SupervisedTask):
 
     dense_steps: int = 0
     sparsity: float = 0.0
+    scope: str = "all"
     mask: str = "ticket"
 
     def __post_init__(self) -> None:
@@ -68,7 +79,7 @@ class TicketTask(SupervisedTask):
         parameters = dict(self.model.named_parameters())
         matrices = {name: p for name, p in parameters.items() if p.ndim > 1}
         if self.mask != "none":
-            self._masks = magnitude_masks(matrices, self.sparsity)
+            self._masks = magnitude_masks(matrices, self.sparsity, self.scope)
         if self.mask == "random":
             self._masks = shuffled_masks(self._masks, self.seed)
         with torch.no_grad():
