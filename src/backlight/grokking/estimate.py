@@ -220,6 +220,7 @@ def estimate(
     logs = -(-pace.steps // pace.log_every)
     costly = min(logs, -(-pace.steps // pace.thorough_every))
     state = _state_bytes(task)
+    kept = state + _held_bytes(task, measures)
     training = (
         Cost("training", pace.steps, step_seconds, 0, state),
         Cost("evaluation", logs - costly, cheap, 10 * SCALAR_BYTES, 0),
@@ -227,9 +228,9 @@ def estimate(
         Cost(
             "checkpoints",
             min(checkpoints, 1 + pace.steps // pace.checkpoint_every),
-            state / 2e8,
-            state,
-            state,
+            kept / 2e8,
+            kept,
+            kept,
         ),
     )
     measured = []
@@ -312,6 +313,14 @@ def _state_bytes(task: Task) -> int:
     held = list(task.model.state_dict().values())
     held += [v for state in task.optimizer.state.values() for v in state.values()]
     return sum(t.numel() * t.element_size() for t in held if isinstance(t, torch.Tensor))
+
+
+def _held_bytes(task: Task, measures: Measures) -> int:
+    """Return the bytes of what a tracker holds, which a checkpoint holds as well."""
+    parameters = [p for p in task.model.parameters() if p.requires_grad]
+    window = measures.window_steps * sum(p.numel() * p.element_size() for p in parameters)
+    sketch = 2 * measures.sketch_rows * 8 * sum(p.numel() for p in parameters)
+    return (window if measures.window else 0) + (sketch if measures.sketch else 0)
 
 
 def size(amount: float) -> str:

@@ -1,0 +1,231 @@
+"""Experiments into run folders: the same numbers after a kill, controls, degradation, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import backlight
+from backlight.grokking.configuration import Configuration, ConfigurationError, assigned, configure
+from backlight.grokking.estimate import Cost, Estimate
+from backlight.grokking.measures import TIERS, Measures, at_tier
+from backlight.records import RunStatus
+from backlight.session import experiments
+from backlight.session.estimating import Choice, DoesNotFitError, choose, estimate_of
+from backlight.session.experiments import Progress, run_experiment
+from backlight.store.errors import RunExistsError
+
+SETTINGS = (
+    "training.steps=160",
+    "training.log_every=5",
+    "keeping.checkpoint_every=20",
+    "keeping.flush_seconds=0.1",
+    "keeping.disk_free=0",
+    "measures.gram=4",
+    "measures.sketch=4",
+    "measures.window_steps=6",
+)
+
+
+def configuration(*more: str) -> Configuration:
+    return configure("oracle", None, ("--set", assigned([*SETTINGS, *more])))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_experiment(configuration(), tmp_path_factory.mktemp("runs") / "whole")
+
+
+def assert_same(path: Path, other: Path) -> None:
+    a, b = backlight.open_run(path), backlight.open_run(other)
+    assert set(a.scalar_names()) == set(b.scalar_names())
+    assert a.array_names() == b.array_names()
+    for source in ("user", "backlight"):
+        for name in a.scalar_names(source):
+            x, y = a.scalar(name, source), b.scalar(name, source)
+            assert np.array_equal(x.steps, y.steps), name
+            assert np.array_equal(x.values, y.values), name
+    for name in a.array_names():
+        (x_steps, x_values), (y_steps, y_values) = a.array(name), b.array(name)
+        assert np.array_equal(x_steps, y_steps), name
+        assert all(map(np.array_equal, x_values, y_values)), name
+
+
+def test_a_run_holds_what_it_promises(whole: Path) -> None:
+    run = backlight.open_run(whole)
+    assert run.status is RunStatus.FINISHED
+    assert run.losses == ()
+    assert run.rooms == ("grokking",)
+    (event,) = run.events("grokking")
+    told = event.payload
+    assert (told["experiment"], told["control"], told["seed"], told["probe_size"]) == ("oracle", "", 0, 128)
+    assert told["chance"] == pytest.approx(1 / 23)
+    assert told["settings"]["training"]["steps"] == 160
+    assert run.scalar("train_accuracy", "user").steps.tolist() == list(range(0, 161, 5))
+    assert {"gram/model/trace", "window/trace", "agop/trace", "sketch/model/shrinkage"} <= set(
+        run.scalar_names()
+    )
+
+
+def test_the_gradient_of_every_logged_step_is_that_of_the_training(whole: Path) -> None:
+    task = experiments.build(configuration())
+    torch.manual_seed(0)
+    found = {name: run_array(whole, f"gradient/{name}") for name, _ in task.model.named_parameters()}
+    for step in range(30):
+        task.optimizer.zero_grad()
+        task.loss(task.model, task.batch(step)).backward()
+        if step % 5 == 0:
+            for name, parameter in task.model.named_parameters():
+                assert np.array_equal(found[name][step], parameter.grad.numpy()), (step, name)
+        task.optimizer.step()
+
+
+def run_array(path: Path, name: str) -> dict[int, np.ndarray]:
+    steps, values = backlight.open_run(path).array(name)
+    return dict(zip(steps.tolist(), values, strict=True))
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_run_goes_on_to_the_same_numbers(whole: Path, tmp_path: Path, signal_number: int) -> None:
+    path = tmp_path / "killed"
+    slow = (
+        "import sys, time\n"
+        "import backlight.grokking.training as t\n"
+        "step = t.Loop.step\n"
+        "t.Loop.step = lambda self, n: (time.sleep(0.005), step(self, n))\n"
+        "from backlight.cli.app import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    options = [part for item in SETTINGS for part in ("--set", item)]
+    line = [sys.executable, "-c", slow, "grok", "run", "oracle", *options, "--out", str(path)]
+    with subprocess.Popen(line, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not list(path.glob("checkpoints/step-00000004*")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.03)
+        os.kill(process.pid, signal_number)
+        code = process.wait()
+    assert code == (-signal.SIGKILL if signal_number == signal.SIGKILL else 130)
+    before = backlight.open_run(path)
+    assert 0 < before.last_step() < 160
+    run_experiment(configuration(), path, resume=True)
+    after = backlight.open_run(path)
+    assert len(after.attempts) == 2
+    assert after.attempts[1].step_offset > 0
+    assert_same(path, whole)
+
+
+def test_a_run_that_was_finished_can_be_made_longer(whole: Path, tmp_path: Path) -> None:
+    path = run_experiment(configuration("training.steps=75"), tmp_path / "run")
+    run_experiment(configuration(), path, resume=True)
+    a, b = backlight.open_run(path), backlight.open_run(whole)
+    for name in ("train_loss", "test_accuracy"):
+        assert np.array_equal(a.scalar(name, "user").values, b.scalar(name, "user").values)
+
+
+def test_the_numbers_do_not_depend_on_what_is_measured(whole: Path, tmp_path: Path) -> None:
+    off = [
+        f"measures.{name}=0"
+        for name in ("gradients", "products", "window", "gram", "vectors", "agop", "sketch")
+    ]
+    path = run_experiment(configuration("measures.mean_gradient=0", *off), tmp_path / "run")
+    a, b = backlight.open_run(path), backlight.open_run(whole)
+    assert a.array_names() == ()
+    assert np.array_equal(a.scalar("train_loss", "user").values, b.scalar("train_loss", "user").values)
+
+
+def test_refusals_lose_nothing(whole: Path, tmp_path: Path) -> None:
+    before = sorted(whole.rglob("*"))
+    with pytest.raises(ConfigurationError, match=r"another configuration: training.lr is 0.01, was 0.005"):
+        run_experiment(configuration("training.lr=0.01"), whole, resume=True)
+    with pytest.raises(RunExistsError, match="holds a run already; go on with it by --resume"):
+        run_experiment(configuration(), whole)
+    with pytest.raises(RunExistsError, match="holds no run to resume"):
+        run_experiment(configuration(), tmp_path / "none", resume=True)
+    with pytest.raises(ConfigurationError, match="these sizes cannot be built"):
+        run_experiment(configuration("model.width=1000000000000"), tmp_path / "large")
+    with pytest.raises(ConfigurationError, match="device 'nonsense' cannot be used here"):
+        run_experiment(configuration("device=nonsense"), tmp_path / "device")
+    assert sorted(whole.rglob("*")) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tier_is_kept_and_told_and_resumed(tmp_path: Path) -> None:
+    path = run_experiment(
+        configuration("training.steps=40"), tmp_path / "run", tier="Gram", reason="no space"
+    )
+    run = backlight.open_run(path)
+    (event,) = run.events("degradation")
+    assert event.payload == {
+        "from": "full factors", "to": "Gram", "reason": "no space",
+        "left_out": ["gradient", "mean_gradient", "gram/*/vectors", "sketch"],
+    }  # fmt: skip
+    assert "gram/model/matrix" in run.array_names()
+    assert not [n for n in run.array_names() if n.startswith("gradient/") or n.endswith("/vectors")]
+    assert experiments.tier_of(path) == "Gram"
+    run_experiment(configuration("training.steps=60"), path, resume=True, tier=experiments.tier_of(path))
+    assert len(backlight.open_run(path).events("degradation")) == 1
+
+
+def test_a_disk_that_fills_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments.DiskWatch, "look", _full_at_50)
+    path = run_experiment(configuration(), tmp_path / "run")
+    run = backlight.open_run(path)
+    assert run.status is RunStatus.FINISHED
+    assert run.array("gradient/embed.weight")[0].tolist() == list(range(0, 50, 5))
+    assert run.scalar("gram/model/trace").steps.max() > 50
+
+
+def _full_at_50(self: Any, step: int, measures: Measures) -> Measures:
+    return at_tier(measures, "scalars") if step >= 50 else measures
+
+
+def test_progress_tells_step_and_phase(tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    run_experiment(configuration(), tmp_path / "run", on_progress=seen.append)
+    assert [one.step for one in seen] == list(range(0, 161, 5))
+    assert (seen[0].phase, seen[-1].phase) == ("memorising", "memorised")
+    assert seen[-1].values["train_accuracy"] == 1.0
+
+
+def test_the_estimate_is_near_what_a_run_takes(whole: Path) -> None:
+    found = estimate_of(configuration(), whole.parent / "next", budget=0.1)
+    names = [cost.name for cost in found.measured]
+    assert names == ["gradients", "products", "window", "mean_gradient", "gram", "vectors", "agop", "sketch"]
+    times = {cost.name: cost.times for cost in (*found.training, *found.measured)}
+    assert (times["training"], times["gradients"], times["gram"]) == (160, 32, 8)
+    disk = sum(p.stat().st_size for p in whole.rglob("*") if p.is_file())
+    assert 0.5 < found.disk() / disk < 2
+    assert found.seconds() > 0
+    assert found.fitting() == TIERS[0]
+
+
+def test_what_does_not_fit_is_refused_asked_or_degraded() -> None:
+    measured = (Cost("gradients", 10, 0.1, 1000, 8), Cost("gram", 10, 0.1, 100, 8))
+    found = Estimate((Cost("training", 10, 0.1, 0, 0),), measured, 0, 10_000, 5_000, 100, Measures())
+    assert "11 kB of disk are needed and 10 kB free, of which 5 kB are to stay free" in found.problem(
+        TIERS[0]
+    )
+    with pytest.raises(
+        DoesNotFitError, match=r"With --degrade it runs with top-k \(left out: gradient, mean_gra"
+    ):
+        choose(found, degrade=False)
+    assert choose(found, degrade=True) == Choice("top-k", found.problem(TIERS[0]))
+    assert choose(found, degrade=False, ask=lambda text: "top-k" in text).tier == "top-k"
+    with pytest.raises(DoesNotFitError):
+        choose(found, degrade=False, ask=lambda _text: False)
+    none = dataclasses.replace(found, free_disk=10)
+    with pytest.raises(DoesNotFitError, match="does not fit, even with scalars alone"):
+        choose(none, degrade=True)
+    small = dataclasses.replace(found, free_disk=10**9, free_memory=4)
+    assert "8 B more memory are needed and 4 B can be had" in small.problem(TIERS[0])

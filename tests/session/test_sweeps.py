@@ -1,0 +1,99 @@
+"""Sweeps and jobs: one folder each, cores shared, batch scripts, submitit's local executor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import backlight
+from backlight.grokking.configuration import ConfigurationError, configure
+from backlight.grokking.estimate import Cost, Estimate
+from backlight.grokking.measures import TIERS, Measures
+from backlight.session.slurm import filled_in, parameters, script, submit
+from backlight.session.sweeps import members, run_all, seeds, together
+
+
+def test_seeds_and_members(tmp_path: Path) -> None:
+    assert seeds("0-2,7") == [0, 1, 2, 7]
+    found = members(tmp_path, [0, 1], ["training.lr=0.1,0.2"])
+    assert [m.folder.name for m in found] == [
+        "lr-0.1-seed-0",
+        "lr-0.2-seed-0",
+        "lr-0.1-seed-1",
+        "lr-0.2-seed-1",
+    ]
+    assert found[1].options == ("--set", "training.lr=0.2", "--seed", "0")
+    for text in ("4-1", "a", ""):
+        with pytest.raises(ConfigurationError, match="expected seeds such as 0-4 or 0,1,7"):
+            seeds(text)
+    with pytest.raises(ConfigurationError, match="expected key=value,value"):
+        members(tmp_path, [], ["training.lr"])
+
+
+def test_runs_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backlight.session.sweeps.cores", lambda: 8)
+    assert together(None, 20, 1) == 8
+    assert together(None, 20, 3) == 2
+    assert together(None, 2, 1) == 2
+    assert together(5, 20, 4) == 5
+    assert together(None, 20, 16) == 1
+
+
+def test_every_command_runs_with_its_threads_and_failures_count(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.environ['OMP_NUM_THREADS']); sys.exit(int(sys.argv[1]))"
+    commands = [
+        (tmp_path / name, [sys.executable, "-c", code, exit_code])
+        for name, exit_code in (("a", "0"), ("b", "3"))
+    ]
+    ended: list[tuple[str, int]] = []
+    failed = run_all(commands, side_by_side=2, threads=3, on_end=lambda f, c: ended.append((f.name, c)))
+    assert failed == 1
+    assert sorted(ended) == [("a", 0), ("b", 3)]
+    assert (tmp_path / "a.log").read_text() == "3\n"
+
+
+FOUND = Estimate((Cost("training", 100, 60.0, 0, 0),), (), 3 * 10**9, 10**12, 0, 10**12, Measures())
+
+
+def test_jobs_ask_for_what_the_estimate_says() -> None:
+    configuration = configure("oracle", None, ("x", {"device": "cuda", "keeping": {"threads": 4}}))
+    given = filled_in(parameters(["partition=gpu", "mem_gb=9"]), configuration, FOUND, TIERS[0])
+    assert given == {
+        "name": "grok-oracle", "timeout_min": 155, "mem_gb": 9, "cpus_per_task": 4, "gpus_per_node": 1,
+        "partition": "gpu",
+    }  # fmt: skip
+    text = script(given, [["backlight", "grok", "run", "a b"]], Path("logs"))
+    assert "#SBATCH --time=155\n#SBATCH --mem=9G\n" in text
+    assert "#SBATCH --partition=gpu\n" in text
+    assert text.endswith("backlight grok run 'a b'\n")
+    array = script(given, [["one"], ["two"]], Path("logs"))
+    assert "#SBATCH --array=0-1" in array
+    done = subprocess.run(["bash", "-n"], input=array, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ConfigurationError, match="expected key=value, such as partition=gpu"):
+        parameters(["partition"])
+
+
+def test_submitit_runs_a_job_here(tmp_path: Path) -> None:
+    pytest.importorskip("submitit")
+    out = tmp_path / "run"
+    line = [
+        sys.executable,
+        "-m",
+        "backlight",
+        "grok",
+        "run",
+        "oracle",
+        "--steps",
+        "20",
+        "--set",
+        "keeping.disk_free=0",
+    ]
+    jobs = submit({"cluster": "local", "timeout_min": 5}, [[*line, "--out", str(out)]], tmp_path / "logs")
+    assert jobs[0].exception() is None
+    assert backlight.open_run(out).scalar("train_loss", "user").steps.tolist() == [0, 10, 20]
+    with pytest.raises(ConfigurationError, match="the jobs cannot be submitted"):
+        submit({"cluster": "slurm"}, [line], tmp_path / "logs")
