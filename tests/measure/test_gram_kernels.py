@@ -1,0 +1,193 @@
+"""Kernels of the Gram against dense per-sample gradients in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backlight.measure import gram as kernels
+from backlight.measure.layers import convolution, kernel_of, unfold
+from backlight.measure.pieces import Factors, Lookup, Piece, Vectors
+
+N = 5
+
+
+def factors(t: int, g: int, i: int, o: int, dtype: torch.dtype = torch.float64) -> tuple[Factors, Tensor]:
+    """Return a piece and its per-sample gradients [N, g o i]."""
+    x, d = torch.randn(N, t, g, i, dtype=dtype), torch.randn(N, t, g, o, dtype=dtype)
+    dense = torch.einsum("ntgo,ntgi->ngoi", d.double(), x.double()).reshape(N, -1)
+    return Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), i), dense
+
+
+def lookup(t: int, rows: int, d: int) -> tuple[Lookup, Tensor]:
+    ids, delta = torch.randint(0, rows, (N, t)), torch.randn(N, t, d, dtype=torch.float64)
+    dense = torch.einsum("ntr,ntd->nrd", F.one_hot(ids, rows).double(), delta).reshape(N, -1)
+    return Lookup(ids, delta, rows), dense
+
+
+@pytest.mark.parametrize("kernel", ["ghost", "chunked"])
+@pytest.mark.parametrize("scratch", [1, 700, kernels.SCRATCH])
+@pytest.mark.parametrize(("t", "g", "i", "o"), [(1, 1, 3, 40), (4, 1, 3, 40), (3, 4, 2, 5), (2, 8, 1, 1)])
+def test_factors(kernel: str, scratch: int, t: int, g: int, i: int, o: int) -> None:
+    piece, A = factors(t, g, i, o)
+    second, B = factors(2, g, i, o)
+    K, used = kernels.gram([piece], kernel=kernel, scratch=scratch)
+    assert used == kernel
+    torch.testing.assert_close(K, A @ A.T, rtol=1e-12, atol=1e-12)
+    K, _ = kernels.gram([piece, second], kernel=kernel, scratch=scratch)
+    torch.testing.assert_close(K, (A + B) @ (A + B).T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["ghost", "chunked"])
+@pytest.mark.parametrize("scratch", [1, 300, kernels.SCRATCH])
+def test_lookups_and_their_sum_with_a_product(kernel: str, scratch: int) -> None:
+    piece, A = lookup(6, 9, 4)
+    other, B = lookup(3, 9, 4)
+    K, _ = kernels.gram([piece, other], kernel=kernel, scratch=scratch)
+    torch.testing.assert_close(K, (A + B) @ (A + B).T, rtol=1e-12, atol=1e-12)
+    product, C = factors(2, 1, 4, 9)
+    K, used = kernels.gram([piece, product], kernel=kernel, scratch=scratch)
+    assert used == "chunked"  # uses of two kinds are walked together, row by row
+    torch.testing.assert_close(K, (A + C) @ (A + C).T, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("samples", [31, 32, 33, 70])
+@pytest.mark.parametrize("kernel", ["ghost", "chunked"])
+@pytest.mark.parametrize("t", [1, 2])
+def test_many_samples_use_the_symmetry(samples: int, kernel: str, t: int) -> None:
+    x, d = torch.randn(samples, t, 1, 6), torch.randn(samples, t, 1, 7)
+    A = torch.einsum("ntgo,ntgi->noi", d.double(), x.double()).flatten(1)
+    piece = Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 6)
+    for products, rtol in ((torch.float64, 1e-6), (torch.float32, 1e-5)):
+        K, _ = kernels.gram([piece], kernel=kernel, products=products)
+        assert K.dtype == torch.float64
+        assert float((K - A @ A.T).norm()) <= rtol * float((A @ A.T).norm())
+        assert torch.equal(K, K.T) or float((K - K.T).abs().max()) < rtol * float(K.diagonal().max())
+
+
+def test_small_eigenvalues_need_products_in_float64() -> None:
+    base = torch.randn(1, 1, 1, 64)
+    x = base + 1e-4 * torch.randn(40, 1, 1, 64)
+    d = torch.ones(40, 1, 1, 1)
+    piece = Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 64)
+    exact = torch.linalg.eigvalsh(x.double().flatten(1) @ x.double().flatten(1).T)
+    double, _ = kernels.gram([piece])
+    single, _ = kernels.gram([piece], products=torch.float32)
+    torch.testing.assert_close(torch.linalg.eigvalsh(double)[5:], exact[5:], rtol=1e-6, atol=0)
+    off = (torch.linalg.eigvalsh(single)[5:] - exact[5:]).abs() / exact[5:]
+    assert float(off.max()) > 0.01
+
+
+def test_combinations_share_one_walk() -> None:
+    piece, A = factors(3, 2, 4, 10)
+    weights = torch.randn(7, N, dtype=torch.float64)
+    for scratch in (1, kernels.SCRATCH):
+        found = kernels.combine([piece], weights, scratch=scratch)
+        torch.testing.assert_close(found.flatten(1), weights @ A, rtol=1e-12, atol=1e-12)
+
+
+def test_pieces_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="differ in samples, rows or columns"):
+        kernels.gram([factors(2, 1, 4, 9)[0], factors(2, 1, 9, 4)[0]])
+
+
+def test_the_cost_rule_takes_the_cheaper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "ghost_constant", lambda device, dtype: 1.0)
+
+    def counts(t: int, i: int, o: int) -> tuple[int, int]:
+        return N * N * t * t * (i + o), N * t * i * o + N * N * i * o
+
+    for t, i, o in [(1, 30, 30), (1, 1, 50), (2, 30, 30), (8, 30, 30), (30, 6, 6), (3, 64, 4), (5, 64, 64)]:
+        ghost, chunked = counts(t, i, o)
+        assert kernels.choose([factors(t, 1, i, o)[0]]) == ("ghost" if ghost < chunked else "chunked")
+    assert kernels.choose([lookup(2, 500, 4)[0], factors(1, 1, 4, 500)[0]]) == "chunked"
+    monkeypatch.setattr(kernels, "ghost_constant", lambda device, dtype: 1e9)
+    assert kernels.choose([factors(1, 1, 30, 30)[0]]) == "chunked"
+
+
+def test_the_constant_is_measured_once_and_within_reason() -> None:
+    kernels.ghost_constant.cache_clear()
+    device = torch.device("cpu")
+    before = torch.get_rng_state()
+    found = kernels.ghost_constant(device, torch.float32)
+    assert 0.125 <= found <= 8
+    assert kernels.ghost_constant(device, torch.float32) == found
+    assert kernels.ghost_constant.cache_info().hits == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_memory_stays_within_scratch() -> None:
+    piece, _ = factors(3, 1, 32, 256)
+    biggest = max(G.numel() for _, _, G in kernels.chunks([piece], kernels.SCRATCH))
+    assert biggest * 8 <= kernels.SCRATCH
+    small = [G.numel() * 8 for _, _, G in kernels.chunks([piece], 3000)]
+    assert max(small) <= 3000
+    assert len(small) == math.ceil(256 / (3000 // (8 * N * 32)))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Conv1d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2),
+        nn.Conv2d(4, 4, (3, 2), padding="same", dilation=(1, 3), groups=4),
+        nn.Conv2d(4, 2, 3, padding=(2, 1), padding_mode="circular"),
+        nn.Conv3d(4, 2, (1, 2, 3), stride=(1, 2, 1), padding=(0, 1, 1)),
+    ],
+)
+def test_unfolding_is_the_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
+    module = module.double()
+    x = torch.randn(N, 4, *(7,) * (module.weight.dim() - 2), dtype=torch.float64)
+    seen = unfold(module, x).unflatten(1, (module.groups, -1)).flatten(2, 3)
+    weight = module.weight.reshape(module.groups, -1, seen.shape[2])
+    out = torch.einsum("ngip,goi->ngop", seen, weight).flatten(1, 2)
+    expected = module(x) - module.bias.view(-1, *(1,) * (x.dim() - 2))
+    torch.testing.assert_close(out.reshape(expected.shape), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "kind"),
+    [
+        (nn.Linear(4, 6), (N, 3, 4), "factors"),
+        (nn.Conv2d(4, 6, 3, padding=1, padding_mode="replicate", groups=2), (N, 4, 5, 5), "factors"),
+        (nn.LayerNorm((3, 4)), (N, 2, 3, 4), "vectors"),
+        (nn.GroupNorm(2, 4), (N, 4, 6), "vectors"),
+    ],
+)
+def test_the_size_of_summands_is_their_root_sum_square(
+    module: nn.Module, shape: tuple[int, ...], kind: str
+) -> None:
+    module = module.double()
+    x = torch.randn(*shape, dtype=torch.float64)
+    out = module(x)
+    delta = torch.randn_like(out)
+    layer = kernel_of(module)
+    assert layer is not None
+    piece: Piece = layer(module, x, delta, N)["weight"]
+    if isinstance(piece, Vectors):
+        assert kind == "vectors"
+        normal = F.layer_norm(x, (3, 4), None, None) if x.dim() == 4 else F.group_norm(x, 2)
+        assert piece.size() == pytest.approx(float((normal * delta).norm()), rel=1e-9)
+    else:
+        assert isinstance(piece, Factors)
+        x_NTgi, d = piece.all_inputs(), piece.delta
+        summands = x_NTgi.square().sum(-1) * d.square().sum(-1)
+        assert piece.size() == pytest.approx(float(summands.sum().sqrt()), rel=1e-9)
+
+
+def test_a_subclass_with_its_own_forward_has_no_kernel() -> None:
+    class Same(nn.Linear):
+        pass
+
+    class Other(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    assert kernel_of(Same(2, 3)) is kernel_of(nn.Linear(2, 3))
+    assert kernel_of(Other(2, 3)) is None
+    assert kernel_of(nn.ConvTranspose2d(2, 2, 2)) is None
+    assert kernel_of(nn.Conv2d(2, 2, 2)) is convolution
