@@ -37,7 +37,7 @@ def test_agop_of_embedded_tokens_and_images() -> None:
         [torch.autograd.functional.jacobian(lambda h: net.head(h.flatten().tanh()), row) for row in embedded]
     ).flatten(2)
     torch.testing.assert_close(found, torch.einsum("nci,ncj->ij", J, J) / 6)
-    with pytest.raises(GramError, match="expected real inputs.*int64; of token ids take the embedded"):
+    with pytest.raises(GramError, match=r"expected real inputs.*int64; of token ids take the embedded"):
         input_agop(net, ids)
 
 
