@@ -28,7 +28,10 @@ def check(faults: list[Fault], out: Path, **options: float) -> str:
     findings, log, _ = run_faults(faults, out, **options)
     wrong = []
     for index, fault in enumerate(faults):
-        verdict, why = score(fault, about(fault, index, findings), script)
+        mine = about(fault, index, findings)
+        verdict, why = score(fault, mine, script)
+        if len({f.subject.verdict for f in mine}) < len(mine):
+            wrong.append(f"{fault.name}: said more than once: {[f.claim for f in mine]}")
         if verdict != "right":
             wrong.append(f"{fault.name}: {verdict}: {why}")
     others = {step_of(i, faults[0].world) for i in range(len(faults))}

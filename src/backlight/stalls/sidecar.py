@@ -125,6 +125,7 @@ class Sidecar:
             return False
         if self._quiet.get(one.rank) == board.progress:
             return time.monotonic() >= self._again.get(one.rank, float("inf"))
+        self._again.pop(one.rank, None)
         if self._slow.get(one.rank) == board.phase_since:
             allowed = patience(board, self._limits)
             return allowed is not None and board.still >= allowed
@@ -204,17 +205,18 @@ class Sidecar:
             board = one.board
             if board is None or one.done or (one not in due and one.overdue is None):
                 continue
-            if slow:
-                self._slow[one.rank] = board.phase_since
+            self._slow[one.rank] = board.phase_since  # what goes on after a stall is not slow for that
+            if slow and one.rank == judgement.rank:
                 continue
             self._quiet[one.rank] = board.progress
-            self._slow[one.rank] = board.phase_since  # what goes on after a stall is not slow for that
-            if judgement.verdict is Verdict.UNKNOWN:
+            if slow or judgement.verdict is Verdict.UNKNOWN:
                 self._again[one.rank] = now + 2 * max(board.still, 1.0)
             else:
                 self._again.pop(one.rank, None)
+            if slow:
+                continue  # it waits for one that moves
             self._stalled[one.rank] = Reported(now, board.progress, board.raised)
-        if judgement.verdict is Verdict.UNKNOWN and repeated:
+        if (slow or judgement.verdict is Verdict.UNKNOWN) and repeated:
             return  # said before, and nothing new is known
         if self._compared and judgement.claim.startswith(self._unlike):
             return  # said when it was made, before anything stood still
