@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from backlight.grokking import curves
 from backlight.grokking.curves import DetectionError, Interval
-from backlight.grokking.detection import Detection, GrokkingVerdict, detect
+from backlight.grokking.detection import detect
 from backlight.grokking.thresholds import Thresholds
+from backlight.grokking.verdicts import Detection, GrokkingVerdict
 
 STEPS = np.arange(0, 5001, 10)
 CHANCE, SIZE = 0.043, 265

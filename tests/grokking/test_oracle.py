@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from backlight.grokking.detection import GrokkingVerdict
+from backlight.grokking.verdicts import GrokkingVerdict
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ is there wherever in .9 to .99 the lines are drawn. Everything else has a verdic
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import ArrayLike
 from backlight.grokking import curves
 from backlight.grokking.curves import Curve, DetectionError, Interval
 from backlight.grokking.thresholds import Thresholds
+from backlight.grokking.verdicts import Condition, Detection, GrokkingVerdict, SweepPoint
 
 SWEEP_TRAIN = 4
 """Training accuracies of the sweep, from ``sweep_train_low`` to ``train_accuracy``."""
@@ -28,71 +28,6 @@ NEAR = 1.25
 
 END_SHARE = 0.1
 """Share of the logs that is called the end of a run."""
-
-
-class GrokkingVerdict(enum.StrEnum):
-    """What is said of the accuracies of a run."""
-
-    GROKKING = "grokking"
-    NO_DELAY = "no-delay"
-    MEMORISED = "memorised"
-    NOT_FITTED = "not-fitted"
-    UNSTABLE = "unstable"
-    THRESHOLD_ARTEFACT = "threshold-artefact"
-    INSUFFICIENT_DATA = "insufficient-data"
-    CENSORED = "censored"
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """One condition of the verdict; ``held`` is None where the data cannot tell."""
-
-    name: str
-    expected: str
-    got: str
-    held: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class SweepPoint:
-    """One point of the sweep: its lines, its times, and whether it would be called grokking."""
-
-    train_accuracy: float
-    test_share: float
-    memorised: Interval | None
-    generalised: Interval | None
-    grokking: bool
-
-
-@dataclass(frozen=True)
-class Detection:
-    """A verdict with all that it rests on.
-
-    ``memorised`` and ``generalised`` are intervals (previous log, this log], None where the run never
-    did. ``ratio`` bounds t_generalise / t_memorise from the two intervals; its upper bound is None where
-    there is none. ``test_accuracy`` is the one from which t_generalise is counted, ``memorised_test`` the
-    test accuracy when the run memorised.
-    ``test_size_known`` is False where ``test_size`` is a lower bound read off the values.
-    """
-
-    verdict: GrokkingVerdict
-    strong: bool
-    claim: str
-    memorised: Interval | None
-    generalised: Interval | None
-    ratio: tuple[float, float | None] | None
-    plateau: float | None
-    test_accuracy: float | None
-    memorised_test: float | None
-    chance: float | None
-    test_size: int
-    test_size_known: bool
-    wilson: tuple[float, float] | None
-    logs: tuple[int, int]
-    last_step: int
-    conditions: tuple[Condition, ...] = ()
-    sweep: tuple[SweepPoint, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.grokking.detection import Detection
 from backlight.grokking.reading import TEST
 from backlight.grokking.thresholds import Thresholds
+from backlight.grokking.verdicts import Detection
 from backlight.store.reader import Run, Scalar
 
 LEAST = 12

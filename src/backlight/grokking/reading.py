@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from backlight.grokking.curves import DetectionError
-from backlight.grokking.detection import Detection, detect
+from backlight.grokking.detection import detect
 from backlight.grokking.thresholds import Thresholds
+from backlight.grokking.verdicts import Detection
 from backlight.store.reader import Run
 
 TRAIN, TEST = "train_accuracy", "test_accuracy"

@@ -9,10 +9,10 @@ from typing import Any
 
 from backlight.grokking.change_points import change_points
 from backlight.grokking.curves import DetectionError
-from backlight.grokking.detection import Detection
 from backlight.grokking.following import Following, follow
 from backlight.grokking.reading import TEST, Stated, control_of, detect_run, has_accuracies, stated
 from backlight.grokking.thresholds import Thresholds
+from backlight.grokking.verdicts import Detection
 from backlight.records import to_json
 from backlight.session.judge import thresholds
 from backlight.store.errors import StoreError

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.grokking.curves import DetectionError
-from backlight.grokking.detection import Detection
 from backlight.grokking.following import measures_of
 from backlight.grokking.reading import TEST, TRAIN, Stated, detect_run, stated
+from backlight.grokking.verdicts import Detection
 from backlight.records import to_json
 from backlight.report.overlay import OverlayPage
 from backlight.session.examining import limits_of

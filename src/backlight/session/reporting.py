@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.grokking.curves import Interval
-from backlight.grokking.detection import Detection
+from backlight.grokking.verdicts import Detection
 from backlight.health.groups import GroupError, group_rms
 from backlight.health.scoring import health_series
 from backlight.report.learning import Followed, Learning, Row

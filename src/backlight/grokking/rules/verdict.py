@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 
 from backlight.grokking.curves import DetectionError, Interval
-from backlight.grokking.detection import Detection, GrokkingVerdict
 from backlight.grokking.reading import TEST, TRAIN, detect_run, has_accuracies
 from backlight.grokking.thresholds import Thresholds
+from backlight.grokking.verdicts import Detection, GrokkingVerdict
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.reader import Run
