@@ -19,7 +19,7 @@ import numpy as np
 from backlight.steptime.trace import categories
 from backlight.steptime.trace.events import Integers
 from backlight.steptime.trace.idle import SYNCHRONISING
-from backlight.steptime.trace.intervals import EMPTY, union
+from backlight.steptime.trace.intervals import EMPTY, Union, union
 from backlight.steptime.trace.kinds import short
 from backlight.steptime.trace.phases import PHASES
 from backlight.steptime.trace.timeline import KINDS, Step, Timeline
@@ -83,10 +83,14 @@ class Paths:
         self._launch = (
             np.where(device.launch >= 0, tree.start[device.launch], -1) if len(tree.rows) else device.launch
         )
-        self._phases = [
-            union(tree.start[chosen], tree.end[chosen])
-            for chosen in (timeline.phases == code for code in range(len(PHASES)))
-        ]
+        # Inner phases lie within outer ones and other threads; the specific ones are counted first.
+        self._phases: list[tuple[int, Union]] = []
+        taken = EMPTY
+        for code in sorted(range(len(PHASES)), key=_specific):
+            chosen = timeline.phases == code
+            starts = np.concatenate((taken.start, tree.start[chosen]))
+            taken = union(starts, np.concatenate((taken.end, tree.end[chosen])))
+            self._phases.append((code, taken))
 
     def of(self, step: Step) -> CriticalPath:
         """Walk the path of one step."""
@@ -146,20 +150,22 @@ class Paths:
         self, on_device: Counter[int], host: list[tuple[int, int]], launch: int, synchronisation: int
     ) -> CriticalPath:
         timeline = self._timeline
+        chosen = np.fromiter(on_device.keys(), np.int64, len(on_device))
+        spent = np.fromiter(on_device.values(), np.int64, len(on_device))
         kinds: Counter[str] = Counter()
+        for code in np.unique(timeline.device.kind[chosen]):
+            kinds[KINDS[code].value] += int(spent[timeline.device.kind[chosen] == code].sum())
+        codes, place = np.unique(timeline.events["name"][timeline.device.rows[chosen]], return_inverse=True)
+        by_name = np.zeros(len(codes), np.int64)
+        np.add.at(by_name, place, spent)
         names: Counter[str] = Counter()
-        for event, spent in on_device.items():
-            kinds[KINDS[timeline.device.kind[event]].value] += spent
-            names[short(timeline.name(int(timeline.device.rows[event])))] += spent
+        for code, time in zip(codes.tolist(), by_name.tolist(), strict=True):
+            names[short(timeline.events.words["name"][code])] += time
         starts: Integers = np.array([a for a, _ in host], dtype=np.int64)
         ends: Integers = np.array([b for _, b in host], dtype=np.int64)
         phases: dict[str, int] = {}
-        taken = EMPTY
         done = 0
-        # Inner phases lie within outer ones and other threads; the specific ones are counted first.
-        for code in sorted(range(len(PHASES)), key=_specific):
-            both = self._phases[code]
-            taken = union(np.concatenate((taken.start, both.start)), np.concatenate((taken.end, both.end)))
+        for code, taken in self._phases:
             reached = int(taken.covered(starts, ends).sum())
             if reached > done:
                 phases[PHASES[code].value] = reached - done
