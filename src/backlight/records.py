@@ -162,17 +162,6 @@ class ParameterRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """One measured number with its unit and place; ``measured`` is False where there is none."""
-
-    name: str
-    value: float | int | None
-    unit: str = "1"
-    step: int | None = None
-    measured: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Subject:
     """What a finding is about; a field is None where it does not apply or is not known."""
 

@@ -191,3 +191,22 @@ def test_attach_without_py_spy_says_what_it_cannot_see(monkeypatch: pytest.Monke
     finally:
         child.kill()
         child.wait()
+
+
+def test_attach_where_tracing_is_denied_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_a, **_k: "/bin/false")
+    monkeypatch.setattr(proc, "readable", lambda _pid: False)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        found = attach(child.pid, 0.5)
+        assert found.judgement.verdict is Verdict.UNKNOWN
+        assert "what its threads wait for in the kernel: tracing is denied" in found.unseen
+        assert any("tracing this process is denied here" in what for what in found.unseen)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_only_what_may_be_traced_is_readable() -> None:
+    assert proc.readable(os.getpid())
+    assert proc.readable(999_999_999)  # nobody there is no denial

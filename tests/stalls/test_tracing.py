@@ -70,9 +70,25 @@ def test_a_removed_tracer_says_nothing_more() -> None:
     assert not model.first.weight._post_accumulate_grad_hooks
 
 
+def test_gradients_by_autograd_grad_show_their_modules_and_no_parameter() -> None:
+    model = build()
+
+    def train() -> None:
+        x = torch.randn(5, 4, requires_grad=True)
+        torch.autograd.grad(model(x).pow(2).mean(), x)
+
+    lines = trace(("gradients", "modules"), train)
+    whats = [line["what"] for line in lines]
+    assert whats == ["grad_begin", *["module"] * 4, "grad_end"]
+    assert [short(line["name"]) for line in lines[1:-1]] == ["last", "", "norm", "first"]
+
+
 ALL = ("gradients", "modules", "buckets")
-BY_HAND = {"functional_gradients", "gradients_by_grad"}
-"""Cases without a backward that could be traced."""
+BY_HAND = {
+    "functional_gradients": set[str](),
+    "gradients_by_grad": {"grad_begin", "grad_end", "module"},
+}
+"""What is traced of cases without a backward."""
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -85,7 +101,7 @@ def test_tracing_changes_nothing(name: str) -> None:
     for one, two in zip(alone, ended[0], strict=True):
         assert torch.equal(one.nan_to_num(), two.nan_to_num())
     seen = {line["what"] for line in lines}
-    assert seen == (set() if name in BY_HAND else {"begin", "end", "gradient", "module"})
+    assert seen == BY_HAND.get(name, {"begin", "end", "gradient", "module"})
 
 
 @pytest.mark.parametrize(

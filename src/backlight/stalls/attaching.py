@@ -70,6 +70,8 @@ def attach(pid: int, seconds: float = SECONDS, *, native: bool = True) -> Attach
         "steps, phases, autograd nodes and parameters: the process was not started by backlight",
         "collectives of the ranks: only their Python lines",
     ]
+    if not proc.readable(pid):
+        unseen.append("what its threads wait for in the kernel: tracing is denied")
     if there.dead or there.stopped:
         return _still(pid, there, unseen)
     looks: list[Look] = []

@@ -16,6 +16,8 @@ from backlight.stalls.stacks import Look, from_faulthandler, from_py_spy
 SIGNAL = int(signal.SIGRTMIN) + 5 if hasattr(signal, "SIGRTMIN") else 0
 """The signal that asks a watched process for its stacks: the common user signals belong to others."""
 
+DENIED = "tracing this process is denied here (it needs CAP_SYS_PTRACE, or the same user and ptrace_scope 0)"
+
 _POLL = 0.02
 PATIENCE = 0.6
 
@@ -65,7 +67,8 @@ def py_spy(pid: int, *, native: bool = False, timeout: float = 5.0) -> tuple[Loo
         return None, f"py-spy: {error}"
     if done.returncode:
         lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return None, f"py-spy: {lines[0] if lines else f'exit code {done.returncode}'}"
+        said = f"py-spy: {lines[0] if lines else f'exit code {done.returncode}'}"
+        return None, f"{DENIED} ({said})" if not proc.readable(pid) else said
     try:
         return from_py_spy(json.loads(done.stdout), at), ""
     except (ValueError, AttributeError, TypeError) as error:

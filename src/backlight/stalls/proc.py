@@ -134,6 +134,17 @@ def alive(pid: int) -> bool:
     return found is not None and not found.dead
 
 
+def readable(pid: int) -> bool:
+    """Tell whether the kernel lets us look into a process, as tracing it needs."""
+    try:
+        Path(f"/proc/{pid}/exe").readlink()
+    except PermissionError:
+        return False
+    except OSError:
+        return True  # gone, which is no denial
+    return True
+
+
 def threads(pid: int) -> tuple[Thread, ...]:
     """Return the threads of a process, the main thread first; empty where there is no process."""
     try:

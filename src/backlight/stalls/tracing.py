@@ -106,6 +106,21 @@ class Tracer(Listener):
             text = "backward ends"
         self._line(text + ("; every bucket is reduced" if reduced else ""), "end")
 
+    def grad_begin(self, roots: Sequence[Tensor]) -> None:
+        """Say that gradients are being computed outside a backward; modules show, parameters get nothing."""
+        if self._known != HUB.seen.changes:
+            self._known = HUB.seen.changes
+            self._attach()
+        self._begin = time.perf_counter()
+        self._line("torch.autograd.grad begins", "grad_begin")
+        self._inside = True
+
+    def grad_end(self) -> None:
+        """Say that it is over."""
+        if self._inside:
+            self._inside = False
+            self._line("torch.autograd.grad ends", "grad_end")
+
     def _line(self, text: str, what: str, **payload: Any) -> None:
         seconds = time.perf_counter() - self._begin
         self._emit(f"+{seconds * 1e3:.1f} ms {text}", {"what": what, "seconds": seconds, **payload})
@@ -165,7 +180,7 @@ class Tracer(Listener):
 
         def before(_grads: Any) -> None:
             if not self._inside:
-                return  # gradients by torch.autograd.grad: no backward that has begun
+                return  # a backward that was not seen to begin
             owner = reference()
             name = self._modules.get(id(owner), "") if owner is not None else ""
             self._line(f"module {name or '(no name)'} ({kind})", "module", name=name, type=kind)
