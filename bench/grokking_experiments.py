@@ -19,8 +19,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from backlight.grokking.detection import Detection, detect
+from backlight.grokking.detection import detect
 from backlight.grokking.experiment import EXPERIMENTS, Task
+from backlight.grokking.verdicts import Detection
 
 Log = tuple[int, dict[str, float]]
 Change = dict[str, Any]

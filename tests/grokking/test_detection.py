@@ -136,6 +136,17 @@ def test_true_zeros_are_kept_where_nothing_can_be_guessed() -> None:
     assert not curves.doubted_zeros(zeros, 5, plausible=True).any()
 
 
+def test_a_net_that_falls_below_chance_by_degrees_is_believed() -> None:
+    # As modular polynomials do: from chance to no hit at all while they memorise, and up again.
+    dip = np.clip(np.interp(STEPS, [0, 40, 60, 300, 340, 5000], [0.04, 0.004, 0, 0, 0.004, 0.004]), 0, 1)
+    late = rise(900, 20, low=0.0)
+    test = np.where(STEPS <= 340, np.rint(dip * SIZE) / SIZE, late)
+    assert ((STEPS > 60) & (test == 0)).sum() > 20
+    assert judged(fitted(), test).verdict is GrokkingVerdict.GROKKING
+    jumps = np.where((STEPS > 100) & (STEPS < 600), 0.0, rise(900, 20))  # from chance to 0 at once
+    assert judged(fitted(), jumps).verdict is GrokkingVerdict.INSUFFICIENT_DATA
+
+
 def test_recoveries_from_instability_are_not_grokking() -> None:
     crash = (STEPS > 400) & (STEPS < 900)
     both = np.where(crash, CHANCE, 1.0) * fitted()

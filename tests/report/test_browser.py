@@ -21,9 +21,13 @@ from selenium.webdriver.support.ui import WebDriverWait
 from synthetic import Plan, finding, health_of, write_run
 
 from backlight.records import Evidence, Finding, Made, Severity
-from backlight.report.page import write_report
+from backlight.report.overlay import write_overlay
+from backlight.report.page import render_page, write_page, write_report
 from backlight.report.text import number
+from backlight.session.overlaying import as_page, overlay
+from backlight.session.reporting import source_of
 from backlight.store.reader import Run
+from grokking_runs import Grok, write_grokking_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CHROMEDRIVER = shutil.which("chromedriver")
@@ -459,3 +463,53 @@ def test_numbers_are_written_as_in_the_terminal(show: Open, page: Path) -> None:
     ]
     shown = driver.execute_script(f"{words}; return arguments[0].map((value) => number(value));", values)
     assert shown == [number(float(value)) for value in values]
+
+
+def test_a_run_on_grokking_shows_its_times_and_its_control(show: Open, tmp_path: Path) -> None:
+    run = write_grokking_run(tmp_path / "run")
+    plan = Grok(control="random-labels", control_of=run.run_id, seed=3)
+    write_grokking_run(tmp_path / "control", plan)
+    source = source_of(run)
+    driver = show(write_page(render_page(source), tmp_path / "page.html"))
+    titles = [title.text for title in driver.find_elements(By.CSS_SELECTOR, ".panel h2")]
+    assert titles[:5] == [
+        "Learning curves",
+        "Verdict on grokking",
+        "Progress measures",
+        "What goes with the test accuracy",
+        "Spectrum over time",
+    ]
+    legend = driver.find_element(By.CSS_SELECTOR, "#panel-learning_curves .legend").text
+    assert {"memorised (30, 40]", "generalised (990, 1,000]", "test accuracy, control"} <= set(
+        legend.splitlines()
+    )
+    gaps = driver.find_element(By.ID, "not-measured").text
+    assert "Rooms not watched" in gaps
+    assert "Exponent histogram" not in gaps
+    table = driver.find_element(By.CSS_SELECTOR, "#panel-correlations table").text
+    assert "follows, and the control does not" in table
+    assert "the control shows the same" in table
+    assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    # The stretch of the second time is painted: its column of pixels is green where its neighbour is white.
+    green = driver.execute_script(
+        "const c = document.querySelector('#panel-learning_curves canvas');"
+        "const d = c.getContext('2d').getImageData(0, Math.round(c.height / 3), c.width, 1).data;"
+        "let n = 0; for (let i = 0; i < d.length; i += 4) "
+        "n += d[i + 3] > 0 && d[i + 1] > d[i] + 20 && d[i + 1] > d[i + 2]; return n;"
+    )
+    assert 2 <= green <= 40
+    driver.find_element(By.LINK_TEXT, "user/test_accuracy").click()
+    assert driver.execute_script("return document.activeElement.id") == "panel-learning_curves"
+
+
+def test_runs_over_each_other_are_one_page(show: Open, tmp_path: Path) -> None:
+    runs = [
+        write_grokking_run(tmp_path / name, Grok(generalises=at)) for name, at in (("a", 900), ("b", 1300))
+    ]
+    target = write_overlay(as_page(overlay(runs, align=True)), tmp_path / "page.html")
+    driver = show(target)
+    assert driver.find_element(By.ID, "headline").text == "2 runs over each other"
+    charts = driver.find_elements(By.CSS_SELECTOR, ".uplot")
+    assert len(charts) > 15
+    legend = driver.find_element(By.CSS_SELECTOR, "#panel-learning .legend").text
+    assert set(legend.splitlines()) >= {"a", "b"}

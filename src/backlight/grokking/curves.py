@@ -152,20 +152,23 @@ def least_size(curve: Curve) -> int:
     return max(0, len(np.unique(curve.values)) - 1)
 
 
-def doubted_zeros(curve: Curve, logs: int, *, plausible: bool) -> NDArray[np.bool_]:
+def doubted_zeros(curve: Curve, logs: int, *, plausible: bool, low: float = 0.0) -> NDArray[np.bool_]:
     """Mark the logs ``[S]`` whose accuracy of exactly 0 looks filled in where nothing was measured.
 
-    A stretch of ``logs`` zeros is doubted unless a net may well hit nothing (``plausible``); so is a
-    stretch of any length between two values of at least a quarter, which no net falls to and leaves at
-    once; and where there are two such falls, every zero is.
+    A stretch of ``logs`` zeros is doubted unless a net may well hit nothing (``plausible``), or the
+    values next to it are at most ``low``: a net that memorises may fall below chance, by degrees. A
+    stretch of any length between two values of at least a quarter is doubted, which no net falls to and
+    leaves at once; and where there are two such falls, every zero is.
     """
     zero = curve.values == 0
     doubted = np.zeros(len(curve), np.bool_)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], zero, [False]]).astype(np.int8)))
     falls = 0
     for start, stop in zip(edges[::2], edges[1::2], strict=True):
-        fell = start > 0 and stop < len(curve) and min(curve.values[start - 1], curve.values[stop]) >= 0.25
+        beside = [float(curve.values[row]) for row in (start - 1, stop) if 0 <= row < len(curve)]
+        fell = len(beside) == 2 and min(beside) >= 0.25
         falls += fell
-        if fell or (stop - start >= logs and not plausible):
+        by_degrees = bool(beside) and max(beside) <= low
+        if fell or (stop - start >= logs and not plausible and not by_degrees):
             doubted[start:stop] = True
     return zero if falls >= 2 else doubted

@@ -131,7 +131,7 @@ class _Judge:
         if self.known_chance and size:
             likely = (1 - self.known_chance) ** size
         plausible = likely >= self.limits.zero_probability
-        doubted = curves.doubted_zeros(curve, self.limits.zero_logs, plausible=plausible)
+        doubted = curves.doubted_zeros(curve, self.limits.zero_logs, plausible=plausible, low=self.chance / 2)
         if doubted.any():
             self.notes.append(
                 f"{name}: {int(doubted.sum())} of {len(curve)} logs are exactly 0 as if filled in where "
