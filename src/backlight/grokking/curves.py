@@ -156,7 +156,8 @@ def doubted_zeros(curve: Curve, logs: int, *, plausible: bool, low: float = 0.0)
     """Mark the logs ``[S]`` whose accuracy of exactly 0 looks filled in where nothing was measured.
 
     A stretch of ``logs`` zeros is doubted unless a net may well hit nothing (``plausible``), or the
-    values next to it are at most ``low``: a net that memorises may fall below chance, by degrees. A
+    values next to it are at most ``low``: a net that memorises may fall below chance, by degrees, but an
+    untrained one, at the first log, is at chance. A
     stretch of any length between two values of at least a quarter is doubted, which no net falls to and
     leaves at once; and where there are two such falls, every zero is.
     """
@@ -168,7 +169,7 @@ def doubted_zeros(curve: Curve, logs: int, *, plausible: bool, low: float = 0.0)
         beside = [float(curve.values[row]) for row in (start - 1, stop) if 0 <= row < len(curve)]
         fell = len(beside) == 2 and min(beside) >= 0.25
         falls += fell
-        by_degrees = bool(beside) and max(beside) <= low
+        by_degrees = start > 0 and max(beside) <= low
         if fell or (stop - start >= logs and not plausible and not by_degrees):
             doubted[start:stop] = True
     return zero if falls >= 2 else doubted
