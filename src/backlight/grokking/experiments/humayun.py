@@ -160,6 +160,5 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
-        expects="no-delay",
     ),
 )

@@ -60,8 +60,10 @@ class Settings:
 
 
 CI = Settings(
-    data=Data(train_size=30),
-    training=Training(steps=6000, embedding_lr=1e-3, decoder_lr=1e-3, log_every=20, thorough_every=20),
+    data=Data(train_size=36),
+    training=Training(
+        steps=3000, embedding_lr=5e-3, decoder_lr=3e-4, decoder_decay=1.0, log_every=20, thorough_every=20
+    ),
 )
 
 

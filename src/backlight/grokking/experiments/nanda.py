@@ -63,9 +63,9 @@ class Settings:
 
 
 CI = Settings(
-    data=Data(p=29, train_share=0.4),
+    data=Data(p=29, train_share=0.5),
     model=Model(width=64, heads=4, hidden=256),
-    training=Training(steps=5000, lr=3e-3, log_every=25, thorough_every=100),
+    training=Training(steps=2000, lr=3e-3, weight_decay=2.0, log_every=20, thorough_every=100),
 )
 
 

@@ -66,9 +66,9 @@ class Settings:
 
 
 CI = Settings(
-    data=Data(operation="add", p=29, train_share=0.6),
+    data=Data(operation="add", p=29, train_share=0.8),
     model=Model(kind="pairs", width=128),
-    training=Training(steps=8000, batch_size=0, lr=3e-3, log_every=10, thorough_every=100),
+    training=Training(steps=5000, batch_size=0, lr=5e-3, log_every=10, thorough_every=100),
 )
 
 
