@@ -95,7 +95,9 @@ def run_array(path: Path, name: str) -> dict[int, np.ndarray]:
     return dict(zip(steps.tolist(), values, strict=True))
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "signal_number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
 def test_a_killed_run_goes_on_to_the_same_numbers(whole: Path, tmp_path: Path, signal_number: int) -> None:
     path = tmp_path / "killed"
     slow = (

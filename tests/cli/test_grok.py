@@ -1,0 +1,182 @@
+"""``backlight grok``: the commands as a user types them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import backlight
+from backlight.cli import app as application
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call the command line and return exit code, output and errors."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as leaving:
+            application.main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return int(leaving.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+LIGHT = ("--set", "measures.vectors=0", "--set", "measures.window=0")
+SMALL = ("--set", "keeping.disk_free=0", "--set", "keeping.flush_seconds=0.2")
+
+
+def test_list_and_config(command: Run, tmp_path: Path) -> None:
+    code, out, _ = command("grok", "list")
+    assert code == 0
+    assert "nanda" in out
+    assert "2301.05217" in out
+    found = json.loads(command("grok", "list", "--json")[1])
+    assert {"name", "title", "arxiv", "claim", "expects"} <= set(found[0])
+    code, out, _ = command("grok", "config", "nanda", "--preset", "paper", "--set", "training.lr=0.5")
+    assert code == 0
+    assert "lr: 0.5" in out
+    assert "p: 113" in out
+    (tmp_path / "file.yaml").write_text(command("grok", "config", "oracle", "--steps", 70)[1])
+    code, out, errors = command("grok", "estimate", tmp_path / "file.yaml", "--json")
+    assert code == 0, errors
+    assert next(part for part in json.loads(out)["parts"] if part["name"] == "training")["times"] == 70
+
+
+def test_a_run_from_start_to_export(command: Run, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    code, out, errors = command(
+        "grok", "run", "nanda", "--preset", "ci", "--steps", 50, *SMALL, "--out", path
+    )
+    assert code == 0, errors
+    assert out.strip() == str(path)
+    assert "nanda 50/50  loss" in errors
+    assert "accuracy" in errors
+    run = backlight.open_run(path)
+    assert run.scalar("train_accuracy", "user").steps.tolist() == [0, 25, 50]
+    code, _, errors = command("grok", "run", "nanda", "--steps", 50, *SMALL, "--out", path)
+    assert code == 2
+    assert "holds a run already" in errors
+    assert errors.count("\n") == 1
+    code, _, errors = command("grok", "run", "--out", path, "--resume", "--seed", 3)
+    assert code == 2
+    assert "seed is 3, was 0" in errors
+    code, _, errors = command("grok", "run", "--out", path, "--resume", "--steps", 75)
+    assert code == 0, errors
+    assert backlight.open_run(path).scalar("train_accuracy", "user").steps.tolist() == [0, 25, 50, 75]
+    assert command("export", path, tmp_path / "out.h5")[0] == 0
+    run = backlight.open_run(path)
+    with h5py.File(tmp_path / "out.h5") as file:
+        stored = {str(g.attrs["name"]): g for g in file["arrays"].values() if "name" in g.attrs}
+        name = next(n for n in stored if n.startswith("gradient/"))
+        steps, values = run.array(name)
+        assert np.array_equal(stored[name]["step"][()], steps)
+        assert np.array_equal(stored[name]["value"][()], np.stack(values))
+    assert command("report", path, "--out", tmp_path / "page.html")[0] == 0
+
+
+def test_the_control_runs_beside_the_run(command: Run, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    code, _, errors = command(
+        "grok", "run", "oracle", "--steps", 20, *SMALL, "--control", "random-labels", "--out", path
+    )
+    assert code == 0, errors
+    (told,) = backlight.open_run(tmp_path / "run-random-labels").events("grokking")
+    assert (told.payload["control"], told.payload["control_of"]) == ("random-labels", "run")
+    (told,) = backlight.open_run(path).events("grokking")
+    assert (told.payload["control"], told.payload["control_of"]) == ("", "")
+    mine, other = (
+        backlight.open_run(p).array("gradient/unembed.weight")[1][0]
+        for p in (path, tmp_path / "run-random-labels")
+    )
+    assert not np.array_equal(mine, other)
+
+
+def test_estimate_says_what_does_not_fit(command: Run) -> None:
+    code, out, errors = command("grok", "estimate", "oracle", "--set", "keeping.disk_free=900000000000000")
+    assert code == 0, errors
+    assert "Not even scalars alone fit" in out
+    code, out, _ = command("grok", "estimate", "oracle", "--set", "keeping.disk_free=0", "--json")
+    found = json.loads(out)
+    assert found["tier"] == "full factors"
+    assert {part["name"] for part in found["parts"]} >= {"training", "gram", "window", "vectors"}
+    assert found["disk_bytes"] == sum(part["disk_bytes"] for part in found["parts"])
+
+
+def test_a_run_that_does_not_fit_is_refused(command: Run, tmp_path: Path) -> None:
+    huge = ("--set", "keeping.disk_free=900000000000000")
+    code, _, errors = command("grok", "run", "oracle", *huge, "--degrade", "--out", tmp_path / "run")
+    assert code == 2
+    assert "does not fit, even with scalars alone" in errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_script_for_a_cluster(command: Run, tmp_path: Path) -> None:
+    file = tmp_path / "job.sh"
+    code, out, errors = command(
+        "grok", "run", "oracle", *SMALL, "--seeds", "0-2", "--slurm", "partition=gpu",
+        "--slurm-script", file, "--out", tmp_path / "runs",
+    )  # fmt: skip
+    assert code == 0, errors
+    assert out.strip() == str(file)
+    text = file.read_text()
+    for wanted in ("#SBATCH --partition=gpu", "#SBATCH --array=0-2", "#SBATCH --mem=", "--seed 2", "seed-2"):
+        assert wanted in text
+
+
+@pytest.mark.full
+def test_a_sweep_has_a_folder_for_each_run(command: Run, tmp_path: Path) -> None:
+    line = ("grok", "run", "oracle", "--steps", 10, *SMALL, "--seeds", "0,1", "--out", tmp_path)
+    code, out, errors = command(*line)
+    assert code == 0, errors
+    assert {Path(text).name for text in out.split()} == {"seed-0", "seed-1"}
+    losses = [
+        backlight.open_run(tmp_path / f"seed-{i}").scalar("train_loss", "user").values[0] for i in (0, 1)
+    ]
+    assert losses[0] != losses[1]
+    assert command(*line)[1].count("(was finished)") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run",), "no experiment is named"),
+        (("run", "nnada"), "did you mean 'nanda'?"),
+        (("run", "oracle", "--set", "training.lrr=1"), "did you mean 'training.lr'?"),
+        (("run", "oracle", "--out", "nowhere", "--resume"), "nowhere: holds no configuration"),
+        (("estimate", "nofile.yaml"), "nofile.yaml: cannot be read"),
+        (("config", "oracle", "--preset", "big"), "preset 'big': expected ci or paper"),
+    ],
+)
+def test_refusals_are_one_line(arguments: tuple[str, ...], message: str, command: Run) -> None:
+    code, _, errors = command("grok", *arguments)
+    assert code == 2
+    assert message in errors
+    assert errors.count("\n") == 1
+    assert "Traceback" not in errors
+
+
+def test_the_surface_is_frozen() -> None:
+    import typer
+
+    application._load()
+    group = typer.main.get_command(application.app).commands["grok"]
+    surface = {
+        name: sorted(o for parameter in found.params for o in parameter.opts if o.startswith("--"))
+        for name, found in group.commands.items()
+    }
+    expected = {
+        "config": ["--preset", "--seed", "--set", "--steps"],
+        "estimate": ["--device", "--json", "--out", "--preset", "--seed", "--set", "--steps"],
+        "list": ["--json"],
+        "run": ["--config", "--control", "--degrade", "--device", "--jobs", "--out", "--preset", "--resume",
+                "--seed", "--seeds", "--set", "--slurm", "--slurm-script", "--steps", "--sweep"],
+    }  # fmt: skip
+    assert {name: surface[name] for name in expected} == expected
