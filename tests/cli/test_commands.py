@@ -174,7 +174,7 @@ def test_the_surface_is_frozen() -> None:
         "doctor": ["--json"],
         "export": ["--overwrite"],
         "findings": ["--fail-on", "--json"],
-        "report": ["--bundle", "--format", "--out"],
+        "report": ["--bundle", "--format", "--out", "--plots"],
         "run": ["--config", "--every", "--exact-updates", "--group", "--histogram", "--max-disk", "--out",
                 "--per-backward", "--rooms", "--stall", "--steps", "--trace"],
     }  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 from backlight.cli import app as application
 from backlight.session.overlaying import overlay
 from backlight.store.reader import open_run
+from backlight.store.writer import RunWriter
 from grokking_runs import Grok, write_grokking_run
 
 Command = Callable[..., tuple[int, str, str]]
@@ -136,6 +137,21 @@ def test_compare_refuses_in_one_line(
     assert errors.count("\n") == 1
 
 
+def test_what_a_run_says_of_itself_is_text(command: Command, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        writer = RunWriter.create(tmp_path / name, rooms=("grokking",))
+        writer.event(0, "grokking", {"experiment": "[red]x[/nope]\x1b[31m", "control": "", "chance": 0.1})
+        for step in range(20):
+            values = {"train_accuracy": 1.0, "test_accuracy": 0.1 + step / 100, "progress/[bold]": 1.0}
+            writer.scalars(step, values, source="user")
+        writer.close()
+    for arguments in (("detect", tmp_path / "one"), ("compare", tmp_path / "one", tmp_path / "two")):
+        code, out, errors = command("grok", *arguments)
+        assert (code, errors) == (0, "")
+        assert "[red]x[/nope]\\x1b[31m" in out
+        assert "\x1b" not in out
+
+
 def test_two_folders_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
     other = write_grokking_run(tmp_path / "oracle", Grok(steps=300))
     laid = overlay([open_run(runs / "oracle"), other])
@@ -151,3 +167,18 @@ def test_report_writes_pictures(command: Command, runs: Path, tmp_path: Path) ->
     assert Path(page) == tmp_path / "page.html"
     assert {Path(p).suffix for p in pictures} == {".svg", ".png"}
     assert all(Path(p).is_file() for p in pictures)
+
+
+def test_the_surface_is_frozen() -> None:
+    import typer
+
+    application._load()
+    group = typer.main.get_command(application.app).commands["grok"].commands
+    surface = {
+        name: sorted(o for p in group[name].params for o in p.opts if o.startswith("--"))
+        for name in ("detect", "compare")
+    }
+    assert surface == {
+        "detect": ["--chance", "--control", "--json", "--test-size"],
+        "compare": ["--align", "--json", "--measure", "--out"],
+    }

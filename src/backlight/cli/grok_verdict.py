@@ -33,7 +33,8 @@ def print_examined(found: Examined, console: Console) -> None:
         table = _table("condition", "expected", "got", "")
         for condition in detection.conditions:
             word, style = _MARKS[condition.held]
-            table.add_row(condition.name, condition.expected, condition.got, Text(word, style))
+            cells = (condition.name, condition.expected, condition.got)
+            table.add_row(*(Text(cell) for cell in cells), Text(word, style))
         console.print(table)
     if detection.sweep:
         held = sum(point.grokking for point in detection.sweep)
@@ -108,8 +109,8 @@ def print_overlaid(overlaid: Overlaid, console: Console) -> None:
             if detection is None
             else (_verdict(detection), *(str(t or "") for t in (detection.memorised, detection.generalised)))
         )
-        verdict = times[0] or "not judged"
-        table.add_row(Text(visible(name)), visible(facts.experiment), facts.control, verdict, *times[1:])
+        cells = (name, facts.experiment, facts.control, times[0] or "not judged", *times[1:])
+        table.add_row(*(Text(visible(cell)) for cell in cells))
     console.print(table)
     for name in overlaid.left_out:
         console.print(Text(f"  {visible(name)} never generalised and cannot be aligned.", "yellow"))
