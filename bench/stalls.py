@@ -111,7 +111,7 @@ def suite(*, everything: bool) -> Table:
             run = Path(folder) / "run"
             findings, _, _ = run_faults(faults, run)
             for index, fault in enumerate(faults):
-                mine = about(fault, index, findings)
+                mine = about(fault, index, findings, alone=len(faults) == 1)
                 verdict, why = score(fault, mine, script)
                 counts[verdict] += 1
                 after = lateness(mine, run)

@@ -28,7 +28,7 @@ def check(faults: list[Fault], out: Path, **options: float) -> str:
     findings, log, _ = run_faults(faults, out, **options)
     wrong = []
     for index, fault in enumerate(faults):
-        mine = about(fault, index, findings)
+        mine = about(fault, index, findings, alone=len(faults) == 1)
         verdict, why = score(fault, mine, script)
         if len({f.subject.verdict for f in mine}) < len(mine):
             wrong.append(f"{fault.name}: said more than once: {[f.claim for f in mine]}")
@@ -136,7 +136,7 @@ def test_a_machine_with_too_much_to_do_makes_no_verdict_wrong(names: tuple[str, 
         for process in load:
             process.kill()
             process.wait()
-    scores = [score(f, about(f, index, findings), script) for index, f in enumerate(faults)]
+    scores = [score(f, about(f, index, findings, alone=False), script) for index, f in enumerate(faults)]
     assert [s for s in scores if s[0] == "wrong"] == [], log
     assert sum(s[0] == "right" for s in scores) >= len(scores) // 2, log
 

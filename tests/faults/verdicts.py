@@ -41,6 +41,7 @@ class Fault:
     slow: bool = False
     says: str = ""
     twin: str = "all"
+    builds: bool = False
 
     @property
     def argument(self) -> str:
@@ -72,8 +73,8 @@ ONE = (
     Fault("worker_killed", None, alone=True, slow=True),
     Fault("forward", "PHASE", phase="forward", line="forward"),
     Fault("between", "PHASE", phase="other", line="between"),
-    Fault("nodes", "SLOW", alone=True, says=r"backward [\d,]+ of [\d,]+ nodes"),
-    Fault("checkpointed", "SLOW", alone=True, slow=True),
+    Fault("nodes", "SLOW", alone=True, builds=True, says=r"backward [\d,]+ of [\d,]+ nodes"),
+    Fault("checkpointed", "SLOW", alone=True, slow=True, builds=True),
     Fault("evaluation", None),
     Fault("save", None),
     Fault("compile", None, alone=True, slow=True),
@@ -250,9 +251,9 @@ def wait_for_sidecar(place: Path, seconds: float = 10.0) -> None:
         time.sleep(0.1)
 
 
-def about(fault: Fault, index: int, findings: list[Finding]) -> list[Finding]:
+def about(fault: Fault, index: int, findings: list[Finding], *, alone: bool) -> list[Finding]:
     """Return what was said of the fault with this number on the command line: all, where it was alone."""
-    if fault.lasting:
+    if alone and fault.lasting:
         return findings
     return [f for f in findings if f.subject.step == step_of(index, fault.world)]
 
@@ -263,7 +264,11 @@ def score(fault: Fault, findings: list[Finding], script: Path) -> tuple[str, str
         return ("right", "silent") if not findings else ("wrong", f"said {findings[0].claim}")
     if not findings:
         return "undetermined", "nothing was said"
-    scores = [_score(fault, finding, script) for finding in findings]
+    # The graph of a long backward may take longer to build than the tests allow a forward, which is true.
+    about_it = [f for f in findings if not (fault.builds and f.subject.phase == "forward")]
+    if not about_it:
+        return "undetermined", findings[0].claim
+    scores = [_score(fault, finding, script) for finding in about_it]
     order = ("wrong", "right", "undetermined")
     return min(scores, key=lambda s: order.index(s[0]))
 

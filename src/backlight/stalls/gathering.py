@@ -30,6 +30,9 @@ SILENT = 0.7
 BETWEEN_DUMPS = 0.3
 MOST_DUMPS = 6
 _HISTORY = 240
+LET_GO = 10
+"""Tenths of a second that a process has to go on after native stacks were taken of it."""
+
 WAITING = {"a sleep": "sleep"}
 
 
@@ -53,6 +56,7 @@ class Rank:
         self._process: proc.Process | None = None
         self._memory_kills = proc.killed_for_memory()
         self._ending: Ending | None = None
+        self._asked_native = False
 
     def poll(self, *, closely: bool = False) -> None:
         """Read the board; take CPU times and, where needed, a dump, when something looks wrong."""
@@ -184,6 +188,7 @@ class Rank:
         """Take native stacks with py-spy, which pauses the process for each."""
         if self.board is None or self.ended:
             return
+        self._asked_native = True
         for _ in range(times):
             look, reason = dumps.py_spy(self.board.pid, native=True, timeout=2.0)
             if look is None:
@@ -215,7 +220,7 @@ class Rank:
             wait=proc.waits_for(board.pid, own) if board is not None and own and not self.ended else "",
             ended=self.ended if self.died else "",
             ended_at=self.ended_at,
-            stopped=process is not None and process.stopped,
+            stopped=process is not None and process.stopped and self._stays_stopped(process.pid),
             names=tuple(
                 rendezvous.read_document(rendezvous.document_path(self._place, self.rank, "names")) or ()
             ),
@@ -228,6 +233,15 @@ class Rank:
             ending=self.ending,
             told=self.told_to_end,
         )
+
+    def _stays_stopped(self, pid: int) -> bool:
+        """Tell whether a stopped process stays so: py-spy, where we ran it, stops it for a moment."""
+        for _ in range(LET_GO if self._asked_native else 0):
+            time.sleep(0.1)
+            found = proc.process(pid)
+            if found is None or not found.stopped:
+                return False
+        return True
 
     def history(self) -> tuple[BoardState, ...]:
         """Return the readings of the present phase, for a rate."""

@@ -174,7 +174,7 @@ class Sidecar:
     def _examine(self, due: list[Rank]) -> None:
         judgement, views = self._judge(due)
         if judgement is not None and judgement.verdict is Verdict.UNKNOWN and not judgement.waits:
-            unclear = [self._ranks[judgement.rank]] if judgement.rank in self._ranks else due[:1]
+            unclear = [r for r in self._ranks.values() if r.rank == judgement.rank]
             late = max((r.overdue or 0.0 for r in due), default=0.0)
             if late < HOLD and not all(r.looked for r in unclear):
                 return  # on a machine with too much to do looks take their time

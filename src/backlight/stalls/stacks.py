@@ -190,6 +190,9 @@ def place(stack: ThreadStack) -> Frame | None:
 
 _COMPILING = (
     "torch/_dynamo/convert_frame.py",
+    "torch/_dynamo/symbolic_convert.py",
+    "torch/fx/experimental/proxy_tensor.py",
+    "torch/_subclasses/fake_tensor.py",
     "torch/_inductor/graph.py",
     "torch/_inductor/scheduler.py",
     "torch/_inductor/async_compile.py",

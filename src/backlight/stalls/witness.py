@@ -41,7 +41,7 @@ PROBES = 5
 PROBE = 0.001
 """Seconds of sleep between two questions for the interpreter lock."""
 
-DEEPEST = 48
+DEEPEST = 120
 USERS = 12
 """Frames of the user's own code that a look at the building of a graph keeps."""
 
