@@ -83,6 +83,8 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
 def _save(panel: Panel, added: str, figure: Figure, folder: Path, formats: Sequence[str]) -> list[Path]:
     name = f"{panel.name}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', added)}" if added else panel.name
     written = []
+    figure.draw_without_rendering()  # lays it out, once for all formats
+    figure.set_layout_engine("none")
     for form in formats:
         target = folder / f"{name}.{form}"
         meta = {"Date": None} if form == "svg" else None
