@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -97,7 +98,28 @@ def lateness(findings: list[Finding], run: Path) -> float | None:
     return None
 
 
-def suite(*, everything: bool) -> Table:
+def launched(faults: list[Fault]) -> tuple[list[tuple[Fault, str, str, float | None]], list[Finding], int]:
+    """Run faults and their twins.
+
+    Returns fault, score, claim and lateness of each; what was said of the twins; and the number of twins.
+    """
+    script = HERE / ("trainings.py" if faults[0].world == 1 else "ranks.py")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        findings, _, _ = run_faults(faults, run)
+        for index, fault in enumerate(faults):
+            mine = about(fault, index, findings, alone=len(faults) == 1)
+            rows.append((fault, *score(fault, mine, script), lateness(mine, run)))
+    kept = [f for f in faults if f.world > 1 or not f.lasting]
+    if not kept:
+        return rows, [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        said, _, _ = run_faults(kept, Path(folder) / "run", seconds=0.02, twin=kept[0].lasting)
+    return rows, said, len(kept)
+
+
+def suite(*, everything: bool, jobs: int) -> Table:
     """Run the fault suite and return the table of its score."""
     table = Table(title="verdicts on planted faults")
     for column in ("fault", "ranks", "expected", "score", "late", "what was said"):
@@ -105,30 +127,19 @@ def suite(*, everything: bool) -> Table:
     counts = {"right": 0, "undetermined": 0, "wrong": 0}
     late: list[float] = []
     silent = twins = 0
-    for faults in launches(everything=everything):
-        script = HERE / ("trainings.py" if faults[0].world == 1 else "ranks.py")
-        with tempfile.TemporaryDirectory() as folder:
-            run = Path(folder) / "run"
-            findings, _, _ = run_faults(faults, run)
-            for index, fault in enumerate(faults):
-                mine = about(fault, index, findings, alone=len(faults) == 1)
-                verdict, why = score(fault, mine, script)
+    with ThreadPoolExecutor(jobs) as pool:
+        for rows, findings, number in pool.map(launched, launches(everything=everything)):
+            for fault, verdict, why, after in rows:
                 counts[verdict] += 1
-                after = lateness(mine, run)
                 late += [] if after is None else [after]
                 said = "" if after is None else f"{after:.1f} s"
                 table.add_row(
                     fault.name, str(fault.world), fault.verdict or "silence", verdict, said, why[:100]
                 )
-        kept = [f for f in faults if f.world > 1 or not f.lasting]
-        if kept:
-            with tempfile.TemporaryDirectory() as folder:
-                lasting = kept[0].lasting
-                findings, _, _ = run_faults(kept, Path(folder) / "run", seconds=0.02, twin=lasting)
-            twins += len(kept)
-            silent += len(kept) if not findings else 0
+            twins += number
+            silent += 0 if findings else number
             for finding in findings:
-                table.add_row("twin", str(faults[0].world), "silence", "wrong", "", finding.claim[:100])
+                table.add_row("twin", "", "silence", "wrong", "", finding.claim[:100])
     total = sum(counts.values())
     table.caption = f"{total} faults: " + ", ".join(
         f"{n} {w} ({100 * n / total:.1f} %)" for w, n in counts.items()
@@ -148,19 +159,22 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--block", type=int, default=12)
     parser.add_argument("--no-suite", action="store_true")
+    parser.add_argument("--no-cost", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time: more make a busy machine")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console()
-    cost = Table(title="what the room costs while nothing stalls")
-    cost.add_column("what")
-    cost.add_column("value", justify="right")
-    cost.add_row("one beat (the hook of a parameter)", f"{beat_cost():.0f} ns")
-    low, middle, high = statistics.quantiles(added_time(options.pairs, options.block), n=4)
-    cost.add_row("added to a step of the demo model, median", f"{(middle - 1) * 100:+.2f} %")
-    cost.add_row("quartiles over pairs of blocks", f"{(low - 1) * 100:+.2f} … {(high - 1) * 100:+.2f} %")
-    console.print(cost)
+    if not options.no_cost:
+        cost = Table(title="what the room costs while nothing stalls")
+        cost.add_column("what")
+        cost.add_column("value", justify="right")
+        cost.add_row("one beat (the hook of a parameter)", f"{beat_cost():.0f} ns")
+        low, middle, high = statistics.quantiles(added_time(options.pairs, options.block), n=4)
+        cost.add_row("added to a step of the demo model, median", f"{(middle - 1) * 100:+.2f} %")
+        cost.add_row("quartiles over pairs of blocks", f"{(low - 1) * 100:+.2f} … {(high - 1) * 100:+.2f} %")
+        console.print(cost)
     if not options.no_suite:
-        console.print(suite(everything=options.all))
+        console.print(suite(everything=options.all, jobs=options.jobs))
 
 
 if __name__ == "__main__":

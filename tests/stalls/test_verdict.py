@@ -219,7 +219,13 @@ def test_evaluation_and_checkpoints_are_exempt(phase: Phase, stall: float | None
 
 @pytest.mark.parametrize(
     "file",
-    ["/x/torch/_dynamo/convert_frame.py", "/x/torch/_inductor/codecache.py", "/x/torch/_inductor/graph.py"],
+    [
+        "/x/torch/_dynamo/convert_frame.py",
+        "/x/torch/_inductor/codecache.py",
+        "/x/torch/_inductor/graph.py",
+        "/x/torch/_inductor/fx_passes/post_grad.py",
+        "/x/torch/fx/experimental/proxy_tensor.py",
+    ],
 )
 def test_compilation_is_exempt(file: str) -> None:
     state = board(phase=Phase.FORWARD, beat=0, phase_since=0, stall=1.0)
@@ -227,6 +233,21 @@ def test_compilation_is_exempt(file: str) -> None:
         judge(view(state, looks=looks(Frame("/x/pickle.py", 1, "dumps"), Frame(file, 2, "f"), TOP)), LIMITS)
         is None
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "silent"),
+    [
+        ("/x/torch/_inductor/compile_fx.py", "compile_fx_backward", True),
+        ("/x/torch/_inductor/compile_fx.py", "cudagraphify.<locals>.run", False),
+        ("/x/torch/_inductor/output_code.py", "CompiledFxGraph.__call__", False),
+    ],
+)
+def test_backward_that_compiles_is_exempt_and_one_that_runs_compiled_code_is_not(
+    file: str, function: str, silent: bool
+) -> None:
+    stacks = looks(Frame("/x/pickle.py", 1, "dumps"), Frame(file, 2, function), ENGINE, TOP)
+    assert (judge(view(looks=stacks, wait="a lock"), LIMITS) is None) is silent
 
 
 def test_dead_and_stopped_come_first() -> None:

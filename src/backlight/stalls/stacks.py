@@ -194,6 +194,11 @@ _COMPILING = (
     "torch/fx/experimental/proxy_tensor.py",
     "torch/_subclasses/fake_tensor.py",
     "torch/_inductor/graph.py",
+    "torch/_inductor/fx_passes/",
+    "torch/_inductor/pattern_matcher.py",
+    "torch/_inductor/lowering.py",
+    "torch/_inductor/ir.py",
+    "torch/_inductor/codegen/",
     "torch/_inductor/scheduler.py",
     "torch/_inductor/async_compile.py",
     "torch/_inductor/codecache.py",
@@ -210,7 +215,9 @@ _REDUCER = ("torch/nn/parallel/distributed.py",)
 def compiling(stack: ThreadStack) -> bool:
     """Tell whether a thread is inside a compiler of torch, or loads it, which may take minutes."""
     loads = _has(stack.frames, ("<frozen importlib",)) and _has(stack.frames, _COMPILERS)
-    return loads or _has(stack.frames, _COMPILING)
+    # The same file holds what runs compiled code: its functions tell.
+    inside = any("torch/_inductor/compile_fx.py" in f.file and "compile" in f.function for f in stack.frames)
+    return loads or inside or _has(stack.frames, _COMPILING)
 
 
 def in_collective(stack: ThreadStack) -> bool:
