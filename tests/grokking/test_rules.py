@@ -88,17 +88,22 @@ def test_a_disk_warning_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_failed_gate_is_a_warning_and_another_gap_a_remark(tmp_path: Path) -> None:
-    gate = {"what": "gram/model", "reason": "coverage of head.weight is .3, expected 1"}
+    def gate(name: str, got: float) -> dict[str, object]:
+        return {"what": "gram", "reason": f"gram: the coverage of parameter '{name}' failed: got {got:.6g}"}
+
     other = {"what": "agop", "reason": "token ids have no input gradient"}
     strange = {"what": "phase/forward", "reason": "not ours"}
     run = noted(
-        tmp_path / "run", *((step, "unmeasured", gate) for step in range(4)),
-        (0, "unmeasured", other), (0, "unmeasured", strange),
+        tmp_path / "run", *((step, "unmeasured", gate("blocks.0.up", step / 7)) for step in range(4)),
+        (9, "unmeasured", gate("blocks.1.up", 0.5)), (0, "unmeasured", other), (0, "unmeasured", strange),
     )  # fmt: skip
-    first, second = judge(run)
-    assert (first.severity, second.severity) == (Severity.WARNING, Severity.INFO)
-    assert "gram/model was not measured 4 times, first at step 0" in first.claim
-    assert "head.weight" in first.claim
+    first, another, second = judge(run)
+    assert [f.severity for f in (first, another, second)] == [
+        Severity.WARNING, Severity.WARNING, Severity.INFO,
+    ]  # fmt: skip
+    assert "gram was not measured 4 times, first at step 0" in first.claim
+    assert "'blocks.0.up'" in first.claim
+    assert "'blocks.1.up'" in another.claim
     assert "backlight.gram" in first.next_check
     assert "token ids" in second.claim
 
