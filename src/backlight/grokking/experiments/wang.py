@@ -63,9 +63,9 @@ class Settings:
 
 
 CI = Settings(
-    data=Data(entities=100, relations=10, degree=10, inferred_ratio=7.0),
+    data=Data(entities=100, relations=10, degree=10, inferred_ratio=8.5),
     model=Model(layers=2, width=64, heads=4),
-    training=Training(steps=8000, lr=2e-3, weight_decay=0.3, warmup=50, log_every=100, thorough_every=500),
+    training=Training(steps=15_000, lr=3e-3, weight_decay=0.5, warmup=50, log_every=100, thorough_every=500),
 )
 
 
