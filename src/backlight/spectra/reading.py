@@ -1,0 +1,34 @@
+"""What a run holds of this room, as its rules read it; see :mod:`backlight.store.spectra`.
+
+The report and the export, which know no room, read the same from there. No torch.
+"""
+
+from __future__ import annotations
+
+from backlight.store.spectra import (
+    FIELDS,
+    NUMBERS,
+    Layer,
+    Measurement,
+    Table,
+    layers,
+    left_out,
+    measurements,
+    steps,
+    table,
+    tables,
+)
+
+__all__ = [
+    "FIELDS",
+    "NUMBERS",
+    "Layer",
+    "Measurement",
+    "Table",
+    "layers",
+    "left_out",
+    "measurements",
+    "steps",
+    "table",
+    "tables",
+]

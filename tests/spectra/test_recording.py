@@ -1,0 +1,115 @@
+"""What is recorded of a layer is read back as it was, by step, and without torch."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from backlight.measure.shrinkage import threshold
+from backlight.measure.spectra import spectral_echo
+from backlight.spectra.reading import FIELDS, NUMBERS, Layer, layers, left_out, measurements, steps, table
+from backlight.spectra.recording import describe, leave_out, record, record_arrays
+from backlight.store.reader import open_run
+from backlight.store.writer import RunWriter
+
+LAYER = Layer("blocks.0.qkv.weight:q", "blocks.0.qkv", (30, 50), "blocks.0.qkv.weight", 30, 50, 1)
+
+
+@pytest.fixture(scope="module")
+def result():
+    torch.manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(n, 3))[0] for n in (30, 50))
+    strength = torch.tensor([8.0, 7.9, 3.0]) * threshold(1.0, 30, 50)
+    return spectral_echo((U * strength) @ V.T + torch.randn(8, 30, 50), max_directions=20)
+
+
+def test_a_table_is_read_as_it_was_recorded(tmp_path, result):
+    writer = RunWriter.create(tmp_path / "run", step_offset=0)
+    describe(writer, LAYER)
+    leave_out(writer, "norm.weight", "one-dimensional")
+    record(writer, 300, LAYER.parameter, result, batch=16, stable_ranks={"weight": 4.5, "gradient": None})
+    record(writer, 20, LAYER.parameter, replace(result, identifiable=1))
+    writer.close()
+
+    run = open_run(tmp_path / "run")
+    assert layers(run) == (LAYER,)
+    assert left_out(run) == {"norm.weight": "one-dimensional"}
+    assert steps(run, LAYER.parameter).tolist() == [20, 300]
+    found = table(run, 300, LAYER.parameter)
+    assert found.singular_values.shape == (8, 30)
+    np.testing.assert_allclose(found.singular_values, result.singular_values, rtol=1e-6)
+    assert set(found.fields) == set(FIELDS)
+    same = {
+        "echo": result.echo,
+        "echo_null": result.null,
+        "unbiased": result.diagonal,
+        "shrunk": result.shrunk,
+    }
+    for name, expected in same.items():
+        assert np.isnan(expected[20:]).all()
+        np.testing.assert_allclose(found[name], expected, rtol=1e-6)
+    np.testing.assert_allclose(found["echo_high"], result.interval[:, 1], rtol=1e-6)
+    assert found["block"][:3].tolist() == [0, 0, 1]
+    assert found.measurement.blocks == result.blocks
+    numbers = found.measurement.numbers
+    assert set(numbers) == set(NUMBERS)
+    assert found.measurement["noise_scale"] == pytest.approx(result.noise.noise_scale(16))
+    assert (numbers["stable_rank_weight"], numbers["aspect_ratio"]) == (4.5, 0.6)
+    assert math.isnan(numbers["stable_rank_gradient"])
+    assert math.isnan(measurements(run)[0]["batch"])
+    assert run.scalar(f"spectra/{LAYER.parameter}/identifiable").values.tolist() == [1, 3]
+
+
+def test_of_two_attempts_the_later_counts_whole(tmp_path, result):
+    for scale in (1.0, 2.0):
+        writer = RunWriter.create(tmp_path / "run", step_offset=0)
+        describe(writer, LAYER)
+        record(writer, 5, LAYER.parameter, replace(result, echo=result.echo * scale), batch=4 * scale)
+        writer.close()
+    found = table(open_run(tmp_path / "run"), 5, LAYER.parameter)
+    np.testing.assert_allclose(found["echo"], 2 * result.echo, rtol=1e-6)
+    assert found.measurement["batch"] == 8
+
+
+def test_what_was_not_stated_was_not_measured(tmp_path, result):
+    writer = RunWriter.create(tmp_path / "run", step_offset=0)
+    describe(writer, LAYER)
+    record_arrays(writer, 5, LAYER.parameter, result)
+    record(writer, 6, LAYER.parameter, result)
+    writer.close()
+    run = open_run(tmp_path / "run")
+    assert steps(run, LAYER.parameter).tolist() == [6]
+    with pytest.raises(KeyError, match="was not measured at step 5; it was at 6"):
+        table(run, 5, LAYER.parameter)
+    with pytest.raises(KeyError, match=r"no spectra of 'elsewhere'; there are blocks\.0\.qkv\.weight:q"):
+        table(run, 6, "elsewhere")
+
+
+def test_a_layer_of_noise_has_a_table(tmp_path):
+    torch.manual_seed(3)
+    noise = spectral_echo(torch.randn(4, 400, 400))
+    assert noise.measured == 0
+    writer = RunWriter.create(tmp_path / "run", step_offset=0)
+    describe(writer, Layer("w", "", (400, 400), "", 400, 400))
+    record(writer, 0, "w", noise, batch=1)
+    writer.close()
+    found = table(open_run(tmp_path / "run"), 0, "w")
+    assert found["echo"].shape == (400,)
+    assert np.isnan(found["echo"]).all()
+    assert found.measurement.identifiable == 0
+
+
+def test_a_stable_rank_of_something_else_is_refused(tmp_path, result):
+    writer = RunWriter.create(tmp_path / "run", step_offset=0)
+    with pytest.raises(ValueError, match="weight, gradient, update, momentum; got 'loss'"):
+        record(writer, 0, "w", result, stable_ranks={"loss": 1.0})
+    writer.close()
+
+
+def test_reading_needs_no_torch():
+    code = "import sys; sys.modules['torch'] = None; import backlight.spectra.reading"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
