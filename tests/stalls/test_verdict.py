@@ -10,6 +10,7 @@ import pytest
 from backlight.limits import ThresholdError
 from backlight.records import Phase, Verdict
 from backlight.stalls.board import BoardState, Collective, State
+from backlight.stalls.makers import Making
 from backlight.stalls.patience import patience, suspicious
 from backlight.stalls.stacks import Frame, Look, ThreadStack
 from backlight.stalls.thresholds import Thresholds
@@ -182,6 +183,31 @@ def test_native_code_without_hooks_is_undecided_and_with_close_hooks_one_operati
     assert apart.verdict is Verdict.UNKNOWN
     assert close is not None
     assert close.verdict is Verdict.LONG_OP
+
+
+def test_a_backward_inside_a_custom_function_is_not_taken_for_one_operation() -> None:
+    busy = {"cpu": 1.0, "own_cpu": 1.0, "looks": looks(ENGINE, TOP)}
+    inside = judge(view(board(hooks=50, node="CheckpointFunctionBackward"), **busy), LIMITS)
+    assert inside is not None
+    assert inside.verdict is Verdict.UNKNOWN
+    again = Making(0, 7, ((3, 0), (90_000, 0)), ((OURS,),))
+    made = judge(view(board(node_since=0, hooks=50), making=again, **busy), LIMITS)
+    assert made is not None
+    assert made.verdict is Verdict.UNKNOWN
+
+
+def test_slow_says_which_line_made_the_nodes_or_that_it_is_not_known() -> None:
+    boards = moved(980, 986, 992)
+    moving = view(boards[-1], boards=boards[-1:], history=boards, cpu=1.0)
+    unknown = judge(moving, LIMITS)
+    assert unknown is not None
+    assert unknown.claim.endswith("; which line made the nodes is not known")
+    looked = Making(0, 100, tuple((10 * i, 0) for i in range(1, 10)), ((OURS,),))
+    known = judge(dataclasses.replace(moving, making=looked), LIMITS)
+    assert known is not None
+    assert known.verdict is Verdict.SLOW
+    assert known.line == "/home/me/ops.py:22"
+    assert "of the nodes come from ops.py:22, by 9 looks at forward" in known.claim
 
 
 def test_the_node_at_work_is_read_from_native_frames() -> None:

@@ -348,8 +348,10 @@ def _native(view: View, known: Judgement, limits: Thresholds, tail: list[str]) -
     assert board is not None
     operations = [op for look in view.native if (op := native_operation(look)) is not None]
     named = operations[0] if operations and len(set(operations)) == 1 and len(operations) >= 2 else None
+    # Inside a custom function it may be a backward of its own, of whose nodes nothing is known.
+    nested = bool(board.node_since) or (view.making is not None and view.making.again > 0)
     close = board.hooks > 0 and board.nodes_total <= 4 * board.hooks
-    if close or (named and board.nodes_total and board.nodes_total <= 8):
+    if not nested and (close or (named and board.nodes_total and board.nodes_total <= 8)):
         return dataclasses.replace(
             known,
             verdict=Verdict.LONG_OP,
