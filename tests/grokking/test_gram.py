@@ -353,3 +353,17 @@ def test_sparse_gradients_and_complete_batches_of_one() -> None:
     found = backlight.gram(net, tokens, text())
     assert found.coverage["0.weight"].holds
     assert found.samples == N
+
+
+def test_products_in_float32_are_named_in_the_result() -> None:
+    net = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
+    x, y = images(7)
+    double = backlight.gram(net, labels, (x.float(), y))
+    single = backlight.gram(net, labels, (x.float(), y), products=torch.float32)
+    close(single.matrix, double.matrix, 1e-5)
+    assert not torch.equal(single.matrix, double.matrix)
+    assert single.spectrum().tolerance > 1e6 * double.spectrum().tolerance > 0
+    with pytest.raises(
+        GramError, match=r"products must be torch.float64 or torch.float32, got torch.float16"
+    ):
+        backlight.gram(net, labels, (x.float(), y), products=torch.float16)
