@@ -70,9 +70,9 @@ class Settings:
 
 
 CI = Settings(
-    data=Data(operation="add", p=29, train_share=0.5),
+    data=Data(operation="add", p=29, train_share=0.65),
     model=Model(layers=1, width=64, heads=4, vocabulary=32),
-    training=Training(steps=3000, lr=3e-3, log_every=20, thorough_every=200),
+    training=Training(steps=3500, lr=2e-3, log_every=20, thorough_every=200),
 )
 
 
