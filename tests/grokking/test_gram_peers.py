@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grokking.gram_models import MODELS
 from torch import nn
 
 import backlight
 from backlight.grokking.gram.fallback import per_sample
+from grokking.gram_models import MODELS
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv1d", "conv2d", "conv3d", "gpt_tied_padded_reused", "recurrent"])

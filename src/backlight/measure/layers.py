@@ -27,7 +27,8 @@ def linear(module: nn.Linear, x: Tensor, delta: Tensor, n: int) -> Pieces:
     inputs = x.reshape(n, -1, x.shape[-1]).to(delta.dtype).unsqueeze(2)
 
     def lengths() -> Tensor:
-        return torch.linalg.vector_norm(wide(inputs), dim=-1)
+        norms: Tensor = torch.linalg.vector_norm(wide(inputs), dim=-1)
+        return norms
 
     pieces: Pieces = {"weight": Factors(d.unsqueeze(2), lambda a, b: inputs[a:b], lengths, x.shape[-1])}
     if module.bias is not None:
@@ -131,7 +132,7 @@ def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> Pieces:
         return seen.reshape(b - a, -1, groups, columns)
 
     def lengths() -> Tensor:
-        energy = wide(x).square().unflatten(1, (groups, -1)).sum(2)
+        energy = wide(x).square().reshape(x.shape[0], groups, -1, *x.shape[2:]).sum(2)
         total = unfold(module, energy).sum(2).reshape(n, frames, groups, -1)
         return total.transpose(2, 3).reshape(n, -1, groups).sqrt()
 

@@ -405,6 +405,8 @@ def _norms(found: Mapping[str, Tensor | None]) -> dict[str, float]:
     }
     norms = dict.fromkeys(found, 0.0)
     if dense:
-        measured = torch._foreach_norm(list(dense.values()), 2, dtype=torch.float64)  # type: ignore[attr-defined]  # as clip_grad_norm_ does
+        measured = torch._foreach_norm(
+            list(dense.values()), 2, dtype=torch.float64
+        )  # as clip_grad_norm_ does
         norms.update(zip(dense, torch.stack(list(measured)).tolist(), strict=True))
     return norms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -74,7 +75,7 @@ class Gram:
     @property
     def piece_eps(self) -> float:
         """What bounds the smallest eigenvalue that can be told from 0, relative to N and the largest."""
-        return max(self.eps, self.rounding**0.5)
+        return max(self.eps, math.sqrt(self.rounding))
 
     @property
     def matrix(self) -> Tensor:
