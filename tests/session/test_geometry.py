@@ -184,6 +184,7 @@ def test_a_failed_gate_is_a_warning_and_a_dropped_measurement(tmp_path: Path) ->
     ("given", "message"),
     [
         ({"samples": (sample_loss,)}, r"samples must be \(loss_fn, batch\)"),
+        ({"samples": (sample_loss, data()), "rooms": ("health",)}, "samples are for the room grokking"),
         ({"measures": {"grams": 1}}, r"unknown key 'grams'; did you mean 'gram'"),
         ({"measures": {"window_steps": 1}}, "measures.window_steps=1: expected 2 or more"),
         ({"measures": {"compression": "zip"}}, "compression='zip'"),
@@ -192,4 +193,4 @@ def test_a_failed_gate_is_a_warning_and_a_dropped_measurement(tmp_path: Path) ->
 def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
     model, optimizer = build()
     with pytest.raises(ValueError, match=message):
-        backlight.watch(model, optimizer, rooms=("grokking",), **given)
+        backlight.watch(model, optimizer, **{"rooms": ("grokking",), **given})

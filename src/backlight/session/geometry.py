@@ -45,8 +45,6 @@ def check_samples(samples: Any, models: Sequence[Any]) -> None:
     ValueError
         If they are no pair of a loss function and a batch, or no single model is given.
     """
-    if samples is None:
-        return
     if not isinstance(samples, tuple) or len(samples) != 2 or not callable(samples[0]):
         raise ValueError(
             "watch: samples must be (loss_fn, batch): loss_fn(model, batch) returns the loss summed over "

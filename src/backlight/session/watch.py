@@ -20,7 +20,6 @@ from backlight.session.cadence import Cadence
 from backlight.session.config import Settings
 from backlight.session.drain import Drain
 from backlight.session.fingerprints import take_fingerprint
-from backlight.session.geometry import Geometry, Samples, check_samples
 from backlight.session.judge import judge
 from backlight.session.notices import Notices
 from backlight.session.plan import make_plan
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from backlight.session.geometry import Samples
     from backlight.stalls.tracing import Tracer
 
 
@@ -157,6 +157,8 @@ class Watch:
         self._scope = Scope(self._models, self._optimizers)
         self._recorder = Recorder(self._scope, self._plan, self._cadence, self._notices.event, self._at_step)
         if "grokking" in settings.rooms:
+            from backlight.session.geometry import Geometry  # noqa: PLC0415 - others need not pay for it
+
             self._recorder.geometry = Geometry(
                 settings.measures, self._samples, self._models, self.path, self._notices
             )
@@ -390,8 +392,16 @@ def watch(
     """
     models = _listed(model, "model", "torch.nn.Module", "parameters")
     optimizers = _listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
-    check_samples(samples, models)
-    return Watch(models, optimizers, Settings.of(settings), run, samples=samples)
+    if samples is not None:
+        from backlight.session.geometry import check_samples  # noqa: PLC0415 - others need not pay for it
+
+        check_samples(samples, models)
+    checked = Settings.of(settings)
+    if samples is not None and "grokking" not in checked.rooms:
+        raise ValueError(
+            f"watch: samples are for the room grokking, but rooms={checked.rooms}; add 'grokking'"
+        )
+    return Watch(models, optimizers, checked, run, samples=samples)
 
 
 def _listed(given: Any, what: str, expected: str, attribute: str) -> list[Any]:
