@@ -82,7 +82,9 @@ def show(browser: webdriver.Chrome) -> Iterator[Open]:
     """Open a page and wait until it says that it is ready; at the end the console must be silent."""
 
     def scheme(name: str) -> None:
-        media = {"features": [{"name": "prefers-color-scheme", "value": name}]}
+        # Without animations: a scroll that is under way on a busy machine would move what is clicked next.
+        features = {"prefers-color-scheme": name, "prefers-reduced-motion": "reduce"}
+        media = {"features": [{"name": feature, "value": value} for feature, value in features.items()]}
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
 
     def opened(path: Path) -> webdriver.Chrome:
