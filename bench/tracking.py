@@ -69,7 +69,8 @@ def added(name: str, changes: list[str], blocks: int, warm: int) -> tuple[float,
     bare = configure(name, "ci", ("bench", assigned([*base, *(f"measures.{m}=0" for m in OFF)])))
     every = pace_of(tracked).log_every
     cadences = [getattr(tracked.measures, m) for m in OFF if m != "vectors"]
-    block = every * max([1, *cadences])
+    # As long as the two seconds between flushes of a run, so that writing has its true share.
+    block = every * max([10, *cadences])
     rare = tracked.measures.vectors
     with tempfile.TemporaryDirectory() as folder:
         writer = RunWriter.create(Path(folder) / "run")
