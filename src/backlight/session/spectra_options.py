@@ -1,0 +1,103 @@
+"""What ``backlight spectra`` is asked for, and how far it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from backlight.measure.decomposition import Method
+from backlight.spectra.errors import SpectraError
+from backlight.spectra.team import CHUNK
+
+BUDGET = 2 * 10**9
+"""Bytes of replicates on a rank, unless told otherwise."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured; the fields are the options of ``backlight spectra``."""
+
+    recipe: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    checkpoints: Sequence[str] = ()
+    replicates: int = 16
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    method: Method = "auto"
+    max_directions: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    seed: int = 0
+    budget: int = BUDGET
+    chunk: int = CHUNK
+    out: Path | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """Type of model and floating inputs, None as the recipe has them."""
+        return None if self.dtype is None else DTYPES[self.dtype]
+
+    def check(self) -> None:
+        """Refuse options that cannot be used.
+
+        Raises
+        ------
+        SpectraError
+            If there is one.
+        """
+        if self.replicates < 3:
+            raise SpectraError(f"--replicates {self.replicates}: at least 3 are needed, 8 or more are better")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise SpectraError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
+
+    def find_device(self) -> torch.device | None:
+        """Return where to work; without an option CUDA where there is some, else where the recipe builds.
+
+        Raises
+        ------
+        SpectraError
+            If the device cannot be used.
+        """
+        name = self.device or ("cuda" if torch.cuda.is_available() else None)
+        if name is None:
+            return None
+        try:
+            device = torch.device(name)
+            if name == "cuda":
+                local = int(os.environ.get("LOCAL_RANK", "0"))
+                device = torch.device("cuda", local % max(1, torch.cuda.device_count()))
+            torch.empty(1, device=device)
+        except (RuntimeError, AssertionError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise SpectraError(f"--device {name}: cannot be used here: {first}") from error
+        return device
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How far a measurement is: ``done`` of ``total`` layers over all checkpoints, and what is being done."""
+
+    done: int
+    total: int
+    text: str
+
+
+def method_of(text: str) -> Method:
+    """Return the way of decomposing that a text names.
+
+    Raises
+    ------
+    SpectraError
+        If there is none of that name.
+    """
+    for method in get_args(Method):
+        if method == text:
+            return method  # type: ignore[no-any-return]  # get_args is not typed
+    raise SpectraError(f"--method {text}: expected one of {', '.join(get_args(Method))}")

@@ -1,0 +1,7 @@
+"""What the room refuses."""
+
+from __future__ import annotations
+
+
+class SpectraError(ValueError):
+    """Spectra that cannot be measured: the message says of what, why, and the way out."""
