@@ -94,8 +94,8 @@ def test_unlike_runs_show_reasons_and_no_numbers(tmp_path: Path) -> None:
     assert found.tracks == ()
     assert found.parameters == ()
     assert found.verdict == (
-        "not comparable: argument --layers 24 against 32, device cpu: x86_64 against cuda:0: H100, "
-        "parameters 32 against 48, modules: 1 only in the second (more)"
+        "not comparable: argument --layers 24 against 32, modules: 1 only in the second (more), "
+        "32 against 48 parameters, device cpu: x86_64 against cuda:0: H100"
     )
     assert found.second.last_loss == pytest.approx(2.0 - 59 / 100)  # each run by itself is still shown
 

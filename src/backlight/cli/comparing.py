@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from backlight.session.comparison import Comparison
+from backlight.steptime.differences import TimeComparison
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -17,6 +18,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     _print_sides(comparison, console)
     if not comparison.comparable:
         return
+    if comparison.times is not None:
+        print_times(comparison.times, console)
     table = _table("over common steps", "steps", "median", "median", "ratio", "last", "last", "differ from")
     for track in comparison.tracks:
         parted = "never" if track.parted is None else f"step {track.parted}"
@@ -29,6 +32,25 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
             name = Text(f"{shift.column} {shift.parameter}")
             table.add_row(name, _number(shift.first), _number(shift.second), _number(shift.ratio))
         console.print(table)
+
+
+def print_times(times: TimeComparison, console: Console, counted: str = "steady steps") -> None:
+    """Print step times side by side, the step first, then its phases."""
+    console.print(Text(times.verdict))
+    if not times.rows:
+        return
+    for trouble in times.trouble:
+        console.print(Text(f"  {trouble}"))
+    table = _table(
+        f"{counted} {times.counts[0]} and {times.counts[1]}", "median ms", "median ms", "difference"
+    )
+    for row in times.rows:
+        style = "bold" if row.found else ""
+        table.add_row(
+            Text(row.name.replace("_", " ")),
+            f"{row.first_ms:.2f}", f"{row.second_ms:.2f}", Text(row.words, style=style),
+        )  # fmt: skip
+    console.print(table)
 
 
 def _print_sides(comparison: Comparison, console: Console) -> None:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from backlight.health.scoring import health_series
 from backlight.session.likeness import Difference, Role, differences, judged
+from backlight.steptime.differences import TimeComparison, compare_times
+from backlight.steptime.steady import CONFIDENCE
 from backlight.store.reader import Run, Scalar
 
 POINTS = 256
@@ -73,7 +75,8 @@ class ParameterShift:
 class Comparison:
     """What two runs share and where they differ; without ``comparable`` there are no tracks at all.
 
-    ``verdict`` says in one line whether they can be compared, and if not why.
+    ``verdict`` says in one line whether they can be compared, and if not why. ``times`` is None where the
+    runs are not comparable or neither of them has phase times.
     """
 
     first: Side
@@ -85,6 +88,7 @@ class Comparison:
     notes: tuple[str, ...]
     tracks: tuple[Track, ...] = ()
     parameters: tuple[ParameterShift, ...] = ()
+    times: TimeComparison | None = None
 
 
 def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
@@ -127,9 +131,20 @@ def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
         return Comparison(*sides, False, verdict, factor, tuple(found), tuple(notes))
     verdict = f"comparable: they differ in {', '.join(factors)}" if factors else "comparable: all agrees"
     tracks = tuple(_tracks(run_a, run_b))
-    notes += _effect_notes(found, tracks)
+    times = _times(run_a, run_b, found)
+    notes += _effect_notes(found, tracks, times)
     shifts = tuple(_shifts(run_a, run_b))
-    return Comparison(*sides, True, verdict, factor, tuple(found), tuple(notes), tracks, shifts)
+    return Comparison(*sides, True, verdict, factor, tuple(found), tuple(notes), tracks, shifts, times)
+
+
+def _times(a: Run, b: Run, found: list[Difference]) -> TimeComparison | None:
+    """Compare step times; two machines are two speeds, though their losses may be compared."""
+    if not any(name.startswith("phase/") for run in (a, b) for name in run.scalar_names("backlight")):
+        return None
+    hosts = [d for d in found if d.field == "host" and d.role is not Role.FACTOR]
+    if hosts:
+        return TimeComparison((0, 0), (), CONFIDENCE, (hosts[0].words,))
+    return compare_times(a, b)
 
 
 def _side(run: Run) -> Side:
@@ -170,16 +185,23 @@ def _factor_notes(found: list[Difference], factor: str | None) -> list[str]:
     return [f"taken to follow from {factor!r}, since all else agrees: {', '.join(following)}"]
 
 
-def _effect_notes(found: list[Difference], tracks: tuple[Track, ...]) -> list[str]:
+def _effect_notes(
+    found: list[Difference], tracks: tuple[Track, ...], times: TimeComparison | None
+) -> list[str]:
     """Say so where nothing moved, which for a factor means that it had no effect."""
     told = [t for t in tracks if t.name in {"loss", "total_norm"} and t.common]
     if not told:
         return ["the runs share no recorded step of loss or total norm"]
     if any(t.parted is not None for t in told):
         return []
-    same = f"{' and '.join(t.name for t in told)} are identical at all {told[0].common} common steps"
+    verb = "is" if len(told) == 1 else "are"
+    same = f"{' and '.join(t.name for t in told)} {verb} identical at all {told[0].common} common steps"
     factors = [d.field.partition(".")[2] or d.field for d in found if d.role is Role.FACTOR]
-    return [f"{', '.join(factors)} had no effect: {same}" if factors else same]
+    moved = times is not None and any(row.found for row in times.rows)
+    if moved:
+        return [same]  # what they compute is the same, how long it takes is not
+    timed = "" if times is None or not times.rows else ", and no difference in step time was found"
+    return [f"{', '.join(factors)} had no effect: {same}{timed}" if factors else f"{same}{timed}"]
 
 
 def _tracks(a: Run, b: Run) -> Iterable[Track]:

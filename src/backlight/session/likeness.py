@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from backlight.records import Fingerprint
-
-NAMES_SHOWN = 4
-"""Modules that a difference of module trees lists."""
+from backlight.session.module_trees import count_words, ignored, tree_words
 
 PLACES = frozenset({
     "out", "output", "output_dir", "out_dir", "save", "save_dir", "log_dir", "logdir", "run_name", "name",
@@ -52,21 +50,31 @@ def differences(a: Fingerprint, b: Fingerprint) -> list[Difference]:
     if PurePath(a.script).name != PurePath(b.script).name:
         found.append(Difference("script", f"script {a.script or 'unknown'} against {b.script or 'unknown'}"))
     one, other = arguments(a.arguments), arguments(b.arguments)
-    found += _by_key("arguments", "argument ", one, other, {"absent": "not given"})
+    shapeless = ignored(a, b, one, other)
+    for difference in _by_key("arguments", "argument ", one, other, {"absent": "not given"}):
+        reason = shapeless.get(difference.field.removeprefix("arguments."))
+        words = f"{difference.words} ({reason})" if reason else difference.words
+        found.append(Difference(difference.field, words))
     found += _by_key("versions", "", a.versions, b.versions)
     found += _by_key("flags", "flag ", a.flags, b.flags)
+    if a.module_hash != b.module_hash:
+        found.append(Difference("modules", tree_words(dict(a.modules), dict(b.modules))))
+    if a.parameter_count != b.parameter_count:
+        found.append(Difference("parameter_count", count_words(a.parameter_count, b.parameter_count)))
+    if a.module_hash != b.module_hash:
+        alike = [reason for key, reason in shapeless.items() if one.get(key) == other.get(key)]
+        if alike:
+            last = found.pop()
+            found.append(Difference(last.field, f"{last.words} ({', '.join(alike)})"))
     for field, words, mine, theirs in (
         ("device", "device", a.device, b.device),
         ("world_size", "ranks", a.world_size, b.world_size),
-        ("parameter_count", "parameters", a.parameter_count, b.parameter_count),
         ("batch", "batch", a.batch, b.batch),
         ("optimizers", "optimizers", ", ".join(a.optimizers), ", ".join(b.optimizers)),
     ):
         if mine != theirs:
             found.append(Difference(field, f"{words} {_shown(mine)} against {_shown(theirs)}"))
     found += _by_key("dtypes", "weights in ", a.dtypes, b.dtypes)
-    if a.module_hash != b.module_hash:
-        found.append(Difference("modules", _trees(dict(a.modules), dict(b.modules))))
     if a.host != b.host:
         found.append(Difference("host", f"host {_shown(a.host)} against {_shown(b.host)}", Role.NOTE))
     return found
@@ -153,18 +161,3 @@ def _by_key(
 
 def _shown(value: object) -> str:
     return "unknown" if value in {"", None} else str(value)
-
-
-def _trees(a: Mapping[str, str], b: Mapping[str, str]) -> str:
-    """Say how two module trees differ, by name and type."""
-    parts = []
-    for mine, theirs, side in ((a, b, "first"), (b, a, "second")):
-        only = [name for name in mine if name not in theirs]
-        if only:
-            dots = ", ..." if len(only) > NAMES_SHOWN else ""
-            parts.append(f"{len(only)} only in the {side} ({', '.join(only[:NAMES_SHOWN])}{dots})")
-    changed = [name for name in a if name in b and a[name] != b[name]]
-    if changed:
-        shown = ", ".join(f"{n or 'the root'} {a[n]} against {b[n]}" for n in changed[:NAMES_SHOWN])
-        parts.append(f"{len(changed)} of another type ({shown})")
-    return "modules: " + ("; ".join(parts) or "the same names and types, but other shapes of parameters")

@@ -1,0 +1,83 @@
+"""Module trees in words, and arguments that should have shaped a model and did not."""
+
+from __future__ import annotations
+
+import pytest
+
+from backlight.records import Fingerprint
+from backlight.session.likeness import differences
+from backlight.session.module_trees import count_words, layers, tree_words
+
+
+def tree(count: int, *, inner: int = 0) -> dict[str, str]:
+    modules = {"": "GPT", "token": "Embedding", "blocks": "ModuleList"}
+    for i in range(count):
+        modules[f"blocks.{i}"] = "Block"
+        modules |= {f"blocks.{i}.experts.{j}": "Linear" for j in range(inner)}
+    return modules
+
+
+def printed(count: int, parameters: int, *arguments: str) -> Fingerprint:
+    return Fingerprint(
+        script="train.py",
+        arguments=arguments,
+        module_hash=f"{count}-{parameters}",
+        modules=tuple(tree(count).items()),
+        parameter_count=parameters,
+    )
+
+
+def words(a: Fingerprint, b: Fingerprint) -> str:
+    return ", ".join(difference.words for difference in differences(a, b))
+
+
+def test_layers_are_the_repeated_children_of_the_outermost_container() -> None:
+    assert layers(tree(24)) == ("blocks", 24)
+    assert layers(tree(2, inner=8)) == ("blocks", 2)
+    assert layers({"": "Net", "0": "Linear", "1": "ReLU", "2": "Linear"}) == ("", 2)
+    assert layers({"": "Net", "0": "Linear", "1": "ReLU"}) is None
+    assert layers({"": "Net", "first": "Linear", "last": "Linear"}) is None
+
+
+def test_trees_that_differ_in_depth_say_so() -> None:
+    assert tree_words(tree(24), tree(32)) == "layers 24 against 32 (blocks)"
+    assert tree_words(tree(2), {**tree(2), "more": "Linear"}) == "modules: 1 only in the second (more)"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        (61_900_000, 85_100_000, "61.9 M against 85.1 M parameters"),
+        (1_000_001, 1_000_002, "1,000,001 against 1,000,002 parameters"),
+        (32, 48, "32 against 48 parameters"),
+    ],
+)
+def test_parameters_are_short_where_that_tells_them_apart(a: int, b: int, said: str) -> None:
+    assert count_words(a, b) == said
+
+
+def test_an_argument_that_was_ignored_is_named() -> None:
+    # Both asked for 24 layers, and one got 32.
+    one = printed(24, 61_900_000, "--n_blocks", "24")
+    other = printed(32, 85_100_000, "--n_blocks", "24")
+    assert words(one, other) == (
+        "layers 24 against 32 (blocks), 61.9 M against 85.1 M parameters "
+        "(the argument `n_blocks` was ignored in the second run)"
+    )
+    neither = printed(32, 85_100_000, "model.n_blocks=12"), printed(24, 61_900_000, "model.n_blocks=12")
+    assert words(*neither).endswith("(the argument `model.n_blocks` was ignored)")
+
+
+def test_an_argument_that_shapes_a_model_and_changed_nothing_is_named() -> None:
+    one, other = printed(24, 1000, "--layers", "24"), printed(24, 1000, "--layers", "32")
+    assert words(one, other) == (
+        "argument --layers 24 against 32 "
+        "(the argument `layers` was ignored: modules and parameters are the same)"
+    )
+
+
+def test_an_argument_that_did_what_it_says_is_not_called_ignored() -> None:
+    assert "ignored" not in words(printed(24, 10, "--layers", "24"), printed(32, 20, "--layers", "32"))
+    assert "ignored" not in words(printed(24, 10, "--lr", "1"), printed(24, 10, "--lr", "2"))
+    # The number of layers is right in both: something else made the parameters differ.
+    assert "ignored" not in words(printed(24, 10, "--layers", "24"), printed(24, 20, "--layers", "24"))

@@ -1,0 +1,90 @@
+"""Step times of two stored runs: planted slowdowns found in their phase, twins not told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backlight.steptime.differences import compare_pairs, compare_times
+from backlight.steptime.recorded import read_phases
+from backlight.steptime.steady import SeriesError
+from backlight.store.reader import Run, open_run
+from backlight.store.writer import RunWriter
+
+PHASES = {"data": 0.004, "backward": 0.03, "optimizer": 0.006, "between": 0.01}
+
+
+def write(path: Path, seed: int, steps: int = 120, **factors: float) -> Run:
+    random = np.random.default_rng(seed)
+    writer = RunWriter.create(path, rooms=("steptime",))
+    for step in range(steps):
+        slow = 20.0 if step == 0 else 1.0
+        for name, level in PHASES.items():
+            value = level * factors.get(name, 1.0) * slow * float(np.exp(random.normal(0, 0.01)))
+            writer.scalar(step, f"phase/{name}", value)
+    writer.close()
+    return open_run(path)
+
+
+def test_a_table_adds_up_and_its_warmup_is_cut(tmp_path: Path) -> None:
+    table = read_phases(write(tmp_path / "run", 0))
+    assert table is not None
+    assert set(table.names) == set(PHASES)
+    np.testing.assert_allclose(table.total, table.seconds.sum(axis=1))
+    steady, rest = table.steady()
+    assert steady.warmup == 1
+    assert len(rest.steps) == 119
+    assert np.median(rest.total) == pytest.approx(0.05, rel=0.01)
+    assert not table.phase("clip").any()
+
+
+def test_a_slower_backward_is_found_in_its_phase(tmp_path: Path) -> None:
+    found = compare_times(write(tmp_path / "a", 0), write(tmp_path / "b", 1, backward=1.05))
+    rows = {row.name: row for row in found.rows}
+    assert found.rows[0].name == "step"
+    assert rows["step"].found
+    assert rows["step"].low <= 1.03 <= rows["step"].high
+    assert rows["backward"].low <= 1.05 <= rows["backward"].high
+    assert [name for name, row in rows.items() if row.found] == ["step", "backward"]
+    assert found.verdict.startswith("step time: the second is slower, +")
+    assert found.verdict.endswith("; phases that differ: backward")
+
+
+def test_twins_seldom_differ_in_any_phase(tmp_path: Path) -> None:
+    pairs = [
+        compare_times(
+            write(tmp_path / f"{s}-a", 2 * s, steps=60), write(tmp_path / f"{s}-b", 2 * s + 1, steps=60)
+        )
+        for s in range(20)
+    ]
+    alarms = [any(row.found for row in pair.rows) for pair in pairs]
+    assert np.mean(alarms) <= 0.05
+
+
+def test_a_phase_that_is_missing_or_negligible_is_not_tested(tmp_path: Path) -> None:
+    found = compare_times(write(tmp_path / "a", 0, data=0.0), write(tmp_path / "b", 1, optimizer=1e-4))
+    rows = {row.name: row for row in found.rows}
+    assert rows["data"].words == "not in both"
+    assert rows["optimizer"].words == "too short to test"
+
+
+def test_too_few_steps_give_a_reason_and_no_numbers(tmp_path: Path) -> None:
+    found = compare_times(write(tmp_path / "a", 0), write(tmp_path / "b", 1, steps=6))
+    assert found.rows == ()
+    assert found.verdict.startswith("step times are not compared: second run: 6 steps are too few")
+
+
+def test_pairs_cancel_what_disturbs_both() -> None:
+    random = np.random.default_rng(0)
+    load = np.exp(random.normal(0, 0.3, 8))
+    one = [{"step": 0.05 * k, "backward": 0.03 * k} for k in load]
+    other = [
+        {"step": 0.0515 * k * float(np.exp(random.normal(0, 0.003))), "backward": 0.0315 * k} for k in load
+    ]
+    found = compare_pairs(one, other)
+    assert [row.found for row in found.rows] == [True, True]
+    assert found.rows[0].low <= 1.03 <= found.rows[0].high
+    with pytest.raises(SeriesError, match="2 pairs: an interval takes 3"):
+        compare_pairs(one[:2], other[:2])
