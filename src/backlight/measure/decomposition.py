@@ -264,7 +264,10 @@ def _gram(A_Cpq: Tensor, count: int) -> Directions:
     # Directions of singular value zero have no right side of their own: any completion is as good.
     tiny = s <= 1e-7 * s[:, :1]
     if bool(tiny.any()):
-        right = torch.linalg.qr(torch.where(tiny[:, None], torch.randn_like(right), right))[0]
+        # Not from the generator of the process: a training that is watched draws from it.
+        generator = torch.Generator().manual_seed(0)
+        filler = torch.randn(right.shape, generator=generator, dtype=right.dtype).to(right.device)
+        right = torch.linalg.qr(torch.where(tiny[:, None], filler, right))[0]
         signs = torch.sign((torch.matmul(A.mT, left) * right).sum(1))
         right = right * torch.where(signs == 0, 1.0, signs)[:, None]
     else:
