@@ -1,43 +1,40 @@
-"""A profile in print: one line for the step, tables for phases and modules, or one JSON object."""
+"""A profile in print: one line for the step, then tables."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from backlight.cli.explained import Page
+from backlight.session.profile_document import short_line
 
 if TYPE_CHECKING:
     from backlight.session.profiling import Profile
+    from backlight.steptime.profile.operations import Operations
 
-SHOWN = 12
-"""Modules that are printed; --json has them all."""
+MODULES, OPERATORS, LINES = 12, 5, 8
+"""Modules, operators of a phase, and copies that are printed; --json has them all."""
+
+SMALL = 0.01
+"""Share of a phase from which an operator is printed."""
 
 
 def show(profile: Profile) -> None:
     """Print a profile."""
     page = Page()
     page.say((headline(profile), "bold"))
-    _phases(profile)
-    _modules(profile)
-    if profile.overhead is not None:
-        page.say(
-            ("note: ", "dim"), f"traced steps took {profile.overhead:.2f} times as long as clocked ones; "
-            "times of steps and phases are from the clocked ones"
-        )  # fmt: skip
-    for trouble in (*profile.trouble, profile.steps.steady.trouble):
-        if trouble:
-            page.say(("note: ", "dim"), trouble)
-    if profile.throughput is not None:
-        what = "MFU: " if profile.throughput.mfu is not None else "MFU not measured: "
-        page.say(("note: ", "dim"), what + profile.throughput.basis)
-    if profile.trace_path is not None:
-        page.say(("trace: ", "dim"), str(profile.trace_path), " (chrome://tracing, ui.perfetto.dev)")
-    if profile.code:
-        page.say(("note: ", "dim"), f"the script ended with exit code {profile.code}")
+    if profile.rank == 0:
+        _phases(profile)
+        _modules(profile)
+        if profile.operations is not None:
+            _operators(profile.operations)
+            _kinds(profile.operations)
+            _copies(profile.operations)
+        _optimizations(profile)
+    _notes(profile, page)
 
 
 def headline(profile: Profile) -> str:
@@ -56,61 +53,35 @@ def headline(profile: Profile) -> str:
     if reached is not None and reached.tokens_per_second is not None:
         line += f"; {_thousands(reached.tokens_per_second)} tokens/s"
         if reached.mfu is not None:
-            line += f"; MFU {reached.mfu:.0%}"
+            line += f"; MFU {reached.mfu:.0%}" if reached.mfu >= 0.1 else f"; MFU {reached.mfu:.1%}"
+    if profile.operations is not None and profile.operations.device is not None:
+        line += f"; {profile.operations.device.statement}"
     return line
 
 
-def as_object(profile: Profile) -> dict[str, Any]:
-    """Return a profile as JSON types; what was not measured is null."""
-    steps = profile.steps
-    reached = profile.throughput
-    return {
-        "exit_code": profile.code,
-        "step": None
-        if steps.step is None
-        else {
-            "median_ms": steps.step.median * 1e3,
-            "low_ms": steps.step.low * 1e3,
-            "high_ms": steps.step.high * 1e3,
-            "p95_ms": steps.step.p95 * 1e3,
-            "mad_ms": steps.step.mad * 1e3,
-            "steps": steps.step.count,
-        },
-        "first_ms": steps.steady.first * 1e3,
-        "warmup_dropped": steps.steady.warmup,
-        "phases": {
-            phase.name: {
-                "median_ms": phase.median_ms,
-                "p95_ms": phase.p95_ms,
-                "mad_ms": phase.mad_ms,
-                "share": phase.share,
-            }
-            for phase in steps.phases
-        },
-        "sum_error": steps.sum_error,
-        "parameters": profile.parameters,
-        "tokens_per_second": None if reached is None else reached.tokens_per_second,
-        "mfu": None if reached is None else reached.mfu,
-        "mfu_basis": None if reached is None else reached.basis,
-        "modules": None
-        if profile.modules is None
-        else [
-            {
-                "name": module.name,
-                "calls": module.calls,
-                "forward_ms": module.forward * 1e3,
-                "forward_exclusive_ms": module.forward_exclusive * 1e3,
-                "recomputed_ms": module.recomputed * 1e3,
-                "backward_ms": module.backward * 1e3,
-                "backward_exclusive_ms": module.backward_exclusive * 1e3,
-            }
-            for module in profile.modules.modules
-        ],
-        "backward_unattributed_ms": None if profile.modules is None else profile.modules.unattributed * 1e3,
-        "tracing_overhead": profile.overhead,
-        "trace": None if profile.trace_path is None else str(profile.trace_path),
-        "not_measured": [text for text in (*profile.trouble, steps.steady.trouble) if text],
-    }
+def _notes(profile: Profile, page: Page) -> None:
+    def note(text: str) -> None:
+        page.say(("note: ", "dim"), text)
+
+    if profile.overhead is not None:
+        note(
+            f"traced steps took {profile.overhead:.2f} times as long as clocked ones; "
+            "times of steps and phases are from the clocked ones"
+        )
+    for trouble in (*profile.trouble, profile.steps.steady.trouble):
+        if trouble:
+            note(f"not measured: {trouble}")
+    for text in profile.operations.notes if profile.operations is not None else ():
+        note(text)
+    if profile.throughput is not None:
+        note(
+            ("MFU: " if profile.throughput.mfu is not None else "MFU not measured: ")
+            + profile.throughput.basis
+        )
+    if profile.trace_path is not None:
+        page.say(("trace: ", "dim"), str(profile.trace_path), " (chrome://tracing, ui.perfetto.dev)")
+    if profile.code:
+        note(f"the script ended with exit code {profile.code}")
 
 
 def _phases(profile: Profile) -> None:
@@ -120,8 +91,7 @@ def _phases(profile: Profile) -> None:
             Text(phase.name.replace("_", " ")),
             f"{phase.median_ms:.2f}", f"{phase.p95_ms:.2f}", f"{phase.mad_ms:.2f}", f"{phase.share:.1%}",
         )  # fmt: skip
-    if table.row_count:
-        Console().print(table)
+    _print(table)
 
 
 def _modules(profile: Profile) -> None:
@@ -129,24 +99,84 @@ def _modules(profile: Profile) -> None:
         return
     table = _table("module", "calls", "forward ms", "own", "backward ms", "own", "recomputed")
     chosen = sorted(profile.modules.modules, key=lambda m: -(m.forward_exclusive + m.backward_exclusive))
-    for module in chosen[:SHOWN]:
+    for module in chosen[:MODULES]:
         table.add_row(
             Text(module.name or "(model)"),
             f"{module.calls:g}", f"{module.forward * 1e3:.2f}", f"{module.forward_exclusive * 1e3:.2f}",
             f"{module.backward * 1e3:.2f}", f"{module.backward_exclusive * 1e3:.2f}",
             f"{module.recomputed * 1e3:.2f}" if module.recomputed else "",
         )  # fmt: skip
-    Console().print(table)
-    if len(chosen) > SHOWN:
-        Page().say(("note: ", "dim"), f"{len(chosen) - SHOWN} more modules in --json")
+    if len(chosen) > MODULES:
+        table.add_row(Text(f"{len(chosen) - MODULES} more", style="dim"), *[""] * 6)
+    _print(table)
+
+
+def _operators(tables: Operations) -> None:
+    device = tables.device is not None
+    table = _table("operator", "phase", "calls", "device ms" if device else "self ms", "of phase")
+    for phase in tables.phases:
+        rows = [row for row in tables.operators if row.phase == phase and row.share >= SMALL]
+        for row in rows[:OPERATORS]:
+            spent = row.device_ms if device else row.host_ms
+            calls = f"{row.calls:g}" if row.calls else ""
+            table.add_row(Text(_short(row.name)), phase, calls, f"{spent:.2f}", f"{row.share:.0%}")
+    _print(table)
+
+
+def _kinds(tables: Operations) -> None:
+    device = tables.device is not None
+    table = _table("kind of operation", "calls", "device ms" if device else "self ms", "share")
+    for row in tables.kinds:
+        if row.share >= SMALL:
+            spent = row.device_ms if device else row.host_ms
+            table.add_row(row.name, f"{row.calls:g}", f"{spent:.2f}", f"{row.share:.0%}")
+    _print(table)
+
+
+def _copies(tables: Operations) -> None:
+    device = tables.device is not None
+    table = _table("copy", "layout", "calls", "elements", "ms", "of step", "line")
+    for row in tables.copies[:LINES]:
+        if row.share < SMALL:
+            break
+        layout = {None: "", True: "alike", False: "differs"}[row.contiguous]
+        types = f"{row.source} -> {row.target}" if row.source else "types not recorded"
+        elements = "" if row.elements is None else f"{row.elements:,.0f}"
+        spent = row.device_ms if device else row.host_ms
+        table.add_row(
+            Text(types), layout, f"{row.calls:g}", elements, f"{spent:.2f}", f"{row.share:.0%}",
+            Text(short_line(row.line) or "not recorded"),
+        )  # fmt: skip
+    _print(table)
+
+
+def _optimizations(profile: Profile) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("optimisation", "", "seen"):
+        table.add_column(title)
+    for row in profile.optimizations:
+        table.add_row(row.name, row.state, Text(row.detail))
+    _print(table)
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(first, overflow="fold")
     for name in others:
-        table.add_column(name, justify="right")
+        right = name not in {"phase", "layout", "line"}
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right)
     return table
+
+
+def _print(table: Table) -> None:
+    if table.row_count:
+        Console().print(table)
+        Console().print()
+
+
+def _short(name: str, width: int = 48) -> str:
+    name = name.removeprefix("autograd::engine::evaluate_function: ")
+    return name if len(name) <= width else name[: width - 1] + "…"
 
 
 def _seconds(seconds: float) -> str:

@@ -36,6 +36,7 @@ def explain(
     *,
     module: bool,
     quiet: bool,
+    compiled: bool = False,
 ) -> int:
     """Run ``target`` under ``observer`` and return the script's own exit code.
 
@@ -47,8 +48,11 @@ def explain(
         As for :func:`backlight.session.launcher.launch`.
     quiet:
         Send what the script prints to standard error, so that standard output holds the answer only.
+    compiled:
+        Let ``torch.compile`` do its work.
     """
-    with _output_aside() if quiet else contextlib.nullcontext(), _uncompiled():
+    aside = _output_aside() if quiet else contextlib.nullcontext()
+    with aside, contextlib.nullcontext() if compiled else _uncompiled():
         code = launch(observer, target, arguments, module=module)
         sys.stdout.flush()
     return code

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from backlight.capture.scope import Scope
+from backlight.records import Fingerprint, ParameterRecord
 from backlight.session.explaining import end_script, explain
+from backlight.session.fingerprints import take_fingerprint
+from backlight.steptime.profile.arithmetic import Attention, attention
 from backlight.steptime.profile.attribution import Attribution, attribute
 from backlight.steptime.profile.observer import Observed, Observer
+from backlight.steptime.profile.operations import Operations, read_operations, split
+from backlight.steptime.profile.optimizations import Optimization, find_optimizations
 from backlight.steptime.profile.summary import StepProfile, summarize_steps
 from backlight.steptime.profile.throughput import Throughput, peak_of, throughput
 from backlight.steptime.steady import SeriesError
-from backlight.steptime.trace.events import Trace
+from backlight.steptime.trace.errors import TraceError
 from backlight.steptime.trace.reader import read_trace
 
 
@@ -24,109 +32,184 @@ class Profile:
 
     Attributes
     ----------
-    code:
-        The script's own exit code.
+    script, arguments, code:
+        The script, its arguments, and its own exit code.
+    rank:
+        Whose profile it is; rank 0 alone is traced.
     steps:
         What the clocked steps say.
+    observed:
+        The steps themselves.
     throughput:
         Tokens per second and MFU, or why they are not measured; None without a steady step.
-    trace, trace_path:
-        The traced steps; None where none was traced.
-    modules:
-        Times by module from the trace.
+    trace_path:
+        Where the trace is; None where none was taken or kept.
+    trace:
+        The trace as its file holds it, where it was asked for; empty otherwise.
+    operations, modules:
+        Tables from the trace.
+    optimizations:
+        What is on already.
     overhead:
         How much longer a traced step took than a clocked one, as a ratio.
     trouble:
         What could not be measured, and why.
     """
 
+    script: str
+    arguments: tuple[str, ...]
     code: int
+    rank: int
     steps: StepProfile
+    observed: Observed
     throughput: Throughput | None
-    trace: Trace | None
     trace_path: Path | None
+    trace: bytes
+    operations: Operations | None
     modules: Attribution | None
+    optimizations: tuple[Optimization, ...]
     overhead: float | None
     parameters: int
+    fingerprint: Fingerprint | None
+    records: tuple[ParameterRecord, ...]
     trouble: tuple[str, ...]
 
 
-def profile(
-    script: str,
-    arguments: list[str],
-    *,
-    module: bool,
-    steps: int,
-    traced: int,
-    trace: Path | None,
-    tokens: int | None = None,
-    peak: float | None = None,
-    quiet: bool = False,
-) -> Profile:
+@dataclass(frozen=True)
+class Plan:
+    """What to take.
+
+    Attributes
+    ----------
+    steps, traced:
+        Steps under the clock, and under torch's profiler after them.
+    trace:
+        Where the trace goes; None to keep it nowhere.
+    keep:
+        Also return the trace as its file holds it.
+    stacks:
+        Record a stack with every operation of the traced steps.
+    tokens, peak:
+        Tokens per step over all ranks, and FLOP/s of one device, where they are known.
+    quiet:
+        Send what the script prints to standard error.
+    """
+
+    steps: int = 30
+    traced: int = 3
+    trace: Path | None = None
+    keep: bool = False
+    stacks: bool = False
+    tokens: int | None = None
+    peak: float | None = None
+    quiet: bool = False
+
+
+def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = False) -> Profile:
     """Run a script for as many steps as a profile takes, and say where they went.
 
     Parameters
     ----------
     script, arguments, module:
         As for :func:`backlight.session.launcher.launch`.
-    steps, traced:
-        Steps under the clock, and under torch's profiler after them.
-    trace:
-        Where the trace goes.
-    tokens, peak:
-        Tokens per step over all ranks, and FLOP/s of one device, where they are known.
-    quiet:
-        Send what the script prints to standard error.
+    plan:
+        What to take.
 
     Raises
     ------
     ValueError
-        If no step was seen.
+        If no step was seen, or what was seen does not add up.
     """
-    # Kineto reports its own starts and stops otherwise.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-    observer = Observer(end_script, steps, traced, trace)
-    code = explain(observer, script, arguments, module=module, quiet=quiet)
-    observed = observer.observed
-    if not observed.steps:
-        raise ValueError(
-            f"{script}: ended (exit code {code}) without a step of an optimizer after a backward; "
-            "expected a training"
+    # Kineto reports its own starts and stops on standard error otherwise.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    rank = int(os.environ.get("RANK", "0"))
+    with tempfile.TemporaryDirectory(prefix="backlight-profile-") as folder:
+        wanted = plan.traced > 0 and rank == 0
+        path = (plan.trace or Path(folder) / "trace.json.gz").absolute() if wanted else None
+        describe = functools.partial(_describe, arguments=tuple(arguments))
+        observer = Observer(
+            end_script, plan.steps, plan.traced, path, stacks=plan.stacks, fingerprint=describe
         )
-    try:
-        summary = summarize_steps(
-            [step.seconds for step in observed.steps],
-            [step.phases for step in observed.steps],
-            [step.separated for step in observed.steps],
-        )
-    except SeriesError as error:
-        raise ValueError(f"{script}: {error}") from None
+        code = explain(observer, script, arguments, module=module, quiet=plan.quiet, compiled=True)
+        observed = observer.observed
+        if not observed.steps:
+            raise ValueError(
+                f"{script}: ended (exit code {code}) without a step of an optimizer after a backward; "
+                "expected a training"
+            )
+        try:
+            summary = summarize_steps(
+                [step.seconds for step in observed.steps],
+                [step.phases for step in observed.steps],
+                [step.separated for step in observed.steps],
+            )
+            read = _read(path, observed) if path is not None and observed.traced else None
+        except (SeriesError, TraceError) as error:
+            raise ValueError(f"{script}: {error}") from None
+        kept = path.read_bytes() if read is not None and path is not None and plan.keep else b""
+    operations, modules, calls = read if read is not None else (None, None, None)
     parameters = {id(p): p for model in observer.models for p in model.parameters()}
     count = sum(p.numel() for p in parameters.values())
-    read = read_trace(trace) if trace is not None and observed.traced else None
+    fingerprint, records = observed.fingerprint or (None, ())
+    live = observed.live
     return Profile(
+        script=script,
+        arguments=tuple(arguments),
         code=code,
+        rank=rank,
         steps=summary,
-        throughput=_throughput(summary, tokens, count, peak),
-        trace=read,
-        trace_path=trace if read is not None else None,
-        modules=None if read is None else attribute(read.events, len(observed.traced)),
+        observed=observed,
+        throughput=_throughput(summary, plan, count, calls, modules),
+        trace_path=plan.trace if read is not None else None,
+        trace=kept,
+        operations=operations,
+        modules=modules,
+        optimizations=find_optimizations(live, operations, modules) if live is not None else (),
         overhead=_overhead(summary, observed),
         parameters=count,
+        fingerprint=fingerprint,
+        records=records,
         trouble=tuple(observed.trouble),
     )
 
 
+def _describe(scope: Scope, arguments: tuple[str, ...]) -> tuple[Fingerprint, tuple[ParameterRecord, ...]]:
+    return take_fingerprint(scope, arguments), tuple(scope.table.records)
+
+
+def _read(path: Path, observed: Observed) -> tuple[Operations, Attribution, Attention | None]:
+    steps = len(observed.traced)
+    main, lines = split(read_trace(path), steps)
+    return (
+        read_operations(main, lines if observed.lined else None),
+        attribute(main.events, steps),
+        attention(main, steps),
+    )
+
+
 def _throughput(
-    summary: StepProfile, tokens: int | None, count: int, peak: float | None
+    summary: StepProfile, plan: Plan, count: int, calls: Attention | None, modules: Attribution | None
 ) -> Throughput | None:
     if summary.step is None:
         return None
+    peak, device = plan.peak, ""
     if peak is None and torch.cuda.is_available():
-        peak = peak_of(torch.cuda.get_device_name())
+        device = torch.cuda.get_device_name()
+        peak = peak_of(device)
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    # Shapes are those of one rank.
+    each = calls.operations * world / plan.tokens if calls is not None and plan.tokens else None
+    outermost = [m for m in modules.modules if m.recomputed] if modules is not None else []
+    inner = {m.name for m in outermost}
     return throughput(
-        summary.step.median, tokens=tokens, parameters=count, attention=None, peak=peak, world=world
+        summary.step.median,
+        tokens=plan.tokens,
+        parameters=count,
+        attention=each,
+        peak=peak,
+        world=world,
+        device=device,
+        recomputed=sum(m.recomputed for m in outermost if m.name.rpartition(".")[0] not in inner),
     )
 
 

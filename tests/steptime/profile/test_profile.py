@@ -122,9 +122,11 @@ def test_the_trace_holds_phases_and_steps(answer: tuple[Path, dict[str, Any]]) -
     folder, found = answer
     with gzip.open(folder / found["trace"], "rt", encoding="utf-8") as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
-    assert names.count("backlight:backward") == 3
-    assert names.count("backlight.module/slow.layer") == 3
-    assert sum(name.startswith("ProfilerStep#") for name in names) == 3
+    # Three steps for the times, and one more with lines.
+    assert names.count("backlight:backward") == 4
+    assert names.count("backlight.module/slow.layer") == 4
+    assert sum(name.startswith("ProfilerStep#") for name in names) == 4
+    assert found["traced_steps"] == 3
 
 
 def test_throughput_states_its_basis(answer: tuple[Path, dict[str, Any]]) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from backlight.session.profiling import Profile
 
 
 def profile(
@@ -25,11 +22,18 @@ def profile(
         Path | None,
         typer.Option("--trace", help="Where the trace goes; without it <script>-trace.json.gz."),
     ] = None,
+    stacks: Annotated[
+        bool,
+        typer.Option("--stacks", help="Record whole stacks in the trace; slow, and traced steps stretch."),
+    ] = False,
     tokens: Annotated[
         int | None, typer.Option("--tokens-per-step", min=1, help="Tokens of one step, over all ranks.")
     ] = None,
     peak: Annotated[
         float | None, typer.Option("--peak-flops", min=1, help="FLOP/s of one device, such as 989e12.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Keep the profile as a run folder, for report and compare.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one object; what the script prints goes to standard error.")
@@ -40,30 +44,36 @@ def profile(
     The script runs until its steps are counted: some under a clock alone, then a few under torch's
     profiler. It is ended after them.
     """
-    from backlight.cli.profiled import as_object, show
+    from backlight.cli.explained import print_json
+    from backlight.cli.profiled import show
     from backlight.session.launcher import check
 
     check(script, module=module)
+    from backlight.session.profile_document import document
+    from backlight.session.profile_run import open_profile_run, store
+    from backlight.session.profiling import Plan
     from backlight.session.profiling import profile as run
 
-    where = trace or Path(f"{Path(script).stem}-trace.json.gz")
-    answer: Profile = run(
-        script,
-        list(context.args),
-        module=module,
+    where = trace or (None if out is not None else Path(f"{Path(script).stem}-trace.json.gz"))
+    plan = Plan(
         steps=steps,
         traced=traced,
-        trace=where if traced else None,
+        trace=where,
+        keep=out is not None,
+        stacks=stacks,
         tokens=tokens,
         peak=peak,
         quiet=as_json,
     )
-    if as_json:
-        from backlight.cli.explained import print_json
-
-        print_json(as_object(answer))
-    else:
+    arguments = list(context.args)
+    writer = open_profile_run(out, script, arguments) if out is not None else None
+    answer = run(script, arguments, plan, module=module)
+    if writer is not None:
+        store(answer, writer)
+    if not as_json:
         show(answer)
+    elif answer.rank == 0:
+        print_json(document(answer))
     return 0
 
 

@@ -6,6 +6,7 @@ share of them comes from the second, whose overhead is known from both.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +24,10 @@ from backlight.capture.optimizers import parameters_of
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepSummary, StepTracker
 from backlight.records import Phase
-from backlight.steptime.profile.ranges import ModuleRanges, PhaseRanges
+from backlight.steptime.profile.lines import LineRanges, lines_possible
+from backlight.steptime.profile.optimizations import Live, look
+from backlight.steptime.profile.ranges import ModuleRanges, PhaseRanges, compiled, is_compiled
+from backlight.steptime.steady import WINDOW, find_steady
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,13 +53,27 @@ class Observed:
         Steps under the clock alone, in order, the cold first one included.
     traced:
         Steps under the profiler.
+    live, fingerprint:
+        What the live objects said when the clocked steps were over; what ``fingerprint`` made of the scope.
+    lined:
+        Whether one more step follows them in the trace, with the lines of its calls.
     trouble:
         Why something that was asked for is not there.
     """
 
     steps: list[StepTime] = field(default_factory=list)
     traced: list[StepTime] = field(default_factory=list)
+    lined: bool = False
+    live: Live | None = None
+    fingerprint: Any = None
     trouble: list[str] = field(default_factory=list)
+
+
+LONGER = 4
+"""Times as many steps that are clocked where no steady part is found in the steps that were asked for."""
+
+WORTH = 1 + 2 * WINDOW
+"""Steps from which it is worth going on for a steady part; who asks for fewer gets those."""
 
 
 class _Sink:
@@ -121,19 +139,43 @@ class Observer(AbstractContextManager["Observer"]):
     traced:
         Steps under the profiler after them; 0 for none.
     trace:
-        Where the profiler's trace goes, in Chrome's format; compressed if it ends in ``.gz``.
+        Where the profiler's trace goes, in Chrome's format; compressed if it ends in ``.gz``. None to let
+        these steps pass without a profiler, as ranks other than the first do.
+    stacks:
+        Record the stack of every operation in all traced steps, instead of lines in one step more.
+    fingerprint:
+        Called with the scope when the clocked steps are over.
     """
 
-    def __init__(self, stop: Callable[[], None], steps: int, traced: int, trace: Path | None) -> None:
+    def __init__(
+        self,
+        stop: Callable[[], None],
+        steps: int,
+        traced: int,
+        trace: Path | None,
+        *,
+        stacks: bool = False,
+        fingerprint: Callable[[Scope], Any] | None = None,
+    ) -> None:
         self.observed = Observed()
         self.models: list[nn.Module] = []
         self._stop = stop
         self._steps = steps
-        self._wanted = traced if trace is not None else 0
+        self._wanted = traced
+        # Ranks wait for each other: all of them take the same number of steps, and then leave.
+        self._several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        self._total = steps + (traced + 2 if traced else 0) if self._several else 0
+        self._seen = 0
+        self._over = False
         self._trace = trace
+        self._stacks = stacks
+        self._fingerprint = fingerprint
+        self._wants_lines = False
         self._scope = Scope()
         self._forwards = Forwards()
         self._modules = ModuleRanges()
+        self._lines = LineRanges()
+        self._lining = False
         self._phases = PhaseRanges()
         self._profiler: torch.profiler.profile | None = None
         self._dropped = False
@@ -154,6 +196,8 @@ class Observer(AbstractContextManager["Observer"]):
     ) -> None:
         """Take everything off, and keep what a script that ended early has left."""
         self._tracker.finish()
+        if self.observed.live is None and self.observed.steps:
+            self._look()
         self._end_trace()
         HUB.remove(self._tracker)
         self._forwards.leave()
@@ -179,24 +223,50 @@ class Observer(AbstractContextManager["Observer"]):
             self._forwards.follow(self.models)
 
     def _closes(self, summary: StepSummary) -> None:
-        if self._exported or (len(self.observed.steps) == self._steps and self._profiler is None):
+        if self._over:
             return  # the script is ending
-        if self._profiler is None:
+        self._seen += 1
+        if self._live_steps():
             self.observed.steps.append(_step(summary))
-            if len(self.observed.steps) < self._steps:
+            if self._live_steps():
                 return
-            if not self._wanted:
-                self._stop()
-            self._begin_trace()
-            return
-        self._profiler.step()
+            self._look()
+            if self._wanted and self._trace is not None:
+                self._begin_trace()
+        elif self._profiler is not None and self._traced(summary):
+            self._end_trace()
+        if self._profiler is None and self._seen >= self._total:
+            self._over = True
+            self._stop()
+
+    def _live_steps(self) -> bool:
+        """Tell whether the next step belongs under the clock; without a steady part it goes on for longer."""
+        count = len(self.observed.steps)
+        if count < self._steps or self._several:
+            return count < self._steps
+        if count >= LONGER * self._steps or self.observed.live is not None:
+            return False
+        return count >= WORTH and not len(find_steady([s.seconds for s in self.observed.steps]).values)
+
+    def _traced(self, summary: StepSummary) -> bool:
+        """Count a step under the profiler; tell whether it was the last."""
+        if self._profiler is not None:
+            self._profiler.step()
         if not self._dropped:
             self._dropped = True  # the first step under the profiler pays for its start
-            return
+            return False
+        if self._lining:
+            self.observed.lined = True
+            return True
         self.observed.traced.append(_step(summary))
-        if len(self.observed.traced) == self._wanted:
-            self._end_trace()
-            self._stop()
+        if len(self.observed.traced) < self._wanted:
+            return False
+        self._lining = self._wants_lines and self._lines.begin()
+        return not self._lining
+
+    def _look(self) -> None:
+        self.observed.live = look(self.models, self._scope.optimizers())
+        self.observed.fingerprint = self._fingerprint(self._scope) if self._fingerprint is not None else None
 
     def _begin_trace(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -204,21 +274,38 @@ class Observer(AbstractContextManager["Observer"]):
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self._modules.follow(self.models)
         HUB.add(self._phases)
+        self._wants_lines = not self._stacks and self._lines_possible()
         self._profiler = torch.profiler.profile(
             activities=kinds,
-            schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._wanted, repeat=1),
+            schedule=torch.profiler.schedule(
+                wait=0, warmup=1, active=self._wanted + self._wants_lines, repeat=1
+            ),
             on_trace_ready=self._export,
             record_shapes=True,
-            with_stack=True,
+            with_stack=self._stacks,
         )
         self._profiler.start()
+
+    def _lines_possible(self) -> bool:
+        if any(is_compiled(module) for model in self.models for module in model.modules()) or compiled():
+            self.observed.trouble.append("lines of copies: compiled code would be compiled anew for them")
+            return False
+        if not lines_possible():
+            self.observed.trouble.append(
+                "lines of copies: the script has a mode of torch functions of its own"
+            )
+            return False
+        return True
 
     def _end_trace(self) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         HUB.remove(self._phases)
+        self._lines.end()
         self._phases.close()
+        if self.observed.live is not None:
+            self.observed.live.autocast = self._modules.autocast
         self._modules.leave()
         if not self._exported:
             with warnings.catch_warnings():

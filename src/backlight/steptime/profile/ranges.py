@@ -5,6 +5,7 @@ Only in the few steps that are traced: a range costs some microseconds even wher
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -115,6 +116,11 @@ class ModuleRanges:
     def __init__(self) -> None:
         self._handles: list[Any] = []
 
+    @property
+    def autocast(self) -> set[str]:
+        """Types of the autocast that was on when a module was called."""
+        return set(_autocast)
+
     def follow(self, roots: Iterable[nn.Module]) -> None:
         """Hook every module of the models, each under its first name.
 
@@ -122,6 +128,7 @@ class ModuleRanges:
         the model again.
         """
         seen: set[int] = set()
+        _autocast.clear()
         for root in roots:
             for name, module in _reachable(root):
                 if id(module) not in seen:
@@ -141,12 +148,16 @@ class ModuleRanges:
 
 _names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _entered: list[tuple[nn.Module, Any]] = []
+_autocast: set[str] = set()
 
 
 def entered(module: nn.Module, _args: Any) -> None:
     """Hook before the forward of a module."""
     if torch.compiler.is_compiling() or module not in _names:
         return
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            _autocast.add(str(torch.get_autocast_dtype(device)).removeprefix("torch."))
     opened = torch.profiler.record_function(MODULE + _names[module])
     opened.__enter__()  # type: ignore[no-untyped-call]  # as torch has it
     _entered.append((module, opened))
@@ -179,3 +190,9 @@ def is_compiled(module: nn.Module) -> bool:
     return (
         type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
     )
+
+
+def compiled() -> bool:
+    """Tell whether anything was compiled in this process so far, a function included."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return bool(counters is not None and counters["frames"]["ok"])

@@ -64,6 +64,8 @@ def throughput(
     attention: float | None,
     peak: float | None,
     world: int = 1,
+    device: str = "",
+    recomputed: float = 0.0,
 ) -> Throughput:
     """Return tokens per second and MFU.
 
@@ -82,6 +84,10 @@ def throughput(
         FLOP/s of one device.
     world:
         Devices.
+    device:
+        Its name, where the peak is that of the table.
+    recomputed:
+        Seconds of a step that forwards inside backward take, which are stated.
     """
     if tokens is None:
         return Throughput(None, None, "tokens per step were not given (--tokens-per-step)")
@@ -89,8 +95,20 @@ def throughput(
     if peak is None:
         return Throughput(rate, None, "the peak of this device is not known (--peak-flops)")
     per_token = 6 * parameters + (attention or 0.0)
-    missing = "" if attention is not None else ", attention not counted"
+    terms = f"6 N with N = {parameters:,} (all parameters)"
+    terms += (
+        f", and {attention:,.4g} of attention (12 L d T) a token"
+        if attention
+        else ", attention not counted (no call of scaled_dot_product_attention with shapes in the trace)"
+    )
+    source = f" ({device}, dense 16 bit)" if device else ""
+    again = (
+        f", which takes {recomputed * 1e3:,.1f} ms of a step here"
+        if recomputed
+        else ", of which there is none"
+    )
     basis = (
-        f"N = {parameters:,}, peak {peak / 1e12:,.4g} TFLOP/s a device, recomputation not counted{missing}"
+        f"{terms}; peak {peak / 1e12:,.4g} TFLOP/s a device{source} on {world} device(s); "
+        f"recomputation is not counted as work{again}"
     )
     return Throughput(rate, rate * per_token / (world * peak), basis)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,10 @@ import numpy as np
 from backlight.steptime.trace import categories
 from backlight.steptime.trace.events import Events, Integers
 from backlight.steptime.trace.operators import Costs
+from backlight.steptime.trace.pairs import joined
+
+LINE = "backlight.line/"
+"""What the name of a range begins with that says which line of Python called the operators in it."""
 
 _PYTHON_LINE = re.compile(r"^(?P<file>.+\.py)\((?P<line>\d+)\): (?P<function>.*)$")
 _OWN_FRAMES = re.compile(r"(^|/)(torch|backlight)/")
@@ -39,7 +44,8 @@ class Copy:
         Whether source and target lie alike in memory; None where no strides were recorded.
     line:
         Python function and line of the nearest frame outside torch, empty where the trace has neither
-        stacks nor Python functions. Of a function torch records the line at which it begins; of one that
+        ranges of lines, stacks nor Python functions; of a copy in backward the line whose backward it is,
+        where only ranges tell. Of a function torch records the line at which it begins; of one that
         was running when the recording began, the line that it had reached.
     calls, elements, host, device:
         Number, elements in all (None without shapes), nanoseconds on host and device.
@@ -102,14 +108,17 @@ def copies(costs: Costs, device: Integers) -> list[Copy]:
 
 
 def _lines(costs: Costs, places: Integers) -> list[str]:
-    """Return the Python line of each place: from its call stack, else from the functions around it."""
+    """Return the Python line of each place: of a range, its call stack, or the functions around it."""
     timeline = costs.timeline
     tree, events = timeline.tree, timeline.events
     python = categories.rows(events, categories.PYTHON)[tree.rows]
     functions = bool(python.any())
+    ranges = any(word.startswith(LINE) for word in events.words["name"])
+    forwards = dict(zip(*(part.tolist() for part in reversed(joined(costs))), strict=True)) if ranges else {}
     lines = []
     for place in places.tolist():
-        line = _of_stack(events.word("stack", int(tree.rows[place])))
+        line = _of_range(costs, place, forwards) if ranges else ""
+        line = line or _of_stack(events.word("stack", int(tree.rows[place])))
         outer = int(tree.parent[place]) if functions and not line else -1
         while outer >= 0 and not line:
             name = events.word("name", int(tree.rows[outer])) if python[outer] else ""
@@ -119,6 +128,20 @@ def _lines(costs: Costs, places: Integers) -> list[str]:
             outer = int(tree.parent[outer])
         lines.append(line)
     return lines
+
+
+def _of_range(costs: Costs, place: int, forwards: Mapping[int, int]) -> str:
+    """Return the line of the innermost range around a place; inside a node of backward, of its forward."""
+    tree, events = costs.timeline.tree, costs.timeline.events
+    ending = ""
+    while place >= 0:
+        name = events.word("name", int(tree.rows[place]))
+        if name.startswith(LINE):
+            return name.removeprefix(LINE) + ending
+        if place in forwards and not ending:
+            place, ending = forwards[place], ", backward"
+        place = int(tree.parent[place])
+    return ""
 
 
 def _of_stack(stack: str) -> str:

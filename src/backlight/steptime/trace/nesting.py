@@ -52,7 +52,7 @@ def tree(events: Events) -> Tree:
     """Build the tree of all host events.
 
     An event lies in another of its thread if its whole interval does. Where clocks are rough and two
-    intervals cross, the later one is taken as a sibling.
+    intervals cross, the later one is taken as a sibling, and what they share counts as the later one's.
     """
     rows = np.flatnonzero(categories.rows(events, categories.HOST) & (events["duration"] >= 0))
     pairs = (
@@ -62,27 +62,43 @@ def tree(events: Events) -> Tree:
     start, end = events["start"][rows], events["start"][rows] + events["duration"][rows]
     order = np.lexsort((rows, -end, start, thread))
     rows, thread, start, end = rows[order], thread[order].astype(np.int64), start[order], end[order]
-    parent, depth = _parents(thread, end)
+    parent, depth, crossed = _parents(thread, start, end)
     inner = end - start
     inside = parent >= 0
     np.subtract.at(inner, parent[inside], (end - start)[inside])
+    for place, overlap in crossed:
+        inner[place] -= overlap
     return Tree(rows, parent, depth, thread, start, end, np.maximum(inner, 0))
 
 
-def _parents(thread: Integers, end: Integers) -> tuple[Integers, Integers]:
+def _parents(
+    thread: Integers, start: Integers, end: Integers
+) -> tuple[Integers, Integers, list[tuple[int, int]]]:
+    """Return parent and depth of each place, and what to take from whom where intervals cross.
+
+    A moment in two intervals that cross belongs to the later one; what encloses both has lost it twice.
+    """
     parents, depths = [-1] * len(end), [0] * len(end)
     stack: list[int] = []
     ends: list[int] = []
+    crossed: list[tuple[int, int]] = []
     current = -1
-    for place, (number, finish) in enumerate(zip(thread.tolist(), end.tolist(), strict=True)):
+    for place, (number, begin, finish) in enumerate(
+        zip(thread.tolist(), start.tolist(), end.tolist(), strict=True)
+    ):
         if number != current:
             current, stack, ends = number, [], []
+        reached = begin
         while ends and ends[-1] < finish:
-            stack.pop()
-            ends.pop()
+            before, ended = stack.pop(), ends.pop()
+            if ended > reached:
+                crossed.append((before, ended - reached))
+                reached = ended
         if stack:
             parents[place] = stack[-1]
             depths[place] = len(stack)
+            if reached > begin:
+                crossed.append((stack[-1], begin - reached))
         stack.append(place)
         ends.append(finish)
-    return np.array(parents, dtype=np.int64), np.array(depths, dtype=np.int64)
+    return np.array(parents, dtype=np.int64), np.array(depths, dtype=np.int64), crossed

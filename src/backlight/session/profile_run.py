@@ -1,0 +1,76 @@
+"""Keep a profile as a run folder, which ``report`` shows and ``compare`` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from backlight.records import Phase, RunStatus
+from backlight.session.profile_document import document
+from backlight.session.profiling import Profile
+from backlight.session.stalling import launch_id
+from backlight.steptime.probes.phases import REMAINDER
+from backlight.store.errors import RunWriteError
+from backlight.store.writer import RunWriter
+
+PROFILE = "profile.json"
+TRACE = "trace.json.gz"
+
+
+def open_profile_run(path: Path, script: str, arguments: list[str]) -> RunWriter:
+    """Open the run folder of a profile, before anything is measured.
+
+    Raises
+    ------
+    RunWriteError
+        If it cannot be written; RunExistsError where it holds something else.
+    """
+    return RunWriter.create(
+        path,
+        name=path.name,
+        script=script,
+        arguments=arguments,
+        rooms=("steptime",),
+        rank=int(os.environ.get("RANK", "0")),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        run_id=launch_id(),
+    )
+
+
+def store(profile: Profile, writer: RunWriter) -> None:
+    """Write a profile and close its run.
+
+    Every clocked step has the scalars ``phase/<phase>``, in seconds, the cold first one included; the rest
+    stands in ``evidence/profile.json``, and the trace beside it.
+
+    Raises
+    ------
+    RunWriteError
+        If the disk refuses.
+    """
+    if profile.fingerprint is not None:
+        writer.fingerprint(profile.fingerprint)
+    if profile.records:
+        writer.parameter_table(profile.records)
+    for number, step in enumerate(profile.observed.steps):
+        phases = {f"phase/{_name(name, separated=step.separated)}": s for name, s in step.phases.items()}
+        writer.scalars(number, phases)
+    for text in (*profile.trouble, profile.steps.steady.trouble):
+        if text:
+            what, _, reason = text.partition(": ")
+            writer.event(None, "unmeasured", {"what": what, "reason": reason or text})
+    content = document(profile)
+    if profile.trace:
+        content["trace"] = writer.evidence(TRACE, profile.trace)
+    if profile.rank == 0:
+        writer.evidence(PROFILE, json.dumps(content, indent=1))
+    writer.flush()
+    lost = writer.lost
+    writer.close(RunStatus.FINISHED if profile.code == 0 else RunStatus.FAILED)
+    if lost is not None:
+        raise RunWriteError(f"the profile was not stored: {lost}")
+
+
+def _name(phase: str, *, separated: bool) -> str:
+    return REMAINDER if phase == Phase.OTHER and not separated else phase

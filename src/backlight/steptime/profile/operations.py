@@ -1,0 +1,304 @@
+"""Where the traced steps went: operators by phase, kinds, copies, idle time; per step, checked to add up.
+
+All of it comes from the trace engine; here it is brought to one step, and what lies in no operator
+(Python, waiting) gets a row of its own, so that the rows of a phase are the whole phase.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from backlight.steptime.trace import categories
+from backlight.steptime.trace.analysis import RankAnalysis, StepRow, analyse
+from backlight.steptime.trace.errors import TraceError
+from backlight.steptime.trace.events import Events, Trace
+from backlight.steptime.trace.signals import idle_causes, idle_share
+from backlight.steptime.trace.timeline import Timeline
+
+NO_OPERATOR = "(no operator)"
+"""What lies in no operator: Python, the interpreter's own, waiting."""
+
+TOLERANCE = 0.02
+"""Share by which parts may miss their whole."""
+
+LAUNCH_BOUND = 0.2
+"""Share of idle time from which a device that waits for the host is called launch-bound."""
+
+_HOST_CAUSES = ("host_bound", "launch_gap", "synchronisation")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator in one phase, per step. ``host_ms`` is without the operators called inside.
+
+    ``share`` is that of its phase: of the device time launched in it, or without a device of its host time.
+    """
+
+    name: str
+    phase: str
+    kind: str
+    calls: float
+    host_ms: float
+    device_ms: float
+    share: float
+
+
+@dataclass(frozen=True)
+class KindTime:
+    """One kind of operation over all phases, per step; ``share`` is of all operators' time."""
+
+    name: str
+    calls: float
+    host_ms: float
+    device_ms: float
+    share: float
+
+
+@dataclass(frozen=True)
+class CopyTime:
+    """Copies of one kind from one line, per step; ``share`` is of the step they were traced in.
+
+    ``contiguous`` says whether source and target lie alike in memory.
+    """
+
+    source: str
+    target: str
+    contiguous: bool | None
+    line: str
+    calls: float
+    elements: float | None
+    host_ms: float
+    device_ms: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An operator and the node of backward that differentiates it, per step, what they call included."""
+
+    forward: str
+    backward: str
+    calls: float
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True)
+class DeviceTime:
+    """How the device was used: median shares of a step, and why it stood still; causes add up to 1."""
+
+    name: str
+    idle: float
+    causes: dict[str, float]
+    busy_ms: float
+
+    @property
+    def launch_bound(self) -> bool:
+        """Whether the device mostly waits for the host to launch."""
+        return self.idle > LAUNCH_BOUND and sum(self.causes.get(c, 0.0) for c in _HOST_CAUSES) > 0.5
+
+    @property
+    def statement(self) -> str:
+        """Say it in words."""
+        if self.launch_bound:
+            return f"launch-bound: device idle {self.idle:.0%}"
+        main = max(self.causes, key=lambda cause: self.causes[cause], default="")
+        why = f", mostly {main.replace('_', ' ')}" if main and self.idle > LAUNCH_BOUND else ""
+        return f"device idle {self.idle:.0%}{why}"
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The tables of the traced steps.
+
+    Attributes
+    ----------
+    steps:
+        Steps that the operators and kinds are averaged over.
+    step_ms:
+        Median length of a traced step.
+    phases:
+        Host milliseconds by phase in the trace.
+    operators:
+        By phase; within a phase the most expensive first. Their shares of a phase add up to 1.
+    kernels:
+        Device events by name, compiled and Triton kernels by theirs.
+    sum_error:
+        Share by which the phases of the traced steps miss the steps, on the thread that runs them.
+    device:
+        None where no device event was recorded.
+    """
+
+    steps: int
+    step_ms: float
+    phases: dict[str, float]
+    operators: tuple[Operation, ...]
+    kinds: tuple[KindTime, ...]
+    kernels: tuple[KindTime, ...]
+    copies: tuple[CopyTime, ...]
+    pairs: tuple[Joined, ...]
+    device: DeviceTime | None
+    sum_error: float
+    notes: tuple[str, ...] = ()
+
+
+def read_operations(main: Trace, lines: Trace | None) -> Operations:
+    """Make the tables of a profile.
+
+    Parameters
+    ----------
+    main:
+        The traced steps.
+    lines:
+        The step that was traced with lines, for the copies; None to take them from ``main``.
+
+    Raises
+    ------
+    TraceError
+        If there is no step in the trace, or parts miss their whole by more than 2 %.
+    """
+    one = analyse([main]).traces[0]
+    steps = {id(row.number): row for row in one.steps}
+    if any(row.number is None for row in steps.values()):
+        raise TraceError(f"{main.path}: has no ProfilerStep: no step was traced to its end")
+    count = len({row.number for row in one.steps})
+    scale = 1e-6 / count
+    on_device = bool(one.device_total)
+    copying = analyse([lines]).traces[0] if lines is not None else one
+    return Operations(
+        steps=count,
+        step_ms=_step_ms(one.steps),
+        phases={row.phase: row.host * scale for row in one.phases},
+        operators=_operators(one, scale, on_device),
+        kinds=tuple(
+            KindTime(r.name, r.calls / count, r.host * scale, r.device * scale, r.share) for r in one.kinds
+        ),
+        kernels=tuple(KindTime(r.name, r.calls / count, 0.0, r.device * scale, r.share) for r in one.kernels),
+        copies=_copies(copying),
+        pairs=tuple(
+            Joined(
+                pair.forward, pair.backward, pair.calls / count,
+                (pair.forward_device if on_device else pair.forward_host) * scale,
+                (pair.backward_device if on_device else pair.backward_host) * scale,
+            )
+            for pair in one.pairs
+        ),
+        device=_device(one, scale),
+        sum_error=_sum_error(main),
+        notes=one.notes,
+    )  # fmt: skip
+
+
+def split(trace: Trace, steps: int) -> tuple[Trace, Trace | None]:
+    """Cut a trace after its first ``steps`` steps: those, and the rest; None where there is no rest.
+
+    Device events stay in both: what they belong to is the call that launched them. A call that is
+    open at the end of its step, as that of the optimizer is whose hook ends the step, is cut off there:
+    what follows is the profiler's own time between two steps.
+    """
+    timeline = Timeline(trace)
+    marked = [step for step in timeline.steps if step.number is not None]
+    if not marked:
+        return trace, None
+    events = trace.events
+    ends = np.array([step.end for step in timeline.steps], dtype=np.int64)
+    host = np.flatnonzero(categories.rows(events, categories.HOST) & (events["duration"] > 0))
+    inside = timeline.step_of(events["start"][host])
+    host, inside = host[inside >= 0], inside[inside >= 0]
+    duration = events["duration"].copy()
+    duration[host] = np.minimum(duration[host], ends[inside] - events["start"][host])
+    events = Events({**events.columns, "duration": duration}, events.words)
+    if len(marked) <= steps:
+        return dataclasses.replace(trace, events=events), None
+    later = events["start"] >= marked[steps].start
+    device = categories.rows(events, categories.DEVICE)
+    before, after = _kept(events, ~later | device), _kept(events, later | device)
+    return dataclasses.replace(trace, events=before), dataclasses.replace(trace, events=after)
+
+
+def _kept(events: Events, mask: np.ndarray) -> Events:
+    rows = np.flatnonzero(mask)
+    return Events({name: column[rows] for name, column in events.columns.items()}, events.words)
+
+
+def _operators(one: RankAnalysis, scale: float, on_device: bool) -> tuple[Operation, ...]:
+    steps = round(1e-6 / scale)
+    whole = {row.phase: (row.device if on_device else row.host) for row in one.phases}
+    inside: dict[str, int] = defaultdict(int)
+    found = []
+    for row in one.operators:
+        if not row.phase:
+            continue  # launched by nothing that the trace names
+        spent = row.device if on_device else row.host
+        inside[row.phase] += row.host
+        share = spent / whole[row.phase] if whole.get(row.phase) else 0.0
+        found.append(
+            Operation(
+                row.name, row.phase, row.kind, row.calls / steps, row.host * scale, row.device * scale, share
+            )
+        )
+    for phase in one.phases:
+        rest = phase.host - inside[phase.phase]
+        share = rest / whole[phase.phase] if not on_device and whole[phase.phase] else 0.0
+        found.append(Operation(NO_OPERATOR, phase.phase, "", 0.0, rest * scale, 0.0, share))
+    order = {row.phase: place for place, row in enumerate(one.phases)}
+    return tuple(sorted(found, key=lambda row: (order[row.phase], -row.share, -row.host_ms)))
+
+
+def _copies(one: RankAnalysis) -> tuple[CopyTime, ...]:
+    count = max(1, len({row.number for row in one.steps}))
+    length = sum({row.number: row.duration for row in one.steps}.values())
+    device = bool(one.device_total)
+    return tuple(
+        CopyTime(
+            row.source, row.target, row.contiguous, row.line, row.calls / count,
+            None if row.elements is None else row.elements / count,
+            row.host * 1e-6 / count, row.device * 1e-6 / count,
+            (row.device if device else row.host) / length if length else 0.0,
+        )
+        for row in one.copies
+    )  # fmt: skip
+
+
+def _device(one: RankAnalysis, scale: float) -> DeviceTime | None:
+    idle = idle_share(one)
+    if idle is None:
+        return None
+    names = ", ".join(name or f"device {number}" for number, name in one.devices.items())
+    return DeviceTime(names, idle, idle_causes(one), one.device_total * scale)
+
+
+def _step_ms(rows: Sequence[StepRow]) -> float:
+    return float(np.median(list({row.number: row.duration for row in rows}.values()))) * 1e-6
+
+
+def _sum_error(trace: Trace) -> float:
+    """Return by how much the phases on the threads that run the steps miss the steps, at worst.
+
+    Raises
+    ------
+    TraceError
+        If it is more than 2 %.
+    """
+    timeline = Timeline(trace)
+    tree = timeline.tree
+    here = timeline.step_of(tree.start)
+    worst = 0.0
+    for number, step in enumerate(timeline.steps):
+        inside = here == number
+        opening = np.flatnonzero(inside & (tree.start == step.start) & (tree.end == step.end))
+        if not len(opening):
+            continue
+        thread = tree.thread[opening[0]]
+        total = int(tree.inner[inside & (tree.thread == thread)].sum())
+        worst = max(worst, abs(total / (step.end - step.start) - 1))
+    if worst > TOLERANCE:
+        raise TraceError(
+            f"{trace.path}: the host times of a step miss the step by {worst:.1%}; expected {TOLERANCE:.0%}"
+        )
+    return worst
