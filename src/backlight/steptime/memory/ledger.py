@@ -24,6 +24,8 @@ class Kind(enum.StrEnum):
     INPUTS = "inputs"
     ACTIVATIONS = "activations"
     TEMPORARIES = "temporaries"
+    HELD = "held"
+    """There before the first recorded step, and none of the others: copies of weights, caches."""
 
 
 @dataclass(slots=True)

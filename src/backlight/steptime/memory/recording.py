@@ -6,19 +6,24 @@ ones. What a kernel allocates and frees inside itself (a vendor's workspace) is 
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from backlight.capture.modules import walk
 from backlight.records import Phase
 from backlight.steptime.memory.ledger import Kind, Ledger, Storage
+from backlight.steptime.memory.nodes import Modules
+
+Seen = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, str, Modules], None]
+"""Called with operation, arguments, result, phase and the modules under way."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
@@ -28,23 +33,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
     ----------
     models:
         Models whose modules memory is attributed to.
+    seen:
+        Called after each operation.
 
     Attributes
     ----------
     ledger:
         What has come and gone so far.
+    trouble:
+        Why recording stopped, empty while it goes on; the operations themselves go on in any case.
     """
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    def __init__(self, models: Iterable[nn.Module], seen: Seen | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
+        self.trouble = ""
         self._models = list(models)
+        self._seen = seen
         self._known: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._phase: str = Phase.OTHER
-        self._entered: list[tuple[str, int]] = []
-        self._numbers: list[int] = []
-        self._ranges: list[tuple[int, int, str]] = []
+        self._modules = Modules()
+        self._again: list[int] = []
         self._handles: list[Any] = []
 
     # Life
@@ -59,12 +69,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
     def __exit__(self, *exception: Any) -> None:
         """Stop recording; storages that end later are not entered."""
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._forget()
+
+    def _forget(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._references.clear()
+        self._known.clear()
 
     def _hold_model(self, model: nn.Module) -> None:
+        hooked: set[int] = set()
         for name, module in walk(model):
             for parameter in (vars(module).get("_parameters") or {}).values():
                 if parameter is not None:
@@ -74,28 +89,53 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             for buffer in (vars(module).get("_buffers") or {}).values():
                 if buffer is not None:
                     self._hold(buffer, Kind.BUFFERS, name)
-            self._handles.append(module.register_forward_pre_hook(_Entered(self, name)))
-            self._handles.append(module.register_forward_hook(_Returned(self), always_call=True))
+            if id(module) not in hooked:  # one that is used under two names has one forward
+                hooked.add(id(module))
+                self._handles.append(module.register_forward_pre_hook(_Entered(self, name)))
+                self._handles.append(module.register_forward_hook(_Returned(self), always_call=True))
+
+    @property
+    def current(self) -> str:
+        """The phase of the step."""
+        return self._phase
+
+    def index(self, tensor: torch.Tensor) -> int | None:
+        """Return the index of a tensor's storage in the ledger, None if it is not known."""
+        return self._known.get(tensor.untyped_storage()._cdata)
 
     # What the loop tells
 
     def phase(self, phase: Phase) -> None:
-        """A phase of the step begins; what is live from a forward when backward begins is activations."""
-        if phase is Phase.BACKWARD:
-            for index in self._known.values():
-                storage = self.ledger.storages[index]
-                if storage.kind is Kind.TEMPORARIES and storage.phase in {Phase.FORWARD, Phase.LOSS}:
-                    storage.kind = Kind.ACTIVATIONS
-        elif self._phase == Phase.BACKWARD:
+        """A phase of the step begins.
+
+        What data loading or the loop left is input when a forward begins; what a forward left is
+        activations when backward begins; what backward left in ``.grad`` is gradients when it ends.
+        """
+        if phase is Phase.FORWARD:
+            self._turn({Phase.DATA, Phase.OTHER, Phase.HOST_TO_DEVICE}, Kind.INPUTS)
+        elif phase is Phase.BACKWARD:
+            self._turn({Phase.FORWARD, Phase.LOSS}, Kind.ACTIVATIONS)
+        if self._phase == Phase.BACKWARD and phase is not Phase.BACKWARD:
             self._name_gradients()
         self._phase = phase
         self.ledger.phases.append((len(self.ledger.events), phase))
+
+    def _turn(self, phases: set[Phase], kind: Kind) -> None:
+        for index in self._known.values():
+            storage = self.ledger.storages[index]
+            if storage.kind is Kind.TEMPORARIES and storage.phase in phases:
+                storage.kind = kind
 
     def inputs(self, batch: Any) -> None:
         """Enter the tensors of a batch."""
         for tensor in tree_leaves(batch):
             if isinstance(tensor, torch.Tensor):
                 self._hold(tensor, Kind.INPUTS, "")
+
+    def held(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Enter tensors that were there before and are none of the above."""
+        for tensor in tensors:
+            self._hold(tensor, Kind.HELD, "")
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Name the state of an optimizer, each tensor under the module of its parameter."""
@@ -122,73 +162,77 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation, and enter each storage among its results that is not known."""
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._meet(tensor, str(func))
+        """Run the operation, and enter each storage among arguments and results that is not known."""
+        kwargs = kwargs or {}
+        if self._phase == Phase.OPTIMIZER and func is _READ and isinstance(args[0], FakeTensor):
+            return 1.0  # the count of steps, which AdamW reads for its bias correction
+        result = func(*args, **kwargs)
+        if not self.trouble:
+            try:
+                self._look(func, args, kwargs, result)
+            except Exception as error:  # noqa: BLE001 - the user's training is sacred
+                self.trouble = f"recording stopped after {type(error).__name__}: {error}"
         return result
+
+    def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        for tensor in _tensors(result):
+            self._meet(tensor, func)
+        for tensor in _tensors(args):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                # Came from outside torch's operations: numpy, a worker process, a file.
+                self._hold(tensor, Kind.INPUTS, "")
+        if self._seen is not None:
+            self._seen(func, args, kwargs, result, self._phase, self._modules)
+
+    @contextlib.contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """A module's forward, told by hand where no hook of the module sees it."""
+        self.enter_module(name)
+        try:
+            yield
+        finally:
+            self.leave_module()
 
     def enter_module(self, name: str) -> None:
         """A module's forward begins."""
-        self._entered.append((name, _sequence()))
+        self._modules.enter(name)
 
     def leave_module(self) -> None:
-        """The innermost module's forward is over: the nodes made since it began are its."""
-        if self._entered:
-            name, begin = self._entered.pop()
-            self._note_range(begin, _sequence(), name)
+        """The innermost module's forward is over; what a recomputed one left is activations."""
+        self._modules.leave()
+        if self._again and not self._modules.inside:
+            for index in set(self._again).intersection(self._known.values()):
+                storage = self.ledger.storages[index]
+                if storage.kind is Kind.TEMPORARIES:
+                    storage.kind = Kind.ACTIVATIONS
+            self._again.clear()
 
-    def _note_range(self, begin: int, end: int, name: str) -> None:
-        # Modules close inside out: what an inner one has taken stays its own.
-        taken = bisect.bisect_left(self._numbers, begin)
-        covered = begin
-        pieces = []
-        for start, stop, _ in self._ranges[taken:]:
-            if covered < start:
-                pieces.append((covered, start, name))
-            covered = stop
-        if covered < end:
-            pieces.append((covered, end, name))
-        for piece in pieces:
-            place = bisect.bisect_left(self._numbers, piece[0])
-            self._numbers.insert(place, piece[0])
-            self._ranges.insert(place, piece)
-
-    def _module(self) -> str:
-        if self._entered:
-            return self._entered[-1][0]
-        if self._phase != Phase.BACKWARD:
-            return ""
-        node: Any = torch._C._current_autograd_node()
-        if node is None:
-            return ""
-        number = node._sequence_nr()
-        place = bisect.bisect_right(self._numbers, number) - 1
-        if place < 0 or number >= self._ranges[place][1]:
-            return ""
-        return self._ranges[place][2]
-
-    def _meet(self, tensor: torch.Tensor, operation: str) -> None:
+    def _meet(self, tensor: torch.Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata in self._known or not storage.nbytes():
             return
-        kind = Kind.ACTIVATIONS if self._entered and self._phase == Phase.BACKWARD else Kind.TEMPORARIES
-        self._enter(tensor, storage, kind, self._module(), operation)
+        backward = self._phase == Phase.BACKWARD
+        index = self._enter(
+            tensor, storage, Kind.TEMPORARIES, self._modules.current(backward=backward), str(func)
+        )
+        if backward and self._modules.inside:
+            self._again.append(index)
 
     def _hold(self, tensor: torch.Tensor, kind: Kind, module: str) -> None:
-        storage = tensor.untyped_storage()
-        index = self._known.get(storage._cdata)
-        if index is None:
-            if storage.nbytes():
-                self._enter(tensor, storage, kind, module, "")
-            return
-        known = self.ledger.storages[index]
-        # The first claim stays: a gradient that is a view of a bucket is the bucket's.
-        if known.kind in {Kind.TEMPORARIES, Kind.ACTIVATIONS}:
-            known.kind, known.module = kind, module
+        for part in _plain(tensor):
+            storage = part.untyped_storage()
+            index = self._known.get(storage._cdata)
+            if index is None:
+                if storage.nbytes():
+                    self._enter(part, storage, kind, module, "")
+                continue
+            known = self.ledger.storages[index]
+            # The first claim stays: a gradient that is a view of a bucket is the bucket's.
+            if known.kind in {Kind.TEMPORARIES, Kind.ACTIVATIONS, Kind.HELD}:
+                known.kind, known.module = kind, module
 
-    def _enter(self, tensor: torch.Tensor, storage: Any, kind: Kind, module: str, operation: str) -> None:
+    def _enter(self, tensor: torch.Tensor, storage: Any, kind: Kind, module: str, operation: str) -> int:
         key = storage._cdata
         index = self.ledger.came(
             Storage(
@@ -209,6 +253,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
                 self.ledger.went(index)
 
         self._references[key] = weakref.ref(storage, gone)
+        return index
 
 
 class _Entered:
@@ -231,7 +276,27 @@ class _Returned:
         self._recorder.leave_module()
 
 
-def _sequence() -> int:
-    """Return the number that the next node of autograd will have in this thread."""
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # not in the stubs
-    return number
+_READ = torch.ops.aten._local_scalar_dense.default
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an operation's arguments or results, which nest in lists alone."""
+    if isinstance(value, torch.Tensor):
+        yield from _plain(value)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensor, or the parts of one that has no storage of its own (sparse, DTensor)."""
+    if tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+    elif tensor.layout in {torch.sparse_coo, torch.sparse_csr}:
+        if tensor.layout is torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())
+        else:
+            yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain(getattr(tensor, name))
