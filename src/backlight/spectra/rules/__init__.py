@@ -1,0 +1,1 @@
+"""Rules on stored spectra; each file registers one."""

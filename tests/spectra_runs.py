@@ -1,0 +1,78 @@
+"""Stored runs of the spectra room: replicates with planted directions, measured and recorded by the room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from backlight.measure.shrinkage import threshold
+from backlight.measure.spectra import spectral_echo
+from backlight.spectra.reading import Layer
+from backlight.spectra.recording import describe, leave_out, record
+from backlight.store.reader import Run, open_run
+from backlight.store.writer import RunWriter
+
+SHAPES = {"blocks.0.attn.qkv.weight": (40, 24), "blocks.0.mlp.up.weight": (32, 32), "head.weight": (20, 36)}
+STRENGTHS = {
+    "blocks.0.attn.qkv.weight": (6.0, 4.0, 2.5),
+    "blocks.0.mlp.up.weight": (8.0, 3.0),
+    "head.weight": (5.0,),
+}
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A run to write: strengths in units of the threshold below which no direction can be found."""
+
+    steps: tuple[int, ...] = (0, 100, 200)
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=lambda: dict(SHAPES))
+    strengths: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: dict(STRENGTHS))
+    replicates: int = 12
+    batch: float = 4.0
+    decay: float = 0.8
+    update_ranks: tuple[float, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=lambda: {"norm.weight": "one-dimensional"})
+    checkpoints: bool = False
+    seed: int = 0
+
+
+def replicates(plan: Planted, name: str, at: int) -> torch.Tensor:
+    """Return ``[R, p, q]``: the planted directions in noise of variance 1."""
+    p, q = plan.shapes[name]
+    noise = torch.Generator().manual_seed(plan.seed + 1000 * at + sorted(plan.shapes).index(name))
+    signal = torch.Generator().manual_seed(plan.seed + sorted(plan.shapes).index(name))
+    strength = torch.tensor(plan.strengths.get(name, ())) * threshold(1.0, p, q) * plan.decay**at
+    amount = len(strength)
+    G = torch.randn(plan.replicates, p, q, generator=noise)
+    if amount:
+        U, V = (torch.linalg.qr(torch.randn(n, amount, generator=signal))[0] for n in (p, q))
+        G = G + (U * strength) @ V.T
+    return 1e-3 * G
+
+
+def write_spectra(writer: RunWriter, plan: Planted) -> None:
+    """Write what the room records, into a run that may hold more."""
+    for index, (name, (p, q)) in enumerate(plan.shapes.items()):
+        describe(writer, Layer(name, name.rpartition(".")[0], (p, q), "", p, q, index))
+    for name, reason in plan.left_out.items():
+        leave_out(writer, name, reason)
+    for at, step in enumerate(plan.steps):
+        if plan.checkpoints:
+            writer.event(step, "spectra_checkpoint", {"path": f"{step}.pt", "weights": "0"})
+        for name in plan.shapes:
+            ranks: dict[str, float | None] = {"weight": 9.5 - at, "gradient": 2.0 + at, "momentum": None}
+            if plan.update_ranks:
+                ranks["update"] = plan.update_ranks[at]
+            found = spectral_echo(replicates(plan, name, at), layer=name, draws=60)
+            record(writer, step, name, found, batch=plan.batch, stable_ranks=ranks)
+
+
+def write_spectra_run(path: Path, plan: Planted | None = None) -> Run:
+    """Write a run by ``plan`` and open it."""
+    writer = RunWriter.create(path, name="spectra", script="train.py", rooms=("spectra",), step_offset=0)
+    write_spectra(writer, plan or Planted())
+    writer.close()
+    return open_run(path)
