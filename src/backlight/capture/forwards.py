@@ -22,17 +22,19 @@ class Forwards:
         self._handles: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
 
     def follow(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Hook these modules, and those alone."""
-        wanted = {id(m): m for m in modules if getattr(m, "_compiled_call_impl", None) is None}
-        for key in [k for k, (ref, _) in self._handles.items() if ref() is not wanted.get(k)]:
-            self._drop(key)
-        for key, module in wanted.items():
-            if key not in self._handles:
+        """Hook these modules as well.
+
+        One that was hooked before it was wrapped keeps its hooks: it may have been compiled with them.
+        """
+        for key in [k for k, (reference, _) in self._handles.items() if reference() is None]:
+            del self._handles[key]
+        for module in modules:
+            if id(module) not in self._handles and getattr(module, "_compiled_call_impl", None) is None:
                 handles = [
                     module.register_forward_pre_hook(entered),
                     module.register_forward_hook(returned, always_call=True),
                 ]
-                self._handles[key] = (weakref.ref(module), handles)
+                self._handles[id(module)] = (weakref.ref(module), handles)
 
     def leave(self) -> None:
         """Take all hooks off."""

@@ -19,8 +19,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 import backlight
 from backlight.capture.hub import HUB
-from backlight.capture.modules import holding
-from backlight.capture.optimizers import parameters_of
 from backlight.stalls import proc, rendezvous
 from backlight.stalls.beat import Beats
 from backlight.stalls.board import Board, State
@@ -29,7 +27,6 @@ from backlight.stalls.collectives import Collectives
 from backlight.stalls.consent import allow_tracing
 from backlight.stalls.dumps import SIGNAL
 from backlight.stalls.ending import describe
-from backlight.stalls.roots import Roots
 from backlight.stalls.thresholds import Thresholds
 from backlight.stalls.witness import Witness
 from backlight.store.watchdog import host_name
@@ -116,10 +113,8 @@ class Stalling:
             self._parameters,
             self._store_names,
             self._dropped,
-            self._optimizer_made,
             self._store_buckets,
         )
-        self._roots = Roots(self.beats)
         self._collectives = Collectives(board, self._store_group)
         self._register_dump()
         self._witness = Witness(
@@ -175,13 +170,11 @@ class Stalling:
             HUB.add(self.beats)
             self.beats.attach()
             self._collectives.attach()
-            self._follow_early()
 
     def _detach(self) -> None:
         if self.beats is not None:
             HUB.remove(self.beats)
             self.beats.detach()
-            self._roots.leave()
             self._names = ((), ())
             self._collectives.detach()
 
@@ -192,22 +185,6 @@ class Stalling:
         reason = f"{type(error).__name__}: {error}"
         self._notice("unmeasured", {"what": "stalls from here on", "reason": reason}, None)
 
-    def _follow_early(self) -> None:
-        """Hook what is known before any training step, so that the first forward is seen as one."""
-        if self._scope.models:
-            self._roots.follow(self._scope.models)
-            return
-        known = HUB.optimizers.known()
-        if known:
-            HUB.seen.scan()
-        for optimizer in known:
-            self._optimizer_made(optimizer)
-
-    def _optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._scope.models:
-            held = {id(tensor) for tensor in parameters_of(optimizer)}
-            self._roots.follow(holding(HUB.seen.roots(), held))
-
     # What the beats ask for
 
     def _parameters(self) -> tuple[tuple[str, ...], Sequence[torch.Tensor | None]]:
@@ -217,8 +194,6 @@ class Stalling:
             self._parameters_changed()
         if self._names[0] is not table:
             self._names = (table, tuple(record.name for record in table.records))
-            held = {id(tensor) for tensor in table.tensors()}
-            self._roots.follow(self._scope.models or holding(HUB.seen.roots(), held))
         return self._names[1], [table.tensor(row) for row in range(len(table))]
 
     def _store_names(self, names: tuple[str, ...]) -> None:

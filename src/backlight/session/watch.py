@@ -20,6 +20,7 @@ from backlight.session.cadence import Cadence
 from backlight.session.config import Settings
 from backlight.session.drain import Drain
 from backlight.session.fingerprints import take_fingerprint
+from backlight.session.following import Following
 from backlight.session.judge import judge
 from backlight.session.notices import Notices
 from backlight.session.plan import make_plan
@@ -96,6 +97,7 @@ class Watch:
         self._notices = Notices(self.path)
         self._fingerprinted = False
         self._writer: RunWriter | None = None
+        self._following: Following | None = None
         self._stalling: Stalling | None = None
         self._tracing: Tracer | None = None
         # Everything that can be refused is refused here, before anything is attached or written.
@@ -170,6 +172,7 @@ class Watch:
         self._recorder.spent = lambda: (
             self._tracker.spent
             + self._drain.spent
+            + (self._following.spent if self._following is not None else 0.0)
             + (self._stalling.spent if self._stalling is not None else 0.0)
         )
         self._pid = os.getpid()
@@ -179,6 +182,10 @@ class Watch:
         if not self._optimizers:
             HUB.optimizers.scan()
         self._drain.start()
+        if {"stalls", "steptime"} & set(settings.rooms):
+            self._following = Following(self._scope, self._forwards_lost)
+            with self._notices.shield():
+                self._following.start()
         if "stalls" in settings.rooms:
             self._stalling = Stalling(
                 self._writer,
@@ -208,6 +215,8 @@ class Watch:
         with self._notices.shield():
             self._tracker.finish()
         HUB.remove(self._tracker)
+        if self._following is not None:
+            self._following.stop()
         with self._notices.shield():
             self._drain.stop()
             self._take_fingerprint()
@@ -226,6 +235,9 @@ class Watch:
                         writer.finding(finding)
         with self._notices.shield():
             writer.close(RunStatus.FINISHED if error is None else RunStatus.FAILED)
+
+    def _forwards_lost(self, error: Exception) -> None:
+        self._notices.trouble(error, "when a forward begins and ends")
 
     def _say_if_nothing(self) -> None:
         if self._tracker.done:

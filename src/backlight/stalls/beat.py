@@ -48,8 +48,6 @@ class Beats(Listener):
         Called with their names when they changed.
     on_dropped:
         Called with the error by which this listener was taken off.
-    on_optimizer:
-        Called with each optimizer that is made: what it holds will be trained.
     on_buckets:
         Called at the begin of the first backwards, until it returns False: DDP builds its buckets anew.
     """
@@ -60,7 +58,6 @@ class Beats(Listener):
         parameters: Callable[[], tuple[tuple[str, ...], Sequence[torch.Tensor | None]]],
         on_parameters: Callable[[tuple[str, ...]], None],
         on_dropped: Callable[[Exception], None],
-        on_optimizer: Callable[[torch.optim.Optimizer], None] | None = None,
         on_buckets: Callable[[], bool] | None = None,
     ) -> None:
         self.board = board
@@ -69,7 +66,6 @@ class Beats(Listener):
         self._parameters = parameters
         self._on_parameters = on_parameters
         self._on_dropped = on_dropped
-        self._on_optimizer = on_optimizer
         self._on_buckets = on_buckets
         self._hooked: tuple[str, ...] = ()
         self._handles: list[Any] = []
@@ -129,11 +125,6 @@ class Beats(Listener):
         """A batch came."""
         self._slots[Slot.BATCHES] += 1
         self._enter(_EVALUATION if self._slots[Slot.PHASE] == _EVALUATION else _OTHER)
-
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer was made: the first forward of the model that it holds can be seen from here on."""
-        if self._on_optimizer is not None:
-            self._on_optimizer(optimizer)
 
     def forward_begin(self) -> None:
         """The outermost module is called; without gradients that is an evaluation."""
