@@ -172,7 +172,7 @@ def test_the_surface_is_frozen() -> None:
         "compare": ["--factor", "--json"],
         "demo": ["--out", "--steps"],
         "doctor": ["--json"],
-        "export": ["--overwrite"],
+        "export": ["--max-directions", "--overwrite", "--rows"],
         "findings": ["--fail-on", "--json"],
         "report": ["--bundle", "--format", "--out", "--plots"],
         "run": ["--config", "--every", "--exact-updates", "--group", "--histogram", "--max-disk", "--out",

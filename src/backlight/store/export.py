@@ -1,17 +1,19 @@
 """A run as files for other tools: CSV, Parquet or HDF5, chosen by the ending of the target.
 
 ``.csv`` and ``.parquet`` give a long table with one row per attempt, step and parameter, and beside it
-``NAME.scalars.csv`` (or ``.parquet``) with one row per attempt, step and scalar. ``.h5`` gives one file with
-an array ``[steps, parameters]`` per column of each series, and every stored array over its steps. What was
-not measured is null, an empty field or NaN with ``measured`` 0; it is never a number.
+``NAME.scalars.csv`` (or ``.parquet``) with one row per attempt, step and scalar; on request, and by default
+for a run that holds nothing else, one table with one row per step, layer and direction of its spectra.
+``.h5`` gives one file with an array ``[steps, parameters]`` per column of each series, and every stored
+array over its steps. What was not measured is null, an empty field or NaN with ``measured`` 0; it is never a
+number.
 """
 
 from __future__ import annotations
 
 import csv
+import enum
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,19 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight.store import documents
+from backlight.store.chunks import Chunk
 from backlight.store.errors import ExportError
+from backlight.store.export_spectra import COLUMNS as SPECTRA_COLUMNS
+from backlight.store.export_spectra import FLOATS as SPECTRA_FLOATS
+from backlight.store.export_spectra import TEXTS as SPECTRA_TEXTS
+from backlight.store.export_spectra import spectra_chunks
 from backlight.store.filters import Filters
 from backlight.store.names import storable
 from backlight.store.reader import Run
 from backlight.store.schema import SERIES
+from backlight.store.spectra import LAYER as SPECTRA_LAYER
 
-__all__ = ["ENDINGS", "ExportError", "export"]
+__all__ = ["ENDINGS", "ExportError", "Rows", "export"]
 
 CHUNK_ROWS = 500_000
 """Rows of the long table that are in memory at a time."""
@@ -49,22 +57,48 @@ COLUMNS = ("step", "attempt", "parameter", "measured", *_FROM_SERIES)
 
 SCALAR_COLUMNS = ("step", "attempt", "source", "name", "value", "unit")
 
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Columns of equal length; ``void[name]`` is True where there is no value."""
-
-    columns: dict[str, npt.NDArray[Any]]
-    void: dict[str, npt.NDArray[np.bool_]]
+_FLOATS = SPECTRA_FLOATS | {
+    "value", "norm", "rms", "mean", "max_abs", "update_norm", "weight_norm", "update_ratio"
+}  # fmt: skip
+_TEXTS = SPECTRA_TEXTS | {"parameter", "source", "name", "unit"}
 
 
-def export(run: Run, target: str | Path, *, overwrite: bool = False) -> tuple[Path, ...]:
+class Rows(enum.StrEnum):
+    """What a row of an exported table is."""
+
+    PARAMETERS = "parameters"
+    SPECTRA = "spectra"
+
+
+def export(
+    run: Run,
+    target: str | Path,
+    *,
+    overwrite: bool = False,
+    rows: Rows | str | None = None,
+    max_directions: int | None = None,
+) -> tuple[Path, ...]:
     """Write ``run`` to ``target`` and return the files that were made.
+
+    Parameters
+    ----------
+    run
+        The stored run.
+    target
+        The file; its ending says in which form.
+    overwrite
+        Whether a file that is there may be replaced.
+    rows
+        What a row is: a parameter at a step, or a direction of a layer's spectra at a step. Without it
+        directions for a run that holds spectra and no gradients, else parameters.
+    max_directions
+        Most directions of a layer at a step.
 
     Raises
     ------
     ExportError
-        If the ending is not known, a file is there already, the folder is missing, or a library is.
+        If the ending is not known, a file is there already, the folder is missing, a library is, or the
+        rows that were asked for cannot be had.
     """
     target = Path(target)
     write = ENDINGS.get(target.suffix.lower())
@@ -76,13 +110,18 @@ def export(run: Run, target: str | Path, *, overwrite: bool = False) -> tuple[Pa
         raise ExportError(f"{msg}, or export to .csv or .h5")
     if not target.parent.is_dir():
         raise ExportError(f"{target}: the folder {target.parent} is not there; create it first")
-    made = (target,) if write is _write_h5 else (target, _beside(target))
+    chosen = _chosen(run, target, rows, max_directions)
+    made = (target, _beside(target)) if chosen is Rows.PARAMETERS and write is not _write_h5 else (target,)
     for path in made:
         if path.exists() and not overwrite:
             raise ExportError(f"{path}: is there already; choose another name, or overwrite it")
     temporary = tuple(documents.temporary_name(path) for path in made)
     try:
-        write(run, *temporary)
+        if chosen is Rows.SPECTRA and write is not _write_h5:
+            write_table = _csv if write is _write_csv else _parquet
+            write_table(temporary[0], SPECTRA_COLUMNS, spectra_chunks(run, max_directions))
+        else:
+            write(run, *temporary)
         for source, path in zip(temporary, made, strict=True):
             documents.sync_file(source)
             documents.publish(source, path)
@@ -92,6 +131,24 @@ def export(run: Run, target: str | Path, *, overwrite: bool = False) -> tuple[Pa
         for source in temporary:
             source.unlink(missing_ok=True)
     return made
+
+
+def _chosen(run: Run, target: Path, rows: Rows | str | None, max_directions: int | None) -> Rows:
+    try:
+        asked = None if rows is None else Rows(rows)
+    except ValueError:
+        raise ExportError(f"rows must be one of {', '.join(Rows)}, got {rows!r}") from None
+    h5 = target.suffix.lower() == ".h5"
+    if h5 and (asked is not None or max_directions is not None):
+        raise ExportError(
+            f"{target}: .h5 holds every series and array; --rows and --max-directions are of tables"
+        )
+    if asked is None:
+        spectra_only = bool(run.events(SPECTRA_LAYER)) and not run.has("gradient")
+        asked = Rows.SPECTRA if spectra_only else Rows.PARAMETERS
+    if asked is Rows.PARAMETERS and max_directions is not None:
+        raise ExportError("--max-directions is about the rows of spectra; add --rows spectra")
+    return asked
 
 
 def parameter_chunks(run: Run) -> Iterator[Chunk]:
@@ -149,12 +206,16 @@ def _beside(target: Path) -> Path:
 
 def _write_csv(run: Run, parameters: Path, scalars: Path) -> None:
     for path, names, chunks in _tables(run, parameters, scalars):
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(names)
-            for chunk in chunks:
-                fields = [_fields(chunk.columns[name], chunk.void[name]) for name in names]
-                writer.writerows(zip(*fields, strict=True))
+        _csv(path, names, chunks)
+
+
+def _csv(path: Path, names: tuple[str, ...], chunks: Iterator[Chunk]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        for chunk in chunks:
+            fields = [_fields(chunk.columns[name], chunk.void[name]) for name in names]
+            writer.writerows(zip(*fields, strict=True))
 
 
 def _fields(values: npt.NDArray[Any], void: npt.NDArray[np.bool_]) -> list[Any]:
@@ -167,26 +228,27 @@ def _fields(values: npt.NDArray[Any], void: npt.NDArray[np.bool_]) -> list[Any]:
 
 
 def _write_parquet(run: Run, parameters: Path, scalars: Path) -> None:
+    for path, names, chunks in _tables(run, parameters, scalars):
+        _parquet(path, names, chunks)
+
+
+def _parquet(path: Path, names: tuple[str, ...], chunks: Iterator[Chunk]) -> None:
     import pyarrow as pa  # noqa: PLC0415 - an optional library
     import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
 
-    floats = {"value", "norm", "rms", "mean", "max_abs", "update_norm", "weight_norm", "update_ratio"}
-    texts = {"parameter", "source", "name", "unit"}
-
     def kind(name: str) -> Any:
-        if name in texts:
+        if name in _TEXTS:
             return pa.dictionary(pa.int32(), pa.string())
-        return pa.bool_() if name == "measured" else pa.float64() if name in floats else pa.int64()
+        return pa.bool_() if name == "measured" else pa.float64() if name in _FLOATS else pa.int64()
 
-    for path, names, chunks in _tables(run, parameters, scalars):
-        schema = pa.schema([(name, kind(name)) for name in names])
-        with pq.ParquetWriter(path, schema) as writer:
-            for chunk in chunks:
-                columns = [
-                    pa.array(chunk.columns[name], mask=chunk.void[name], from_pandas=False).cast(kind(name))
-                    for name in names
-                ]
-                writer.write_table(pa.table(columns, schema=schema))
+    schema = pa.schema([(name, kind(name)) for name in names])
+    with pq.ParquetWriter(path, schema) as writer:
+        for chunk in chunks:
+            columns = [
+                pa.array(chunk.columns[name], mask=chunk.void[name], from_pandas=False).cast(kind(name))
+                for name in names
+            ]
+            writer.write_table(pa.table(columns, schema=schema))
 
 
 def _tables(

@@ -1,1 +1,0 @@
-"""Rules on stored spectra; each file registers one."""
