@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,40 @@ PIECES = (
     ("mlp.down.weight", (64, 256), "Linear"),
     ("mlp.down.bias", (64,), "Linear"),
 )
+
+
+PROFILE: dict[str, Any] = {
+    "version": 1,
+    "modules": [
+        {"name": "", "calls": 1, "forward_ms": 4.0, "forward_exclusive_ms": 0.5, "recomputed_ms": 0.0,
+         "backward_ms": 8.0, "backward_exclusive_ms": 0.0},
+        {"name": "<b>block", "calls": 2, "forward_ms": 3.5, "forward_exclusive_ms": 3.5, "recomputed_ms": 1.5,
+         "backward_ms": 8.0, "backward_exclusive_ms": 8.0},
+    ],
+    "backward_unattributed_ms": 0.25,
+    "operators": [
+        {"name": "aten::mm", "phase": "backward", "kind": "matmul", "calls": 2, "host_ms": 6.0,
+         "device_ms": 0, "share": 0.75},
+        {"name": "(no operator)", "phase": "backward", "kind": "", "calls": 0, "host_ms": 2.0,
+         "device_ms": 0, "share": 0.25},
+    ],
+    "kinds": [{"name": "matmul", "calls": 2, "host_ms": 6.0, "device_ms": 0.0, "share": 1.0}],
+    "kernels": [],
+    "copies": [
+        {"source": "float", "target": "double", "contiguous": True, "line": "train.py:7 (step)", "calls": 1,
+         "elements": 4096, "host_ms": 0.5, "device_ms": 0.0, "share": 0.04},
+        {"source": "", "target": "", "contiguous": None, "line": "", "calls": 1, "elements": None,
+         "host_ms": 0.1, "device_ms": 0.0, "share": 0.01},
+    ],
+    "joined": [
+        {"forward": "aten::addmm", "backward": "AddmmBackward0", "calls": 2, "forward_ms": 3,
+         "backward_ms": 7}
+    ],
+    "device": None,
+    "optimizations": [{"name": "fused optimizer", "state": "off", "detail": "AdamW: a loop over parameters"}],
+    "mfu": None,
+    "mfu_basis": "tokens per step were not given (--tokens-per-step)",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -180,6 +215,8 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
         watchdog.evidence("stall-rank-00000.txt", "taken by witness\n  at ops.py:22 in LockedFn.backward\n")
         watchdog.event(last - first - 1, "stall", {"not_collected": {"0": ["py-spy: Permission denied"]}})
         watchdog.close()
+    if plan.phases:
+        writer.evidence("profile.json", json.dumps(PROFILE))
     if plan.scaler:
         for step in range(first, last, max(1, plan.steps // 6)):
             writer.event(step - first, "scaler_skip", {"scale": 65536})

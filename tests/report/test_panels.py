@@ -115,6 +115,30 @@ def test_the_reason_of_one_parameter_is_not_that_of_the_series(tmp_path: Path) -
     assert Source(run).reason("gradient", otherwise="unknown") == "unknown"
 
 
+def test_a_profile_is_shown_as_tables(full: Source) -> None:
+    (modules,) = drawn(full, "modules").data["tables"]
+    assert modules["rows"][0] == ["<b>block", "2", "3.50", "3.50", "8.00", "8.00", "1.50"]
+    assert drawn(full, "modules").remarks == (
+        "0.25 ms of backward belong to no module: the loss, sums of gradients.",
+    )
+    operators, joined = drawn(full, "operators").data["tables"]
+    assert operators["rows"][1] == ["(no operator)", "backward", "", "", "2.00", "25.0%"]
+    assert joined["rows"] == [["aten::addmm", "AddmmBackward0", "2", "3.00", "7.00"]]
+    (copies,) = drawn(full, "copies").data["tables"]
+    assert copies["rows"][0][-1] == "train.py:7 (step)"
+    assert copies["rows"][1][:4] == ["not recorded", "not recorded", "1", ""]
+    assert [t["title"] for t in drawn(full, "kinds").data["tables"]] == ["Kinds", "Optimisations"]
+    assert drawn(full, "kinds").remarks[0].startswith("MFU not measured: tokens per step were not given")
+
+
+def test_a_profile_that_is_broken_is_not_shown(full: Source, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=3, phases=True))
+    for path in run.evidence():
+        if path.endswith("profile.json"):
+            (run.path / path).write_text("{", encoding="utf-8")
+    assert isinstance(PANELS["modules"].render(Source(run)), NotMeasured)
+
+
 def test_health_that_was_not_measured_is_no_line(empty: Source) -> None:
     result = drawn(empty, "health")
     labels = [line["label"] for line in result.data["charts"][0]["lines"]]
