@@ -13,7 +13,9 @@ from backlight.report.encoding import PRECISION
 from backlight.report.learning import Followed, Learning, Row
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.source import Source
-from backlight.report.text import duration
+from backlight.report.text import duration, percent
+from backlight.store.reader import open_run
+from backlight.store.writer import RunWriter
 
 FULL = Plan(
     steps=120,
@@ -113,6 +115,23 @@ def test_the_reason_is_the_one_that_the_session_noted(empty: Source) -> None:
 def test_the_reason_of_one_parameter_is_not_that_of_the_series(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=3, unmeasured={2: "frozen"}))
     assert Source(run).reason("gradient", otherwise="unknown") == "unknown"
+
+
+def test_steps_that_stand_out_are_named_with_the_phase_that_grew(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    writer = RunWriter.create(path, rooms=("steptime",))
+    for step in range(40):
+        slow = 0.05 if step == 23 else 0.0
+        first = 5.0 if step == 0 else 0.0
+        writer.scalars(
+            step, {"phase/data": 0.001 + slow, "phase/forward": 0.004, "phase/other": 0.001 + first}
+        )
+    writer.close()
+    result = drawn(Source(open_run(path)), "phases")
+    assert "1 step stands out of the usual 6.00 ms: step 23 (56.0 ms: data +50.0 ms)." in result.remarks
+    shares = {phase["label"]: phase["share"] for phase in result.data["phases"]}
+    # The cold first step has a second of "other" and no say in the shares.
+    assert shares == {"forward": percent(4 / 6), "data": percent(1 / 6), "other": percent(1 / 6)}
 
 
 def test_a_profile_is_shown_as_tables(full: Source) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.reduction import cut
 from backlight.report.source import Source
 from backlight.report.text import duration, percent, visible
+
+FEW = 10
+"""Steps below which none is called an outlier."""
+
+NAMED = 5
+"""Outliers that are named, the slowest first."""
 
 RANGES = 1500
 """Ranges of steps in the stacked chart; a stack of means adds up, a stack of maxima would not."""
@@ -34,7 +42,8 @@ def phases(source: Source) -> Drawn | NotMeasured:
     for row, scalar in enumerate(recorded.values()):
         seconds[row, np.searchsorted(steps, scalar.steps)] = np.nan_to_num(scalar.values, posinf=0, neginf=0)
     total = seconds.sum(axis=0)
-    order = np.argsort(-seconds.sum(axis=1))
+    shares = _shares(seconds, total)
+    order = np.argsort(-shares, kind="stable")
     buckets = cut(steps, RANGES)
     starts = buckets.offsets(steps)[1]
     names = list(recorded)
@@ -44,7 +53,7 @@ def phases(source: Source) -> Drawn | NotMeasured:
             "seconds": np.add.reduceat(seconds[row], starts) / buckets.recorded,
             "median": duration(float(np.median(seconds[row]))),
             "p95": duration(float(np.quantile(seconds[row], 0.95))),
-            "share": percent(float(seconds[row].sum() / total.sum())) if total.sum() else "not measured",
+            "share": percent(float(shares[row])) if shares.sum() else "not measured",
         }
         for row in order
     ]
@@ -60,9 +69,48 @@ def phases(source: Source) -> Drawn | NotMeasured:
         "usual": float(np.quantile(total, 0.95)),
         "slowest": np.maximum.reduceat(total, starts),
     }
-    remarks = (
-        ()
-        if buckets.exact
-        else ("The stack shows means over ranges of steps; the line the slowest step in each.",)
-    )
-    return Drawn("stack", data, facts, remarks)
+    remarks = [
+        "Shares are medians over steps, brought to one: a slow step does not count for more than another."
+    ]
+    if not buckets.exact:
+        remarks.append("The stack shows means over ranges of steps; the line the slowest step in each.")
+    labels = [str(table[at]["label"]) for at in np.argsort(order)]
+    return Drawn("stack", data, facts, (*remarks, *_outliers(steps, seconds, labels)))
+
+
+def _shares(seconds: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the median share of each phase of its step, made to add up to 1; ``seconds`` is [P, S]."""
+    known = total > 0
+    if not known.any():
+        return np.zeros(len(seconds))
+    shares: NDArray[np.float64] = np.median(seconds[:, known] / total[known], axis=1)
+    return shares / shares.sum() if shares.sum() else shares
+
+
+def _outliers(
+    steps: NDArray[np.int64], seconds: NDArray[np.float64], labels: Sequence[str]
+) -> tuple[str, ...]:
+    """Name the slowest steps that stand out, the first one apart, each with the phase that grew most."""
+    later = seconds[:, 1:]
+    if later.shape[1] < FEW:
+        return ()
+    usual = np.median(later, axis=1)
+    total = later.sum(axis=0)
+    median = float(np.median(total))
+    # Normal noise has a deviation of 1.48 MAD; very even steps are still allowed a quarter more.
+    limit = median + max(5 * 1.4826 * float(np.median(np.abs(total - median))), 0.25 * median)
+    out = np.flatnonzero(total > limit)
+    if not len(out):
+        return ()
+    worst = out[np.argsort(-total[out])][:NAMED]
+    named = []
+    for at in worst:
+        grown = later[:, at] - usual
+        phase = int(np.argmax(grown))
+        named.append(
+            f"step {steps[at + 1]} ({duration(float(total[at]))}: {labels[phase]} "
+            f"+{duration(float(grown[phase]))})"
+        )
+    more = f" and {len(out) - NAMED} more" if len(out) > NAMED else ""
+    many = "step stands out" if len(out) == 1 else "steps stand out"
+    return (f"{len(out)} {many} of the usual {duration(median)}: {', '.join(named)}{more}.",)
