@@ -128,7 +128,7 @@ def test_steps_that_stand_out_are_named_with_the_phase_that_grew(tmp_path: Path)
         )
     writer.close()
     result = drawn(Source(open_run(path)), "phases")
-    assert "1 step stands out of the usual 6.00 ms: step 23 (56.0 ms: data +50.0 ms)." in result.remarks
+    assert "1 step stands out of the usual 6 ms: step 23 (56 ms: data +50 ms)." in result.remarks
     shares = {phase["label"]: phase["share"] for phase in result.data["phases"]}
     # The cold first step has a second of "other" and no say in the shares.
     assert shares == {"forward": percent(4 / 6), "data": percent(1 / 6), "other": percent(1 / 6)}
