@@ -55,6 +55,7 @@ def document(profile: Profile) -> dict[str, Any]:
         "modules": _modules(profile),
         "backward_unattributed_ms": None if profile.modules is None else profile.modules.unattributed * 1e3,
         **(_tables(profile) if tables is not None else dict.fromkeys(_TABLES)),
+        "memory": to_json(profile.memory),
         "optimizations": to_json(profile.optimizations),
         "tracing_overhead": profile.overhead,
         "trace": None if profile.trace_path is None else str(profile.trace_path),
@@ -63,6 +64,7 @@ def document(profile: Profile) -> dict[str, Any]:
 
 
 _TABLES = (
+    "traced_step_ms", "exposed_communication", "logits",
     "traced_steps", "trace_sum_error", "operators", "kinds", "kernels", "copies", "joined",
     "device", "trace_notes",
 )  # fmt: skip
@@ -74,6 +76,9 @@ def _tables(profile: Profile) -> dict[str, Any]:
     device = tables.device
     return {
         "traced_steps": tables.steps,
+        "traced_step_ms": tables.step_ms,
+        "exposed_communication": tables.exposed_communication,
+        "logits": to_json(tables.logits),
         "trace_sum_error": tables.sum_error,
         "operators": to_json(tables.operators),
         "kinds": to_json(tables.kinds),

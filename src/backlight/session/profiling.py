@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,15 @@ from backlight.steptime.profile.throughput import Throughput, peak_of, throughpu
 from backlight.steptime.steady import SeriesError
 from backlight.steptime.trace.errors import TraceError
 from backlight.steptime.trace.reader import read_trace
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: the peak so far, and how much there is; ``of`` says of what."""
+
+    peak: int
+    capacity: int
+    of: str
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,8 @@ class Profile:
         Tables from the trace.
     optimizations:
         What is on already.
+    memory:
+        Peak of the device, or of the process where there is none.
     overhead:
         How much longer a traced step took than a clocked one, as a ratio.
     trouble:
@@ -69,6 +82,7 @@ class Profile:
     modules: Attribution | None
     optimizations: tuple[Optimization, ...]
     overhead: float | None
+    memory: Memory
     parameters: int
     fingerprint: Fingerprint | None
     records: tuple[ParameterRecord, ...]
@@ -166,6 +180,7 @@ def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = Fal
         modules=modules,
         optimizations=find_optimizations(live, operations, modules) if live is not None else (),
         overhead=_overhead(summary, observed),
+        memory=_memory(),
         parameters=count,
         fingerprint=fingerprint,
         records=records,
@@ -211,6 +226,16 @@ def _throughput(
         device=device,
         recomputed=sum(m.recomputed for m in outermost if m.name.rpartition(".")[0] not in inner),
     )
+
+
+def _memory() -> Memory:
+    if torch.cuda.is_available():
+        whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return Memory(torch.cuda.max_memory_allocated(), int(whole), "device")
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Memory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, pages, "process")
 
 
 def _overhead(summary: StepProfile, observed: Observed) -> float | None:

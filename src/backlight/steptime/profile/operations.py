@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from backlight.steptime.profile.logits import Logits, logits
 from backlight.steptime.trace import categories
 from backlight.steptime.trace.analysis import RankAnalysis, StepRow, analyse
 from backlight.steptime.trace.errors import TraceError
 from backlight.steptime.trace.events import Events, Trace
-from backlight.steptime.trace.signals import idle_causes, idle_share
+from backlight.steptime.trace.signals import exposed_communication, idle_causes, idle_share
 from backlight.steptime.trace.timeline import Timeline
 
 NO_OPERATOR = "(no operator)"
@@ -128,6 +129,10 @@ class Operations:
         By phase; within a phase the most expensive first. Their shares of a phase add up to 1.
     kernels:
         Device events by name, compiled and Triton kernels by theirs.
+    exposed_communication:
+        Median share of a step with communication and no computation; None without communication.
+    logits:
+        What the loss was computed on; None where no cross entropy was seen.
     sum_error:
         Share by which the phases of the traced steps miss the steps, on the thread that runs them.
     device:
@@ -143,6 +148,8 @@ class Operations:
     copies: tuple[CopyTime, ...]
     pairs: tuple[Joined, ...]
     device: DeviceTime | None
+    exposed_communication: float | None
+    logits: Logits | None
     sum_error: float
     notes: tuple[str, ...] = ()
 
@@ -189,6 +196,8 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
             for pair in one.pairs
         ),
         device=_device(one, scale),
+        exposed_communication=exposed_communication(one),
+        logits=logits(main),
         sum_error=_sum_error(main),
         notes=one.notes,
     )  # fmt: skip
