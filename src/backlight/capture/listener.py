@@ -30,6 +30,9 @@ class Listener:
     def forward_end(self) -> None:
         """An outermost module that is followed has returned, or raised."""
 
+    def samples_given(self, samples: int | None) -> None:
+        """An outermost module was called; see :mod:`backlight.capture.inputs`. None where unknown."""
+
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Outermost backward starts from ``roots``; empty where it starts from edges of a graph."""
 

@@ -25,6 +25,7 @@ from backlight.grokking.measures import Measures
 from backlight.session.judge import thresholds
 from backlight.session.plan import DEFAULT_ROOMS
 from backlight.session.tracing import traced_kinds
+from backlight.spectra.catching import Catching
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,9 @@ class Settings:
         Overridden thresholds by room and name.
     measures:
         What the room grokking measures, and how often.
+    spectra:
+        What the room spectra catches, and how often; fields of
+        :class:`backlight.spectra.catching.Catching`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=False)
@@ -82,6 +86,7 @@ class Settings:
     step_offset: int | None = None
     thresholds: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     measures: Measures = dataclasses.field(default_factory=Measures)
+    spectra: Catching = dataclasses.field(default_factory=Catching)
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -139,7 +144,8 @@ class Settings:
         prepared = dict(values)
         if isinstance(prepared.get("rooms"), str):
             prepared["rooms"] = tuple(r.strip() for r in prepared["rooms"].split(",") if r.strip())
-        _known_measures(prepared.get("measures"), where)
+        _known_fields(prepared.get("measures"), Measures, f"{where}: measures")
+        _known_fields(prepared.get("spectra"), Catching, f"{where}: spectra")
         prepared["trace"] = traced_kinds(prepared.get("trace"))
         try:
             return TypeAdapter(cls).validate_python(prepared)
@@ -162,6 +168,6 @@ def _refuse_unknown(values: Mapping[str, Any], known: list[str], where: str) -> 
             raise ValueError(f"{where}: unknown key {key!r}{hint}")
 
 
-def _known_measures(values: Any, where: str) -> None:
+def _known_fields(values: Any, kind: type[Measures | Catching], where: str) -> None:
     if isinstance(values, Mapping):
-        _refuse_unknown(values, [f.name for f in dataclasses.fields(Measures)], f"{where}: measures")
+        _refuse_unknown(values, [f.name for f in dataclasses.fields(kind)], where)

@@ -109,8 +109,9 @@ class Drain:
         while logged:
             step, values = logged.popleft()
             self._writer.scalars(step, {n: _number(v) for n, v in values.items()}, source="user")
-        if self._recorder.geometry is not None:
-            self._recorder.geometry.queue.write(self._writer)
+        for room in (self._recorder.geometry, self._recorder.replicating):
+            if room is not None:
+                room.queue.write(self._writer)
         dropped = self._recorder.dropped
         if dropped > self._dropped:
             self._writer.event(

@@ -6,8 +6,7 @@ never waits for the disk.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,12 @@ from backlight.grokking.disk import DiskWatch
 from backlight.grokking.memory import available_bytes
 from backlight.grokking.tracking import Tracker
 from backlight.grokking.tracking_probe import Probe
+from backlight.session.queueing import Queue
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
     from backlight.grokking.measures import Measures
     from backlight.session.notices import Notices
-    from backlight.store.writer import RunWriter
 
 LOGGED_EVERY = 10
 """Steps between two logged steps where nothing else is asked for."""
@@ -62,40 +61,6 @@ def first_real(batch: Any) -> torch.Tensor | None:
     first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     real = isinstance(first, torch.Tensor) and first.is_floating_point() and first.dim() > 1
     return first if real else None
-
-
-class Queue:
-    """A sink that keeps what it is given until somebody writes it."""
-
-    def __init__(self) -> None:
-        self.held: deque[tuple[str, tuple[Any, ...], dict[str, Any]]] = deque()
-
-    def scalars(self, step: int, values: Mapping[str, float], source: str = "backlight") -> None:
-        """Keep scalars."""
-        self.held.append(("scalars", (step, dict(values), source), {}))
-
-    def array(
-        self,
-        name: str,
-        step: int,
-        values: Any,
-        *,
-        dims: tuple[str, ...] = (),
-        unit: str = "1",
-        encoding: str = "plain",
-    ) -> None:
-        """Keep an array."""
-        self.held.append(("array", (name, step, values), {"dims": dims, "unit": unit, "encoding": encoding}))
-
-    def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
-        """Keep an event."""
-        self.held.append(("event", (step, kind, payload), {}))
-
-    def write(self, writer: RunWriter) -> None:
-        """Hand everything over to ``writer``, in order."""
-        while self.held:
-            method, arguments, named = self.held.popleft()
-            getattr(writer, method)(*arguments, **named)
 
 
 class Geometry:

@@ -33,7 +33,7 @@ class Plan:
 
 def rooms_with_probes() -> tuple[str, ...]:
     """Return the rooms that measure something of a training, by name."""
-    return tuple(sorted({"stalls", "grokking"} | {probe.room for _, probe in PROBES.items()}))
+    return tuple(sorted({"stalls", "grokking", "spectra"} | {probe.room for _, probe in PROBES.items()}))
 
 
 def make_plan(

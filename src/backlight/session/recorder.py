@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from backlight.session.cadence import Cadence
     from backlight.session.geometry import Geometry
     from backlight.session.plan import Active, Plan
+    from backlight.session.replicating import Replicating
 
 QUEUE = 512
 """Drafts that may wait for a slow disk before the oldest is dropped."""
@@ -65,6 +66,7 @@ class Recorder:
         self.user: deque[tuple[int, dict[str, Any]]] = deque()
         self.dropped = 0
         self.geometry: Geometry | None = None
+        self.replicating: Replicating | None = None
         self.spent: Callable[[], float] = lambda: 0.0
 
     def step_opens(self, index: int) -> bool:
@@ -76,7 +78,9 @@ class Recorder:
         if spacing is not None:
             reason = "the budget of time for measuring"
             self._notice("cadence", {"every": spacing, "reason": reason}, index)
-        return self._cadence.wants(index) or (self.geometry is not None and self.geometry.wants(index))
+        caught = self.replicating is not None and self.replicating.opens(index)
+        measured = self.geometry is not None and self.geometry.wants(index)
+        return self._cadence.wants(index) or measured or caught
 
     def _current(self) -> Draft:
         records = self._scope.table.records
@@ -119,6 +123,8 @@ class Recorder:
         self._measure(probes, parameters, scale)
         if self.geometry is not None:
             self.geometry.collect(self._step, self._scope.table, parameters, scale)
+        if self.replicating is not None:
+            self.replicating.collect()
 
     def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:
         """Measure the gradients accumulated so far, as part ``index + 1`` of the step."""
@@ -126,6 +132,8 @@ class Recorder:
 
     def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
         """Keep a sample of the weights, at the steps at which updates are measured."""
+        if self.replicating is not None:
+            self.replicating.update_begins()
         detail = self._cadence.in_detail(self._step)
         self._updating = [a for a in self._plan.weights if detail or self._recorded % a.spacing == 0]
         if self._updating:
@@ -147,6 +155,8 @@ class Recorder:
         """Complete the draft and hand it to the thread that writes."""
         if self.geometry is not None:
             self.geometry.close(self._step)
+        if self.replicating is not None:
+            self.replicating.close(summary)
         draft = self._current()
         scalars = draft.scalars
         scalars["time"] = time.time()

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from backlight.session.geometry import Samples
+    from backlight.session.replicating import Replicating
     from backlight.stalls.tracing import Tracer
 
 
@@ -109,6 +110,10 @@ class Watch:
             table = build_table(self._models, self._optimizers, HUB.seen)
             for pattern in settings.groups.values():
                 members([record.name for record in table.records], pattern)
+            if "spectra" in settings.rooms:
+                from backlight.session.targets import selected  # noqa: PLC0415 - others need not pay for it
+
+                selected(settings.spectra, table)
 
     # Life
 
@@ -164,11 +169,19 @@ class Watch:
             self._recorder.geometry = Geometry(
                 settings.measures, self._samples, self._models, self.path, self._notices
             )
+        self._replicating: Replicating | None = None
+        if "spectra" in settings.rooms:
+            from backlight.session.replicating import Replicating  # noqa: PLC0415 - others need not pay for it
+
+            self._replicating = Replicating(
+                settings.spectra, settings.every, self._samples, self._scope, self._notices
+            )
+            self._recorder.replicating = self._replicating
         self._drain = Drain(
             self._recorder, self._writer, settings.flush_interval, self._alarm, self._notices.trouble
         )
         self._tracker = _Tracker(self._scope, self._recorder, per_backward=settings.per_backward)
-        self._tracker.check_limit, self._tracker.trouble = self.check_limit, self._notices.trouble
+        self._tracker.check_limit, self._tracker.trouble = self.check_limit, self._trouble
         self._recorder.spent = lambda: (
             self._tracker.spent
             + self._drain.spent
@@ -179,6 +192,10 @@ class Watch:
         self._alarmed = -1
         self._fingerprinted = False
         HUB.add(self._tracker)
+        if self._replicating is not None:
+            # After the tracker, which closes the step before.
+            self._replicating.start()
+            HUB.add(self._replicating.listener)
         if not self._optimizers:
             HUB.optimizers.scan()
         self._drain.start()
@@ -217,6 +234,10 @@ class Watch:
         HUB.remove(self._tracker)
         if self._following is not None:
             self._following.stop()
+        if self._replicating is not None:
+            HUB.remove(self._replicating.listener)
+            with self._notices.shield():
+                self._replicating.stop(failed=error is not None)
         with self._notices.shield():
             self._drain.stop()
             self._take_fingerprint()
@@ -297,6 +318,11 @@ class Watch:
         return judge(run, made=Made.LIVE)
 
     # What happens on the way
+
+    def _trouble(self, error: Exception) -> None:
+        if self._replicating is not None:
+            self._replicating.off()
+        self._notices.trouble(error)
 
     def check_limit(self) -> None:
         """Check whether the training may go on.
@@ -387,7 +413,8 @@ def watch(
     samples:
         For the room grokking: ``(loss_fn, batch)``, where ``loss_fn(model, batch)`` is the loss summed over
         the samples along the first dimension, and ``batch`` a fixed probe batch or a callable that gives
-        one. Without them, what needs per-sample gradients is not measured.
+        one. Without them, what needs per-sample gradients is not measured. The room spectra splits that
+        batch where ``spectra={"split": R}`` asks for it.
     **settings:
         Fields of :class:`backlight.session.config.Settings`: ``rooms``, ``every``, ``groups``,
         ``histogram``, ``thresholds``, ``max_disk`` and others.
@@ -409,9 +436,15 @@ def watch(
 
         check_samples(samples, models)
     checked = Settings.of(settings)
-    if samples is not None and "grokking" not in checked.rooms:
+    splits = "spectra" in checked.rooms and checked.spectra.split > 0
+    if samples is not None and "grokking" not in checked.rooms and not splits:
         raise ValueError(
-            f"watch: samples are for the room grokking, but rooms={checked.rooms}; add 'grokking'"
+            f"watch: samples are for the room grokking, and for spectra={{'split': R}}, but "
+            f"rooms={checked.rooms}; add 'grokking', or 'spectra' with a split"
+        )
+    if samples is None and splits:
+        raise ValueError(
+            f"watch: spectra.split={checked.spectra.split} needs samples=(loss_fn, batch) to split"
         )
     return Watch(models, optimizers, checked, run, samples=samples)
 

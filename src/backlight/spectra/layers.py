@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -75,9 +75,29 @@ def select(
     SpectraError
         If a pattern matches nothing, two matrices have one name, or nothing is left to measure.
     """
+    return choose(model.named_parameters(), split, include, exclude, prefix="--")
+
+
+def choose(
+    parameters: Iterable[tuple[str, Tensor]],
+    split: Split,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    *,
+    prefix: str = "",
+) -> Selection:
+    """Choose among named parameters, of which shapes are enough; ``prefix`` is how messages call options.
+
+    Everything else is as in :func:`select`.
+
+    Raises
+    ------
+    SpectraError
+        As there.
+    """
     found: dict[str, Layer] = {}
     left_out: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         if not parameter.requires_grad:
             left_out[name] = "frozen: it needs no gradient"
         elif parameter.ndim < 2:
@@ -106,16 +126,16 @@ def select(
     everything = tuple(found.values())
     if not everything:
         raise SpectraError("the model has no parameter with two dimensions that needs a gradient")
-    wanted = _meant(everything, include, "--include") if include else set(found)
-    unwanted = _meant(everything, exclude, "--exclude")
+    wanted = _meant(everything, include, f"{prefix}include") if include else set(found)
+    unwanted = _meant(everything, exclude, f"{prefix}exclude")
     for layer in everything:
         if layer.parameter in unwanted:
-            left_out[layer.parameter] = "left out by --exclude"
+            left_out[layer.parameter] = f"left out by {prefix}exclude"
         elif layer.parameter not in wanted:
-            left_out[layer.parameter] = "not in --include"
+            left_out[layer.parameter] = f"not in {prefix}include"
     chosen = tuple(layer for layer in everything if layer.parameter not in left_out)
     if not chosen:
-        raise SpectraError(f"--include and --exclude leave none of {len(everything)} matrices")
+        raise SpectraError(f"{prefix}include and {prefix}exclude leave none of {len(everything)} matrices")
     return Selection(chosen, left_out)
 
 

@@ -1,0 +1,134 @@
+"""The gradient of every single backward of a step: before it is accumulated, and before any reduction.
+
+A hook of a leaf sees what one backward gives it, on this rank alone: accumulation adds it to ``.grad``
+afterwards, and so do the reductions of DDP and FSDP2. The hooks return nothing, are there during a backward
+of a chosen step and at no other time, and so are neither copied with a model nor seen by a compiler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from backlight.capture.hub import capturing_graph
+from backlight.capture.listener import Listener
+
+
+class GradientSink(Protocol):
+    """Where the gradients go; given by the session."""
+
+    def leaves(self) -> Sequence[tuple[int, torch.Tensor]]:
+        """Return the leaves whose gradients are wanted of this backward, each with a key."""
+
+    def takes(self, key: int, gradient: torch.Tensor) -> None:
+        """Take what backward gives a leaf; more than once where it gives it in parts, which add up."""
+
+    def ends(self, *, whole: bool, samples: int | None) -> None:
+        """The backward is over; ``whole`` is False where it raised. ``samples`` is None where unknown."""
+
+    def trouble(self, error: Exception) -> None:
+        """Something here failed: nothing more comes."""
+
+
+class Microbatches(Listener):
+    """Hands the gradients of single backwards to a sink.
+
+    Parameters
+    ----------
+    sink:
+        Asked for leaves at the begin of every outermost backward.
+
+    Attributes
+    ----------
+    backwards:
+        Outermost backward passes since :meth:`restart`.
+    in_closure:
+        Whether a backward was run inside ``optimizer.step`` since then: its weights may be others.
+    """
+
+    def __init__(self, sink: GradientSink) -> None:
+        self._sink = sink
+        self._handles: list[Any] = []
+        self._failed = False
+        self._inside = 0
+        self._samples: int | None = None
+        self._forwards = 0
+        self.backwards = 0
+        self.in_closure = False
+
+    def restart(self) -> None:
+        """Begin to count anew: a step opens."""
+        self.backwards, self.in_closure = 0, False
+        self._forwards, self._samples = 0, None
+
+    def leave(self) -> None:
+        """Take all hooks off."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    # Events
+
+    def samples_given(self, samples: int | None) -> None:
+        """Note how many samples an outermost module was called with."""
+        self._forwards += 1
+        self._samples = samples
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Hook the leaves that are wanted."""
+        self.backwards += 1
+        self.in_closure = self.in_closure or self._inside > 0
+        self._failed = False
+        if capturing_graph():
+            return
+        for key, leaf in self._sink.leaves():
+            if leaf.requires_grad and leaf.is_leaf:
+                handle = leaf.register_hook(partial(_passed, self, key))  # type: ignore[no-untyped-call]  # torch's
+                self._handles.append(handle)
+
+    def backward_raised(self, error: BaseException) -> None:
+        """Remember that what came is a part only."""
+        self._failed = True
+
+    def backward_end(self) -> None:
+        """Take the hooks off, and close the replicate."""
+        if self._handles:
+            self.leave()
+            # Two forwards for one backward: whose samples the gradient is of is not known.
+            samples = self._samples if self._forwards == 1 else None
+            self._sink.ends(whole=not self._failed, samples=samples)
+        self._forwards, self._samples = 0, None
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """Note that a backward from here on is one of a closure."""
+        self._inside += 1
+
+    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that the optimizer is done."""
+        self._inside = max(0, self._inside - 1)
+
+    def dropped(self, error: Exception) -> None:
+        """Take the hooks off and say so."""
+        self.leave()
+        self._sink.trouble(error)
+
+    def take(self, key: int, gradient: torch.Tensor) -> None:
+        """Hand a gradient on; whatever fails is told, and ends this backward's replicate."""
+        if self._failed:
+            return
+        begin = time.perf_counter()
+        try:
+            self._sink.takes(key, gradient)
+        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            self._failed = True
+            self._sink.trouble(error)
+        self.spent += time.perf_counter() - begin
+
+
+def _passed(microbatches: Microbatches, key: int, gradient: torch.Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        microbatches.take(key, gradient)

@@ -1,0 +1,169 @@
+"""The thread that measures replicates beside the training, one step after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from backlight.spectra.sharing import joined, offered
+from backlight.spectra.training import Measuring, Report, refused, scale_of
+from backlight.spectra.waiting import Caught, Target
+
+if TYPE_CHECKING:
+    from backlight.session.notices import Notices
+    from backlight.session.queueing import Queue
+    from backlight.session.targets import Targets
+    from backlight.spectra.catching import Catching
+    from backlight.spectra.exchange import Exchange
+
+BACKLOG = 8
+"""Steps that may wait to be measured."""
+
+_NICE = 10
+
+
+class Beside:
+    """Measures steps that were caught; see :class:`backlight.session.replicating.Replicating`.
+
+    Parameters
+    ----------
+    catching
+        What is measured.
+    results
+        Takes the results.
+    notices
+        Tells the user.
+    exchange
+        Brings the replicates of all ranks together; None for those of this rank alone.
+    """
+
+    def __init__(
+        self, catching: Catching, results: Queue, notices: Notices, exchange: Exchange | None
+    ) -> None:
+        self._catching, self._results, self._notices = catching, results, notices
+        self._exchange = exchange
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._pending = self._held = 0
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._measuring = Measuring(catching, results, lambda: self._stopping)
+        self._thread = threading.Thread(target=self._run, name="backlight-spectra", daemon=True)
+
+    def busy(self, size: int) -> bool:
+        """Tell whether a step of so many bytes has to be passed over, for want of memory or of time."""
+        with self._lock:
+            waiting, held = self._pending, self._held
+        return waiting >= BACKLOG or (waiting > 0 and held + size > self._catching.memory)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, caught: Caught, targets: Targets) -> None:
+        """Hand a step over."""
+        mine = tuple(target for target in targets.caught if target.name in targets.mine)
+        size = caught.size
+        with self._lock:
+            self._pending += 1
+            self._held += size
+        self._jobs.put(_Job(caught, mine, dict(targets.owner_of), size))
+
+    def stop(self, patience: float) -> None:
+        """Wait for what was handed over; after ``patience`` seconds the thread ends between two layers."""
+        self._jobs.put(None)
+        if not self._thread.is_alive():
+            return
+        self._thread.join(patience)
+        if self._thread.is_alive():
+            self._stopping = True
+            self._thread.join(5.0)
+        if self._thread.is_alive():
+            reason = f"the last measurement did not end within spectra.patience={patience:g} seconds"
+            self._results.event(None, "unmeasured", {"what": "spectra", "reason": reason})
+            self._notices.warn("spectra patience", f"spectra of the last step are not measured: {reason}")
+
+    def _run(self) -> None:
+        _behind_the_training()
+        while (job := self._jobs.get()) is not None:
+            try:
+                with torch.no_grad(), _stream(job):
+                    self._step(job)
+            except Exception as error:  # noqa: BLE001 - the user's training is sacred
+                self._notices.trouble(error, f"spectra of step {job.caught.step}")
+            with self._lock:
+                self._pending -= 1
+                self._held -= job.size
+
+    def _step(self, job: _Job) -> None:
+        caught = job.caught
+        dropped: Mapping[str, str] = {}
+        if self._exchange is not None:
+            dropped = self._together(self._exchange, job)
+        report = self._measuring.step(caught, job.targets)
+        for name, reason in dropped.items():
+            report.lacks(name, reason)
+        self._tell(caught.step, report)
+
+    def _together(self, exchange: Exchange, job: _Job) -> Mapping[str, str]:
+        caught = job.caught
+        for event in caught.arrivals:
+            event.synchronize()
+        try:
+            mine = offered(caught, scale_of(caught), refused(caught, least=1))
+            found = joined(exchange, caught, mine, job.owner_of, self._catching.memory // 2)
+        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            # Who gave up waiting cannot join again: the others may be anywhere.
+            self._exchange = None
+            self._notices.trouble(error, "spectra over the replicates of all ranks, from here on")
+            caught.reason = "the exchange with the other ranks failed"
+            return {}
+        caught.lacking.clear()  # all ranks say the same of them
+        return found
+
+    def _tell(self, step: int, report: Report) -> None:
+        for reason, parameters in report.unmeasured.items():
+            self._results.event(
+                step, "unmeasured", {"what": "spectra", "reason": reason, "parameters": parameters}
+            )
+            more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
+            self._notices.warn(
+                f"spectra {re.sub('[0-9]+', '#', reason)}",
+                f"spectra of {', '.join(parameters[:3])}{more} are not measured at step {step}: {reason}",
+            )
+
+
+@dataclass(frozen=True)
+class _Job:
+    caught: Caught
+    targets: tuple[Target, ...]
+    owner_of: Mapping[str, int]
+    size: int
+
+
+def _behind_the_training() -> None:
+    """Let the training go first, where the system knows the priority of a thread."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+@contextlib.contextmanager
+def _stream(job: _Job) -> Iterator[None]:
+    """Work on a stream of our own, on the device of the gradients."""
+    devices = {target.device for target in job.targets if target.device.startswith("cuda")}
+    if not devices:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for device in sorted(devices):
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]  # torch's
+        yield

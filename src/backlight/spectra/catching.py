@@ -1,0 +1,126 @@
+"""What is caught of a training: which layers, how many replicates, and where they wait. No torch."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from backlight.spectra.errors import SpectraError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EVERY = 200
+"""Steps between two measured ones where nothing else is asked for."""
+
+PLACES = ("host", "device")
+RANKS = ("auto", "spread", "each")
+MOVING = ("update", "momentum")
+
+
+@dataclass(frozen=True)
+class Catching:
+    """How replicates are caught in a training.
+
+    Attributes
+    ----------
+    every:
+        Measure every Nth step; 0 takes ``every`` of the watch, or 200 where that is not given.
+    include, exclude:
+        Patterns over names of matrices, weights and modules, as those of ``backlight spectra``.
+    fused:
+        Names of the equal parts of fused weights along their first dimension, by a pattern over names:
+        ``{"*.qkv.weight": ("q", "k", "v")}``.
+    replicates:
+        Most microbatches of a step that are kept.
+    memory:
+        Bytes that replicates, and the copies of updates and momenta, may take on a rank; the largest
+        layers first.
+    place:
+        Where they wait: on the ``host``, or on the ``device`` of the gradient.
+    device:
+        Where they are decomposed; empty for where the gradient came from.
+    max_directions:
+        Most directions to measure of a layer.
+    moving:
+        Spectra besides those of the gradient: ``update``, ``momentum``.
+    drift:
+        Leading directions whose subspace is followed from one measured step to the next; 0 for none.
+    split:
+        Parts into which the batch of ``samples`` is split where a step has a single microbatch: as many
+        forwards and backwards more at each measured step. 0, or 3 and more.
+    ranks:
+        ``spread``: each layer is measured by one rank, from its own microbatches, for ranks that hold the
+        same model; ``each``: every rank measures what it holds; ``auto``: spread where DDP or FSDP2 is seen.
+    exchange:
+        Bring the replicates of all ranks together, over a process group of our own.
+    patience:
+        Seconds that an exchange may wait for another rank, and the end of the watch for the last step.
+    batch:
+        Samples of a microbatch, where they cannot be seen; 0 for what the model is called with.
+    """
+
+    every: int = 0
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    replicates: int = 64
+    memory: int = 2**30
+    place: str = "host"
+    device: str = ""
+    max_directions: int | None = None
+    moving: tuple[str, ...] = MOVING
+    drift: int = 8
+    split: int = 0
+    ranks: str = "auto"
+    exchange: bool = False
+    patience: float = 120.0
+    batch: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"every": 0, "replicates": 3, "memory": 1, "drift": 0, "split": 0, "patience": 1, "batch": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"spectra.{name}={getattr(self, name)}: expected {bound} or more")
+        if self.max_directions is not None and self.max_directions < 1:
+            raise ValueError(f"spectra.max_directions={self.max_directions}: expected 1 or more")
+        if self.split in {1, 2}:
+            raise ValueError(f"spectra.split={self.split}: expected 0, or 3 and more replicates")
+        for name, known in (("place", PLACES), ("ranks", RANKS)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"spectra.{name}={getattr(self, name)!r}: expected one of {', '.join(known)}"
+                )
+        for one in self.moving:
+            if one not in MOVING:
+                raise ValueError(f"spectra.moving: {one!r} is unknown; there are {', '.join(MOVING)}")
+        for pattern, parts in self.fused.items():
+            if len(parts) < 2 or len(set(parts)) < len(parts):
+                raise ValueError(
+                    f"spectra.fused: {pattern!r} needs two or more parts with names of their own"
+                )
+        if self.exchange and self.ranks == "each":
+            raise ValueError(
+                "spectra.exchange needs ranks that hold the same model; ranks='each' says not so"
+            )
+
+    def parts(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        """Take a fused weight, or a gradient of it, apart; by itself where no pattern means it.
+
+        Raises
+        ------
+        SpectraError
+            If the first dimension cannot be divided by the number of parts.
+        """
+        for pattern, parts in self.fused.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                if not tensor.ndim or tensor.shape[0] % len(parts):
+                    raise SpectraError(
+                        f"spectra.fused: {name!r} of shape {tuple(tensor.shape)} cannot be divided into "
+                        f"{len(parts)} equal parts along its first dimension"
+                    )
+                pieces = tensor.chunk(len(parts), dim=0)
+                return {f"{name}:{part}": piece for part, piece in zip(parts, pieces, strict=True)}
+        return {name: tensor}
