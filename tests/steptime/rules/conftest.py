@@ -1,0 +1,104 @@
+"""Stored runs with known times, profiles and circumstances, and their judgement with every evidence "
+"checked."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backlight.records import Finding, Fingerprint
+from backlight.session.judge import judge
+from backlight.steptime.thresholds import Thresholds
+from backlight.steptime.wording import CIRCUMSTANCES, read_profile
+from backlight.store.reader import Run, open_run
+from backlight.store.writer import RunWriter
+
+Stored = Callable[..., Run]
+Judged = Callable[..., list[Finding]]
+
+
+def write(
+    path: Path,
+    phases: Mapping[str, float] | None = None,
+    *,
+    steps: int = 60,
+    changes: Mapping[tuple[int, str], float] | None = None,
+    profile: Mapping[str, Any] | None = None,
+    circumstances: Mapping[str, Any] | None = None,
+    events: Sequence[tuple[int | None, str, Mapping[str, Any]]] = (),
+    fingerprint: Fingerprint | None = None,
+    ranks: Sequence[Mapping[str, float]] = (),
+) -> Run:
+    """Write steps whose phases scatter by one percent around ``phases``; ``changes`` set single times."""
+    random = np.random.default_rng(0)
+    each = list(ranks) or [phases or {}]
+    writers = [
+        RunWriter.create(path, name="run", rank=rank, world_size=len(each), run_id="one", rooms=("steptime",))
+        for rank in range(len(each))
+    ]
+    for rank, (writer, levels) in enumerate(zip(writers, each, strict=True)):
+        for step in range(steps if levels else 0):
+            for name, level in levels.items():
+                value = level * float(np.exp(random.normal(0, 0.01)))
+                writer.scalar(step, f"phase/{name}", (changes or {}).get((step, name), value))
+        for step, kind, payload in events:
+            writer.event(step, kind, payload)
+        if circumstances is not None:
+            writer.event(steps - 1, CIRCUMSTANCES, circumstances)
+        if fingerprint is not None:
+            writer.fingerprint(fingerprint)
+        if profile is not None and rank == 0:
+            writer.evidence("profile.json", json.dumps(profile))
+    for writer in writers[::-1]:  # an attempt ends with its rank 0
+        writer.close()
+    return open_run(path)
+
+
+def check_evidence(run: Run, finding: Finding) -> None:
+    """Every path leads to something in the run, and each finding says what it must."""
+    assert finding.claim.endswith(".")
+    assert "Expected gain: " in finding.claim
+    assert finding.next_check
+    assert finding.refuted_if
+    assert finding.evidence
+    for evidence in finding.evidence:
+        kind, _, rest = evidence.path.partition("/")
+        if kind == "scalars" and evidence.step is not None:
+            scalar = run.scalar(rest)
+            np.testing.assert_allclose(
+                float(str(evidence.value)), scalar.values[scalar.steps == evidence.step][0]
+            )
+        elif kind == "scalars":
+            assert rest in run.scalar_names("backlight")
+        elif kind == "events":
+            assert evidence.step in {event.step for event in run.events(rest)}
+        elif kind == "fingerprint":
+            assert hasattr(run.fingerprint(), rest.split("/")[0])
+        else:
+            assert kind == "profile"
+            profiled = read_profile(run)
+            assert profiled is not None
+            assert profiled.content.get(rest.split("/")[0]) is not None, evidence.path
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Stored:
+    counter = itertools.count()
+    return lambda *given, **more: write(tmp_path / f"run-{next(counter)}", *given, **more)
+
+
+@pytest.fixture
+def judged() -> Judged:
+    def by_rule(run: Run, name: str | None = None, **changes: float) -> list[Finding]:
+        found = judge(run, {"steptime": Thresholds().override(changes)})
+        for finding in found:
+            check_evidence(run, finding)
+        return [finding for finding in found if name in {None, finding.rule}]
+
+    return by_rule

@@ -1,0 +1,107 @@
+"""Rules on the phase times that every run has: planted faults and their healthy twins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from backlight.records import Severity
+
+SOUND = {"data": 0.001, "backward": 0.03, "optimizer": 0.002, "between": 0.017}
+WAITING = SOUND | {"data": 0.02}
+LOOP = {"optimizers": [{"type": "AdamW", "tensors": 148, "fused": False, "foreach": False}]}
+FUSED = {"optimizers": [{"type": "AdamW", "tensors": 148, "fused": True, "foreach": False}]}
+
+
+def control(ratio: float, high: float | None = None) -> dict[str, Any]:
+    return {
+        "controls": [
+            {"name": "cached batch", "ratio": ratio, "low": ratio - 0.01, "high": high or ratio + 0.01}
+        ]
+    }
+
+
+def test_a_wait_for_data_without_a_control_is_a_suspicion(stored: Any, judged: Any) -> None:
+    (found,) = judged(stored(WAITING), "data_bound")
+    assert found.severity is Severity.INFO
+    assert found.claim.startswith("Suspicion without a control: waiting for data takes 29 % of a steady step")
+    assert "--confirm" in found.next_check
+
+
+def test_a_control_turns_the_suspicion_into_a_claim(stored: Any, judged: Any) -> None:
+    (found,) = judged(stored(WAITING, profile=control(0.72)), "data_bound")
+    assert found.severity is Severity.WARNING
+    assert "a step is 28 % shorter: the training is bound by its data" in found.claim
+    assert any("controls/cached batch" in evidence.path for evidence in found.evidence)
+
+
+@pytest.mark.parametrize("refuting", [control(0.97), control(0.8, 1.02), control(1.1)])
+def test_a_control_that_is_not_faster_refutes_it(stored: Any, judged: Any, refuting: dict[str, Any]) -> None:
+    assert not judged(stored(WAITING, profile=refuting), "data_bound")
+
+
+def test_a_loader_that_keeps_up_and_a_few_steps_are_silent(stored: Any, judged: Any) -> None:
+    assert not judged(stored(SOUND), "data_bound")
+    assert not judged(stored(WAITING, steps=15), "data_bound")
+    assert judged(stored(WAITING, steps=15), "data_bound", steady_steps=10)
+
+
+def test_a_looping_optimizer_is_found_where_it_takes_time(stored: Any, judged: Any) -> None:
+    slow = SOUND | {"optimizer": 0.012}
+    (found,) = judged(stored(slow, circumstances=LOOP), "slow_optimizer")
+    assert "AdamW updates its 148 tensors one by one" in found.claim
+    assert "AdamW(..., fused=True)" in found.next_check
+    assert not judged(stored(slow, circumstances=FUSED), "slow_optimizer")
+    assert not judged(stored(SOUND, circumstances=LOOP), "slow_optimizer")
+    assert not judged(stored(slow), "slow_optimizer")  # how it updates is not on record
+
+
+def test_outliers_are_told_by_cause(stored: Any, judged: Any) -> None:
+    changes = {(30, "data"): 0.4, (40, "data"): 0.3, (50, "backward"): 0.5}
+    events = [(50, "garbage_collection", {"seconds": 0.46, "generation": 2})]
+    found = judged(stored(SOUND, changes=changes, events=events), "outlier_steps")
+    assert [f.subject.phase for f in found] == ["data", None]
+    assert "2 steps of 59 take up to" in found[0].claim
+    assert found[0].subject.step == 30
+    assert "num_workers" in found[0].next_check or "persistent_workers" in found[0].next_check
+    assert "Python's garbage collection runs in them" in found[1].claim
+    assert "gc.freeze()" in found[1].next_check
+
+
+def test_a_short_pause_is_not_blamed_for_a_long_step(stored: Any, judged: Any) -> None:
+    events = [(50, "garbage_collection", {"seconds": 0.01, "generation": 2})]
+    (found,) = judged(stored(SOUND, changes={(50, "backward"): 0.5}, events=events), "outlier_steps")
+    assert found.subject.phase == "backward"
+
+
+def test_evaluation_in_the_loop_is_a_remark(stored: Any, judged: Any) -> None:
+    levels = SOUND | {"evaluation": 0.0}
+    changes = {(step, "evaluation"): 0.3 for step in (20, 40)}
+    (found,) = judged(stored(levels, changes=changes), "outlier_steps")
+    assert found.severity is Severity.INFO
+    assert "evaluation inside the loop" in found.next_check
+
+
+def test_usual_scatter_and_a_cold_start_are_no_outliers(stored: Any, judged: Any) -> None:
+    assert not judged(stored(SOUND, changes={(0, "backward"): 2.0}), "outlier_steps")
+    # Far above the median, but without weight in the whole.
+    assert not judged(stored(SOUND, changes={(30, "data"): 0.06}, steps=300), "outlier_steps")
+
+
+LATE = {"data": 0.012, "backward": 0.03, "between": 0.018}
+WAITS = {"data": 0.001, "backward": 0.041, "between": 0.018}
+
+
+def test_a_late_rank_is_found_by_where_its_time_goes(stored: Any, judged: Any) -> None:
+    (found,) = judged(stored(ranks=[WAITS, WAITS, LATE, WAITS]), "straggler")
+    assert (found.subject.rank, found.subject.phase) == (2, "data")
+    assert "Rank 2 works 18 % of a step longer than the others, mostly in data" in found.claim
+
+
+def test_equal_ranks_and_ranks_that_do_not_wait_are_silent(stored: Any, judged: Any) -> None:
+    assert not judged(stored(ranks=[WAITS] * 4), "straggler")
+    assert not judged(stored(LATE), "straggler")
+    # Longer, and nobody waits for it: nothing is shared.
+    alone = WAITS | {"data": 0.012}
+    assert not judged(stored(ranks=[WAITS, WAITS, alone]), "straggler")
