@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from backlight.measure.spectra import spectral_echo
-from backlight.measure.spectrum import stable_rank_of
+from backlight.measure.replicates import promoted
 from backlight.session.recipe import Recipe
 from backlight.session.replicate_data import ReplicateData
 from backlight.session.spectra_options import Asked
@@ -18,6 +18,7 @@ from backlight.spectra.gradients import gradients, seed_by
 from backlight.spectra.layers import matrices
 from backlight.spectra.ownership import Sweep, cost, sweeps
 from backlight.spectra.recording import record_arrays, state_measured
+from backlight.spectra.stable_rank import stable_rank
 from backlight.spectra.team import Team, replicates_of
 from backlight.store.spectra import Layer
 from backlight.store.writer import RunWriter
@@ -153,8 +154,8 @@ class CheckpointWork:
         for replicate in replicates:
             mean += replicate
         ranks = {
-            "weight": stable_rank_of(self._weight(layer), layer=name),
-            "gradient": stable_rank_of(mean, layer=name),
+            "weight": stable_rank(self._weight(layer), layer=name),
+            "gradient": stable_rank((mean / len(replicates)).to(promoted(replicates[0]).dtype), layer=name),
         }
         record_arrays(writer, self.step, name, found)
         # Only then is it said that the layer was measured: a kill between the two measures it again.

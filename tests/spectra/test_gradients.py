@@ -1,0 +1,132 @@
+"""The gradient of a replicate is that of autograd, depends on its number alone, and leaves the model alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from backlight.spectra.errors import SpectraError
+from backlight.spectra.gradients import gradients, seed_by
+from backlight.spectra.stable_rank import stable_rank
+
+
+def whole(name, tensor):
+    return {name: tensor}
+
+
+def thirds(name, tensor):
+    if tensor.ndim < 2 or len(tensor) % 3:
+        return {name: tensor}
+    return {f"{name}:{i}": rows for i, rows in enumerate(tensor.chunk(3))}
+
+
+def square(model, batch):
+    return model(batch).square().mean()
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv1d(2, 6, 3),
+        nn.Flatten(),
+        nn.Linear(12, 9),
+        nn.BatchNorm1d(9),
+        nn.Dropout(0.5),
+        nn.Linear(9, 4),
+    )
+
+
+def test_it_is_the_gradient_of_autograd():
+    model, batch = net(), torch.randn(5, 2, 4)
+    wanted = {"0.weight", "2.weight:1", "5.weight"}
+    seed_by(0, "loss", 7)
+    found = gradients(model, square, batch, wanted, thirds, replicate=7)
+    assert all(p.grad is None for p in model.parameters())
+    twin = net()
+    seed_by(0, "loss", 7)
+    conv, linear, last = torch.autograd.grad(
+        square(twin, batch), [twin[0].weight, twin[2].weight, twin[5].weight]
+    )
+    assert set(found) == wanted - {"0.weight"}  # the convolution has six outputs, and is split as well
+    assert torch.equal(found["2.weight:1"], linear[3:6])
+    assert torch.equal(found["5.weight"], last)
+    assert found["2.weight:1"].untyped_storage().nbytes() == found["2.weight:1"].nbytes
+    third = net()
+    seed_by(0, "loss", 7)
+    conv_alone = gradients(third, square, batch, {"0.weight"}, whole, replicate=7)
+    assert torch.equal(conv_alone["0.weight"], conv.reshape(6, 6))
+
+
+def test_what_was_before_does_not_matter():
+    model, first, second = net(), torch.randn(5, 2, 4), torch.randn(5, 2, 4)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert buffers
+    seed_by(3, "loss", 1)
+    alone = gradients(model, square, second, {"2.weight"}, whole, replicate=1)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients(model, square, first, {"2.weight", "5.weight"}, whole, replicate=0)
+    seed_by(3, "loss", 1)
+    after = gradients(model, square, second, {"2.weight"}, whole, replicate=1)
+    assert torch.equal(alone["2.weight"], after["2.weight"])
+
+
+def test_only_what_is_wanted_is_held(monkeypatch):
+    model = net()
+    seen = []
+    original = torch.Tensor.backward
+
+    def backward(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        seen.extend(name for name, p in model.named_parameters() if p.grad is not None)
+
+    monkeypatch.setattr(torch.Tensor, "backward", backward)
+    gradients(model, square, torch.randn(5, 2, 4), {"5.weight"}, whole, replicate=0)
+    assert seen == ["5.weight"]
+
+
+def test_sparse_gradients_are_filled():
+    model = nn.Embedding(8, 4, sparse=True)
+    batch = torch.tensor([1, 5, 5])
+    found = gradients(model, square, batch, {"weight"}, whole, replicate=0)["weight"]
+    dense = nn.Embedding(8, 4)
+    dense.load_state_dict(model.state_dict())
+    (expected,) = torch.autograd.grad(square(dense, batch), [dense.weight])
+    assert torch.equal(found, expected)
+
+
+def test_what_has_no_gradient():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.used(x)
+
+    batch = torch.randn(2, 3)
+    with pytest.raises(
+        SpectraError, match=r"layer 'idle\.weight': replicate 4 gave it no gradient.*--exclude"
+    ):
+        gradients(Unused(), square, batch, {"idle.weight", "used.weight"}, whole, replicate=4)
+    with pytest.raises(SpectraError, match="replicate 2: the loss has no graph"):
+        gradients(nn.Linear(3, 3), lambda m, b: m(b).sum().detach(), batch, {"weight"}, whole, replicate=2)
+
+
+def test_a_replicate_with_nan_is_named():
+    with pytest.raises(SpectraError, match="layer 'weight': the gradient of replicate 3 holds NaN"):
+        gradients(nn.Linear(3, 3), square, torch.full((2, 3), torch.inf), {"weight"}, whole, replicate=3)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 3), (64, 40), (330, 700)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_stable_rank_against_all_singular_values(shape, dtype):
+    x = torch.randn(shape).to(dtype)
+    s = torch.linalg.svdvals(x.double())
+    assert stable_rank(x) == pytest.approx(float((s**2).sum() / s[0] ** 2), rel=1e-5)
+
+
+def test_stable_rank_of_nothing():
+    assert stable_rank(torch.zeros(3, 4)) is None
+    with pytest.raises(SpectraError, match="layer 'w': the matrix holds NaN"):
+        stable_rank(torch.full((3, 4), torch.nan), layer="w")
