@@ -1,4 +1,4 @@
-"""The gradient of a replicate is that of autograd, depends on its number alone, and leaves the model alone."""
+"""The gradient of a replicate is that of autograd, depends on its number alone, and changes no model."""
 
 import pytest
 import torch

@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from backlight.store import arrays
-from backlight.store.pieces import parse_piece, piece_name
+from backlight.store import arrays, pieces
+from backlight.store.pieces import ArrayInfo, parse_piece, piece_name
 from backlight.store.reader import open_run
 from backlight.store.segments import current
 from backlight.store.writer import RunWriter
@@ -223,3 +224,34 @@ def test_evidence_is_read_from_nowhere_else(tmp_path: Path) -> None:
     ):
         with pytest.raises(KeyError, match="has no evidence"):
             run.read_evidence(path)
+
+
+def test_one_of_many_arrays_is_found_without_opening_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    for name in range(20):
+        writer.array(f"layer/{name}", 0, [float(name)])
+        writer.array(f"layer/{name}", 1, [[float(name)]])  # another shape, and so another group
+    writer.flush()
+    opened: list[str] = []
+    original = pieces._info
+
+    def counted(path: Path, group: Any) -> ArrayInfo:
+        opened.append(group.name)
+        return original(path, group)
+
+    monkeypatch.setattr(pieces, "_info", counted)
+    run = open_run(tmp_path / "run")
+    assert [v.tolist() for v in run.array("layer/3")[1]] == [[3.0], [[3.0]]]
+    opened.clear()
+    assert [v.tolist() for v in run.array("layer/7")[1]] == [[7.0], [[7.0]]]
+    assert run.array("elsewhere")[1] == []
+    assert len(opened) == 2
+    # What comes later, in pieces that replace these, is found as well.
+    writer.array("layer/7", 2, [9.0])
+    writer.array("late", 2, [1.0])
+    writer.close()
+    run = open_run(tmp_path / "run")
+    assert run.array("layer/7")[0].tolist() == [0, 1, 2]
+    assert run.array("late")[1][0].tolist() == [1.0]

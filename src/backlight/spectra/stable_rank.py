@@ -1,4 +1,4 @@
-"""Stable ranks at the price of one singular value: by search, where all of them would cost a decomposition."""
+"""Stable ranks at the price of one singular value: by search, not by a whole decomposition."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,10 @@ from backlight.store.schema import ARRAY_ENCODINGS, FORMAT_VERSION
 
 _NAME = re.compile(r"rank-(\d{5,9})-(\d{6})(?:-(\d{6}))?\.h5")
 _KINDS = "biufc"
+
+# Where each name stands in the pieces that were read last: of a thousand arrays only one's groups are opened.
+_REMEMBERED = 64
+_places: OrderedDict[tuple[str, int, int, int], dict[str, list[str]]] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +118,17 @@ def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) ->
         with h5py.File(path, "r", locking=False) as file:
             if file.attrs.get("kind") != "backlight arrays":
                 raise RunFormatError(f"{path}: is HDF5, but not a piece of arrays that backlight wrote")
-            for key in sorted(file, key=lambda k: (len(k), k)):
+            which = path.stat()
+            identity = (str(path), which.st_ino, which.st_mtime_ns, which.st_size)
+            places = _places.get(identity) if wanted is not None else None
+            seen: dict[str, list[str]] = {}
+            keys = sorted(file, key=lambda k: (len(k), k)) if places is None else places.get(str(wanted), [])
+            for key in keys:
                 if not isinstance(file.get(key, getlink=True), h5py.HardLink):
                     raise RunFormatError(f"{path}: {key!r} is a link; backlight writes none")
                 group = file[key]
                 info = _info(path, group)
+                seen.setdefault(info.name, []).append(key)
                 if wanted is not None and info.name != wanted:
                     continue
                 steps = _plain(path, group, "steps").astype(np.int64)
@@ -129,6 +140,10 @@ def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) ->
                         f"{path}: the checksum of array {info.name!r} is wrong; it is damaged"
                     )
                 yield Stack(info, steps, found)
+            if places is None:
+                _places[identity] = seen
+                while len(_places) > _REMEMBERED:
+                    _places.popitem(last=False)
     except (OSError, KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise RunFormatError(f"{path}: cannot be read as a piece of arrays: {error}") from error
 
