@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -34,7 +37,18 @@ def show(profile: Profile) -> None:
             _kinds(profile.operations)
             _copies(profile.operations)
         _optimizations(profile)
+        for control in profile.controls:
+            page.say((control.says, "bold" if control.confirmed else ""))
     _notes(profile, page)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[int, int], None]]:
+    """Show how many runs of controls are done, on a terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task("controls", total=None)
+        yield lambda done, of: shown.update(task, completed=done, total=of)
 
 
 def headline(profile: Profile) -> str:

@@ -56,6 +56,7 @@ def document(profile: Profile) -> dict[str, Any]:
         "backward_unattributed_ms": None if profile.modules is None else profile.modules.unattributed * 1e3,
         **(_tables(profile) if tables is not None else dict.fromkeys(_TABLES)),
         "memory": to_json(profile.memory),
+        "controls": to_json(profile.controls),
         "optimizations": to_json(profile.optimizations),
         "tracing_overhead": profile.overhead,
         "trace": None if profile.trace_path is None else str(profile.trace_path),

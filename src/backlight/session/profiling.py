@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import resource
@@ -14,6 +15,7 @@ import torch
 
 from backlight.capture.scope import Scope
 from backlight.records import Fingerprint, ParameterRecord
+from backlight.session.confirming import Confirmed, control_of_this_run
 from backlight.session.explaining import end_script, explain
 from backlight.session.fingerprints import take_fingerprint
 from backlight.steptime.profile.arithmetic import Attention, attention
@@ -67,6 +69,8 @@ class Profile:
         How much longer a traced step took than a clocked one, as a ratio.
     trouble:
         What could not be measured, and why.
+    controls:
+        Outcomes of the controls, where they were asked for.
     """
 
     script: str
@@ -87,6 +91,7 @@ class Profile:
     fingerprint: Fingerprint | None
     records: tuple[ParameterRecord, ...]
     trouble: tuple[str, ...]
+    controls: tuple[Confirmed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,9 @@ def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = Fal
         observer = Observer(
             end_script, plan.steps, plan.traced, path, stacks=plan.stacks, fingerprint=describe
         )
-        code = explain(observer, script, arguments, module=module, quiet=plan.quiet, compiled=True)
+        controlled = control_of_this_run() or contextlib.nullcontext()
+        with controlled:
+            code = explain(observer, script, arguments, module=module, quiet=plan.quiet, compiled=True)
         observed = observer.observed
         if not observed.steps:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +36,13 @@ def profile(
     out: Annotated[
         Path | None, typer.Option("--out", help="Keep the profile as a run folder, for report and compare.")
     ] = None,
+    confirm: Annotated[
+        bool,
+        typer.Option("--confirm", help="Test what the profile suggests: run again, with and without it."),
+    ] = False,
+    pairs: Annotated[
+        int, typer.Option("--pairs", min=3, help="Runs with and without each control of --confirm.")
+    ] = 5,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one object; what the script prints goes to standard error.")
     ] = False,
@@ -68,6 +76,13 @@ def profile(
     arguments = list(context.args)
     writer = open_profile_run(out, script, arguments) if out is not None else None
     answer = run(script, arguments, plan, module=module)
+    if confirm:
+        from backlight.cli.profiled import progress
+        from backlight.session.confirming import confirm as test
+
+        with progress() as advance:
+            outcomes = test(answer, plan, module=module, pairs=pairs, progress=advance)
+        answer = replace(answer, controls=outcomes)
     if writer is not None:
         store(answer, writer)
     if not as_json:

@@ -76,7 +76,7 @@ WORTH = 1 + 2 * WINDOW
 """Steps from which it is worth going on for a steady part; who asks for fewer gets those."""
 
 
-class _Sink:
+class Sink:
     """Sends the end of each step to the observer, and asks for no gradients."""
 
     def __init__(self, closes: Callable[[StepSummary], None]) -> None:
@@ -180,7 +180,7 @@ class Observer(AbstractContextManager["Observer"]):
         self._profiler: torch.profiler.profile | None = None
         self._dropped = False
         self._exported = False
-        self._tracker = _Tracker(self._scope, _Sink(self._closes))
+        self._tracker = _Tracker(self._scope, Sink(self._closes))
         self._tracker.found = self._follow
         self._tracker.made = self._follow_early
         self._tracker.trouble = self._lost
