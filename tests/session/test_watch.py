@@ -247,7 +247,7 @@ def test_a_finding_asks_for_detail(tmp_path: Path) -> None:
     [
         (
             {"rooms": "health,kitchen"},
-            "no room is called 'kitchen'; expected some of: grokking, health, stalls, steptime",
+            "no room is called 'kitchen'; expected some of: grokking, health, spectra, stalls, steptime",
         ),
         ({"every": 0}, "every=0: expected 1 or more"),
         ({"evry": 3}, "unknown key 'evry'; did you mean 'every'"),
