@@ -85,10 +85,24 @@ class Ledger:
         granule:
             Sizes are rounded up to a multiple of this, as an allocator does; 512 for CUDA.
         """
-        sizes = self._sizes(granule)
+        return np.cumsum(self._changes(granule))
+
+    def curves(self, granule: int = 1) -> Integers:
+        """Return :meth:`curve` by kind, int64 [kinds, events], in the order of :class:`Kind`."""
+        changes = self._changes(granule)
+        rows = {kind: row for row, kind in enumerate(Kind)}
+        of = np.array([rows[storage.kind] for storage in self.storages], dtype=np.int64)
+        parts = np.zeros((len(rows), len(changes)), dtype=np.int64)
+        if len(changes):
+            parts[of[np.abs(np.array(self.events)) - 1], np.arange(len(changes))] = changes
+        return np.cumsum(parts, axis=1)
+
+    def _changes(self, granule: int) -> Integers:
         events = np.array(self.events, dtype=np.int64)
-        signed: Integers = np.sign(events) * sizes[np.abs(events) - 1]
-        return np.cumsum(signed)
+        if not len(events):
+            return events
+        signed: Integers = np.sign(events) * self.sizes(granule)[np.abs(events) - 1]
+        return signed
 
     def peak(self, granule: int = 1, start: int = 0) -> tuple[int, int]:
         """Return the position of the first peak at or after event ``start``, and its bytes.
@@ -124,14 +138,14 @@ class Ledger:
 
     def by_kind(self, position: int, granule: int = 1) -> dict[Kind, int]:
         """Return live bytes by kind, every kind named."""
-        sizes, found = self._sizes(granule), dict.fromkeys(Kind, 0)
+        sizes, found = self.sizes(granule), dict.fromkeys(Kind, 0)
         for index in self.live(position):
             found[self.storages[index].kind] += int(sizes[index])
         return found
 
     def by_module(self, position: int, granule: int = 1) -> dict[str, dict[Kind, int]]:
         """Return live bytes by module and kind, each storage under the innermost module that made it."""
-        sizes = self._sizes(granule)
+        sizes = self.sizes(granule)
         found: dict[str, dict[Kind, int]] = {}
         for index in self.live(position):
             storage = self.storages[index]
@@ -144,6 +158,7 @@ class Ledger:
         live = [self.storages[index] for index in self.live(position)]
         return sorted(live, key=lambda storage: -storage.nbytes)[:count]
 
-    def _sizes(self, granule: int) -> Integers:
+    def sizes(self, granule: int = 1) -> Integers:
+        """Return the bytes of each storage, int64 [storages], rounded up to a multiple of ``granule``."""
         sizes = np.array([storage.nbytes for storage in self.storages], dtype=np.int64)
         return -(-sizes // granule) * granule

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from backlight.steptime.memory.ledger import Kind, Ledger
+from backlight.steptime.memory.account import Account
+from backlight.steptime.memory.ledger import Kind
 
 GRANULE = 512
 """Bytes to which CUDA's caching allocator rounds a request up."""
@@ -85,7 +86,7 @@ class Prediction:
     Attributes
     ----------
     peak:
-        Bytes at the peak of a step after the first, each storage rounded up to ``granule``.
+        Bytes at the peak of a step after the first, each storage rounded up to the account's granule.
     exact:
         The same without rounding.
     kinds:
@@ -100,6 +101,8 @@ class Prediction:
         How the model came to be: ``meta``, ``piecewise`` (one parameter at a time) or ``real``.
     seconds:
         That the prediction took, without the start of the process.
+    account:
+        The steps in detail: curve, modules, live set.
     """
 
     peak: int
@@ -114,12 +117,4 @@ class Prediction:
     blocks: tuple[Blocks, ...]
     built: str
     seconds: float
-    ledger: Ledger = field(repr=False)
-    start: int = 0
-    granule: int = GRANULE
-    notes: tuple[str, ...] = ()
-
-    @property
-    def position(self) -> int:
-        """Index of the event at which the peak is reached."""
-        return self.ledger.peak(self.granule, self.start)[0]
+    account: Account = field(repr=False)

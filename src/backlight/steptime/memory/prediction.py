@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 
 from backlight.capture.modules import named_parameters
 from backlight.records import Phase
+from backlight.steptime.memory.account import Account
 from backlight.steptime.memory.checkpointing import checkpointed, repeated_blocks
 from backlight.steptime.memory.counting import Counter
 from backlight.steptime.memory.faking import as_fake, build_fake, fake_mode
@@ -65,39 +66,34 @@ def predict_step(
     phases = _Phases(model, recorder)
     logits = LogitsSeen(recorder)
     counter.softmax = logits.see
-    start = 0
     with mode:
         optimizer = None if build_optimizer is None else build_optimizer(model)
         blocks = repeated_blocks(model)
         checkpointed(model, checkpoint, recorder.inside, reentrant=reentrant)
         with recorder, phases:
             recorder.inputs(given)
-            for step in range(STEPS):
-                start = len(recorder.ledger.events) if step else 0
+            for _ in range(STEPS):
+                recorder.begin_steps()
                 counter.clear()
                 _step(model, given, loss, optimizer, recorder)
     if recorder.trouble:
         raise PredictionError(f"the step could not be followed: {recorder.trouble}")
-    ledger = recorder.ledger
-    position, peak = ledger.peak(granule, start)
+    account = Account(recorder.ledger, recorder.start, granule)
     parameters = {id(n.parameter): n.parameter for n in named_parameters(model)}
-    curve = ledger.curve(granule)
     return Prediction(
-        peak=peak,
-        exact=ledger.peak(1, start)[1],
-        kinds=ledger.by_kind(position, granule),
-        phase=ledger.phase_at(position),
-        begin=int(curve[start - 1]),
+        peak=account.peak,
+        exact=Account(recorder.ledger, recorder.start).peak,
+        kinds=account.kinds(),
+        phase=account.phase,
+        begin=account.begin,
         parameters=sum(p.numel() for p in parameters.values()),
         trainable=sum(p.numel() for p in parameters.values() if p.requires_grad),
         flops=counter.flops(),
-        logits=logits.found(start, granule),
+        logits=logits.found(recorder.start, granule),
         blocks=blocks,
         built=built,
         seconds=time.perf_counter() - begin,
-        ledger=ledger,
-        start=start,
-        granule=granule,
+        account=account,
     )
 
 
@@ -171,7 +167,7 @@ def explained(error: Exception, files: Sequence[Path]) -> str | None:
     if isinstance(error, DynamicOutputShapeException):
         return (
             f"{place}: the shape of {error.func} depends on values (a boolean index, nonzero, unique), "
-            "and fake tensors have none; use torch.where, masked_fill or ignore_index, or a fixed number of elements"
+            "and fake tensors have none; use torch.where, masked_fill, ignore_index or a fixed count"
         )
     if isinstance(error, RuntimeError) and ".numpy()" in str(error):
         return f"{place}: turns a tensor into numpy, and fake tensors have no values; stay in torch"

@@ -35,19 +35,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         Models whose modules memory is attributed to.
     seen:
         Called after each operation.
+    device:
+        Type of the device whose memory counts; tensors elsewhere are passed over.
 
     Attributes
     ----------
     ledger:
         What has come and gone so far.
+    start:
+        Number of events before the steps that count.
     trouble:
         Why recording stopped, empty while it goes on; the operations themselves go on in any case.
     """
 
-    def __init__(self, models: Iterable[nn.Module], seen: Seen | None = None) -> None:
+    def __init__(self, models: Iterable[nn.Module], seen: Seen | None = None, device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.trouble = ""
+        self.start = 0
+        self.device = device
         self._models = list(models)
         self._seen = seen
         self._known: dict[int, int] = {}
@@ -93,6 +99,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
                 hooked.add(id(module))
                 self._handles.append(module.register_forward_pre_hook(_Entered(self, name)))
                 self._handles.append(module.register_forward_hook(_Returned(self), always_call=True))
+
+    def begin_steps(self) -> None:
+        """What comes from now on counts; what was entered before it is there from the beginning."""
+        self.start = len(self.ledger.events)
 
     @property
     def current(self) -> str:
@@ -179,7 +189,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             self._meet(tensor, func)
         for tensor in _tensors(args):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._known:
+            if storage._cdata not in self._known and tensor.device.type == self.device:
                 # Came from outside torch's operations: numpy, a worker process, a file.
                 self._hold(tensor, Kind.INPUTS, "")
         if self._seen is not None:
@@ -210,7 +220,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
 
     def _meet(self, tensor: torch.Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata in self._known or not storage.nbytes():
+        if storage._cdata in self._known or tensor.device.type != self.device or not storage.nbytes():
             return
         backward = self._phase == Phase.BACKWARD
         index = self._enter(
@@ -224,7 +234,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             storage = part.untyped_storage()
             index = self._known.get(storage._cdata)
             if index is None:
-                if storage.nbytes():
+                if storage.nbytes() and part.device.type == self.device:
                     self._enter(part, storage, kind, module, "")
                 continue
             known = self.ledger.storages[index]

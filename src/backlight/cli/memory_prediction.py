@@ -1,0 +1,53 @@
+"""``memory --fake``: read the recipe, predict, search, print."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from backlight.cli.memory_options import FakeOptions
+from backlight.cli.memory_page import print_predicted
+
+
+def run_prediction(options: FakeOptions) -> None:
+    """Predict what the options ask for and print it.
+
+    Raises
+    ------
+    ValueError
+        From what cannot be read or predicted.
+    """
+    from backlight.session.fitting import checkpointing, largest_batch
+    from backlight.session.memory_answer import predicted_answer
+    from backlight.session.memory_run import open_memory_run, store_memory
+    from backlight.session.predicting import Predictor
+    from backlight.session.recipe import parse_settings, read_recipe
+    from backlight.session.sizes import parse_size
+
+    budget = None if options.budget is None else parse_size(options.budget, "--budget")
+    recipe = read_recipe(options.recipe, parse_settings(options.settings))
+    if budget is not None:
+        recipe.with_settings({options.batch_setting: 1})  # refused now, not after a prediction
+    writer = None
+    if options.out is not None:
+        writer = open_memory_run(options.out, options.recipe, list(options.settings))
+    console = Console(stderr=True)
+    with Predictor() as predictor, console.status("predicting") as status:
+        prediction = predictor.predict(recipe)
+        savings = []
+        if options.checkpointing:
+            status.update("predicting with checkpointing")
+            savings = checkpointing(predictor, recipe, prediction)
+        fit = None
+        if budget is not None:
+            fit = largest_batch(
+                predictor,
+                recipe,
+                budget,
+                setting=options.batch_setting,
+                progress=lambda batch, peak: status.update(
+                    f"predicted a batch of {batch}: {peak / 1e9:.2f} GB"
+                ),
+            )
+    print_predicted(prediction, savings, fit, asked=options.checkpointing, as_json=options.as_json)
+    if writer is not None:
+        store_memory(writer, prediction.account, predicted_answer(prediction, savings, fit))
