@@ -1,6 +1,53 @@
-"""The synthetic runs, importable by the tests of this folder."""
+"""The synthetic runs, importable by the tests of this folder, and the browser that opens their pages."""
+
+from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+from browser import CHROMEDRIVER, CHROMIUM, FLAGS, Open, wait
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM or ""
+    for flag in FLAGS.split():
+        options.add_argument(flag)
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
+    driver.set_script_timeout(20)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def show(browser: webdriver.Chrome) -> Iterator[Open]:
+    """Open a page and wait until it says that it is ready; at the end the console must be silent."""
+
+    def scheme(name: str) -> None:
+        # Without animations: a scroll that is under way on a busy machine would move what is clicked next.
+        features = {"prefers-color-scheme": name, "prefers-reduced-motion": "reduce"}
+        media = {"features": [{"name": feature, "value": value} for feature, value in features.items()]}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+
+    def opened(path: Path) -> webdriver.Chrome:
+        browser.get_log("browser")
+        browser.get_log("performance")
+        browser.get(path.as_uri())
+        wait(browser, lambda d: d.execute_script("return document.documentElement.dataset.ready") == "yes")
+        return browser
+
+    scheme("light")
+    yield opened
+    browser.execute_script("try { localStorage.clear() } catch {}")
+    complaints = [entry["message"] for entry in browser.get_log("browser")]
+    assert complaints == []

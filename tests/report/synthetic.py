@@ -29,6 +29,7 @@ from backlight.store.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
 from backlight.store.watchdog import WatchdogWriter
 from backlight.store.writer import RunWriter
 from grokking_runs import Grok, write_grokking
+from spectra_runs import Planted, write_spectra
 
 PIECES = (
     ("ln_1.weight", (64,), "LayerNorm"),
@@ -105,6 +106,7 @@ class Plan:
     user: Mapping[str, float] = field(default_factory=dict)
     killed: bool = False
     grokking: bool = False
+    spectra: bool = False
     stalled: bool = False
     attempts: int = 1
     overrides: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -168,7 +170,12 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
         name=plan.name,
         script="train.py",
         arguments=("--steps", str(plan.steps)),
-        rooms=("health", "steptime", *(("grokking",) if plan.grokking else ())),
+        rooms=(
+            "health",
+            "steptime",
+            *(("grokking",) if plan.grokking else ()),
+            *(("spectra",) if plan.spectra else ()),
+        ),
         overrides=plan.overrides,
         step_offset=first,
     )
@@ -210,6 +217,8 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
         writer.event(None, "unmeasured", {"what": "update", "reason": "the optimizer steps inside backward"})
     if plan.grokking:
         write_grokking(writer, Grok(steps=plan.steps, every=2, generalises=60.0))
+    if plan.spectra:
+        write_spectra(writer, Planted(steps=(0, last - first - 1)))
     if plan.stalled:
         watchdog = WatchdogWriter(path, path / f"attempt-{attempt:03d}")
         watchdog.evidence("stall-rank-00000.txt", "taken by witness\n  at ops.py:22 in LockedFn.backward\n")

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from browser import NEEDS_CHROMIUM, Open, wait
 from selenium import webdriver
-from selenium.common.exceptions import TimeoutException
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.support.ui import WebDriverWait
 from synthetic import Plan, finding, health_of, write_run
 
 from backlight.records import Evidence, Finding, Made, Severity
@@ -29,22 +24,9 @@ from backlight.session.reporting import source_of
 from backlight.store.reader import Run
 from grokking_runs import Grok, write_grokking_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-CHROMEDRIVER = shutil.which("chromedriver")
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(
-        not (CHROMIUM and CHROMEDRIVER),
-        reason="no Chromium with its driver here: apt-get install chromium-driver",
-    ),
-]
+pytestmark = NEEDS_CHROMIUM
 
 HOSTILE = "</script><img src=x onerror=document.title='owned'>"
-FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --window-size=1280,900 --force-device-scale-factor=1"
-)
 PLAN = Plan(
     steps=300,
     nan_step=210,
@@ -59,55 +41,6 @@ PLAN = Plan(
     user={"accuracy": 0.9, "test_loss": 2.0},
     name="browser run",
 )
-
-Open = Callable[[Path], webdriver.Chrome]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM or ""
-    for flag in FLAGS.split():
-        options.add_argument(flag)
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
-    driver.set_script_timeout(20)
-    yield driver
-    driver.quit()
-
-
-@pytest.fixture
-def show(browser: webdriver.Chrome) -> Iterator[Open]:
-    """Open a page and wait until it says that it is ready; at the end the console must be silent."""
-
-    def scheme(name: str) -> None:
-        # Without animations: a scroll that is under way on a busy machine would move what is clicked next.
-        features = {"prefers-color-scheme": name, "prefers-reduced-motion": "reduce"}
-        media = {"features": [{"name": feature, "value": value} for feature, value in features.items()]}
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-
-    def opened(path: Path) -> webdriver.Chrome:
-        browser.get_log("browser")
-        browser.get_log("performance")
-        browser.get(path.as_uri())
-        wait(browser, lambda d: d.execute_script("return document.documentElement.dataset.ready") == "yes")
-        return browser
-
-    scheme("light")
-    yield opened
-    browser.execute_script("try { localStorage.clear() } catch {}")
-    complaints = [entry["message"] for entry in browser.get_log("browser")]
-    assert complaints == []
-
-
-def wait(driver: webdriver.Chrome, until: Callable[[webdriver.Chrome], Any], seconds: float = 15) -> Any:
-    try:
-        return WebDriverWait(driver, seconds, 0.05).until(until)
-    except TimeoutException:
-        raise AssertionError(
-            f"the page did not get there; its console: {driver.get_log('browser')}"
-        ) from None
 
 
 def findings(run: Run) -> list[Finding]:

@@ -99,7 +99,7 @@ def test_the_verdict_holds_the_finding_with_its_place(page: str) -> None:
     (shown,) = model["findings"]
     assert shown["made"] == "live"
     assert shown["evidence"][0]["place"] == {
-        "panel": "parameters", "row": 10, "column": "non_finite", "step": 20,
+        "panel": "parameters", "row": 10, "column": "non_finite", "step": 20, "layer": None,
     }  # fmt: skip
     assert shown["evidence"][1]["value"] == "nan"
     assert shown["refuted"].startswith("the same step")

@@ -25,6 +25,7 @@ FULL = Plan(
     phases=True,
     user={"accuracy": 0.9},
     grokking=True,
+    spectra=True,
     stalled=True,
     nan_step=90,
     dead_row=25,

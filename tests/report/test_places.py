@@ -39,6 +39,7 @@ def place(path: str, step: int | None = 7, without: tuple[str, ...] = ()) -> Pla
         ("scalars/test_accuracy", "user_scalars", 4, None),
         ("events/scaler_skip", "scaler", 4, None),
         ("events/warning", "events", 4, None),
+        ("events/spectra", "spectra_layers", 4, None),
     ],
 )
 def test_a_path_has_its_place(path: str, panel: str, row: int, column: str | None) -> None:

@@ -31,6 +31,7 @@ PLAN = Plan(
     vanishing_rows=(3,),
     unmeasured={7: "frozen"},
     grokking=True,
+    spectra=True,
 )
 HOSTILE = "$x_{</text><script>alert(1)</script>"
 

@@ -20,6 +20,7 @@ from backlight.records import Finding
 from backlight.report import verdict
 from backlight.report.encoding import PRECISION, script_json
 from backlight.report.geometry import figures_of
+from backlight.report.layers import figures_of as spectra_figures
 from backlight.report.learning import Learning
 from backlight.report.panel import Drawn, NotMeasured, Panel, in_order
 from backlight.report.places import Place, place_of
@@ -227,6 +228,8 @@ def _figures(source: Source) -> list[dict[str, str]]:
     """Return the handful of numbers under the verdict; what was not measured says so."""
     if source.learning is not None and not source.run.has("gradient"):
         return figures_of(source.learning, source)
+    if source.spectra.layers and not source.run.has("gradient"):
+        return spectra_figures(source.spectra)
     frames = source.frames
     gradient = source.coverage.steps
     span = f"{number(int(gradient[0]))} to {number(int(gradient[-1]))}" if len(gradient) else ""
@@ -286,7 +289,13 @@ def _finding(
 def _place(place: Place | None) -> dict[str, Any] | None:
     if place is None:
         return None
-    return {"panel": place.panel, "row": place.row, "column": place.column, "step": place.step}
+    return {
+        "panel": place.panel,
+        "row": place.row,
+        "column": place.column,
+        "step": place.step,
+        "layer": place.layer and visible(place.layer),
+    }
 
 
 def _program() -> str:

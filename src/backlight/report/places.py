@@ -13,15 +13,18 @@ from backlight.report.panel import Panel
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A panel, and inside it a parameter (its row), a column of the heat map and a step, where known."""
+    """A panel, and inside it a parameter (its row), a column of the heat map, a step, a layer, if known."""
 
     panel: str
     row: int | None = None
     column: str | None = None
     step: int | None = None
+    layer: str | None = None
 
 
 _ATTEMPT = re.compile(r"^attempt-\d+/(?=evidence/)")
+
+_SPECTRA = re.compile(r"^(?:scalars/spectra/(?P<number>.+)|arrays/spectra/(?P<array>.+)/[^/]+)/[^/]+$")
 
 _NEAREST = {"nan": "non_finite", "inf": "non_finite", "zeros": "zero_share"}
 """Columns of the heat map for stored columns that it does not show as they are."""
@@ -53,7 +56,7 @@ def place_of(
         named = rows.get(path.split("/", 2)[-1], row)
         return Place("parameters", named, None, step)
     best = max(((_match(path, panel), panel.name) for panel in panels), default=(0, ""))
-    return Place(best[1], row, None, step) if best[0] and best[1] in drawn else None
+    return Place(best[1], row, None, step, _layer(path)) if best[0] and best[1] in drawn else None
 
 
 def _series(path: str) -> tuple[str | None, str | None, str | None]:
@@ -63,6 +66,12 @@ def _series(path: str) -> tuple[str | None, str | None, str | None]:
         return None, None, None
     parts += [""] * (4 - len(parts))
     return parts[1] or None, parts[2] or None, parts[3] or None
+
+
+def _layer(path: str) -> str | None:
+    """Return the layer of a number or an array of spectra; its name may hold slashes itself."""
+    found = _SPECTRA.match(path)
+    return (found["number"] or found["array"]) if found else None
 
 
 def _match(path: str, panel: Panel) -> int:

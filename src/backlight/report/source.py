@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from backlight.records import Finding, ParameterRecord
 from backlight.report.frames import ParameterFrames, read_frames
 from backlight.report.learning import Learning
+from backlight.report.spectra import Curve, Spectra, read_spectra
 from backlight.store.reader import Run, Scalar
 
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]
@@ -35,8 +36,8 @@ class Source:
 
     ``health`` is the score over steps, which the caller computes by the rules of its room.
     ``thresholds`` are those in use, by room and name. ``groups`` is the rms over steps of each named
-    group, all at the same steps. ``learning`` is the verdict on grokking, with its control. ``attempt``
-    limits everything to one attempt.
+    group, all at the same steps. ``learning`` is the verdict on grokking, with its control. ``muon`` is
+    the curve by which Muon maps singular values. ``attempt`` limits everything to one attempt.
     """
 
     run: Run
@@ -46,6 +47,7 @@ class Source:
     thresholds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     groups: Mapping[str, Series] = field(default_factory=dict)
     learning: Learning | None = None
+    muon: Curve | None = None
 
     def watched(self, room: str) -> bool:
         """Tell whether ``room`` watched; a run that names no rooms is taken to have had all."""
@@ -57,6 +59,11 @@ class Source:
         names = [n for n in self.run.scalar_names("backlight") if n.startswith(GEOMETRY)]
         steps = [self.scalar(name).steps for name in names]
         return np.unique(np.concatenate(steps)) if steps else np.empty(0, np.int64)
+
+    @cached_property
+    def spectra(self) -> Spectra:
+        """The spectra of the layers, without their tables."""
+        return read_spectra(self.run, self.attempt)
 
     @cached_property
     def parameters(self) -> tuple[ParameterRecord, ...]:

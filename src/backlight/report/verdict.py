@@ -67,7 +67,7 @@ def outcome(source: Source) -> Outcome:
     if findings:
         tone = findings[0].severity.value
         headline = tally(findings)
-    elif seen or len(source.geometry_steps):
+    elif seen or len(source.geometry_steps) or len(source.spectra.steps):
         tone, headline = "clear", "No findings"
     else:
         tone, headline = "unmeasured", "Nothing was measured"
@@ -78,6 +78,12 @@ def outcome(source: Source) -> Outcome:
             detail += " Nothing is said about what was not measured."
     elif len(source.geometry_steps):
         detail = f"The geometry of gradients was measured at {count(len(source.geometry_steps), 'step')}."
+        if not findings:
+            detail += " Nothing is said about what was not measured."
+    elif len(source.spectra.steps):
+        measured = source.spectra
+        detail = f"Spectra of {count(len(measured.layers), 'layer')} over replicates were measured at "
+        detail += f"{count(len(measured.steps), 'step')}."
         if not findings:
             detail += " Nothing is said about what was not measured."
     else:

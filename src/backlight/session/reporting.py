@@ -12,6 +12,7 @@ from backlight.grokking.curves import Interval
 from backlight.grokking.verdicts import Detection
 from backlight.health.groups import GroupError, group_rms
 from backlight.health.scoring import health_series
+from backlight.measure.shrinkage import muon
 from backlight.report.learning import Followed, Learning, Row
 from backlight.report.markdown import render_markdown
 from backlight.report.page import render_page, write_page
@@ -47,6 +48,7 @@ def source_of(run: Run) -> Source:
         thresholds=in_use,
         groups=_groups(run),
         learning=learning_of(run),
+        muon=muon,
     )
 
 

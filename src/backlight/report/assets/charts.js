@@ -34,6 +34,7 @@ const logSplits = (base) => (plot, axis, low, high) => {
 
 const axisRange = (axis) => {
   const { log, low, high } = axis;
+  if (axis.fixed) return () => axis.fixed();
   if (log) {
     return (plot, min, max) => {
       if (!(min > 0)) return [0.1, 10];

@@ -17,6 +17,7 @@ const goTo = (place) => {
     if (place.column && view.grid?.column(place.column)) view.set("column", place.column);
     view.set("row", place.row);
   }
+  if (place.layer) view.set("layer", place.layer);
   if (place.step !== null && view.known) {
     const [from, to] = view.full;
     const half = Math.max(10, (to - from) * 0.02);

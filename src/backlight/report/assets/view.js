@@ -10,6 +10,7 @@ const view = {
   range: [0, 1],
   focus: null, // the step that a finding points to
   row: null, // the chosen parameter
+  layer: null, // the layer whose spectra are shown
   column: null, // the column that the heat map shows
   bucket: null, // the range of steps that the depth chart shows
   search: "",

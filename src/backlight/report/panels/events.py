@@ -12,7 +12,7 @@ from backlight.report.text import listed, number, visible
 SHOWN = 200
 """Rows of the table; an event that repeats at every step is one row with a count."""
 
-ELSEWHERE = {"unmeasured", "config"}
+ELSEWHERE = {"unmeasured", "config", "spectra", "spectra_left_out", "spectra_measured"}
 """Kinds that other parts of the page show."""
 
 

@@ -1,0 +1,232 @@
+"""What the panels on spectra share: layers ranked by signal, and tables thinned to what a page can hold.
+
+S steps of a layer, K directions that are shown, R replicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.report.text import visible
+from backlight.store import spectra
+from backlight.store.reader import Run
+from backlight.store.spectra import Layer, Measurement, Table
+
+Floats = NDArray[np.float64]
+
+Curve = Callable[[Floats, float], Floats]
+"""Singular values of a matrix and its Frobenius norm → singular values of the update that is made of it."""
+
+FIELDS = (
+    "singular_value",
+    "echo",
+    "echo_low",
+    "echo_high",
+    "echo_null",
+    "expected",
+    "block_echo",
+    "left_alignment",
+    "right_alignment",
+    "ambiguity",
+    "shrunk",
+    "unbiased",
+    "unbiased_low",
+    "unbiased_high",
+    "muon",
+    "gap",
+    "strength_gap",
+)
+"""What the explorer shows of a direction; all but the last three are as they are stored."""
+
+VALUES = ("median", "smallest", "largest")
+"""What is shown of the singular values of one rank over the replicates."""
+
+NUMBERS = 600_000
+"""Numbers that all tables of the page hold together: below 4 MB of page."""
+
+DIRECTIONS = 96
+"""Directions of a layer that are shown: half of them the strongest, the rest ever further apart."""
+
+LINES = 8
+"""Layers that one chart can tell apart."""
+
+LAYERS = 64
+"""Layers that can be chosen."""
+
+
+@dataclass(frozen=True)
+class Spectra:
+    """The spectra of a run: layers by signal share at their last step, the largest first."""
+
+    run: Run = field(repr=False)
+    layers: tuple[Layer, ...] = ()
+    measured: Mapping[str, tuple[Measurement, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def left_out(self) -> dict[str, str]:
+        """Parameters that are not measured, with the reason."""
+        return spectra.left_out(self.run)
+
+    @cached_property
+    def steps(self) -> NDArray[np.int64]:
+        """Steps at which any layer was measured."""
+        return np.unique([one.step for of in self.measured.values() for one in of]).astype(np.int64)
+
+    def tables(self, layer: Layer) -> tuple[Table, ...]:
+        """Return the tables of a layer at the steps that are shown."""
+        at = {one.step for one in self.measured[layer.parameter]}
+        return tuple(t for t in spectra.tables(self.run, layer.parameter) if t.measurement.step in at)
+
+
+def read_spectra(run: Run, attempt: int | None = None) -> Spectra:
+    """Read what was measured, without the tables; of one attempt, or of all."""
+    known = {layer.parameter: layer for layer in spectra.layers(run)}
+    if not known:
+        return Spectra(run)
+    here = None
+    if attempt is not None:
+        here = {
+            (e.step, e.payload["parameter"]) for e in run.events(spectra.MEASURED) if e.attempt == attempt
+        }
+    measured: dict[str, list[Measurement]] = {}
+    for one in spectra.measurements(run):
+        if one.parameter in known and (here is None or (one.step, one.parameter) in here):
+            measured.setdefault(one.parameter, []).append(one)
+
+    def signal(name: str) -> tuple[float, int]:
+        share = measured[name][-1]["signal_share"]
+        return (math.inf if math.isnan(share) else -share, known[name].index)
+
+    ranked = sorted(measured, key=signal)
+    return Spectra(
+        run, tuple(known[name] for name in ranked), {name: tuple(measured[name]) for name in ranked}
+    )
+
+
+def shape_of(layer: Layer) -> str:
+    """Return the shape of the matrix, rows first."""
+    return f"{layer.rows}\N{NO-BREAK SPACE}\N{MULTIPLICATION SIGN}\N{NO-BREAK SPACE}{layer.columns}"
+
+
+def frobenius(table: Table) -> float:
+    """Return the root mean square Frobenius norm of a replicate; NaN where it is not known.
+
+    ``T = sigma^2 p q / (1 - rho)`` by the definitions of noise level and signal share; without noise, from
+    the singular values.
+    """
+    at, layer = table.measurement, table.layer
+    share, sigma = at["signal_share"], at["noise_sigma"]
+    if share < 1 and sigma > 0:
+        return sigma * math.sqrt(layer.rows * layer.columns / (1 - share))
+    values = table.singular_values
+    return math.nan if np.isnan(values).any() else math.sqrt(float((values**2).sum(axis=1).mean()))
+
+
+def thinned(amount: int, most: int) -> NDArray[np.int64]:
+    """Return at most ``most`` of ``amount`` places: the first half of them all, then ever further apart."""
+    if amount <= most:
+        return np.arange(amount)
+    head = most // 2
+    tail = np.geomspace(head, amount - 1, most - head)
+    return np.unique(np.concatenate([np.arange(head), np.rint(tail).astype(np.int64)]))
+
+
+def numbers_of(found: Spectra, name: str) -> tuple[list[tuple[Layer, NDArray[np.int64], Floats]], int]:
+    """Return a number of the first :data:`LINES` layers over their steps, and how many layers have it."""
+    lines = []
+    for layer in found.layers:
+        values = np.array([one[name] for one in found.measured[layer.parameter]], np.float64)
+        if not np.isnan(values).all():
+            steps = np.array([one.step for one in found.measured[layer.parameter]], np.int64)
+            lines.append((layer, steps, values))
+    return lines[:LINES], len(lines)
+
+
+def explorer(found: Spectra, muon: Curve | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the tables of the layers as the drawer ``spectra`` takes them, and what was left out of them."""
+    remarks = []
+    layers = found.layers[:LAYERS]
+    if len(layers) < len(found.layers):
+        remarks.append(
+            f"{len(found.layers)} layers were measured; the {LAYERS} with the largest share of signal can be "
+            "chosen, and the export holds all."
+        )
+    width = max(min(layer.directions, DIRECTIONS) for layer in layers)
+    each = max(2, NUMBERS // (len(layers) * width * (len(FIELDS) + len(VALUES))))
+    packed = [one for layer in layers if (one := _layer(layer, found.tables(layer), each, muon))]
+    if any(one["of"] > len(one["steps"]) for one in packed):
+        most = max(one["of"] for one in packed)
+        remarks.append(f"Of up to {most:,} measured steps {each:,} are shown, evenly spread.")
+    if any(one["measured"] > len(one["directions"]) for one in packed):
+        remarks.append(f"Of layers with more than {DIRECTIONS} directions the weaker ones are thinned out.")
+    data = {"fields": FIELDS, "values": VALUES, "numbers": tuple(spectra.NUMBERS), "layers": packed}
+    return data, remarks
+
+
+def _layer(layer: Layer, tables: tuple[Table, ...], most: int, muon: Curve | None) -> dict[str, Any]:
+    if not tables:
+        return {}
+    places = np.unique(np.linspace(0, len(tables) - 1, min(most, len(tables))).round().astype(np.int64))
+    chosen = [tables[place] for place in places]
+    K = max(1, *(_width(table["singular_value"]) for table in chosen))
+    J = max(1, *(_width(table.singular_values) for table in chosen))
+    directions, ranks = thinned(K, DIRECTIONS), thinned(J, DIRECTIONS)
+    return {
+        "name": visible(layer.parameter),
+        "shape": shape_of(layer),
+        "splitOf": visible(layer.split_of),
+        "of": len(tables),
+        "measured": K,
+        "steps": np.array([table.measurement.step for table in chosen], np.int64),
+        "directions": directions,
+        "ranks": ranks,
+        "figures": np.array(
+            [[table.measurement[name] for name in spectra.NUMBERS] for table in chosen], np.float64
+        ),
+        "table": np.stack([_fields(table, muon)[:, directions] for table in chosen]).astype(np.float32),
+        "spectrum": np.stack([_spectrum(table)[:, ranks] for table in chosen]).astype(np.float32),
+    }
+
+
+def _width(values: Floats) -> int:
+    """Return the number of directions up to the last one of which anything is known."""
+    seen = np.flatnonzero(~np.isnan(np.atleast_2d(values)).all(axis=0))
+    return int(seen[-1]) + 1 if seen.size else 0
+
+
+def _fields(table: Table, muon: Curve | None) -> Floats:
+    """Return ``[F, D]`` by the names of :data:`FIELDS`."""
+    D = table.layer.directions
+    value, strength = table["singular_value"], table["strength"]
+    norm = frobenius(table)
+    made = {
+        "muon": muon(value, norm) if muon is not None and norm > 0 else np.full(D, np.nan),
+        "gap": _gaps(value, table.measurement["noise_sigma"]),
+        "strength_gap": _gaps(np.where(strength > 0, strength, np.nan), table.measurement["noise_sigma"]),
+    }
+    return np.stack([made[name] if name in made else table[name] for name in FIELDS])
+
+
+def _gaps(values: Floats, sigma: float) -> Floats:
+    """Return the distance of each value to the next smaller one in units of the noise level."""
+    gaps = np.full(len(values), np.nan)
+    if sigma > 0:
+        gaps[:-1] = np.abs(values[:-1] - values[1:]) / sigma
+    return gaps
+
+
+def _spectrum(table: Table) -> Floats:
+    values = table.singular_values
+    out = np.full((len(VALUES), values.shape[1]), np.nan)
+    seen = ~np.isnan(values).all(axis=0)
+    if seen.any():
+        some = values[:, seen]
+        out[:, seen] = [np.nanmedian(some, axis=0), np.nanmin(some, axis=0), np.nanmax(some, axis=0)]
+    return out

@@ -1,0 +1,164 @@
+"""The spectra on the page: the slider and the chooser lead through steps and layers, by keyboard as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import NEEDS_CHROMIUM, Open, wait
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select
+
+from backlight.report.page import render_page, write_page
+from backlight.report.text import number
+from backlight.session.reporting import source_of
+from backlight.store.reader import Run
+from backlight.store.spectra import measurements
+from spectra_runs import STRENGTHS, Planted, write_spectra_run
+
+pytestmark = NEEDS_CHROMIUM
+
+QKV, UP, HEAD = STRENGTHS
+HOSTILE = "</script><img src=x onerror=document.title='owned'>"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    plan = Planted(steps=(0, 100, 200), strengths={QKV: STRENGTHS[QKV], UP: STRENGTHS[UP]})
+    return write_spectra_run(tmp_path_factory.mktemp("spectra") / "run", plan)
+
+
+@pytest.fixture(scope="module")
+def page(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_page(render_page(source_of(run)), tmp_path_factory.mktemp("page") / "report.html")
+
+
+def painted(driver: webdriver.Chrome) -> list[int]:
+    """Return how many pixels each chart of the explorer has painted."""
+    return driver.execute_script(
+        "return [...document.querySelectorAll('#panel-spectra .uplot canvas')].map((c) => {"
+        "const copy = new OffscreenCanvas(c.width, c.height).getContext('2d', {willReadFrequently: true});"
+        "copy.drawImage(c, 0, 0);"
+        "const d = copy.getImageData(0, 0, c.width, c.height).data;"
+        "let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n; })"
+    )
+
+
+def figures(driver: webdriver.Chrome) -> dict[str, str]:
+    rows = driver.find_elements(By.CSS_SELECTOR, "#spectra-figures div")
+    return {
+        row.find_element(By.TAG_NAME, "dt").text: row.find_element(By.TAG_NAME, "dd").text for row in rows
+    }
+
+
+def told(run: Run, parameter: str, step: int) -> dict[str, float]:
+    return next(dict(m.numbers) for m in measurements(run, parameter) if m.step == step)
+
+
+def test_the_last_step_of_the_first_layer_is_drawn(show: Open, page: Path, run: Run) -> None:
+    driver = show(page)
+    assert driver.find_element(By.ID, "headline").text == "1 note"
+    shown = painted(driver)
+    assert len(shown) == 5
+    assert min(shown) > 1000
+    label = f"{UP} · 32\N{NO-BREAK SPACE}\N{MULTIPLICATION SIGN}\N{NO-BREAK SPACE}32"
+    assert Select(driver.find_element(By.ID, "spectra-layer")).first_selected_option.text == label
+    assert figures(driver)["noise edge"] == number(told(run, UP, 200)["edge"], 3)
+    assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_slider_leads_through_the_steps_by_keyboard(show: Open, page: Path, run: Run) -> None:
+    driver = show(page)
+    slider = driver.find_element(By.ID, "spectra-step")
+    for step in (100, 0):
+        before = painted(driver)
+        slider.send_keys(Keys.ARROW_LEFT)
+        readout = driver.find_element(By.CSS_SELECTOR, "output[for='spectra-step']")
+        assert readout.text == f"step {step}"
+        assert slider.get_attribute("aria-valuetext") == f"step {step}"
+        assert figures(driver)["signal share"] == number(told(run, UP, step)["signal_share"], 3)
+        wait(driver, lambda d, before=before: painted(d) != before)
+
+
+def test_a_layer_is_chosen_and_the_step_stays(show: Open, page: Path, run: Run) -> None:
+    driver = show(page)
+    driver.find_element(By.ID, "spectra-step").send_keys(Keys.ARROW_LEFT)
+    before = painted(driver)
+    Select(driver.find_element(By.ID, "spectra-layer")).select_by_value(QKV)
+    wait(
+        driver,
+        lambda d: (
+            d.find_element(By.CSS_SELECTOR, "#panel-spectra .panel-body").get_attribute("data-layer") == QKV
+        ),
+    )
+    assert driver.find_element(By.CSS_SELECTOR, "output[for='spectra-step']").text == "step 100"
+    assert figures(driver)["noise scale"] == number(told(run, QKV, 100)["noise_scale"], 3)
+    wait(driver, lambda d: painted(d) != before)
+
+
+def test_the_legend_says_the_values_under_the_pointer(show: Open, page: Path, run: Run) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    from backlight.store.spectra import table
+
+    driver = show(page)
+    chart = driver.find_elements(By.CSS_SELECTOR, "#panel-spectra .chart")[2]
+    over = chart.find_element(By.CSS_SELECTOR, ".u-over")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
+    width = over.size["width"]
+    ActionChains(driver).move_to_element_with_offset(over, -width // 2 + 2, 0).perform()
+    legend = chart.find_element(By.CSS_SELECTOR, ".legend")
+    wait(driver, lambda _: "direction 1" in legend.text)
+    stored = np.float32(table(run, 200, UP)["left_alignment"][0])
+    assert number(float(stored)) in legend.text
+
+
+def test_playing_goes_to_the_end_and_stops(show: Open, page: Path) -> None:
+    driver = show(page)
+    button = driver.find_element(By.ID, "spectra-play")
+    button.click()
+    assert button.text == "Stop"
+    assert driver.find_element(By.CSS_SELECTOR, "output[for='spectra-step']").text == "step 0"
+    wait(driver, lambda _: button.text == "Play")
+    assert driver.find_element(By.CSS_SELECTOR, "output[for='spectra-step']").text == "step 200"
+
+
+def test_evidence_opens_its_layer(show: Open, page: Path) -> None:
+    driver = show(page)
+    driver.find_element(By.LINK_TEXT, f"scalars/spectra/{HEAD}/identifiable").click()
+    body = driver.find_element(By.CSS_SELECTOR, "#panel-spectra .panel-body")
+    wait(driver, lambda _: body.get_attribute("data-layer") == HEAD)
+    assert driver.execute_script("return document.activeElement.id") == "panel-spectra"
+
+
+def test_a_layer_without_directions_says_so(show: Open, tmp_path: Path) -> None:
+    plan = Planted(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
+    source = source_of(write_spectra_run(tmp_path / "run", plan))
+    driver = show(write_page(render_page(source), tmp_path / "page.html"))
+    said = [
+        p.text for p in driver.find_elements(By.CSS_SELECTOR, "#panel-spectra .empty") if p.is_displayed()
+    ]
+    assert said == ["Nothing here was measured at this step."] * 5
+
+
+def test_hostile_names_are_text(show: Open, tmp_path: Path) -> None:
+    plan = Planted(steps=(0, 1), shapes={HOSTILE: (8, 9)}, strengths={HOSTILE: (5.0,)})
+    source = source_of(write_spectra_run(tmp_path / "run", plan))
+    driver = show(write_page(render_page(source), tmp_path / "page.html"))
+    assert driver.find_elements(By.TAG_NAME, "img") == []
+    assert driver.title == "spectra · backlight"
+    option = Select(driver.find_element(By.ID, "spectra-layer")).first_selected_option
+    assert option.get_attribute("value") == HOSTILE
+
+
+def test_a_narrow_screen_scrolls_only_downwards(show: Open, browser: webdriver.Chrome, page: Path) -> None:
+    phone = {"width": 390, "height": 800, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        driver = show(page)
+        assert driver.execute_script("return document.documentElement.scrollWidth") <= 390
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

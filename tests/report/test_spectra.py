@@ -1,0 +1,188 @@
+"""The panels on spectra: ranked layers, tables thinned with a remark, curves that are what they claim."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from synthetic import finding
+
+from backlight.measure.shrinkage import muon
+from backlight.records import Evidence
+from backlight.report import spectra as shared
+from backlight.report.page import model
+from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
+from backlight.report.places import place_of
+from backlight.report.source import Source
+from backlight.report.spectra import FIELDS, explorer, frobenius, read_spectra, thinned
+from backlight.report.text import visible
+from backlight.store.spectra import table
+from spectra_runs import STRENGTHS, Planted, replicates, write_spectra_run
+
+QKV, UP, HEAD = STRENGTHS
+NAMES = ("spectra", "spectra_layers", "spectra_signal", "spectra_ranks")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    plan = Planted(steps=(0, 100, 200, 300), update_ranks=(4.0, 3.0, 2.0, 1.9))
+    return Source(write_spectra_run(tmp_path_factory.mktemp("spectra") / "run", plan), muon=muon)
+
+
+def drawn(source: Source, name: str) -> Drawn:
+    result = PANELS[name].render(source)
+    assert isinstance(result, Drawn), result
+    return result
+
+
+def field(layer: dict[str, object], name: str, step: int) -> np.ndarray:
+    return np.asarray(layer["table"])[step, FIELDS.index(name)]
+
+
+def test_layers_stand_by_their_share_of_signal(source: Source) -> None:
+    rows = drawn(source, "spectra_layers").data["rows"]
+    shares = [float(row[3]) for row in rows]
+    assert shares == sorted(shares, reverse=True)
+    assert [row[0] for row in rows] == [layer.parameter for layer in source.spectra.layers]
+    assert rows[-1][0] == HEAD
+    assert rows[-1][2] == "300"
+
+
+def test_the_explorer_shows_what_was_stored(source: Source) -> None:
+    data = drawn(source, "spectra").data
+    layer = next(one for one in data["layers"] if one["name"] == UP)
+    stored = table(source.run, 200, UP)
+    for name in ("echo", "echo_low", "echo_null", "left_alignment", "shrunk", "unbiased_high"):
+        np.testing.assert_allclose(field(layer, name, 2), stored[name], rtol=1e-6, err_msg=name)
+    np.testing.assert_allclose(layer["spectrum"][2, 0], np.median(stored.singular_values, axis=0), rtol=1e-6)
+    figures = dict(zip(data["numbers"], layer["figures"][2], strict=True))
+    assert figures["edge"] == stored.measurement["edge"]
+    assert math.isnan(figures["stable_rank_momentum"])
+
+
+def test_the_frobenius_norm_is_that_of_the_replicates(source: Source) -> None:
+    plan = Planted(steps=(0, 100, 200, 300), update_ranks=(4.0, 3.0, 2.0, 1.9))
+    G = replicates(plan, UP, 1).double()
+    truth = float(torch.linalg.matrix_norm(G).square().mean().sqrt())
+    assert frobenius(table(source.run, 100, UP)) == pytest.approx(truth, rel=1e-5)
+
+
+def test_the_curve_of_muon_is_what_its_iteration_gives(source: Source) -> None:
+    layer = next(one for one in drawn(source, "spectra").data["layers"] if one["name"] == UP)
+    stored = table(source.run, 0, UP)
+    x = stored["singular_value"] / frobenius(stored)
+    for _ in range(5):
+        x = 3.4445 * x - 4.7750 * x**3 + 2.0315 * x**5
+    np.testing.assert_allclose(field(layer, "muon", 0), x, rtol=1e-4)
+    without = PANELS["spectra"].render(Source(source.run))
+    assert isinstance(without, Drawn)
+    assert np.isnan(field(without.data["layers"][0], "muon", 0)).all()
+    assert "Muon's curve was not handed over." in without.remarks
+
+
+def test_gaps_are_in_units_of_the_noise(source: Source) -> None:
+    layer = next(one for one in drawn(source, "spectra").data["layers"] if one["name"] == QKV)
+    stored = table(source.run, 0, QKV)
+    s, sigma = stored["singular_value"], stored.measurement["noise_sigma"]
+    gaps = field(layer, "gap", 0)
+    np.testing.assert_allclose(gaps[:-1], np.abs(s[:-1] - s[1:]) / sigma, rtol=1e-5)
+    assert math.isnan(gaps[-1])
+
+
+def test_numbers_over_steps_have_a_line_per_layer(source: Source) -> None:
+    charts = drawn(source, "spectra_ranks").data["charts"]
+    assert [chart["title"] for chart in charts] == ["Gradient (mean of the replicates)", "Weight", "Update"]
+    assert charts[2]["lines"][0]["values"].tolist() == [4.0, 3.0, 2.0, 1.9]
+    signal = drawn(source, "spectra_signal").data["charts"]
+    assert {line["label"] for line in signal[0]["lines"]} == set(STRENGTHS)
+
+
+def test_what_is_thinned_is_said(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert explorer(source.spectra, muon)[1] == []
+    monkeypatch.setattr(shared, "NUMBERS", 3 * 20 * 32 * 2)
+    monkeypatch.setattr(shared, "DIRECTIONS", 16)
+    monkeypatch.setattr(shared, "LAYERS", 2)
+    data, remarks = explorer(source.spectra, muon)
+    assert [one["name"] for one in data["layers"]] == [o.parameter for o in source.spectra.layers[:2]]
+    first = data["layers"][0]
+    assert first["steps"][0] == 0
+    assert first["steps"][-1] == 300
+    assert len(first["directions"]) == 16
+    assert first["directions"][:8].tolist() == list(range(8))
+    assert first["table"].shape == (len(first["steps"]), len(FIELDS), 16)
+    assert len(remarks) == 2
+    assert remarks[0].startswith("3 layers were measured; the 2 with the largest share")
+    monkeypatch.setattr(shared, "NUMBERS", 1)
+    data, remarks = explorer(source.spectra, muon)
+    assert data["layers"][0]["steps"].tolist() == [0, 300]
+    assert "Of up to 4 measured steps 2 are shown, evenly spread." in remarks
+
+
+@pytest.mark.parametrize("amount", [1, 95, 96, 97, 1000, 4096])
+def test_thinned_places_are_ascending_and_hold_both_ends(amount: int) -> None:
+    places = thinned(amount, 96)
+    assert places[0] == 0
+    assert places[-1] == amount - 1
+    assert len(places) <= 96
+    assert (np.diff(places) > 0).all()
+
+
+def test_a_run_without_spectra_says_so(tmp_path: Path) -> None:
+    from backlight.store.reader import open_run
+    from backlight.store.writer import RunWriter
+
+    writer = RunWriter.create(tmp_path / "run", rooms=("spectra",), step_offset=0)
+    writer.close()
+    for name in NAMES:
+        result = PANELS[name].render(Source(open_run(tmp_path / "run")))
+        assert isinstance(result, NotMeasured)
+        assert result.reason.endswith(".")
+
+
+def test_noise_alone_has_a_page(tmp_path: Path) -> None:
+    plan = Planted(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
+    noise = Source(write_spectra_run(tmp_path / "run", plan), muon=muon)
+    layer = drawn(noise, "spectra").data["layers"][0]
+    assert np.isnan(field(layer, "echo", 0)).all()
+    assert np.isnan(layer["spectrum"]).all()
+    (row,) = drawn(noise, "spectra_layers").data["rows"]
+    assert row[5] == "0"
+
+
+def test_an_attempt_has_its_own_steps(tmp_path: Path) -> None:
+    write_spectra_run(tmp_path / "run", Planted(steps=(0, 10)))
+    run = write_spectra_run(tmp_path / "run", Planted(steps=(10, 20)))
+    assert read_spectra(run).steps.tolist() == [0, 10, 20]
+    assert read_spectra(run, 1).steps.tolist() == [10, 20]
+
+
+def test_evidence_leads_to_its_layer() -> None:
+    drawn_panels = {panel.name for panel in in_order()}
+
+    def layer_at(path: str) -> tuple[str, str | None, int | None]:
+        found = place_of(Evidence(path, 5), finding("w", 3), in_order(), drawn_panels, {})
+        assert found is not None
+        return found.panel, found.layer, found.step
+
+    assert layer_at("scalars/spectra/a.weight/edge") == ("spectra", "a.weight", 5)
+    assert layer_at("scalars/spectra/odd/name/edge") == ("spectra", "odd/name", 5)
+    assert layer_at("arrays/spectra/odd/name/directions/echo") == ("spectra", "odd/name", 5)
+
+
+def test_the_verdict_and_the_figures_are_about_spectra(source: Source) -> None:
+    said = model(source)
+    assert said["verdict"]["headline"] == "No findings"
+    assert said["verdict"]["detail"].startswith(
+        "Spectra of 3 layers over replicates were measured at 4 steps."
+    )
+    assert {f["label"]: f["value"] for f in said["verdict"]["figures"]}["replicates"] == "12"
+
+
+def test_names_are_made_visible(tmp_path: Path) -> None:
+    hostile = "layer\N{RIGHT-TO-LEFT OVERRIDE}.weight"
+    plan = Planted(steps=(0,), shapes={hostile: (8, 9)}, strengths={hostile: (5.0,)})
+    layer = drawn(Source(write_spectra_run(tmp_path / "run", plan)), "spectra").data["layers"][0]
+    assert layer["name"] == visible(hostile)
