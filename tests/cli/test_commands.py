@@ -175,6 +175,8 @@ def test_the_surface_is_frozen() -> None:
         "export": ["--max-directions", "--overwrite", "--rows"],
         "findings": ["--fail-on", "--json"],
         "report": ["--bundle", "--format", "--out", "--plots"],
+        "spectra": ["--budget", "--checkpoints", "--device", "--dtype", "--exclude", "--include", "--json",
+                    "--max-directions", "--method", "--out", "--replicates", "--seed", "--set"],
         "run": ["--config", "--every", "--exact-updates", "--group", "--histogram", "--max-disk", "--out",
                 "--per-backward", "--rooms", "--stall", "--steps", "--trace"],
     }  # fmt: skip

@@ -152,10 +152,10 @@ class CheckpointWork:
         )
         mean = torch.zeros(replicates[0].shape, dtype=torch.float64)
         for replicate in replicates:
-            mean += replicate
+            mean += replicate / len(replicates)
         ranks = {
             "weight": stable_rank(self._weight(layer), layer=name),
-            "gradient": stable_rank((mean / len(replicates)).to(promoted(replicates[0]).dtype), layer=name),
+            "gradient": stable_rank(mean.to(self.device or "cpu", promoted(replicates[0]).dtype), layer=name),
         }
         record_arrays(writer, self.step, name, found)
         # Only then is it said that the layer was measured: a kill between the two measures it again.
