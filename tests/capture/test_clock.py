@@ -198,6 +198,28 @@ def test_a_model_that_is_computed_again_in_backward_is_in_backward(
     assert summary.phases["backward"] >= 2 * NAP
 
 
+def test_the_norm_is_a_part_of_clipping(
+    tracked: Callable[..., list[StepSummary]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norm = torch._foreach_norm
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(NAP)
+        return norm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_foreach_norm", slow)
+
+    def train() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    (summary,) = tracked(model, optimizer, train)
+    assert summary.phases["clip"] >= NAP
+
+
 def test_an_exhausted_loader_leaves_no_phase_open(tracked: Callable[..., list[StepSummary]]) -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

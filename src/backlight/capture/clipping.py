@@ -49,6 +49,7 @@ def install(hub: Hub, patches: Patches) -> None:
             if not hub.active or torch.compiler.is_compiling():
                 return original(tensors, *args, **kwargs)
             listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            hub.emit("norm_begin")
             inside_norm[0] += 1
             try:
                 return original(listed, *args, **kwargs)
@@ -59,6 +60,7 @@ def install(hub: Hub, patches: Patches) -> None:
                 raise
             finally:
                 inside_norm[0] -= 1
+                hub.emit("norm_end")
 
         return measure
 

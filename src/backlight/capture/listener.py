@@ -57,6 +57,12 @@ class Listener:
     def unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """The gradients of ``optimizer`` were just divided by the loss scale."""
 
+    def norm_begin(self) -> None:
+        """The norm of all gradients is being computed, as clipping by norm does first."""
+
+    def norm_end(self) -> None:
+        """That norm is computed; clipping by it is still to come."""
+
     def clip_begin(
         self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
     ) -> None:

@@ -212,6 +212,14 @@ class StepTracker(Listener):
             self._note_scale(scaler)
             self._collect(self._scope.parameters_of(optimizer), None, "unscale")
 
+    def norm_begin(self) -> None:
+        """Account for the norm as a part of clipping."""
+        self._clock.enter(Phase.CLIP)
+
+    def norm_end(self) -> None:
+        """What follows is clipping itself, or nothing of it."""
+        self._clock.leave(Phase.CLIP)
+
     def clip_begin(
         self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
     ) -> None:

@@ -186,6 +186,14 @@ class Beats(Listener):
         self._slots[Slot.NODE_SINCE] = 0
         self._enter(self._before)
 
+    def norm_begin(self) -> None:
+        """The norm that clipping asks for is computed: on several ranks it waits for the others."""
+        self._enter(_CLIP)
+
+    def norm_end(self) -> None:
+        """The norm is there."""
+        self._enter(_OTHER)
+
     def clip_begin(
         self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
     ) -> None:

@@ -65,6 +65,15 @@ class PhaseRanges(Listener):
         """Backward is over."""
         self._leave(Phase.BACKWARD)
 
+    def norm_begin(self) -> None:
+        """The norm is computed, which clipping does first."""
+        self._rest()
+        self._enter(Phase.CLIP)
+
+    def norm_end(self) -> None:
+        """The norm is computed."""
+        self._leave(Phase.CLIP)
+
     def clip_begin(
         self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
     ) -> None:
