@@ -17,6 +17,7 @@ from backlight.health.groups import GroupError, members
 from backlight.records import Finding, Made, RunStatus
 from backlight.registry import RULES
 from backlight.session.cadence import Cadence
+from backlight.session.circumstances import CIRCUMSTANCES, Pauses, circumstances, ways_of
 from backlight.session.config import Settings
 from backlight.session.drain import Drain
 from backlight.session.fingerprints import take_fingerprint
@@ -101,6 +102,8 @@ class Watch:
         self._following: Following | None = None
         self._stalling: Stalling | None = None
         self._tracing: Tracer | None = None
+        self._pauses: Pauses | None = None
+        self._ways: list[dict[str, Any]] = []
         # Everything that can be refused is refused here, before anything is attached or written.
         exact = settings.exact_updates
         probes = {"update": {"per_tensor": None, "spacing": exact}} if exact is not None else {}
@@ -215,6 +218,10 @@ class Watch:
             )
             with self._notices.shield():
                 self._stalling.start()
+        self._ways = []
+        if "steptime" in settings.rooms:
+            self._pauses = Pauses(self._notices.event, lambda: self._tracker.index)
+            self._pauses.start()
         if settings.trace:
             with self._notices.shield():
                 self._tracing = start_tracing(settings.trace, self._writer, lambda: self._tracker.index)
@@ -238,6 +245,10 @@ class Watch:
             HUB.remove(self._replicating.listener)
             with self._notices.shield():
                 self._replicating.stop(failed=error is not None)
+        if self._pauses is not None:
+            with self._notices.shield():
+                self._pauses.stop()
+                self._notices.event(CIRCUMSTANCES, circumstances(self._ways), max(self._tracker.done - 1, 0))
         with self._notices.shield():
             self._drain.stop()
             self._take_fingerprint()
@@ -337,6 +348,8 @@ class Watch:
             raise StopTraining(0)
 
     def _at_step(self, index: int) -> None:
+        if self._pauses is not None:
+            self._pauses.tell()
         if index:
             self._take_fingerprint()
 
@@ -345,6 +358,7 @@ class Watch:
             self._fingerprinted = True
             try:
                 self._writer.fingerprint(take_fingerprint(self._scope, self._arguments))
+                self._ways = [way for optimizer in self._scope.optimizers() for way in ways_of(optimizer)]
                 self._unmeasured()
             except Exception as error:  # noqa: BLE001 - the rest of the run is worth having without it
                 self._notices.trouble(error, "the fingerprint")

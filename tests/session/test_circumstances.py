@@ -1,0 +1,138 @@
+"""What a watched training records of how it was run, and the findings that follow from real faults."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import backlight
+from backlight.session.circumstances import Pauses, compilation, ways_of
+from backlight.session.judge import judge
+
+
+def train(path: Path, steps: int = 40, **optimizer: Any) -> backlight.Run:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(60)))
+    made = torch.optim.AdamW(model.parameters(), lr=1e-4, **optimizer)
+    with backlight.watch(model, made, run=path, rooms=("steptime",), every=1):
+        for _ in range(steps):
+            made.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            made.step()
+    return backlight.open_run(path)
+
+
+def rules(run: backlight.Run) -> set[str]:
+    return {finding.rule for finding in judge(run)}
+
+
+def test_a_loop_over_parameters_is_found_and_a_fused_optimizer_is_not(tmp_path: Path) -> None:
+    slow = train(tmp_path / "slow", foreach=False)
+    (told,) = slow.events("circumstances")
+    assert told.payload["optimizers"] == [{"type": "AdamW", "tensors": 120, "fused": False, "foreach": False}]
+    assert told.payload["threads"] == torch.get_num_threads()
+    assert told.payload["memory"]["peak"] > 2**20
+    assert "slow_optimizer" in rules(slow)
+    fused = train(tmp_path / "fused", fused=True)
+    assert fused.events("circumstances")[0].payload["optimizers"][0]["fused"] is True
+    assert "slow_optimizer" not in rules(fused)
+
+
+def test_ways_of_optimizers_without_a_choice_claim_nothing() -> None:
+    parameters = [nn.Parameter(torch.zeros(2))]
+    assert ways_of(torch.optim.LBFGS(parameters))[0]["foreach"] is True
+    assert ways_of(torch.optim.SGD(parameters))[0] == {
+        "type": "SGD", "tensors": 1, "fused": False, "foreach": False
+    }  # fmt: skip
+
+
+def test_pauses_are_kept_until_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[str, dict[str, Any], int | None]] = []
+    monkeypatch.setattr("backlight.session.circumstances.PAUSE", 0.0)
+    pauses = Pauses(lambda *given: heard.append(given), lambda: 7)
+    pauses.start()
+    try:
+        gc.collect()
+        assert heard == []
+        pauses.tell()
+    finally:
+        pauses.stop()
+    assert pauses._hear not in gc.callbacks
+    kind, payload, step = heard[0]
+    assert (kind, step) == ("garbage_collection", 7)
+    assert payload["seconds"] > 0
+
+
+def test_a_collection_of_many_objects_is_blamed_for_its_step(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ballast = [{"a": [i]} for i in range(200_000)]
+    gc.disable()
+    try:
+        with backlight.watch(model, optimizer, run=tmp_path / "run", rooms=("steptime",), every=1):
+            for step in range(60):
+                optimizer.zero_grad()
+                model(torch.randn(2, 4)).sum().backward()
+                if step in {30, 45}:
+                    gc.collect()
+                optimizer.step()
+    finally:
+        gc.enable()
+    assert ballast
+    run = backlight.open_run(tmp_path / "run")
+    assert {event.step for event in run.events("garbage_collection")} >= {30, 45}
+    (found,) = (f for f in judge(run) if f.rule == "outlier_steps" and "garbage collection" in f.claim)
+    assert found.subject.step in {30, 45}
+
+
+def test_breaks_and_recompilations_of_a_real_compilation_are_found(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss(x: torch.Tensor, scale: float) -> torch.Tensor:
+        x = x * scale
+        torch._dynamo.graph_break()  # before what needs gradients: torch warns of them as it resumes
+        return model(x).square().sum()
+
+    compiled = torch.compile(loss, backend="eager", dynamic=False)
+    with backlight.watch(model, optimizer, run=tmp_path / "run", rooms=("steptime",), every=1):
+        for step in range(8):
+            optimizer.zero_grad()
+            compiled(torch.randn(step + 1, 4), 0.5).backward()
+            optimizer.step()
+    run = backlight.open_run(tmp_path / "run")
+    facts = run.events("circumstances")[0].payload["compilation"]
+    assert sum(facts["graph_breaks"].values()) >= 1
+    again = max(facts["recompiled"], key=lambda row: row["count"])
+    assert again["count"] >= 3
+    assert "size mismatch" in again["reason"]
+    assert {"graph_breaks", "recompilations"} <= rules(run)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert compilation() is None
+
+
+def test_a_pause_while_the_writer_is_locked_does_not_lock_up() -> None:
+    lock = threading.Lock()
+
+    def notice(*_given: object) -> None:
+        with lock:
+            pass
+
+    pauses = Pauses(notice, lambda: 0)
+    pauses.start()
+    try:
+        with lock:  # as when a collection runs inside the writer
+            gc.collect()
+            time.sleep(0)
+    finally:
+        pauses.stop()
