@@ -280,6 +280,8 @@ def main() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     workers = 1 if {"data", "worker_stopped", "worker_killed"} & set(FAULTS) else 0
+    if "kill" in FAULTS:
+        time.sleep(5)  # how a process ended is seen only by a sidecar that was there before
     loader = DataLoader(Data(), batch_size=None, num_workers=workers, prefetch_factor=1 if workers else None)
     for step, x in enumerate(loader):
         fault, begin = fault_of(step), now()

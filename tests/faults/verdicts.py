@@ -14,6 +14,7 @@ from pathlib import Path
 from backlight.records import Finding
 from backlight.stalls.rendezvous import meeting_place
 from backlight.store.reader import open_run
+from backlight.store.watchdog import host_name
 
 HERE = Path(__file__).parent
 STALL = 1.2
@@ -233,7 +234,7 @@ def run_faults(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    wait_for_sidecar(meeting_place(out, 0, launch))
+    wait_for_sidecar(meeting_place(out, 0, f"{launch}@{host_name()}"))
     return found(out), log.read_text(encoding="utf-8", errors="replace"), process.returncode
 
 
