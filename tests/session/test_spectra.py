@@ -322,6 +322,24 @@ def test_it_is_refused(recipe, tmp_path, case):
         measure(changed(recipe, old, new), tmp_path / "run", **options)
 
 
+def test_batches_of_no_known_form(recipe, tmp_path):
+    changed(recipe, "import time\n", "import time\nfrom types import SimpleNamespace\n")
+    changed(recipe, "yield x, (x[:, :5] + torch.randn(batch, 5, generator=generator)).argmax(1)",
+            "yield SimpleNamespace(x=x, y=x[:, :5].argmax(1))")  # fmt: skip
+    changed(recipe, "x, y = batch\n", "x, y = batch.x, batch.y\n")
+    assert np.isnan(measure(recipe, tmp_path / "run").batch)
+    numbers = table(open_run(tmp_path / "run"), 0, "head.weight").measurement
+    assert np.isnan(numbers["noise_scale"])
+    assert numbers["signal_share"] > 0
+    # The batches cannot be compared, but the gradients are.
+    changed(recipe, "seed(1000 + rank)", "seed(1000 + rank % 4)")
+    changed(recipe, "Dropout(0.1)", "Dropout(0.0)")
+    with pytest.raises(
+        SpectraError, match="replicates 0 and 4 are the same, as if both had seen the same data"
+    ):
+        measure(recipe, tmp_path / "other")
+
+
 def test_checkpoints_that_cannot_be_used(recipe, tmp_path):
     torch.save(torch.nn.Linear(3, 3).state_dict(), tmp_path / "other.pt")
     with pytest.raises(SpectraError, match=r"other\.pt: does not fit the model of .*recipe\.py"):

@@ -223,6 +223,7 @@ class _Measurement:
         if team.leads:
             file = "" if checkpoint.path is None else str(checkpoint.path)
             writer.event(checkpoint.step, CHECKPOINT, {"path": file, "weights": weights})
+            writer.flush()  # before any rank states that it has measured a layer
         work = CheckpointWork(
             team, self.asked, self.recipe, self.device, data, batch, writer, checkpoint.step, model
         )
