@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from backlight.cli.explained import Page
 from backlight.session.profile_document import short_line
 
 if TYPE_CHECKING:
+    from backlight.records import Finding
     from backlight.session.profiling import Profile
     from backlight.steptime.profile.operations import Operations
 
@@ -25,8 +26,8 @@ SMALL = 0.01
 """Share of a phase from which an operator is printed."""
 
 
-def show(profile: Profile) -> None:
-    """Print a profile."""
+def show(profile: Profile, findings: Sequence[Finding] = ()) -> None:
+    """Print a profile, and what the rules say of it."""
     page = Page()
     page.say((headline(profile), "bold"))
     if profile.rank == 0:
@@ -39,6 +40,10 @@ def show(profile: Profile) -> None:
         _optimizations(profile)
         for control in profile.controls:
             page.say((control.says, "bold" if control.confirmed else ""))
+        for finding in findings:
+            page.say((f"{finding.severity}: ", "bold"), finding.claim)
+            page.say(("  next: ", "dim"), finding.next_check)
+            page.say(("  refuted if ", "dim"), finding.refuted_if)
     _notes(profile, page)
 
 

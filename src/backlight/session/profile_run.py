@@ -2,30 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from backlight.records import Phase, RunStatus
+from backlight.records import Finding, Made, Phase, RunStatus
+from backlight.session.judge import judge
 from backlight.session.profile_document import document
 from backlight.session.profiling import Profile
 from backlight.session.stalling import launch_id
 from backlight.steptime.probes.phases import REMAINDER
+from backlight.steptime.rules.outlier_steps import COLLECTION
+from backlight.steptime.wording import CIRCUMSTANCES
 from backlight.store.errors import RunWriteError
+from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter
 
 PROFILE = "profile.json"
 TRACE = "trace.json.gz"
 
 
-def open_profile_run(path: Path, script: str, arguments: list[str]) -> RunWriter:
-    """Open the run folder of a profile, before anything is measured.
+@contextlib.contextmanager
+def profile_run(path: Path | None, script: str, arguments: list[str]) -> Iterator[RunWriter | None]:
+    """Open the run folder of a profile before anything is measured; without a path, one that is not kept.
+
+    A rank other than the first has none that is not kept: there is nothing to judge it by.
 
     Raises
     ------
     RunWriteError
         If it cannot be written; RunExistsError where it holds something else.
     """
+    with contextlib.ExitStack() as stack:
+        if path is None and os.environ.get("RANK", "0") != "0":
+            yield None
+            return
+        if path is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="backlight-profile-"))
+            path = Path(folder) / "run"
+        yield _open(path, script, arguments)
+
+
+def findings(writer: RunWriter) -> list[Finding]:
+    """Return what the rules say of the stored profile."""
+    return judge(open_run(writer.path), made=Made.LIVE)
+
+
+def _open(path: Path, script: str, arguments: list[str]) -> RunWriter:
     return RunWriter.create(
         path,
         name=path.name,
@@ -49,10 +75,14 @@ def store(profile: Profile, writer: RunWriter) -> None:
     RunWriteError
         If the disk refuses.
     """
-    if profile.fingerprint is not None:
-        writer.fingerprint(profile.fingerprint)
-    if profile.records:
-        writer.parameter_table(profile.records)
+    described = profile.description
+    if described is not None:
+        writer.fingerprint(described.fingerprint)
+        writer.parameter_table(described.records)
+        writer.event(None, CIRCUMSTANCES, described.circumstances)
+    for at, payload in profile.pauses:
+        if at < len(profile.observed.steps):
+            writer.event(at, COLLECTION, payload)
     for number, step in enumerate(profile.observed.steps):
         phases = {f"phase/{_name(name, separated=step.separated)}": s for name, s in step.phases.items()}
         writer.scalars(number, phases)

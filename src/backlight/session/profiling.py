@@ -10,11 +10,13 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from backlight.capture.scope import Scope
 from backlight.records import Fingerprint, ParameterRecord
+from backlight.session.circumstances import Pauses, circumstances, ways_of
 from backlight.session.confirming import Confirmed, control_of_this_run
 from backlight.session.explaining import end_script, explain
 from backlight.session.fingerprints import take_fingerprint
@@ -63,6 +65,10 @@ class Profile:
         Tables from the trace.
     optimizations:
         What is on already.
+    description:
+        Fingerprint, parameters and circumstances; None where the script ended before any step.
+    pauses:
+        Pauses by Python's garbage collector: the step in which each fell, and what is known of it.
     memory:
         Peak of the device, or of the process where there is none.
     overhead:
@@ -88,8 +94,8 @@ class Profile:
     overhead: float | None
     memory: Memory
     parameters: int
-    fingerprint: Fingerprint | None
-    records: tuple[ParameterRecord, ...]
+    description: Description | None
+    pauses: tuple[tuple[int, dict[str, Any]], ...]
     trouble: tuple[str, ...]
     controls: tuple[Confirmed, ...] = ()
 
@@ -146,12 +152,17 @@ def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = Fal
         wanted = plan.traced > 0 and rank == 0
         path = (plan.trace or Path(folder) / "trace.json.gz").absolute() if wanted else None
         describe = functools.partial(_describe, arguments=tuple(arguments))
-        observer = Observer(
-            end_script, plan.steps, plan.traced, path, stacks=plan.stacks, fingerprint=describe
+        observer = Observer(end_script, plan.steps, plan.traced, path, stacks=plan.stacks, describe=describe)
+        pauses: list[tuple[int, dict[str, Any]]] = []
+        collector = Pauses(
+            lambda _kind, payload, step: pauses.append((step or 0, payload)),
+            lambda: len(observer.observed.steps),
         )
         controlled = control_of_this_run() or contextlib.nullcontext()
+        collector.start()
         with controlled:
             code = explain(observer, script, arguments, module=module, quiet=plan.quiet, compiled=True)
+        collector.stop()
         observed = observer.observed
         if not observed.steps:
             raise ValueError(
@@ -171,7 +182,6 @@ def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = Fal
     operations, modules, calls = read if read is not None else (None, None, None)
     parameters = {id(p): p for model in observer.models for p in model.parameters()}
     count = sum(p.numel() for p in parameters.values())
-    fingerprint, records = observed.fingerprint or (None, ())
     live = observed.live
     return Profile(
         script=script,
@@ -189,14 +199,24 @@ def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = Fal
         overhead=_overhead(summary, observed),
         memory=_memory(),
         parameters=count,
-        fingerprint=fingerprint,
-        records=records,
+        description=observed.description,
+        pauses=tuple(pauses),
         trouble=tuple(observed.trouble),
     )
 
 
-def _describe(scope: Scope, arguments: tuple[str, ...]) -> tuple[Fingerprint, tuple[ParameterRecord, ...]]:
-    return take_fingerprint(scope, arguments), tuple(scope.table.records)
+@dataclass(frozen=True)
+class Description:
+    """What the live training was when its clocked steps were over."""
+
+    fingerprint: Fingerprint
+    records: tuple[ParameterRecord, ...]
+    circumstances: dict[str, Any]
+
+
+def _describe(scope: Scope, arguments: tuple[str, ...]) -> Description:
+    ways = [way for optimizer in scope.optimizers() for way in ways_of(optimizer)]
+    return Description(take_fingerprint(scope, arguments), tuple(scope.table.records), circumstances(ways))
 
 
 def _read(path: Path, observed: Observed) -> tuple[Operations, Attribution, Attention | None]:

@@ -52,13 +52,15 @@ def profile(
     The script runs until its steps are counted: some under a clock alone, then a few under torch's
     profiler. It is ended after them.
     """
-    from backlight.cli.explained import print_json
-    from backlight.cli.profiled import show
+    from backlight.cli.explained import Page, print_json
+    from backlight.cli.profiled import progress, show
+    from backlight.records import to_json
     from backlight.session.launcher import check
 
     check(script, module=module)
+    from backlight.session.confirming import confirm as test
     from backlight.session.profile_document import document
-    from backlight.session.profile_run import open_profile_run, store
+    from backlight.session.profile_run import findings, profile_run, store
     from backlight.session.profiling import Plan
     from backlight.session.profiling import profile as run
 
@@ -74,21 +76,21 @@ def profile(
         quiet=as_json,
     )
     arguments = list(context.args)
-    writer = open_profile_run(out, script, arguments) if out is not None else None
-    answer = run(script, arguments, plan, module=module)
-    if confirm:
-        from backlight.cli.profiled import progress
-        from backlight.session.confirming import confirm as test
-
-        with progress() as advance:
-            outcomes = test(answer, plan, module=module, pairs=pairs, progress=advance)
-        answer = replace(answer, controls=outcomes)
-    if writer is not None:
-        store(answer, writer)
+    with profile_run(out, script, arguments) as writer:
+        answer = run(script, arguments, plan, module=module)
+        if confirm:
+            with progress() as advance:
+                outcomes = test(answer, plan, module=module, pairs=pairs, progress=advance)
+            answer = replace(answer, controls=outcomes)
+        if writer is not None:
+            store(answer, writer)
+        found = findings(writer) if writer is not None and answer.rank == 0 else []
     if not as_json:
-        show(answer)
+        show(answer, found)
+        if out is not None:
+            Page().say(("run: ", "dim"), f"{out}: backlight report {out}")
     elif answer.rank == 0:
-        print_json(document(answer))
+        print_json({**document(answer), "findings": to_json(found)})
     return 0
 
 

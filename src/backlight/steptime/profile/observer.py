@@ -53,8 +53,8 @@ class Observed:
         Steps under the clock alone, in order, the cold first one included.
     traced:
         Steps under the profiler.
-    live, fingerprint:
-        What the live objects said when the clocked steps were over; what ``fingerprint`` made of the scope.
+    live, description:
+        What the live objects said when the clocked steps were over; what ``describe`` made of the scope.
     lined:
         Whether one more step follows them in the trace, with the lines of its calls.
     trouble:
@@ -65,7 +65,7 @@ class Observed:
     traced: list[StepTime] = field(default_factory=list)
     lined: bool = False
     live: Live | None = None
-    fingerprint: Any = None
+    description: Any = None
     trouble: list[str] = field(default_factory=list)
 
 
@@ -143,7 +143,7 @@ class Observer(AbstractContextManager["Observer"]):
         these steps pass without a profiler, as ranks other than the first do.
     stacks:
         Record the stack of every operation in all traced steps, instead of lines in one step more.
-    fingerprint:
+    describe:
         Called with the scope when the clocked steps are over.
     """
 
@@ -155,7 +155,7 @@ class Observer(AbstractContextManager["Observer"]):
         trace: Path | None,
         *,
         stacks: bool = False,
-        fingerprint: Callable[[Scope], Any] | None = None,
+        describe: Callable[[Scope], Any] | None = None,
     ) -> None:
         self.observed = Observed()
         self.models: list[nn.Module] = []
@@ -169,7 +169,7 @@ class Observer(AbstractContextManager["Observer"]):
         self._over = False
         self._trace = trace
         self._stacks = stacks
-        self._fingerprint = fingerprint
+        self._describe = describe
         self._wants_lines = False
         self._scope = Scope()
         self._forwards = Forwards()
@@ -266,7 +266,7 @@ class Observer(AbstractContextManager["Observer"]):
 
     def _look(self) -> None:
         self.observed.live = look(self.models, self._scope.optimizers())
-        self.observed.fingerprint = self._fingerprint(self._scope) if self._fingerprint is not None else None
+        self.observed.description = self._describe(self._scope) if self._describe is not None else None
 
     def _begin_trace(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
