@@ -191,3 +191,53 @@ def test_a_subclass_with_its_own_forward_has_no_kernel() -> None:
     assert kernel_of(Other(2, 3)) is None
     assert kernel_of(nn.ConvTranspose2d(2, 2, 2)) is None
     assert kernel_of(nn.Conv2d(2, 2, 2)) is convolution
+
+
+def test_wide_matrices_are_walked_transposed() -> None:
+    x, d = torch.randn(N, 3, 1, 40, dtype=torch.float64), torch.randn(N, 3, 1, 6, dtype=torch.float64)
+    piece = Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40, held=True)
+    turned = piece.transposed()
+    assert turned is not None
+    assert (turned.rows, turned.columns) == (40, 6)
+    A = torch.einsum("ntgo,ntgi->noi", d, x).flatten(1)
+    for pieces, factor in (([piece], 1), ([piece, piece], 2)):
+        K, _ = kernels.gram(pieces, kernel="chunked")
+        torch.testing.assert_close(K, factor**2 * A @ A.T, rtol=1e-12, atol=1e-12)
+    other = Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40)  # inputs that are made when asked for
+    assert other.transposed() is None
+    K, _ = kernels.gram([piece, other], kernel="chunked")
+    torch.testing.assert_close(K, 4 * A @ A.T, rtol=1e-12, atol=1e-12)
+
+
+def test_long_runs_of_float32_products_are_summed_in_float64() -> None:
+    n, m = 3, 64 * kernels.RUN + 5
+    A = 1 + 1e-3 * torch.randn(n, m)  # partial sums grow far beyond what is added
+    d, x = torch.ones(n, 1, 1, 1), A.view(n, 1, 1, m)
+    K, used = kernels.gram(
+        [Factors(d, lambda a, b: x[a:b], lambda: x[..., 0], m)], kernel="chunked", products=torch.float32
+    )
+    assert used == "chunked"
+    exact = A.double() @ A.double().T
+    assert float(((K - exact).abs() / exact).max()) < 2e-8
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Conv1d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2),
+        nn.Conv2d(4, 8, 3, padding=1),
+        nn.Conv3d(2, 4, 2, padding=(0, 1, 1)),
+    ],
+)
+def test_direct_gradients_of_a_convolution_are_those_of_unfolding(module: nn.Module) -> None:
+    x = torch.randn(N, module.in_channels, *(7,) * (module.weight.dim() - 2))
+    delta = torch.randn_like(module(x))
+    piece = convolution(module, x, delta, N)["weight"]
+    assert isinstance(piece, Factors)
+    assert piece.direct is not None
+    unfolded = torch.empty(N, piece.rows, piece.columns)
+    piece.take(0, piece.rows, unfolded, add=False)
+    torch.testing.assert_close(piece.direct(), unfolded, rtol=1e-5, atol=1e-5)
+    ((_, rows, G),) = kernels.chunks([piece])
+    assert rows == piece.rows
+    torch.testing.assert_close(G, unfolded, rtol=1e-5, atol=1e-5)

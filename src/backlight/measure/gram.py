@@ -31,6 +31,9 @@ from backlight.measure.pieces import (
 SCRATCH = 4 << 20
 """Bytes of per-sample gradients, and of products of positions, that are there at once: what a cache holds."""
 
+RUN = 1024
+"""Most products that are added up in float32 before their sum goes on in float64."""
+
 
 def gram(
     pieces: Sequence[Piece],
@@ -50,8 +53,8 @@ def gram(
     scratch
         Bytes that may be at work at once.
     products
-        The type in which gradients are multiplied. In float32, blocks of products are still summed in
-        float64, but eigenvalues below about 1e-7 of the largest are lost.
+        The type in which gradients are multiplied. In float32, runs of at most :data:`RUN` products are
+        added up in float32 and the runs in float64; eigenvalues below about 1e-7 of the largest are lost.
 
     Returns
     -------
@@ -126,10 +129,9 @@ def alike(pieces: Sequence[Piece]) -> bool:
 def ghost_constant(device: torch.device, dtype: torch.dtype) -> float:
     """Return the time of a ghost product over that of a chunked one of equal count, measured once.
 
-    Both kernels run on a shape with several positions, where either might be chosen; the fastest of three
-    turns counts.
+    Both kernels run on a shape where they take about as long; the fastest of five turns counts.
     """
-    n, t, i, o = 32, 4, 96, 96
+    n, t, i, o = 32, 16, 128, 384
     x = torch.linspace(-1, 1, n * t * i, device=device, dtype=dtype).view(n, t, 1, i)
     d = torch.linspace(1, -1, n * t * o, device=device, dtype=dtype).view(n, t, 1, o)
     pieces = [Factors(d, lambda a, b: x[a:b], lambda: x[..., 0], i)]
@@ -140,7 +142,7 @@ def ghost_constant(device: torch.device, dtype: torch.dtype) -> float:
 
 def _fastest(work: Callable[[], Tensor], device: torch.device) -> float:
     times = []
-    for _ in range(4):
+    for _ in range(6):
         begin = time.perf_counter()
         work()
         if device.type == "cuda":
@@ -167,17 +169,10 @@ def ghost(pieces: Sequence[Piece], scratch: int, products: torch.dtype = torch.f
 def _products(x_NTi: Tensor, d_NTo: Tensor, scratch: int) -> Tensor:
     n, t = x_NTi.shape[:2]
     x, d = x_NTi.reshape(n * t, -1), d_NTo.reshape(n * t, -1)
-    if t == 1:
-        half = n // 2 if n >= 32 else n  # K is symmetric
-        K = x.new_empty(n, n, dtype=torch.float64)
-        for a, b in ((0, half), (half, n)):
-            if a < b:
-                _fill(K, (x[a:b] @ x[a:].T).mul_(d[a:b] @ d[a:].T).double(), a, b)
-        return K
     K = x.new_zeros(n, n, dtype=torch.float64)
     for a, b in _triangle(n, t, scratch):
         part = (x[a * t : b * t] @ x[a * t :].T).mul_(d[a * t : b * t] @ d[a * t :].T)
-        _fill(K, part.view(b - a, t, n - a, t).sum((1, 3), dtype=torch.float64), a, b)
+        _fill(K, _over_positions(part, t), a, b)
     return K
 
 
@@ -190,15 +185,27 @@ def _ghost_lookup(pieces: Sequence[Lookup], scratch: int, products: torch.dtype)
     K = d.new_zeros(n, n, dtype=torch.float64)
     for a, b in _triangle(n, t, scratch):
         part = (d[a * t : b * t] @ d[a * t :].T).mul_(flat[a * t : b * t, None] == flat[None, a * t :])
-        _fill(K, part.view(b - a, t, n - a, t).sum((1, 3), dtype=torch.float64), a, b)
+        _fill(K, _over_positions(part, t), a, b)
     return K
 
 
+def _over_positions(part: Tensor, t: int) -> Tensor:
+    """Sum products of positions ``[n t, m t]`` to those of samples ``[n, m]``, in float64."""
+    if t == 1:
+        return part.double()
+    inner = part.view(part.shape[0], -1, t).sum(2, dtype=torch.float64)  # what lies together first
+    return inner.view(-1, t, inner.shape[1]).sum(1)
+
+
 def _triangle(n: int, t: int, scratch: int) -> Iterator[tuple[int, int]]:
-    """Yield blocks of samples whose products with all later ones fit into ``scratch``."""
+    """Yield blocks of samples whose products with all later ones fit into ``scratch``.
+
+    K is symmetric: up to eight blocks, of at least 64 rows each, leave out most of its lower half.
+    """
+    most = -(-n // min(8, max(1, n * t // 64)))
     a = 0
     while a < n:
-        block = max(1, scratch // (16 * t * t * (n - a)))
+        block = max(1, min(most, scratch // (16 * t * t * (n - a))))
         yield a, min(n, a + block)
         a += block
 
@@ -210,38 +217,62 @@ def _fill(K: Tensor, part: Tensor, a: int, b: int) -> None:
 
 def chunked(pieces: Sequence[Piece], scratch: int, products: torch.dtype = torch.float64) -> Tensor:
     """Return the Gram from some rows of all per-sample gradients at a time."""
+    pieces = _lying(pieces)
     n, _, _ = layout(pieces)
     kind = torch.promote_types(products, working_dtype(pieces))
+    split = n >= (32 if kind == torch.float64 else 64)  # K is symmetric: a quarter need not be computed
+    half = n // 2
     K: Tensor | None = None
     room: Tensor | None = None
-    for _, _, G in chunks(pieces, scratch):
+    for _, _, G in chunks(pieces, scratch, kind):
         G_Nm = G.view(n, -1)
         if G_Nm.dtype != kind:
             if room is None:
                 room = torch.empty_like(G_Nm, dtype=kind)
             G_Nm = room.view(-1)[: G_Nm.numel()].view(G_Nm.shape).copy_(G_Nm)
         K = G.new_zeros(n, n, dtype=torch.float64) if K is None else K
-        half = n // 2 if n >= 32 else n  # K is symmetric: a quarter of it need not be computed
-        for rows, columns in ((slice(half), slice(None)), (slice(half, None), slice(half, None))):
-            if kind == torch.float64:
-                K[rows, columns].addmm_(G_Nm[rows], G_Nm[columns].T)
-            else:
-                K[rows, columns] += G_Nm[rows] @ G_Nm[columns].T
+        if split:
+            _add(K[:half], G_Nm[:half], G_Nm)
+            _add(K[half:, half:], G_Nm[half:], G_Nm[half:])
+        else:
+            _add(K, G_Nm, G_Nm)
     assert K is not None
-    if n >= 32:
-        K[n // 2 :, : n // 2] = K[: n // 2, n // 2 :].T
+    if split:
+        K[half:, :half] = K[:half, half:].T
     return K
 
 
-def chunks(pieces: Sequence[Piece], scratch: int = SCRATCH) -> Iterator[tuple[int, int, Tensor]]:
+def _lying(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """Return products of wide matrices transposed, as long chunks of short rows are formed faster."""
+    turned = [piece.transposed() for piece in pieces if isinstance(piece, Factors)]
+    whole = [piece for piece in turned if piece is not None and piece.rows > piece.columns]
+    return whole if len(whole) == len(pieces) else pieces
+
+
+def _add(K: Tensor, A_Nm: Tensor, B_Nm: Tensor) -> None:
+    """Add ``A B^T`` to K; in float32, runs of products are summed in float64."""
+    if A_Nm.dtype == torch.float64:
+        K.addmm_(A_Nm, B_Nm.T)
+        return
+    whole = A_Nm.shape[1] // RUN * RUN
+    if whole:
+        a, b = (G[:, :whole].view(len(G), -1, RUN).transpose(0, 1) for G in (A_Nm, B_Nm))
+        K += torch.bmm(a, b.transpose(1, 2)).sum(0, dtype=torch.float64)
+    if whole < A_Nm.shape[1]:
+        K += A_Nm[:, whole:] @ B_Nm[:, whole:].T
+
+
+def chunks(
+    pieces: Sequence[Piece], scratch: int = SCRATCH, products: torch.dtype = torch.float64
+) -> Iterator[tuple[int, int, Tensor]]:
     """Yield ``start, stop, G``, rows ``start`` to ``stop`` of every sample's gradient ``[N, rows, C]``.
 
     G is only valid until the next one is asked for. It holds at least as many rows as make reading the
-    inputs once more worthwhile.
+    inputs once more worthwhile, and leaves room within ``scratch`` for a copy in the type of the products.
     """
     n, rows, columns = layout(pieces)
     dtype = working_dtype(pieces)
-    size = dtype.itemsize + (8 if dtype != torch.float64 else 0)
+    size = dtype.itemsize + (products.itemsize if dtype != products else 0)
     step = scratch // (size * n * columns)
     width = rows
     for piece in pieces:
@@ -250,6 +281,10 @@ def chunks(pieces: Sequence[Piece], scratch: int = SCRATCH) -> Iterator[tuple[in
             step = max(step, piece.reread if piece.positions > 1 and scratch >= SCRATCH else 1)
     step = max(1, min(rows, step))
     step = step // width * width if step >= width else step
+    first = pieces[0]
+    if len(pieces) == 1 and isinstance(first, Factors) and first.direct is not None and step == rows:
+        yield 0, rows, first.direct()
+        return
     device = pieces[0].values.device if isinstance(pieces[0], Vectors) else pieces[0].delta.device
     room = torch.empty(n * step * columns, dtype=dtype, device=device)
     start = 0

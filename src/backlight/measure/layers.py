@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from backlight.measure.pieces import Factors, Lookup, Piece, Vectors, wide
+from backlight.measure.pieces import Factors, Lookup, Piece, Vectors, lengths, wide
 
 Pieces = dict[str, Piece]
 """Pieces by the name of the parameter within its module."""
@@ -26,11 +26,11 @@ def linear(module: nn.Linear, x: Tensor, delta: Tensor, n: int) -> Pieces:
     # What autocast multiplied is the input in the type of the output.
     inputs = x.reshape(n, -1, x.shape[-1]).to(delta.dtype).unsqueeze(2)
 
-    def lengths() -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(wide(inputs), dim=-1)
-        return norms
-
-    pieces: Pieces = {"weight": Factors(d.unsqueeze(2), lambda a, b: inputs[a:b], lengths, x.shape[-1])}
+    pieces: Pieces = {
+        "weight": Factors(
+            d.unsqueeze(2), lambda a, b: inputs[a:b], lambda: lengths(inputs), x.shape[-1], held=True
+        )
+    }
     if module.bias is not None:
         pieces["bias"] = _summed(d)
     return pieces
@@ -131,16 +131,51 @@ def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> Pieces:
         seen = seen.reshape(b - a, frames, groups, columns, -1).permute(0, 1, 4, 2, 3)
         return seen.reshape(b - a, -1, groups, columns)
 
-    def lengths() -> Tensor:
+    def norms() -> Tensor:
         energy = wide(x).square().reshape(x.shape[0], groups, -1, *x.shape[2:]).sum(2)
         total = unfold(module, energy).sum(2).reshape(n, frames, groups, -1)
         return total.transpose(2, 3).reshape(n, -1, groups).sqrt()
 
-    pieces: Pieces = {"weight": Factors(d, inputs, lengths, columns, reread=64)}
+    # Elsewhere torch loops over groups, or no measurement speaks for it.
+    quick = dtype == torch.float32 and delta.device.type == "cpu" and frames == 1
+    plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    pieces: Pieces = {
+        "weight": Factors(
+            d,
+            inputs,
+            norms,
+            columns,
+            reread=64,
+            direct=(lambda: per_sample_weight(module, x.to(dtype), delta)) if quick and plain else None,
+        )
+    }
     if module.bias is not None:
         whole = wide(delta).reshape(n, frames, delta.shape[1], -1)
         pieces["bias"] = Vectors(whole.sum((1, 3)), _root(whole), dtype)
     return pieces
+
+
+def per_sample_weight(module: Any, x: Tensor, delta: Tensor) -> Tensor:
+    """Return the gradients of a convolution's weight, ``[N, o g, columns]``.
+
+    Samples become groups of one convolution whose weight's gradient torch knows; nothing is unfolded.
+    """
+    n, outputs = delta.shape[:2]
+    weight = delta.new_empty(()).expand(n * outputs, *module.weight.shape[1:])
+    _, found, _ = torch.ops.aten.convolution_backward(
+        delta.reshape(1, -1, *delta.shape[2:]),
+        x.reshape(1, -1, *x.shape[2:]),
+        weight,
+        None,
+        module.stride,
+        module.padding,
+        module.dilation,
+        False,
+        [0] * (x.dim() - 2),
+        n * module.groups,
+        [False, True, False],
+    )
+    return found.view(n, outputs, -1)  # type: ignore[no-any-return]
 
 
 def unfold(module: Any, x: Tensor) -> Tensor:

@@ -20,6 +20,15 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
 
 
+def lengths(tensor: Tensor) -> Tensor:
+    """Return Euclidean norms along the last dimension."""
+    values = wide(tensor)
+    if values.stride(-1) == 1:
+        norms: Tensor = torch.linalg.vector_norm(values, dim=-1)
+        return norms
+    return values.square().sum(-1).sqrt_()  # vector_norm is slow along any other dimension
+
+
 @dataclass(frozen=True)
 class Factors:
     """A matrix product: the gradient of a sample is ``sum_t delta[n, t]^T x[n, t]``, group by group.
@@ -27,7 +36,8 @@ class Factors:
     ``delta`` is ``[N, T, g, o]``; ``inputs(a, b)`` gives the inputs ``[b - a, T, g, i]`` of samples a to
     b, so that a convolution unfolds only what is at work; ``lengths()`` gives their Euclidean norms
     ``[N, T, g]``. ``columns`` is i, and ``reread`` the least number of rows that are worth asking for the
-    inputs again.
+    inputs again. ``direct()``, where there is one, gives all gradients ``[N, g o, i]`` faster than the
+    product; ``held`` says that the inputs lie in memory as they are.
     """
 
     delta: Tensor
@@ -35,6 +45,8 @@ class Factors:
     lengths: Callable[[], Tensor]
     columns: int
     reread: int = 16
+    direct: Callable[[], Tensor] | None = None
+    held: bool = False
 
     @property
     def samples(self) -> int:
@@ -65,6 +77,13 @@ class Factors:
         """Return the inputs of every sample, ``[N, T, g, i]``."""
         return self.inputs(0, self.samples)
 
+    def transposed(self) -> Factors | None:
+        """Return the piece of the transposed matrix; None where its inputs would have to be made first."""
+        if not self.held or self.groups > 1:
+            return None
+        delta = self.delta
+        return Factors(self.all_inputs(), lambda a, b: delta[a:b], self.lengths, delta.shape[3], held=True)
+
     def take(self, start: int, stop: int, out: Tensor, *, add: bool) -> None:
         """Write or add rows ``start`` to ``stop`` of every sample's gradient to ``out`` ``[N, rows, i]``.
 
@@ -88,8 +107,7 @@ class Factors:
 
     def size(self) -> float:
         """Return the root of the summed squares of all summands ``delta[n, t] x[n, t]``."""
-        d_NTg = wide(self.delta).square().sum(-1).sqrt_()
-        return float(torch.linalg.vector_norm(d_NTg.mul_(self.lengths())))
+        return float(torch.linalg.vector_norm(lengths(self.delta).mul_(self.lengths())))
 
 
 def _product(d_NTo: Tensor, x_NTi: Tensor, out: Tensor, add: bool) -> None:

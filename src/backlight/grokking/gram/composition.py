@@ -21,6 +21,7 @@ from backlight.grokking.gram import batches, gates
 from backlight.grokking.gram.fallback import per_sample
 from backlight.grokking.gram.gates import Coverage, GramError
 from backlight.grokking.gram.parameters import Measured, eager, modules, refuse_mixing, trainable
+from backlight.grokking.gram.repeats import Repeats
 from backlight.grokking.gram.result import DETAILS, Gram
 from backlight.measure.gram import SCRATCH, combine
 from backlight.measure.gram import gram as gram_of_pieces
@@ -114,6 +115,7 @@ class Measurement:
         self.weights: Mapping[str, Tensor] | None = None
         self.combined: dict[str, Tensor] = {}
         self.random: list[Tensor] = []
+        self.repeats = Repeats(self.model, loss_fn, batch)
 
     def _owned(self, module: nn.Module) -> list[tuple[str, Measured]]:
         """Return the trainable parameters of ``module`` itself, by their names within it."""
@@ -216,11 +218,16 @@ class Measurement:
             norms = _norms(found)
             failed = self._failures(norms)
             alone: dict[str, float] = {}
-            if not drew and self.samples > 1:
+            if not drew and self.samples > 1 and self.repeats.due():
                 alone = self._alone(state, accumulated)
-                failed |= self._failures_alone(alone, failed)
+                mixed = self._failures_alone(alone, failed)
+                failed |= mixed
+            else:
+                mixed = {}
             if failed:
                 self._fall_back(failed, norms, alone, drew, state)
+        if not mixed:  # a kernel that misread the samples of a parameter must not be trusted next time
+            self.repeats.passed()
         checks = {
             name: self._coverage(parameter, norms[name], alone) for name, parameter in self.parameters.items()
         }

@@ -1,9 +1,10 @@
-"""Two checks that hold by algebra, for every parameter, at every measurement.
+"""Two checks that hold by algebra, for every parameter.
 
-Coverage: ``sum_nm K_nm = |sum_n g_n|^2 = |p.grad|^2``, the gradient being that of autograd. It notices a use
-of a parameter that no kernel saw, a tie, a scale. Independence: for two samples a and b that are run
-alone, ``K_aa + 2 K_ab + K_bb`` is the squared norm of their gradient. It notices samples that see each
-other (batch statistics), a loss that is a mean, and samples that lie along another dimension.
+Coverage, at every measurement: ``sum_nm K_nm = |sum_n g_n|^2 = |p.grad|^2``, the gradient being that of
+autograd. It notices a use of a parameter that no kernel saw, a tie, a scale. Independence: for two samples
+a and b that are run alone, ``K_aa + 2 K_ab + K_bb`` is the squared norm of their gradient. It notices
+samples that see each other (batch statistics), a loss that is a mean, and samples that lie along another
+dimension; it comes back as :mod:`backlight.grokking.gram.repeats` says.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Coverage:
     tolerance:
         By how much the two may differ.
     alone:
-        The same two numbers for two samples that were run alone; None where this was not checked
-        because the forward pass draws random numbers.
+        The same two numbers for two samples that were run alone; None where this was not checked because
+        the forward pass draws random numbers, or had been at an earlier measurement of the same kind.
     """
 
     method: str

@@ -1,0 +1,110 @@
+"""How often samples are run alone, and what brings the check back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backlight
+from backlight.grokking.gram import repeats
+from backlight.grokking.gram.gates import GramError
+from grokking.gram_models import images, labels
+
+
+def alone(found: Any) -> bool:
+    return next(iter(found.coverage.values())).alone is not None
+
+
+def anew() -> Callable[[nn.Module, Any], Tensor]:
+    """Return a loss function that is no other."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return labels(model, batch)
+
+    return loss
+
+
+def test_the_check_comes_back_ever_more_rarely() -> None:
+    net, batch = nn.Sequential(nn.Linear(7, 3)).double(), images(7)
+    seen = [alone(backlight.gram(net, labels, batch)) for _ in range(9)]
+    assert [number for number, checked in enumerate(seen, 1) if checked] == [1, 2, 4, 8]
+
+
+def test_what_is_new_is_checked() -> None:
+    net, batch = nn.Sequential(nn.Linear(7, 3), nn.Identity()).double(), images(7)
+    for _ in range(3):
+        backlight.gram(net, labels, batch)
+    assert alone(backlight.gram(net, labels, tuple(part[:4] for part in batch)))
+    assert alone(backlight.gram(net, anew(), batch))
+    assert alone(backlight.gram(nn.Sequential(nn.Linear(7, 3)).double(), labels, batch))
+    net[1].eval()
+    assert alone(backlight.gram(net, labels, batch))
+
+
+class Task:
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return labels(model, batch)
+
+
+def test_a_bound_method_is_known_again() -> None:
+    net, batch, task = nn.Sequential(nn.Linear(7, 3)).double(), images(7), Task()
+    assert [alone(backlight.gram(net, task.loss, batch)) for _ in range(3)] == [True, True, False]
+    assert alone(backlight.gram(net, Task().loss, batch))
+
+
+class Creeping(nn.Module):
+    """Mixes samples by a share that starts at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.share = nn.Linear(7, 3), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.lin(x)
+        return out + self.share * out.mean(0)
+
+
+def test_mixing_that_training_brings_about_is_noticed() -> None:
+    net, batch = Creeping().double(), images(7)
+    for _ in range(3):
+        backlight.gram(net, labels, batch)
+    net.share = 1.0
+    with pytest.raises(GramError, match="independent along the first dimension"):
+        backlight.gram(net, labels, batch)
+
+
+def test_a_failure_is_not_forgotten() -> None:
+    net, batch = Creeping().double(), images(7)
+    net.share = 1.0
+    for _ in range(3):
+        with pytest.raises(GramError, match="independent along the first dimension"):
+            backlight.gram(net, labels, batch)
+
+
+def test_nothing_is_kept_alive() -> None:
+    gc.collect()
+    before = len(repeats._PASSED)
+    net = nn.Sequential(nn.Linear(7, 3)).double()
+    backlight.gram(net, anew(), images(7))
+    assert len(repeats._PASSED) == before + 1
+    assert not len(repeats._PASSED[net])  # the function is gone
+    del net
+    gc.collect()
+    assert len(repeats._PASSED) == before
+
+
+def test_a_loss_that_cannot_be_referred_to_weakly_is_checked_each_time() -> None:
+    class Slotted:
+        __slots__ = ()
+
+        def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+            return labels(model, batch)
+
+    net, batch, loss = nn.Sequential(nn.Linear(7, 3)).double(), images(7), Slotted()
+    assert all(alone(backlight.gram(net, loss, batch)) for _ in range(4))
+    assert torch.is_grad_enabled()
