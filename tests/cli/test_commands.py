@@ -169,12 +169,12 @@ def test_the_surface_is_frozen() -> None:
     }
     expected = {
         "compact": ["--every", "--force"],
-        "compare": ["--factor", "--json"],
+        "compare": ["--ab", "--factor", "--json", "--limit", "--rounds", "--steps"],
         "demo": ["--out", "--steps"],
         "doctor": ["--json"],
         "export": ["--max-directions", "--overwrite", "--rows"],
         "findings": ["--fail-on", "--json"],
-        "report": ["--bundle", "--format", "--out", "--plots"],
+        "report": ["--animate", "--bundle", "--format", "--out", "--plots"],
         "spectra": ["--budget", "--checkpoints", "--device", "--dtype", "--exclude", "--include", "--json",
                     "--max-directions", "--method", "--out", "--replicates", "--seed", "--set"],
         "run": ["--config", "--every", "--exact-updates", "--group", "--histogram", "--max-disk", "--out",

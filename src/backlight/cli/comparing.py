@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from backlight.session.alternating import Alternated, words_of
 from backlight.session.comparison import Comparison
 from backlight.steptime.differences import TimeComparison
 
@@ -51,6 +55,43 @@ def print_times(times: TimeComparison, console: Console, counted: str = "steady 
             f"{row.first_ms:.2f}", f"{row.second_ms:.2f}", Text(row.words, style=style),
         )  # fmt: skip
     console.print(table)
+
+
+def print_alternated(result: Alternated, console: Console) -> None:
+    """Print the difference of two commands that ran in turns."""
+    for name, command in zip("AB", result.commands, strict=True):
+        console.print(Text(f"{name}: {command}"))
+    for words in words_of(result):
+        console.print(Text(f"  {words}"))
+    print_times(result.times, console, "runs")
+
+
+class Turns(AbstractContextManager["Turns"]):
+    """A progress bar on standard error, quiet where that is no terminal."""
+
+    def __init__(self, *, quiet: bool = False, what: str = "run") -> None:
+        console = Console(stderr=True)
+        self._what = what
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(),
+            console=console, transient=True, disable=quiet or not console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task(what, total=None)
+
+    def __enter__(self) -> Turns:
+        """Show the bar."""
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+    def __call__(self, done: int, of: int) -> None:
+        """Show how many are done."""
+        self._bar.update(
+            self._task, completed=done, total=of, description=f"{self._what} {min(done + 1, of)} of {of}"
+        )
 
 
 def _print_sides(comparison: Comparison, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""``backlight compare``: two runs, or the reason why they cannot be compared."""
+"""``backlight compare``: two runs, or two commands in turns, or the reason why they cannot be compared."""
 
 from __future__ import annotations
 
@@ -11,14 +11,39 @@ from rich.console import Console
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="RUN", help="The run to compare with.")],
-    second: Annotated[Path, typer.Argument(metavar="RUN", help="The run to compare.")],
+    first: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="The run to compare with.", show_default=False)
+    ] = None,
+    second: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="The run to compare.", show_default=False)
+    ] = None,
     factor: Annotated[
         str | None, typer.Option("--factor", help="The one argument or field that may differ, such as --lr.")
     ] = None,
+    ab: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--ab", help="Two commands to run in turns instead, such as 'python train.py --fused'."),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=3, help="With --ab: pairs of runs.")] = 6,
+    steps: Annotated[int, typer.Option("--steps", min=12, help="With --ab: steps of each run.")] = 60,
+    limit: Annotated[float, typer.Option("--limit", min=1, help="With --ab: seconds for one run.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
 ) -> int:
-    """Compare the series of two runs whose fingerprints agree; exit code 1 if they do not."""
+    """Compare the series of two runs whose fingerprints agree; exit code 1 if they do not.
+
+    With --ab 'COMMAND' 'COMMAND', run both in turns and compare the times of their steps.
+
+    Raises
+    ------
+    ValueError
+        If there are neither two runs nor two commands.
+    """
+    if ab is not None:
+        return _alternate(ab, rounds, steps, limit, given=first is not None, as_json=as_json)
+    if first is None or second is None:
+        raise ValueError(
+            "expected two runs, or --ab with two commands; got " + (str(first) if first else "none")
+        )
     from backlight.cli.comparing import print_comparison
     from backlight.records import to_json
     from backlight.session.comparison import compare as compare_runs
@@ -32,6 +57,24 @@ def compare(
     else:
         print_comparison(comparison, Console())
     return 0 if comparison.comparable else 1
+
+
+def _alternate(
+    commands: tuple[str, str], rounds: int, steps: int, limit: float, *, given: bool, as_json: bool
+) -> int:
+    from backlight.cli.comparing import Turns, print_alternated
+    from backlight.records import to_json
+    from backlight.session.alternating import alternate
+
+    if given:
+        raise ValueError("--ab takes two commands and no runs: leave out the runs, or --ab")
+    with Turns(quiet=as_json) as turns:
+        result = alternate(commands, rounds=rounds, steps=steps, limit=limit, on_run=turns)
+    if as_json:
+        print(json.dumps({"verdict": result.times.verdict, **to_json(result)}, indent=2))
+    else:
+        print_alternated(result, Console())
+    return 0
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,0 +1,143 @@
+"""Two commands in turns: order, medians, errors that name the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backlight.session import alternating
+from backlight.session.alternating import AlternatingError, alternate, last_words
+from backlight.store.writer import RunWriter
+
+TRAIN = """
+import sys, time, torch
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+assert "--fail" not in sys.argv, "planted"
+for step in range(1000):
+    model(torch.randn(2, 4)).sum().backward()
+    time.sleep(60 if "--hang" in sys.argv else 0.002)
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Instead of running, write a run in which B is 5 % slower in backward, on a machine of changing "
+    "speed."""
+    order: list[str] = []
+    random = np.random.default_rng(0)
+
+    def run(
+        command: str, line: Callable[[Path, int], list[str]], out: Path, steps: int, limit: float
+    ) -> None:
+        assert line(out, steps)[0] == sys.executable
+        order.append(out.name)
+        load = 1.0 + 0.5 * (int(out.name[-1]) % 3)
+        writer = RunWriter.create(out, rooms=("steptime",))
+        for step in range(steps):
+            noise = np.exp(random.normal(0, 0.003, 2))
+            slower = 1.05 if out.name.startswith("b") else 1.0
+            writer.scalar(step, "phase/backward", 0.03 * load * slower * noise[0])
+            writer.scalar(step, "phase/other", 0.02 * load * noise[1])
+        writer.close()
+
+    monkeypatch.setattr(alternating, "_run", run)
+    return order
+
+
+def test_pairs_take_turns_and_find_what_the_machine_hides(recorded: list[str]) -> None:
+    seen: list[tuple[int, int]] = []
+    result = alternate(
+        ("train.py", "python train.py --slow"), rounds=6, steps=40, limit=9,
+        on_run=lambda done, of: seen.append((done, of)),
+    )  # fmt: skip
+    assert recorded[:4] == ["a-0", "b-0", "b-1", "a-1"]
+    assert seen[-1] == (12, 12)
+    rows = {row.name: row for row in result.times.rows}
+    assert rows["step"].found
+    assert rows["step"].low <= 1.03 <= rows["step"].high
+    assert rows["backward"].low <= 1.05 <= rows["backward"].high
+    assert not rows["other"].found
+    assert result.times.counts == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("commands", "message"),
+    [
+        (("ls -l", "train.py"), "'ls -l': not a Python training; expected `python SCRIPT.py"),
+        (("train.py", "python 'train.py"), "No closing quotation"),
+        (("train.py", ""), "'': not a Python training"),
+    ],
+)
+def test_what_is_no_training_is_refused_by_name(commands: tuple[str, str], message: str) -> None:
+    with pytest.raises(AlternatingError, match=message):
+        alternate(commands, rounds=3, steps=12, limit=9)
+
+
+def test_two_rounds_are_refused() -> None:
+    with pytest.raises(AlternatingError, match="--rounds 2: an interval takes 3"):
+        alternate(("train.py", "train.py"), rounds=2, steps=12, limit=9)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("train.py --lr 1", ["train.py", "--lr", "1"]),
+        ("python -u -m pkg.train x", ["-m", "pkg.train", "x"]),
+        ("KEY=1 python3.11 -X dev train.py", ["train.py"]),
+    ],
+)
+def test_a_command_is_run_under_the_watch(command: str, expected: list[str]) -> None:
+    line = alternating._watched(command)(Path("out"), 30)
+    watched = line.index("backlight")
+    assert line[watched - 1 : watched + 2] == ["-m", "backlight", "run"]
+    assert line[-len(expected) :] == expected
+    assert line[line.index("--steps") + 1] == "30"
+    assert (line[0] == "env") == command.startswith("KEY")
+
+
+def test_a_command_that_fails_is_named_with_its_error(script: Path) -> None:
+    with pytest.raises(
+        AlternatingError, match=r"'train.py --fail': ended with exit code 1 .*: AssertionError: planted"
+    ):
+        alternate(("train.py --fail", "train.py"), rounds=3, steps=12, limit=60)
+
+
+def test_a_command_that_hangs_is_ended_in_time(script: Path) -> None:
+    with pytest.raises(AlternatingError, match=r"'train.py --hang': did not finish 12 steps in 6 s"):
+        alternate(("train.py --hang", "train.py"), rounds=3, steps=12, limit=6)
+
+
+def test_the_last_words_are_the_exception() -> None:
+    said = "step 1\nTraceback:\n  File x\nValueError: no\nbacklight: run written\n"
+    assert last_words(said) == "ValueError: no"
+    assert last_words("one\ntwo\n\n") == "one | two"
+    assert last_words("") == "it printed nothing"
+
+
+@pytest.mark.full
+def test_the_command_line_compares_real_trainings(script: Path) -> None:
+    line = [sys.executable, "-m", "backlight", "compare", "--ab", "train.py", "python train.py --unused"]
+    done = subprocess.run(
+        [*line, "--rounds", "3", "--steps", "20", "--json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    import json
+
+    answer: dict[str, Any] = json.loads(done.stdout)
+    assert answer["differences"] == ["argument --unused not given against given"]
+    assert answer["times"]["rows"][0]["name"] == "step"
