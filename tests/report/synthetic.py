@@ -218,7 +218,9 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
     if plan.grokking:
         write_grokking(writer, Grok(steps=plan.steps, every=2, generalises=60.0))
     if plan.spectra:
-        write_spectra(writer, Planted(steps=(0, last - first - 1)))
+        write_spectra(
+            writer, Planted(steps=(0, last - first - 1), shapes={"blocks.0.attn.out.weight": (20, 36)})
+        )
     if plan.stalled:
         watchdog = WatchdogWriter(path, path / f"attempt-{attempt:03d}")
         watchdog.evidence("stall-rank-00000.txt", "taken by witness\n  at ops.py:22 in LockedFn.backward\n")

@@ -64,7 +64,7 @@ def test_the_last_step_of_the_first_layer_is_drawn(show: Open, page: Path, run: 
     shown = painted(driver)
     assert len(shown) == 5
     assert min(shown) > 1000
-    label = f"{UP} · 32\N{NO-BREAK SPACE}\N{MULTIPLICATION SIGN}\N{NO-BREAK SPACE}32"
+    label = f"{UP} · 32 \N{MULTIPLICATION SIGN} 32"
     assert Select(driver.find_element(By.ID, "spectra-layer")).first_selected_option.text == label
     assert figures(driver)["noise edge"] == number(told(run, UP, 200)["edge"], 3)
     assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")

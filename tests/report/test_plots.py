@@ -147,3 +147,46 @@ def test_without_matplotlib_the_extra_is_named(
         write_plots(full, tmp_path / "plots")
     assert told(refused.value) == "matplotlib is not installed here: pip install 'backlight[plots]'"
     assert not (tmp_path / "plots").exists()
+
+
+def test_the_steps_of_spectra_are_a_gif_and_pictures_with_one_axis(tmp_path: Path) -> None:
+    from PIL import Image
+
+    from backlight.report.plots import spectra as pictures
+    from backlight.report.plots.animation import write_animations
+    from spectra_runs import Planted, write_spectra_run
+
+    source = Source(
+        write_spectra_run(tmp_path / "run", Planted(steps=(0, 10), shapes={"head.weight": (20, 36)}))
+    )
+    written = write_animations(source, tmp_path / "plots")
+    assert [str(file.relative_to(tmp_path / "plots")) for file in written] == [
+        "spectra-head.weight/step-00000000.png",
+        "spectra-head.weight/step-00000010.png",
+        "spectra-head.weight.gif",
+    ]
+    with Image.open(written[-1]) as gif, Image.open(written[0]) as frame:
+        assert gif.n_frames == 2  # type: ignore[attr-defined] # of a GIF
+        assert gif.size == frame.size
+    assert written[0].read_bytes() != written[1].read_bytes()
+    panel, result = next((p, r) for p, r in rendered(source) if p.name == "spectra")
+    assert isinstance(result, Drawn)
+    figure = pictures.spectra(source, panel.title, result.data)[""]
+    figure.draw_without_rendering()
+    labels = [
+        t.get_text() for axes in figure.axes for t in (*axes.get_xticklabels(), *axes.get_yticklabels())
+    ]
+    assert not [label for label in labels if "$" in label or "\\" in label]
+    echo = figure.axes[1].get_lines()[0].get_ydata()
+    stored = np.sort(np.asarray(result.data["layers"][0]["table"])[-1, 1])
+    assert np.array_equal(np.sort(np.asarray(echo, np.float32)), stored, equal_nan=True)
+
+
+def test_animations_go_where_pictures_go(full: Source, tmp_path: Path) -> None:
+    from backlight.report.plots.animation import write_animations
+
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="is a file; --plots takes a folder"):
+        write_animations(full, tmp_path / "file")
+    without = write_run(tmp_path / "run", Plan(steps=5))
+    assert write_animations(Source(without), tmp_path / "plots") == ()

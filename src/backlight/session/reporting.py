@@ -16,6 +16,7 @@ from backlight.measure.shrinkage import muon
 from backlight.report.learning import Followed, Learning, Row
 from backlight.report.markdown import render_markdown
 from backlight.report.page import render_page, write_page
+from backlight.report.plots.animation import write_animations
 from backlight.report.plots.writing import Written, write_plots
 from backlight.report.source import Source
 from backlight.session.examining import examined_where_possible
@@ -28,9 +29,16 @@ def write_html(path: Path, target: Path) -> Path:
     return write_page(render_page(source_of(open_run(path))), target)
 
 
-def write_pictures(path: Path, folder: Path) -> Written:
-    """Write the panels of the run in ``path`` as SVG and PNG into ``folder``; return what was written."""
-    return write_plots(source_of(open_run(path)), folder)
+def write_pictures(path: Path, folder: Path, *, animate: bool = False) -> Written:
+    """Write the panels of the run in ``path`` as SVG and PNG into ``folder``; return what was written.
+
+    With ``animate`` also the slider over the steps of its spectra, as PNG files and as GIF.
+    """
+    source = source_of(open_run(path))
+    written = write_plots(source, folder)
+    if not animate:
+        return written
+    return dataclasses.replace(written, files=(*written.files, *write_animations(source, folder)))
 
 
 def source_of(run: Run) -> Source:

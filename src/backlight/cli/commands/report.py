@@ -31,15 +31,23 @@ def report(
         Path | None,
         typer.Option("--plots", help="Also write the same pictures as SVG and PNG into this folder."),
     ] = None,
+    animate: Annotated[
+        bool,
+        typer.Option(
+            "--animate", help="With --plots: the steps of spectra as a GIF and a PNG for each, by layer."
+        ),
+    ] = False,
 ) -> None:
     """Write one HTML file that works offline, and print its path.
 
     Raises
     ------
     ValueError
-        If --out and --bundle are both given, the name of the archive will not do, or --plots is asked of
-        a matrix.
+        If --out and --bundle are both given, the name of the archive will not do, --plots is asked of a
+        matrix, or --animate without --plots.
     """
+    if animate and plots is None:
+        raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
     if bundle is not None:
         from backlight.session.bundling import bundle as write_bundle
 
@@ -58,7 +66,7 @@ def report(
         print(write_form(path, target, as_html=form is Format.HTML))
         return
     if plots is not None:
-        pictures = write_pictures(path, plots)
+        pictures = write_pictures(path, plots, animate=animate)
     written = write_html(path, target) if form is Format.HTML else write_markdown(path, target)
     print(written)
     if plots is not None:

@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from backlight.report.encoding import unpack
+from backlight.report.plots.spectra import spectra
 from backlight.report.plots.writing import Draw, colours, ramp, shortened, tick
 from backlight.report.source import Source
 from backlight.report.text import power, visible
@@ -321,5 +322,6 @@ DRAWERS: dict[str, Draw] = {
     "exponents": exponents,
     "depth": depth,
     "stack": stack,
+    "spectra": spectra,
 }
 """Drawers by kind of panel; a kind without one is words or a table."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,16 +48,42 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
     ValueError
         If the folder is a file.
     """
-    import matplotlib as mpl  # noqa: PLC0415 - an optional package, wanted only here
+    from backlight.report.plots import drawing  # noqa: PLC0415 - needs an optional package
 
-    from backlight.report.plots import drawing  # noqa: PLC0415 - needs it as well
+    style = styled()  # before anything is made, for it needs the package
+    folder = prepared(folder)
+    files: list[Path] = []
+    words_only: list[str] = []
+    with style:
+        for panel, result in rendered(source):
+            draw = drawing.DRAWERS.get(result.kind) if isinstance(result, Drawn) else None
+            if draw is None or not isinstance(result, Drawn):
+                words_only += [panel.title] if isinstance(result, Drawn) else []
+                continue
+            for added, figure in draw(source, panel.title, result.data).items():
+                files += _save(panel, added, figure, folder, formats)
+    return Written(tuple(files), tuple(words_only))
 
+
+def prepared(folder: Path) -> Path:
+    """Make a folder for pictures.
+
+    Raises
+    ------
+    ValueError
+        If it is a file.
+    """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is a file; --plots takes a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    files: list[Path] = []
-    words_only: list[str] = []
+    return folder
+
+
+def styled() -> AbstractContextManager[None]:
+    """Give pictures the look of the page while the context lasts."""
+    import matplotlib as mpl  # noqa: PLC0415 - an optional package, wanted only here
+
     style: dict[Any, Any] = {
         "text.parse_math": False,  # a dollar in a name is a dollar
         "svg.fonttype": "none",
@@ -69,19 +96,16 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
         "legend.frameon": False,
         "legend.fontsize": 8,
     }
-    with mpl.rc_context(style):
-        for panel, result in rendered(source):
-            draw = drawing.DRAWERS.get(result.kind) if isinstance(result, Drawn) else None
-            if draw is None or not isinstance(result, Drawn):
-                words_only += [panel.title] if isinstance(result, Drawn) else []
-                continue
-            for added, figure in draw(source, panel.title, result.data).items():
-                files += _save(panel, added, figure, folder, formats)
-    return Written(tuple(files), tuple(words_only))
+    return mpl.rc_context(style)
+
+
+def file_name(panel: str, added: str) -> str:
+    """Return the name of a picture without its ending: what is added to the panel's name made harmless."""
+    return f"{panel}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', added)}" if added else panel
 
 
 def _save(panel: Panel, added: str, figure: Figure, folder: Path, formats: Sequence[str]) -> list[Path]:
-    name = f"{panel.name}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', added)}" if added else panel.name
+    name = file_name(panel.name, added)
     written = []
     figure.draw_without_rendering()  # lays it out, once for all formats
     figure.set_layout_engine("none")
