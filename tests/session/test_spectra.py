@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -242,6 +243,26 @@ def test_it_goes_on_after_a_kill(recipe, tmp_path):
     equal(tmp_path / "whole", tmp_path / "run")
     assert measure(recipe, tmp_path / "run").measured == 0
     assert len(open_run(tmp_path / "run").attempts) == 2
+
+
+def test_layers_whose_arrays_were_lost_are_measured_again(recipe, tmp_path):
+    measure(recipe, tmp_path / "run")
+    min((tmp_path / "run" / "attempt-000" / "arrays").iterdir()).unlink()
+    outcome = measure(recipe, tmp_path / "run")
+    assert outcome.measured >= 1
+    assert outcome.measured + outcome.there == 5
+    measure(recipe, tmp_path / "whole")
+    equal(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_folder_that_vanishes_is_said(recipe, tmp_path):
+    def vanish(stage):
+        if "travel" in stage.text:
+            shutil.rmtree(tmp_path / "run")
+
+    asked = Asked(recipe=recipe, replicates=5, out=tmp_path / "run")
+    with pytest.raises(SpectraError, match="run the same command again once that is mended"):
+        measure_spectra(asked, vanish)
 
 
 def test_checkpoints_in_their_order(recipe, tmp_path):

@@ -230,7 +230,7 @@ class _Measurement:
         total = count * len(selection.layers)
 
         def say(text: str) -> None:
-            self.on_stage(Stage(self.there + self.measured, total, f"{checkpoint}: {text}"))
+            self.on_stage(Stage(self.there + self.measured, total, f"step {checkpoint.step}: {text}"))
 
         planned = work.plan(todo)
         self.sweeps = max(self.sweeps, len(planned))

@@ -85,7 +85,7 @@ class CheckpointWork:
         team, asked = self.team, self.asked
         held = self._gradients([layers[i].parameter for i in sweep.layers], say)
         types = self._types(layers)
-        say("replicates travel to the owners of the layers")
+        say("replicates travel")
         owned: dict[int, list[Tensor]] = {}
         for index, owner in zip(sweep.layers, sweep.owners, strict=True):
             layer = layers[index]
@@ -103,7 +103,7 @@ class CheckpointWork:
         count = len(owned)
         for number, index in enumerate(sorted(owned)):
             layer = layers[index]
-            say(f"{layer.parameter} ({number + 1} of {count} on this rank)")
+            say(f"{layer.parameter}, {number + 1} of {count}")
             try:
                 self._layer(layer, owned.pop(index))
             except Exception as error:  # noqa: BLE001 - the others must hear of it, whatever it is
@@ -119,7 +119,7 @@ class CheckpointWork:
         problem: tuple[int, Exception] | None = None
         mine = replicates_of(team.rank, team.size, asked.replicates)
         for count, replicate in enumerate(mine):
-            say(f"gradient {count + 1} of {len(mine)} on this rank")
+            say(f"gradient {count + 1} of {len(mine)}")
             try:
                 batch = moved(self.data.batch(replicate), device, asked.torch_dtype)
                 seed_by(asked.seed, "loss", replicate)
@@ -163,7 +163,7 @@ class CheckpointWork:
         state_measured(writer, self.step, name, found, batch=self.batch, stable_ranks=ranks)
         writer.flush()
         if writer.lost is not None:
-            raise SpectraError(f"{writer.lost}; what is there so far stays: run the same command again")
+            raise SpectraError(f"{writer.lost}; run the same command again once that is mended")
 
     def _weight(self, layer: Layer) -> Tensor:
         whole = layer.split_of or layer.parameter
