@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from backlight.session.explaining import end_script, explain
 from backlight.steptime.memory.account import Account
@@ -77,6 +78,8 @@ def measure_memory(
         what = f"after {observer.seen} of the {warmup + 1} steps that are needed (--warmup {warmup})"
         if not observer.seen:
             what = "without a step of an optimizer after a backward; expected a training"
+            if not module and "def build_model" in Path(script).read_text(encoding="utf-8", errors="replace"):
+                what += ". It looks like a recipe: add --fake to predict its memory"
         also = f"; {'; '.join(observer.trouble)}" if observer.trouble else ""
         raise ValueError(f"{script}: ended (exit code {code}) {what}{also}")
     granule = GRANULE if recorder.device == "cuda" else 1

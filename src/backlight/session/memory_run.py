@@ -14,8 +14,6 @@ from backlight.store.errors import RunWriteError
 from backlight.store.writer import RunWriter
 
 DOCUMENT = "memory.json"
-EVENT = "memory"
-"""Kind of the event that names what the arrays hold."""
 
 
 def open_memory_run(path: Path, script: str, arguments: list[str]) -> RunWriter:
@@ -33,8 +31,8 @@ def store_memory(writer: RunWriter, account: Account, answer: Mapping[str, Any])
     """Write an account and close its run.
 
     The array ``memory/curve`` [kinds, points] holds bytes over the events of the steps, at the events of
-    ``memory/positions`` [points]; ``memory/modules`` [modules, kinds] the bytes at the peak. An event
-    ``memory`` names their rows, and ``evidence/memory.json`` is what ``memory --json`` prints.
+    ``memory/positions`` [points]; ``evidence/memory.json`` is what ``memory --json`` prints, and what the
+    rows of the array and its phases are.
 
     Raises
     ------
@@ -42,28 +40,15 @@ def store_memory(writer: RunWriter, account: Account, answer: Mapping[str, Any])
         If the disk refuses.
     """
     positions, curve = account.curve_by_kind()
-    modules = account.modules()
-    rows = [[module.own.get(kind, 0) for kind in Kind] for module in modules]
     writer.array("memory/positions", 0, positions, dims=("point",), unit="event")
     writer.array("memory/curve", 0, curve, dims=("kind", "point"), unit="byte")
-    writer.array("memory/modules", 0, rows, dims=("module", "kind"), unit="byte")
-    path = writer.evidence(DOCUMENT, json.dumps(answer, indent=1))
     start, end = account.start, len(account.ledger.events)
-    writer.event(
-        0,
-        EVENT,
-        {
-            "how": answer["how"],
-            "document": path,
-            "kinds": [kind.value for kind in Kind],
-            "modules": [module.name for module in modules],
-            "phases": [[at - start, name] for at, name in account.ledger.phases if start <= at < end],
-            "peak": account.peak,
-            "position": account.position - start,
-            "phase": account.phase,
-            "events": end - start,
-        },
-    )
+    rows = {
+        "kinds": [kind.value for kind in Kind],
+        "phases": [[at - start, name] for at, name in account.ledger.phases if start <= at < end],
+        "events": end - start,
+    }
+    writer.evidence(DOCUMENT, json.dumps({**answer, "curve": rows}, indent=1))
     for text in answer.get("trouble", ()):
         writer.event(None, "unmeasured", {"what": "memory", "reason": text})
     writer.flush()

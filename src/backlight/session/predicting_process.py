@@ -35,7 +35,7 @@ def answer(request: Request) -> Prediction | str:
         if known is None:
             first = (str(error).strip().splitlines() or [""])[0]
             known = f"fails on fake tensors: {type(error).__name__}: {first}"
-        return f"{request.path}: {known}"
+        return known if known.startswith(request.path.name) else f"{request.path}: {known}"
 
 
 def _first(recipe: Recipe) -> Any:

@@ -127,7 +127,7 @@ class Account:
         return sorted(found, key=lambda tensor: -tensor.nbytes)[:count]
 
     def curve_by_kind(self, points: int = POINTS) -> tuple[Integers, npt.NDArray[np.int64]]:
-        """Return positions [P] within the steps, and bytes [K, P] there by kind in the order of :class:`Kind`.
+        """Return positions [P] within the steps, and bytes [K, P] there by kind, ordered as :class:`Kind`.
 
         Where there are more events than ``points``, each range of them is shown by its highest.
         """
