@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from backlight.spectra.errors import SpectraError
 from backlight.spectra.gradients import gradients, seed_by
@@ -130,3 +131,34 @@ def test_stable_rank_of_nothing():
     assert stable_rank(torch.zeros(3, 4)) is None
     with pytest.raises(SpectraError, match="layer 'w': the matrix holds NaN"):
         stable_rank(torch.full((3, 4), torch.nan), layer="w")
+
+
+class Recomputed(nn.Module):
+    """A tied weight used twice, once inside a part that is computed again in backward."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(2)
+        self.reentrant = reentrant
+        self.embed, self.inner, self.head = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, codes):
+        x = self.embed(codes)
+        if self.reentrant is None:
+            x = torch.tanh(self.inner(x))
+        else:
+            x = checkpoint(lambda x: torch.tanh(self.inner(x)), x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("wanted", [{"embed.weight"}, {"inner.weight"}, {"embed.weight", "inner.weight"}])
+def test_recomputation_and_tied_weights(reentrant, wanted):
+    batch = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    found = gradients(Recomputed(reentrant), square, batch, wanted, whole, replicate=0)
+    plain = Recomputed(None)
+    parameters = {name: plain.get_parameter(name) for name in wanted}
+    expected = torch.autograd.grad(square(plain, batch), list(parameters.values()))
+    for name, gradient in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-9)
