@@ -69,7 +69,7 @@ def gram(
     with torch.no_grad(), _no_autocast(pieces[0]):
         pieces = compact(pieces)
         layout(pieces)
-        if all(isinstance(piece, Vectors) for piece in pieces):
+        if all(isinstance(piece, Vectors) and piece.rows == 1 for piece in pieces):
             total = pieces[0].values if len(pieces) == 1 else sum(piece.values for piece in pieces)  # type: ignore[union-attr, misc]
             values = wide(total).double()  # type: ignore[arg-type]
             return values @ values.T, "vectors"

@@ -26,6 +26,7 @@ from backlight.grokking.gram.result import DETAILS, Gram
 from backlight.measure.gram import SCRATCH, combine
 from backlight.measure.gram import gram as gram_of_pieces
 from backlight.measure.layers import kernel_of
+from backlight.measure.parts import joined, kept
 from backlight.measure.pieces import Piece, layout, precision
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -41,6 +42,7 @@ def gram(
     kernel: str = "auto",
     scratch: int = SCRATCH,
     products: torch.dtype = torch.float64,
+    at_once: int | None = None,
 ) -> Gram:
     """Measure the exact Gram of per-sample gradients, without per-sample gradients.
 
@@ -66,6 +68,10 @@ def gram(
     products
         ``torch.float64``, or ``torch.float32`` for a faster Gram of float32 models whose eigenvalues below
         about 1e-7 of the largest are lost; sums over blocks are float64 in any case.
+    at_once
+        How many samples go through the model in one pass; None for all. Fewer need the memory of a
+        forward and backward pass of so many only, and that of inputs and output gradients, or of
+        per-sample gradients where these are smaller, of all samples.
 
     Returns
     -------
@@ -83,7 +89,9 @@ def gram(
         raise GramError(f"gram: kernel must be auto, ghost or chunked, got {kernel!r}")
     if products not in {torch.float64, torch.float32}:
         raise GramError(f"gram: products must be torch.float64 or torch.float32, got {products}")
-    return Measurement(model, loss_fn, batch, detail, fallback, kernel, scratch, products).run()
+    if at_once is not None and at_once < 1:
+        raise GramError(f"gram: at_once must be at least 1, got {at_once}")
+    return Measurement(model, loss_fn, batch, detail, fallback, kernel, scratch, products, at_once).run()
 
 
 class Measurement:
@@ -99,6 +107,7 @@ class Measurement:
         kernel: str,
         scratch: int,
         products: torch.dtype,
+        at_once: int | None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise GramError(f"gram: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -106,6 +115,8 @@ class Measurement:
         self.detail, self.fallback, self.kernel, self.scratch = detail, fallback, kernel, scratch
         self.products = products
         self.samples = batches.count(batch)
+        self.at_once = min(self.samples, at_once or self.samples)
+        self.start, self.stop = 0, self.samples
         self.parameters = trainable(self.model)
         self.by_id = {id(p.tensor): p for p in self.parameters.values()}
         self.modules = [m for m in modules(self.model) if kernel_of(m) is not None and self._owned(m)]
@@ -138,7 +149,7 @@ class Measurement:
         """Make pieces of a call, and the Gram of each parameter whose last use it was."""
         layer = kernel_of(module)
         assert layer is not None
-        pieces = layer(module, x, delta, self.samples)
+        pieces = layer(module, x, delta, self.stop - self.start)
         for key, parameter in self._owned(module):
             if parameter.escaped or (self.weights is not None and parameter.place.name not in self.weights):
                 continue
@@ -156,8 +167,13 @@ class Measurement:
             parameter.escaped = str(error)
             return
         if self.weights is not None:
-            self._add_combination(parameter, pieces)
-            return
+            self._add_combination(parameter, pieces, self.start, self.stop)
+        elif self.at_once == self.samples:
+            self._measure(parameter, pieces)
+        else:
+            parameter.parts.append(kept(pieces))
+
+    def _measure(self, parameter: Measured, pieces: list[Piece]) -> None:
         K, parameter.method = gram_of_pieces(
             pieces, kernel=self.kernel, scratch=self.scratch, products=self.products
         )
@@ -165,11 +181,12 @@ class Measurement:
         parameter.summands = sum(piece.size() ** 2 for piece in pieces) ** 0.5
         self._keep(parameter, K)
 
-    def _add_combination(self, parameter: Measured, pieces: list[Piece]) -> None:
+    def _add_combination(self, parameter: Measured, pieces: list[Piece], start: int, stop: int) -> None:
         assert self.weights is not None
         name = parameter.place.name
-        found = combine(pieces, self.weights[name], scratch=self.scratch)
-        self.combined[name] = found.reshape(-1, *parameter.tensor.shape)
+        found = combine(pieces, self.weights[name][:, start:stop], scratch=self.scratch)
+        found = found.reshape(-1, *parameter.tensor.shape)
+        self.combined[name] = self.combined[name] + found if name in self.combined else found
 
     def _keep(self, parameter: Measured, K: Tensor) -> None:
         parameter.total, parameter.magnitude = float(K.sum()), float(K.abs().sum())
@@ -188,13 +205,45 @@ class Measurement:
 
     def _sweep(self) -> tuple[dict[str, Tensor | None], bool]:
         """Run forward and backward; return gradients by parameter, and whether ``backward`` was needed."""
-        with torch.enable_grad(), eager(self.model), Taps(self.modules, self.samples, self) as taps:
-            loss = batches.scalar(self.loss_fn(self.model, self.batch))
-            found = self._gradients(loss, taps, self.batch)
+        total: dict[str, Tensor | None] = {}
+        accumulated = False
+        for start in range(0, self.samples, self.at_once):
+            self.start, self.stop = start, min(self.samples, start + self.at_once)
+            whole = self.at_once == self.samples
+            found, without = self._pass(self.batch if whole else self._some_at_once())
+            total = found if not total else {name: _plus(total[name], found[name]) for name in total}
+            accumulated |= without
+        for parameter in self.parameters.values():
+            parts, parameter.parts = parameter.parts, []
+            if parts and not parameter.escaped:
+                self._measure_parts(parameter, parts)
+        return total, accumulated
+
+    def _pass(self, batch: Any) -> tuple[dict[str, Tensor | None], bool]:
+        for parameter in self.parameters.values():
+            parameter.expected, parameter.pieces = 0, []
+        with (
+            torch.enable_grad(),
+            eager(self.model),
+            Taps(self.modules, self.stop - self.start, self) as taps,
+        ):
+            loss = batches.scalar(self.loss_fn(self.model, batch))
+            found = self._gradients(loss, taps, batch)
         for parameter in self.parameters.values():
             if not parameter.escaped:
                 self._finish(parameter)
         return found, taps.without_grad
+
+    def _some_at_once(self) -> Any:
+        return batches.some(self.batch, torch.arange(self.start, self.stop))
+
+    def _measure_parts(self, parameter: Measured, parts: list[list[Piece]]) -> None:
+        try:
+            if sum(piece.samples for part in parts for piece in part[:1]) != self.samples:
+                raise ValueError("it is not used by every sample")
+            self._measure(parameter, joined(parts))
+        except ValueError as error:
+            parameter.escaped = str(error)
 
     def _gradients(self, loss: Tensor, taps: Taps, batch: Any) -> dict[str, Tensor | None]:
         leaves = [p.tensor for p in self.parameters.values()]
@@ -382,7 +431,6 @@ class Measurement:
             with untouched(self.model) as state:
                 state.rewind(self.random)
                 for parameter in self.parameters.values():
-                    parameter.expected, parameter.pieces = 0, []
                     parameter.escaped = parameter.method if parameter.method in {"vmap", "loop"} else ""
                 self._sweep()
                 self._combine_fallback(weights)
@@ -400,7 +448,11 @@ class Measurement:
         wanted = {name: p.tensor for name, p in self.parameters.items() if p.escaped and name in weights}
         with torch.enable_grad(), eager(self.model):
             for name, piece, _ in per_sample(self.model, self.loss_fn, self.batch, wanted):
-                self._add_combination(self.parameters[name], [piece])
+                self._add_combination(self.parameters[name], [piece], 0, self.samples)
+
+
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else a + b
 
 
 def _norms(found: Mapping[str, Tensor | None]) -> dict[str, float]:

@@ -23,6 +23,7 @@ class Measured:
     tensor: nn.Parameter
     expected: int = 0
     pieces: list[Piece] = field(default_factory=list)
+    parts: list[list[Piece]] = field(default_factory=list)
     escaped: str = ""
     method: str = ""
     total: float = 0.0
