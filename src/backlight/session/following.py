@@ -64,7 +64,11 @@ class Following(Listener):
         """Follow the models that it holds: their first forward can be seen from here on."""
         if not self._scope.models:
             held = {id(tensor) for tensor in parameters_of(optimizer)}
-            self._forwards.follow(holding(HUB.seen.roots(), held))
+            found = holding(HUB.seen.roots(), held)
+            if not found:
+                HUB.seen.scan()  # the model was built before anybody watched
+                found = holding(HUB.seen.roots(), held)
+            self._forwards.follow(found)
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Look again where the parameters are others, or are known for the first time."""

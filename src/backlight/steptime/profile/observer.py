@@ -35,12 +35,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step: its host seconds, and those of its phases, which add up to them."""
+    """One step: its host seconds, those of its phases, which add up to them, and who stepped, by number."""
 
     seconds: float
     phases: dict[str, float]
     separated: bool
     backwards: int
+    optimizers: tuple[str, ...] = ()
 
 
 @dataclass
@@ -265,6 +266,12 @@ class Observer(AbstractContextManager["Observer"]):
         return not self._lining
 
     def _look(self) -> None:
+        turns = {frozenset(step.optimizers) for step in self.observed.steps[1:]}
+        if len(turns) > 1:
+            self.observed.trouble.append(
+                f"a step of all {len(self._scope.optimizers())} optimizers: they step in turn, and the step "
+                "of each counts as one, so that figures of steps are over unlike ones"
+            )
         self.observed.live = look(self.models, self._scope.optimizers())
         self.observed.description = self._describe(self._scope) if self._describe is not None else None
 
@@ -322,4 +329,6 @@ class Observer(AbstractContextManager["Observer"]):
 def _step(summary: StepSummary) -> StepTime:
     phases = {str(name): seconds for name, seconds in summary.phases.items()}
     phases[Phase.OTHER] = max(0.0, summary.seconds - sum(phases.values()))
-    return StepTime(summary.seconds, phases, summary.separated, summary.backwards)
+    # The names of learning rates hold the number of their optimizer: lr/<number>/<group>.
+    stepped = tuple(dict.fromkeys(name.split("/")[1] for name, _ in summary.rates))
+    return StepTime(summary.seconds, phases, summary.separated, summary.backwards, stepped)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from backlight.capture.listener import Listener
-from backlight.capture.modules import inner
+from backlight.capture.modules import Prefixes, inner
 from backlight.records import Phase
 from backlight.steptime.profile.attribution import MODULE, PHASE
 
@@ -131,15 +131,15 @@ class ModuleRanges:
         return set(_autocast)
 
     def follow(self, roots: Iterable[nn.Module]) -> None:
-        """Hook every module of the models, each under its first name.
+        """Hook every module of the models, each under its first name; several models have prefixes.
 
         The inside of a compiled module is left alone: a hook there would be compiled in, or compile
         the model again.
         """
         seen: set[int] = set()
         _autocast.clear()
-        for root in roots:
-            for name, module in _reachable(root):
+        for prefix, root in Prefixes().of(list(roots)):
+            for name, module in _reachable(root, prefix):
                 if id(module) not in seen:
                     seen.add(id(module))
                     _names[module] = name

@@ -1,0 +1,90 @@
+"""Forwards are heard of through one mechanism, whichever room is on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import backlight
+from backlight.stalls import rendezvous
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    base = tmp_path / "shared"
+    base.mkdir()
+    monkeypatch.setattr(rendezvous, "base", lambda: base)
+    monkeypatch.setattr("backlight.session.stalling.Stalling._start_sidecar", lambda _self: None)
+
+
+def train(run: Path | None, rooms: tuple[str, ...], *, given: bool = False) -> tuple[nn.Module, list[int]]:
+    """Train two steps; return the model, and how many hooks it had at its forwards."""
+    torch.manual_seed(3)
+    hooks: list[int] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hooks.append(len(self._forward_pre_hooks))
+            return self.layer(x)
+
+    model = Model()
+
+    def loop() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if run is None:
+        loop()
+    else:
+        with backlight.watch(model if given else None, run=run, rooms=rooms, every=1):
+            loop()
+    return model, hooks
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    "rooms", [("steptime",), ("stalls",), ("steptime", "stalls"), ("health", "stalls", "steptime")]
+)
+def test_every_forward_is_followed_once(tmp_path: Path, rooms: tuple[str, ...], given: bool) -> None:
+    model, hooks = train(tmp_path / "run", rooms, given=given)
+    assert hooks == [1, 1, 1]
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    plain, _ = train(None, ())
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    if "steptime" in rooms:
+        run = backlight.open_run(tmp_path / "run")
+        assert len(run.scalar("phase/forward").steps) == 3
+        assert len(run.scalar("phase/loss").steps) == 3
+        assert not len(run.scalar("phase/between").steps)
+
+
+def test_a_room_that_needs_no_forwards_hooks_none(tmp_path: Path) -> None:
+    assert train(tmp_path / "run", ("health",))[1] == [0, 0, 0]
+
+
+def test_an_error_of_ours_in_a_forward_does_not_reach_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_self: object) -> None:
+        raise RuntimeError("broken board")
+
+    monkeypatch.setattr("backlight.stalls.beat.Beats.forward_begin", broken)
+    model, hooks = train(tmp_path / "run", ("stalls", "steptime"))
+    assert len(hooks) == 3
+    run = backlight.open_run(tmp_path / "run")
+    (event,) = [e for e in run.events("unmeasured") if "broken board" in str(e.payload.get("reason"))]
+    assert event.payload["what"] == "stalls from here on"
+    assert len(run.scalar("phase/forward").steps) == 3
+    assert model.layer.weight.isfinite().all()

@@ -1,0 +1,184 @@
+"""Tables of a training that was traced in this process: sums, lines, shapes, what is on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from backlight.steptime.profile.arithmetic import attention
+from backlight.steptime.profile.attribution import attribute
+from backlight.steptime.profile.lines import LineRanges, lines_possible
+from backlight.steptime.profile.observer import Observer
+from backlight.steptime.profile.operations import NO_OPERATOR, Operations, read_operations, split
+from backlight.steptime.profile.optimizations import OFF, ON, find_optimizations
+from backlight.steptime.profile.throughput import throughput
+from backlight.steptime.trace.events import Trace
+from backlight.steptime.trace.reader import read_trace
+
+BATCH, LENGTH, HEADS, SIZE, WORDS = 2, 8, 2, 4, 11
+
+
+class Enough(BaseException):
+    """The observer has seen what it wanted."""
+
+
+class Model(nn.Module):
+    """One layer of attention, in bfloat16 under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, HEADS * SIZE)
+        self.head = nn.Linear(HEADS * SIZE, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        q = self.embed(words).view(BATCH, LENGTH, HEADS, SIZE).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+        wide = mixed.double()  # the copy
+        return self.head(wide.float().flatten(2))
+
+
+LINE = 1 + next(i for i, line in enumerate(Path(__file__).read_text().splitlines()) if "# the copy" in line)
+
+
+def observed(path: Path, traced: int = 2) -> Observer:
+    model = Model()
+    words = torch.randint(0, WORDS, (400, LENGTH))
+
+    def stop() -> None:
+        raise Enough
+
+    observer = Observer(stop, 4, traced, path)
+    with pytest.raises(Enough), observer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        for (batch,) in DataLoader(TensorDataset(words), batch_size=BATCH):
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = model(batch)
+            loss = F.cross_entropy(logits.flatten(0, 1), batch.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    return observer
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Observer, Trace, Trace, Operations]:
+    path = tmp_path_factory.mktemp("traced") / "trace.json.gz"
+    observer = observed(path)
+    main, lines = split(read_trace(path), 2)
+    assert lines is not None
+    return observer, main, lines, read_operations(main, lines)
+
+
+def test_operators_of_a_phase_add_up_to_it(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
+    tables = taken[3]
+    assert tables.steps == 2
+    assert tables.sum_error < 1e-9
+    assert {"data", "forward", "loss", "backward", "clip", "optimizer"} <= set(tables.phases)
+    for phase, whole in tables.phases.items():
+        rows = [row for row in tables.operators if row.phase == phase]
+        assert sum(row.share for row in rows) == pytest.approx(1)
+        assert sum(row.host_ms for row in rows) == pytest.approx(whole)
+        assert any(row.name == NO_OPERATOR for row in rows)
+    # One thread, one device-less machine: phases are the step.
+    assert sum(tables.phases.values()) == pytest.approx(tables.step_ms, rel=0.5)
+
+
+def test_forward_and_backward_of_an_operator_are_joined(
+    taken: tuple[Observer, Trace, Trace, Operations],
+) -> None:
+    joined = {(pair.forward, pair.backward): pair for pair in taken[3].pairs}
+    pair = joined["aten::embedding", "EmbeddingBackward0"]
+    assert pair.calls == 1
+    assert pair.forward_ms > 0
+    assert pair.backward_ms > 0
+
+
+def test_copies_have_the_line_they_stand_on(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
+    rows = [row for row in taken[3].copies if row.line.startswith(f"{__file__}:{LINE} (forward)")]
+    ahead = [row for row in rows if not row.line.endswith("backward")]
+    behind = [row for row in rows if row.line.endswith("(forward), backward")]
+    assert [(row.source, row.target, row.calls, row.elements) for row in ahead] == [
+        ("c10::BFloat16", "double", 1, BATCH * LENGTH * HEADS * SIZE)
+    ]
+    assert [(row.source, row.target) for row in behind] == [("double", "c10::BFloat16")]
+
+
+def test_lines_are_traced_in_a_step_of_their_own(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
+    observer, main, lines, _ = taken
+    assert observer.observed.lined
+    assert len(observer.observed.traced) == 2
+    used = [{trace.events.words["name"][code] for code in trace.events["name"]} for trace in (main, lines)]
+    assert not any(name.startswith("backlight.line/") for name in used[0])
+    assert any(name.startswith("backlight.line/") for name in used[1])
+    assert lines_possible()
+
+
+def test_a_mode_of_the_script_forbids_lines(tmp_path: Path) -> None:
+    with torch.device("cpu"):
+        assert not LineRanges().begin()
+        observer = observed(tmp_path / "trace.json", traced=1)
+    assert not observer.observed.lined
+    assert observer.observed.trouble == [
+        "lines of copies: the script has a mode of torch functions of its own"
+    ]
+    assert len(observer.observed.traced) == 1
+
+
+def test_operations_of_attention_are_those_of_its_shapes(
+    taken: tuple[Observer, Trace, Trace, Operations],
+) -> None:
+    found = attention(taken[1], 2)
+    assert found is not None
+    assert found.calls == 1
+    assert found.operations == 12 * BATCH * HEADS * LENGTH * LENGTH * SIZE
+    assert found.shape == f"{BATCH}x{HEADS}x{LENGTH}x{SIZE}"
+    reached = throughput(
+        0.5, tokens=16, parameters=100, attention=found.operations / 16, peak=1e6, recomputed=0.002
+    )
+    # 12 L d T for one layer of width heads x size.
+    assert reached.mfu == pytest.approx(32 * (600 + 12 * HEADS * SIZE * LENGTH) / 1e6)
+    assert "N = 100 (all parameters)" in reached.basis
+    assert "recomputation is not counted as work, which takes 2.0 ms of a step" in reached.basis
+
+
+def test_logits_are_those_of_the_loss(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
+    logits = taken[3].logits
+    assert logits is not None
+    assert logits.shape == (BATCH * LENGTH, WORDS)
+    assert logits.itemsize == {"bfloat16": 2, "float": 4}[logits.dtype]
+
+
+def test_what_is_optimised_already_is_known(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
+    observer, main, _, tables = taken
+    assert observer.observed.live is not None
+    found = {o.name: o for o in find_optimizations(observer.observed.live, tables, attribute(main.events, 2))}
+    assert (found["fused optimizer"].state, found["fused optimizer"].detail) == (ON, "AdamW: fused")
+    assert found["low precision"].state == ON
+    assert found["low precision"].detail.startswith("autocast to bfloat16; parameters: float32 ")
+    assert found["fused attention"].state == ON
+    assert found["checkpointing"].state == OFF
+    assert found["data-loader workers"].detail == "0 workers"
+    assert "called 1 times a step" in found["chunked loss"].detail
+
+
+def test_without_a_trace_what_only_it_can_tell_is_not_measured(
+    taken: tuple[Observer, Trace, Trace, Operations],
+) -> None:
+    live = taken[0].observed.live
+    assert live is not None
+    found = {o.name: o.state for o in find_optimizations(live, None, None)}
+    assert found["fused attention"] == found["checkpointing"] == found["chunked loss"] == "not measured"
+    assert found["fused optimizer"] == ON
+
+
+def test_nothing_of_the_observer_stays(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
+    for model in taken[0].models:
+        for module in model.modules():
+            assert not module._forward_hooks
+            assert not module._forward_pre_hooks
