@@ -70,7 +70,9 @@ class Beside:
 
     def submit(self, caught: Caught, targets: Targets) -> None:
         """Hand a step over."""
-        mine = tuple(target for target in targets.caught if target.name in targets.mine)
+        # In an exchange the ranks agree later on who measures what.
+        everything = self._exchange is not None
+        mine = tuple(t for t in targets.caught if everything or t.name in targets.mine)
         size = caught.size
         with self._lock:
             self._pending += 1
@@ -118,8 +120,8 @@ class Beside:
         for event in caught.arrivals:
             event.synchronize()
         try:
-            mine = offered(caught, scale_of(caught), refused(caught, least=1))
-            found = joined(exchange, caught, mine, job.owner_of, self._catching.memory // 2)
+            mine = offered(caught, job.owner_of, scale_of(caught), refused(caught, least=1))
+            found = joined(exchange, caught, mine, self._catching.memory // 2)
         except Exception as error:  # noqa: BLE001 - the user's training is sacred
             # Who gave up waiting cannot join again: the others may be anywhere.
             self._exchange = None

@@ -7,8 +7,8 @@ that comes while earlier ones fill the memory is passed over, so that memory and
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from backlight.capture.steps import StepSummary
     from backlight.session.notices import Notices
     from backlight.spectra.splitting import Loss
+
+T = TypeVar("T")
 
 _UNKNOWN = 8
 """Microbatches that are reckoned with before a step was seen."""
@@ -77,7 +79,7 @@ class Replicating:
         self._caught: Caught | None = None
         self._before: dict[str, torch.Tensor] = {}
         self._step = -1
-        self._chosen = self._off = False
+        self._chosen = self._passed = self._off = False
         self._expected = _UNKNOWN
         self._size = 0
 
@@ -116,36 +118,70 @@ class Replicating:
 
     def opens(self, step: int) -> bool:
         """Take note of a step, and tell whether its microbatches are caught."""
+        return bool(self._shielded(lambda: self._opens(step)))
+
+    def collect(self) -> None:
+        """Split the batch of a lone microbatch, with the weights before the step."""
+        self._shielded(self._collect)
+
+    def update_begins(self) -> None:
+        """Keep the weights before the step, for what it adds."""
+        self._shielded(self._update_begins)
+
+    def close(self, summary: StepSummary) -> None:
+        """Hand a chosen step over to the thread that measures."""
+        self._shielded(lambda: self._close(summary))
+
+    def _shielded(self, work: Callable[[], T]) -> T | None:
+        # An exception would end what all rooms measure.
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            self.trouble(error)
+            return None
+
+    def _opens(self, step: int) -> bool:
         self._expected = self.listener.backwards or self._expected
         self.listener.restart()
         self._inputs.leave()
         self._waiting, self._caught, self._before = None, None, {}
-        self._step = step
+        self._step, self._passed = step, False
         self._chosen = not self._off and step % self._every == 0
         if not self._chosen:
             return False
-        if self._beside.busy(self._size):
+        self._passed = self._beside.busy(self._size)
+        if self._passed:
             self._chosen = False
-            reason = "earlier steps were still being measured: take a larger `every`"
-            self.queue.event(step, "unmeasured", {"what": "spectra", "reason": reason})
-            if self._exchange is not None:
-                # The other ranks wait for what this one says of every chosen step.
-                self._beside.submit(Caught(step, reason="still at an earlier step"), self._targets)
             return False
+        self._targets.look()
         self._inputs.follow(self._targets.roots())
         return True
 
     def leaves(self) -> Sequence[tuple[int, torch.Tensor]]:
         """Return the leaves to hook for the backward that begins."""
+        if self._passed:
+            self._pass_over()
         if not self._chosen:
             return ()
+        return self._targets.leaves() if self._room().begin() else ()
+
+    def _room(self) -> Waiting:
+        """Return where the gradients of this step wait, for what the model holds now."""
         if self._waiting is None:
             self._targets.refresh(self._expected, spread_over=self._exchange)
             budget = self._catching.memory // (2 if self._exchange else 1)
             budget -= self._targets.moving_size
             chosen = self._targets.caught
             self._waiting = Waiting(chosen, budget, self._catching.replicates, self._catching.place)
-        return self._targets.leaves() if self._waiting.begin() else ()
+        return self._waiting
+
+    def _pass_over(self) -> None:
+        self._passed = False
+        reason = "earlier steps were still being measured: take a larger `every`"
+        self.queue.event(self._step, "unmeasured", {"what": "spectra", "reason": reason})
+        if self._exchange is not None:
+            # The other ranks wait for what this one says of every chosen step.
+            self._beside.submit(Caught(self._step, reason="still at an earlier step"), self._targets)
 
     def takes(self, key: int, gradient: torch.Tensor) -> None:
         """Copy what a backward gives a leaf."""
@@ -157,8 +193,7 @@ class Replicating:
         if self._waiting is not None:
             self._waiting.end(whole=whole, samples=self._catching.batch or samples)
 
-    def collect(self) -> None:
-        """Split the batch of a lone microbatch, with the weights before the step."""
+    def _collect(self) -> None:
         lone = self.listener.backwards == 1 and not self.listener.in_closure
         if not self._chosen or not self._catching.split or not lone or self._caught is not None:
             return
@@ -193,21 +228,19 @@ class Replicating:
         self._waiting = waiting
         caught.extra = len(parts)
 
-    def update_begins(self) -> None:
-        """Keep the weights before the step, for what it adds."""
+    def _update_begins(self) -> None:
         if self._chosen and "update" in self._catching.moving:
             for name, parameter in self._targets.moving().items():
                 if name not in self._before:
                     self._before[name] = copied(parameter, self._catching.place)
 
-    def close(self, summary: StepSummary) -> None:
-        """Hand a chosen step over to the thread that measures."""
+    def _close(self, summary: StepSummary) -> None:
         if not self._chosen:
             return
         self._chosen = False
         self._inputs.leave()
-        waiting, split = self._waiting, self._caught
-        caught = waiting.caught(self._step) if waiting is not None else Caught(self._step)
+        waiting, split = self._room(), self._caught
+        caught = waiting.caught(self._step)
         if split is not None:
             caught.extra, caught.extra_seconds = split.extra, split.extra_seconds
             caught.reason = split.reason
@@ -224,9 +257,8 @@ class Replicating:
                 "torch.func give none"
             )
         self._singles(caught)
-        broken = waiting.broken if waiting is not None else 0
-        if broken:
-            self.queue.event(self._step, "spectra_broken", {"backwards": broken})
+        if waiting.broken:
+            self.queue.event(self._step, "spectra_broken", {"backwards": waiting.broken})
         self._waiting, self._caught, self._before = None, None, {}
         self._size = max(self._size, caught.size)
         self._beside.submit(caught, self._targets)

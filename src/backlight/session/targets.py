@@ -77,6 +77,7 @@ class Targets:
         self._catching, self._scope, self._queue, self._notices = catching, scope, queue, notices
         self._table: ParameterTable | None = None
         self._whole: dict[int, torch.Tensor] = {}
+        self._lent: set[int] = set()
         self._told: dict[str, str] = {}
         self._described: set[str] = set()
         self.all: tuple[Target, ...] = ()
@@ -89,13 +90,19 @@ class Targets:
         """Return the outermost modules."""
         return list(self._scope.models) or HUB.seen.roots()
 
+    def look(self) -> None:
+        """Have a table, if there is none yet; best between two steps, when FSDP2 has put its shards back."""
+        if not self._scope.table.records:
+            self._scope.refresh()
+
     def refresh(self, expected: int, *, spread_over: Exchange | None) -> None:
         """Look at the parameters as they are now, and choose what fits with so many replicates."""
-        self._scope.refresh()
+        self.look()
         self._table = table = self._scope.table
         selection = selected(self._catching, table)
         left_out = dict(selection.left_out)
         self._whole = unsharded(self.roots())
+        self._lent = {id(whole) for whole in self._whole.values()}
         self.all = tuple(self._possible(table, selection, left_out))
         rank, size = _place()
         spread = spread_over is not None or self._spreads()
@@ -138,6 +145,8 @@ class Targets:
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return what backward differentiates by, None where that is on several ranks."""
+        if id(tensor) in self._lent:
+            return None  # its memory is taken away and given back by FSDP2
         return tensor if local(tensor) is tensor else self._whole.get(id(tensor))
 
     def _spreads(self) -> bool:
@@ -148,7 +157,7 @@ class Targets:
     def _tell(self, left_out: dict[str, str], *, told_here: bool) -> None:
         for target in self.caught:
             for layer in target.layers:
-                if target.name in self.mine and layer.parameter not in self._described:
+                if layer.parameter not in self._described:
                     self._described.add(layer.parameter)
                     describe(self._queue, layer)
         fresh = {name: reason for name, reason in left_out.items() if self._told.get(name) != reason}

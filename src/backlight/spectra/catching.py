@@ -103,7 +103,7 @@ class Catching:
                 )
         if self.exchange and self.ranks == "each":
             raise ValueError(
-                "spectra.exchange needs ranks that hold the same model; ranks='each' says not so"
+                "spectra.exchange is for ranks that hold the same model, ranks='each' for others"
             )
 
     def parts(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:

@@ -6,7 +6,7 @@ ranks, and gives up after a time: a rank that does not come costs the measuremen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -35,6 +35,8 @@ class Offer:
         Type and shape of them, by name.
     samples
         Of each replicate; None where unknown.
+    owners
+        Rank by name of every parameter that this rank knows of.
     scale
         What the loss was multiplied with.
     reason
@@ -45,6 +47,7 @@ class Offer:
     counts: Mapping[str, int] = field(default_factory=dict)
     kinds: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     samples: tuple[int | None, ...] = ()
+    owners: Mapping[str, int] = field(default_factory=dict)
     scale: float = 1.0
     reason: str = ""
 
@@ -124,7 +127,16 @@ class Exchange:
         return out
 
 
-def common(offers: Sequence[Offer], names: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+def agreed(offers: Sequence[Offer]) -> dict[str, int]:
+    """Return the rank that measures each parameter that any rank knows of: the lowest rank decides."""
+    found: dict[str, int] = {}
+    for offer in offers:
+        for name, owner in offer.owners.items():
+            found.setdefault(name, owner)
+    return found
+
+
+def common(offers: Sequence[Offer], names: Iterable[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the parameters that all ranks can measure together, and the others with the reason.
 
     Every rank comes to the same result, because each has the same offers.

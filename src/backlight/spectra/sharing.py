@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from backlight.spectra.errors import SpectraError
-from backlight.spectra.exchange import Exchange, Offer, common
+from backlight.spectra.exchange import Exchange, Offer, agreed, common
 from backlight.spectra.ownership import cost, longest_first
 from backlight.spectra.waiting import Caught, Target
 
@@ -18,15 +18,16 @@ def owners(targets: Sequence[Target], ranks: int) -> dict[str, int]:
     return {t.name: rank for t, rank in zip(targets, longest_first(costs, ranks), strict=True)}
 
 
-def offered(caught: Caught, scale: float, reason: str) -> Offer:
+def offered(caught: Caught, owner_of: Mapping[str, int], scale: float, reason: str) -> Offer:
     """Return what a rank tells the others of a step."""
     if reason:
-        return Offer(caught.step, reason=reason)
+        return Offer(caught.step, owners=owner_of, reason=reason)
     return Offer(
         step=caught.step,
         counts={name: len(parts) for name, parts in caught.replicates.items()},
         kinds={n: (str(x[0].dtype), tuple(x[0].shape)) for n, x in caught.replicates.items() if x},
         samples=tuple(caught.samples),
+        owners=owner_of,
         scale=scale,
     )
 
@@ -35,7 +36,6 @@ def joined(
     exchange: Exchange,
     caught: Caught,
     mine: Offer,
-    owner_of: Mapping[str, int],
     budget: int,
 ) -> dict[str, str]:
     """Bring the replicates of each parameter to its owner; what is left in ``caught`` is to be measured here.
@@ -50,8 +50,6 @@ def joined(
         What this rank has; changed in place.
     mine
         The same as an offer.
-    owner_of
-        Rank by name of the parameter, the same on all ranks.
     budget
         Bytes that may arrive on a rank.
 
@@ -69,13 +67,14 @@ def joined(
     steps = sorted({offer.step for offer in offers})
     if len(steps) > 1:
         raise SpectraError(f"the ranks are at different steps: {', '.join(map(str, steps))}")
+    owner_of = agreed(offers)
     found = [f"rank {rank}: {offer.reason}" for rank, offer in enumerate(offers) if offer.reason]
     if not found and len({offer.scale for offer in offers}) > 1:
         found = ["the ranks scale their gradients differently"]
     if found:
         caught.replicates.clear()
         return dict.fromkeys(owner_of, found[0])
-    together, dropped = common(offers, list(owner_of))
+    together, dropped = common(offers, owner_of)
     arriving = [0] * exchange.size
     for name in together:
         owner, (dtype, shape) = owner_of[name], offers[0].kinds[name]

@@ -62,7 +62,7 @@ class Report:
 
     def lacks(self, parameter: str, reason: str) -> None:
         """Note that a parameter was not measured."""
-        self.unmeasured.setdefault(_NAMED.sub("", reason), []).append(parameter)
+        self.unmeasured.setdefault(_NAMED.sub("", reason).rstrip("."), []).append(parameter)
 
 
 class Measuring:
@@ -129,6 +129,11 @@ class Measuring:
             name = layer.parameter
             try:
                 ranks = self._moving(caught.step, name, {of: those[name] for of, those in single.items()})
+            except ValueError as error:
+                # Weights that hold NaN had gradients that do: said once, of those.
+                ranks = {}
+                if not echo or not split_R:
+                    report.lacks(name, str(error))
             except Exception as error:  # noqa: BLE001 - the other layers are worth having
                 report.lacks(name, f"{type(error).__name__}: {_first(error)}")
                 ranks = {}

@@ -1,0 +1,488 @@
+"""Spectra inside a training: nothing is changed, replicates are its microbatches, failures are said."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backlight
+from backlight.measure.spectra import spectral_echo
+from backlight.spectra import waiting
+from backlight.spectra.training import Measuring
+from backlight.store import spectra as stored
+from spectra.watched import batch, build, loss_of, same, train, weights
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "accumulation": ({}, {}),
+    "one microbatch": ({}, {"micro": 1}),
+    "shared weights": ({"tied": True}, {}),
+    "checkpointing": ({"reentrant": False}, {}),
+    "re-entrant checkpointing": ({"reentrant": True, "tied": True}, {}),
+    "autocast": ({}, {"autocast": True}),
+    "gradient scaling": ({}, {"scaler": True}),
+}
+
+
+def scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
+def one(
+    model: nn.Module, loop: dict[str, Any], path: Path | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    """Train, watched where there is a path, and return the weights."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loop = {**loop, "scaler": scaler()} if loop.get("scaler") is True else loop
+    if path is None:
+        train(model, optimizer, **loop)
+    else:
+        with backlight.watch(model, optimizer, run=path, rooms=("spectra",), every=2, **settings):
+            train(model, optimizer, **loop)
+    return weights(model)
+
+
+def unmeasured(path: Path) -> dict[str, list[int | None]]:
+    """Return the steps by what is said not to be measured there."""
+    found: dict[str, list[int | None]] = {}
+    for event in backlight.open_run(path).events("unmeasured"):
+        found.setdefault(str(event.payload["reason"]), []).append(event.step)
+    return found
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], list[Tensor]]:
+    """Keep what is measured: the replicates by step and layer."""
+    seen: dict[tuple[int, str], list[Tensor]] = {}
+    original = Measuring._layer
+
+    def keep(self: Any, caught: Any, name: str, G: list[Tensor], *rest: Any) -> None:
+        seen[caught.step, name] = [part.clone() for part in G]
+        original(self, caught, name, G, *rest)
+
+    monkeypatch.setattr(Measuring, "_layer", keep)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:backlight. spectra of:RuntimeWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_the_training_is_the_same_to_the_bit(case: str, tmp_path: Path) -> None:
+    options, loop = CASES[case]
+    plain = one(build(**options), loop)
+    drawn = torch.get_rng_state()
+    assert same(plain, one(build(**options), loop, tmp_path))
+    assert torch.equal(drawn, torch.get_rng_state())
+    steps = {m.step for m in stored.measurements(backlight.open_run(tmp_path))}
+    assert steps == (set() if case == "one microbatch" else {0, 2})
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c != "one microbatch"])
+def test_replicates_are_the_gradients_of_the_microbatches(
+    case: str, tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
+) -> None:
+    options, loop = CASES[case]
+    one(build(**options), loop, tmp_path, spectra={"exclude": ["embed"]} if not options.get("tied") else {})
+    truth: dict[tuple[int, str], list[Tensor]] = {}
+    model = build(**options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loop = {**loop, "scaler": scaler()} if loop.get("scaler") is True else loop
+    kept: dict[str, Tensor] = {}
+
+    # The difference that each backward makes to .grad: what its microbatch gave, up to the rounding of a sum.
+    def before(step: int, micro: int) -> None:
+        for name, parameter in model.named_parameters():
+            now = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            if micro:
+                truth.setdefault((step, name), []).append(now - kept[name])
+            kept[name] = now
+
+    train(model, optimizer, before=before, **loop)
+    size = 1024.0 if loop.get("scaler") else 1.0
+    assert measured
+    for (step, name), replicates in measured.items():
+        assert len(replicates) == 4
+        for found, expected in zip(replicates[:3], truth[step, name], strict=True):
+            largest = float(expected.abs().max()) / size
+            torch.testing.assert_close(found, expected / size, rtol=0.0, atol=1e-6 * largest + 1e-9)
+
+
+def test_what_is_recorded_is_the_measurement_of_those_replicates(
+    tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
+) -> None:
+    one(build(), {}, tmp_path, spectra={"fused": {"*.qkv.weight": ["q", "k", "v"]}})
+    run = backlight.open_run(tmp_path)
+    layers = {layer.parameter: layer for layer in stored.layers(run)}
+    assert {"block.qkv.weight:q", "block.qkv.weight:k", "block.up.weight"} <= set(layers)
+    assert "block.qkv.weight" not in layers
+    assert layers["block.qkv.weight:v"].split_of == "block.qkv.weight"
+    assert stored.left_out(run)["block.norm.weight"].startswith("one dimension")
+    table = stored.table(run, 2, "block.qkv.weight:k")
+    alone = spectral_echo(measured[2, "block.qkv.weight:k"])
+    np.testing.assert_allclose(table["echo"], alone.echo, rtol=1e-6)
+    np.testing.assert_allclose(table.singular_values, alone.singular_values, rtol=1e-5)
+    assert table.measurement["batch"] == 8
+    assert table.measurement["noise_scale"] == pytest.approx(alone.noise.noise_scale(8))
+
+
+def test_weights_updates_and_momenta_are_measured_where_they_are(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    history: list[dict[str, Tensor]] = []
+
+    def before(_step: int, micro: int) -> None:
+        if micro == 0:
+            history.append(weights(model))
+
+    with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=2):
+        train(model, optimizer, steps=3, before=before)
+    history.append(weights(model))
+    run, name = backlight.open_run(tmp_path), "block.up.weight"
+    at, values = run.array(f"spectra/{name}/update_singular_values")
+    assert at.tolist() == [0, 2]
+    update = history[3][name] - history[2][name]
+    np.testing.assert_allclose(values[1], torch.linalg.svdvals(update.double()), rtol=1e-4)
+    # The step is the rate times the momentum.
+    _, momenta = run.array(f"spectra/{name}/momentum_singular_values")
+    np.testing.assert_allclose(values[1], 0.1 * momenta[1], rtol=1e-3)
+    s = torch.linalg.svdvals(history[3][name].double())
+    last = stored.measurements(run, name)[-1]
+    assert last["stable_rank_weight"] == pytest.approx(float((s**2).sum() / s[0] ** 2), rel=1e-6)
+    assert last["stable_rank_update"] == pytest.approx(last["stable_rank_momentum"], rel=1e-3)
+
+
+def test_a_planted_direction_of_a_transformer_is_recovered(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    draw = torch.Generator().manual_seed(3)
+    u, v = (nn.functional.normalize(torch.randn(n, generator=draw), dim=0) for n in (32, 16))
+    noise = torch.Generator().manual_seed(4)
+
+    # The gradient of the layer is replaced in backward, so that its signal and noise are known.
+    def planted(gradient: Tensor) -> Tensor:
+        return 3.0 * torch.outer(u, v) + 0.1 * torch.randn(gradient.shape, generator=noise)
+
+    model.block.up.weight.register_hook(planted)
+    with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=1):
+        train(model, optimizer, steps=2, micro=12)
+    run = backlight.open_run(tmp_path)
+    table = stored.table(run, 1, "block.up.weight")
+    s, sigma, p, q = 3.0, 0.1, 32, 16
+    # FORMULAS of the spiked model: what one replicate shows of a direction of that strength.
+    zeta = (s**4 - sigma**4 * p * q) / (s**2 * ((s**2 + sigma**2 * p) * (s**2 + sigma**2 * q)) ** 0.5)
+    assert table.measurement.identifiable == 1
+    assert table["echo"][0] == pytest.approx(zeta, abs=0.01)
+    assert table.measurement["noise_sigma"] == pytest.approx(sigma, rel=0.05)
+    # Step 1 knows where the direction was at step 0.
+    moved = run.scalar("spectra/block.up.weight/drift_left")
+    assert moved.steps.tolist() == [1]
+    assert moved.values[0] > 0.99
+
+
+def test_the_noise_scale_of_a_quadratic_is_that_of_its_definition(tmp_path: Path) -> None:
+    rows, columns, size = 6, 5, 16
+    weight = nn.Parameter(torch.ones(rows, columns))
+    model = nn.Module()
+    model.register_parameter("weight", weight)
+    model.forward = lambda x: ((weight - x) ** 2).sum((1, 2)) / 2  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    draw = torch.Generator().manual_seed(5)
+    with backlight.watch(
+        model, optimizer, run=tmp_path, rooms=("spectra",), every=1, spectra={"replicates": 512}
+    ):
+        for _ in range(100):
+            model(2.0 * torch.randn(size, rows, columns, generator=draw)).mean().backward()
+        optimizer.step()
+    found = stored.measurements(backlight.open_run(tmp_path))[0]
+    # tr(covariance) / |gradient|^2 of single samples: 4 in each of the entries, whose gradient is 1.
+    assert found["replicates"] == 100
+    assert found["noise_scale"] == pytest.approx(4.0, rel=0.1)
+
+
+def split_settings(given: Any, count: int = 4) -> dict[str, Any]:
+    return {"spectra": {"split": count}, "samples": (loss_of, given)}
+
+
+def test_a_lone_microbatch_is_split_where_asked_for(
+    tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
+) -> None:
+    plain = one(build(), {"micro": 1})
+    now = [0]
+    loop = {"micro": 1, "before": lambda step, _micro: now.__setitem__(0, 100 * step)}
+    drawn = torch.get_rng_state()
+    assert same(plain, one(build(), loop, tmp_path, **split_settings(lambda: batch(now[0]))))
+    assert torch.equal(drawn, torch.get_rng_state())
+    run = backlight.open_run(tmp_path)
+    assert {m.step for m in stored.measurements(run)} == {0, 2}
+    assert stored.measurements(run, "head.weight")[0]["batch"] == 2
+    costs = [event.payload for event in run.events("spectra_cost")]
+    assert [cost["extra_passes"] for cost in costs] == [4, 4]
+    assert all(cost["extra_seconds"] > 0 for cost in costs)
+    # Without dropout a part is the gradient of its samples.
+    model = build().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    whole = batch(5)
+    with backlight.watch(
+        model, optimizer, run=tmp_path / "eval", rooms=("spectra",), every=1, **split_settings(whole)
+    ):
+        loss_of(model, whole).backward()
+        optimizer.step()
+    for number, found in enumerate(measured[0, "head.weight"]):
+        part = tuple(x[2 * number : 2 * number + 2] for x in whole)
+        (expected,) = torch.autograd.grad(loss_of(model, part), [model.head.weight])  # type: ignore[arg-type]
+        assert torch.equal(found, expected)
+
+
+def test_one_microbatch_without_a_split_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="one microbatch gives no echo.*'split'") as told:
+        one(build(), {"micro": 1}, tmp_path)
+    assert len(told) == 1
+    assert [s for r, s in unmeasured(tmp_path).items() if "one microbatch" in r] == [[0, 2]]
+
+
+def poison(kind: str) -> Callable[[nn.Module], dict[str, Any]]:
+    def of(model: nn.Module) -> dict[str, Any]:
+        calls = [0]
+
+        def spoiled(gradient: Tensor) -> Tensor:
+            calls[0] += 1
+            spoil = {"nan": float("nan"), "zero": 0.0}[kind]
+            return gradient * spoil if calls[0] % 4 == 2 or kind == "zero" else gradient
+
+        model.get_parameter("block.up.weight").register_hook(spoiled)
+        return {}
+
+    return of
+
+
+def lonely(model: nn.Module) -> dict[str, Any]:
+    used = model.block.up
+
+    def before(_step: int, micro: int) -> None:
+        used.weight.requires_grad_(micro != 1)
+
+    return {"before": before}
+
+
+FAULTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str, bool]] = {
+    "nan": (poison("nan"), "holds NaN or infinite values", False),
+    "zero": (poison("zero"), "all 4 replicates are zero", False),
+    "few": (lambda _m: {"micro": 2}, "2 microbatches give no echo", True),
+    "sizes": (lambda _m: {"size": lambda _s, m: 8 - m % 2}, "microbatches of 7, 8 samples", True),
+    "no gradient": (lonely, "no gradient in 1 of 4 microbatches", False),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_one_warning_and_an_event(fault: str, tmp_path: Path) -> None:
+    prepare, reason, everything = FAULTS[fault]
+    plain_model, model = build(), build()
+    plain = one(plain_model, prepare(plain_model))
+    with pytest.warns(RuntimeWarning, match=reason) as told:
+        found = one(model, prepare(model), tmp_path)
+    assert len(told) == 1
+    assert all(torch.equal(plain[n].nan_to_num(3.0), found[n].nan_to_num(3.0)) for n in plain)
+    said = [s for r, s in unmeasured(tmp_path).items() if reason in r]
+    assert sorted({step for steps in said for step in steps if step is not None}) == [0, 2]
+    names = {m.parameter for m in stored.measurements(backlight.open_run(tmp_path)) if m.step == 0}
+    assert "block.up.weight" not in names
+    assert bool(names) is not everything
+
+
+def test_the_same_data_twice_are_told(tmp_path: Path) -> None:
+    model = build().eval()
+    with pytest.warns(RuntimeWarning, match=r"replicates \d and \d are the same"):
+        one(model, {"number": lambda step, micro: 100 * step + micro // 2}, tmp_path)
+    assert not stored.measurements(backlight.open_run(tmp_path))
+
+
+def test_a_step_that_the_scaler_skips_is_not_measured(tmp_path: Path) -> None:
+    states = []
+    for path in (None, tmp_path):
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        calls = [0]
+
+        def overflow(gradient: Tensor, calls: list[int] = calls) -> Tensor:
+            calls[0] += 1
+            return gradient * float("inf") if calls[0] == 1 else gradient
+
+        model.head.weight.register_hook(overflow)
+        if path is None:
+            train(model, optimizer, scaler=scaler())
+        else:
+            with (
+                pytest.warns(RuntimeWarning, match="the gradient scaler skipped the step"),
+                backlight.watch(model, optimizer, run=path, rooms=("spectra",), every=2),
+            ):
+                train(model, optimizer, scaler=scaler())
+        states.append(weights(model))
+    assert same(*states)
+    assert {m.step for m in stored.measurements(backlight.open_run(tmp_path))} == {2}
+
+
+def test_a_closure_and_gradients_by_autograd_grad_are_named(tmp_path: Path) -> None:
+    model = build()
+    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        lbfgs.zero_grad()
+        loss = loss_of(model, batch(0))
+        loss.backward()
+        return loss
+
+    with (
+        pytest.warns(RuntimeWarning, match="evaluates a closure several times"),
+        backlight.watch(model, lbfgs, run=tmp_path / "closure", rooms=("spectra",), every=1),
+    ):
+        lbfgs.step(closure)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(RuntimeWarning, match="no backward gave gradients"),
+        backlight.watch(model, sgd, run=tmp_path / "grad", rooms=("spectra",), every=1),
+    ):
+        parameters = list(model.parameters())
+        found = torch.autograd.grad(loss_of(model, batch(0)), parameters)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+        sgd.step()
+
+
+def test_a_backward_that_raises_leaves_no_replicate(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            raise ValueError("planted")
+
+    with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=1):
+        for micro in range(5):
+            words, targets = batch(micro)
+            hidden = model.block(model.embed(words))
+            hidden = Failing.apply(hidden) if micro == 2 else hidden
+            loss = nn.functional.cross_entropy(model.head(hidden).flatten(0, 1), targets.flatten())
+            if micro == 2:
+                with pytest.raises(ValueError, match="planted"):
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+    run = backlight.open_run(tmp_path)
+    assert stored.measurements(run, "head.weight")[0].replicates == 4
+    assert run.events("spectra_broken")[0].payload["backwards"] == 1
+
+
+@pytest.mark.parametrize("place", ["copied", "Measuring.step", "Waiting.end"])
+def test_an_exception_of_ours_is_one_warning(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("planted trouble")
+
+    target = {"copied": waiting, "Measuring.step": Measuring, "Waiting.end": waiting.Waiting}[place]
+    monkeypatch.setattr(target, place.rpartition(".")[2], broken)
+    plain = one(build(), {})
+    with pytest.warns(RuntimeWarning, match="planted trouble") as told:
+        assert same(plain, one(build(), {}, tmp_path))
+    assert len(told) <= 2  # the two measured steps are told apart where the thread failed
+    assert any("planted trouble" in reason for reason in unmeasured(tmp_path))
+
+
+def test_layers_that_do_not_fit_are_named_and_the_largest_stay(tmp_path: Path) -> None:
+    size = 48 * 16 * 4  # of the fused weight
+    with pytest.warns(RuntimeWarning, match=r"do not fit into spectra\.memory"):
+        one(build(), {}, tmp_path, spectra={"memory": size * 12})
+    run = backlight.open_run(tmp_path)
+    assert {m.parameter for m in stored.measurements(run)} == {"block.qkv.weight"}
+    assert "do not fit" in stored.left_out(run)["block.up.weight"]
+    held = [event.payload["bytes"] for event in run.events("spectra_cost")]
+    assert 0 < max(held) <= size * 12
+
+
+def test_more_microbatches_than_fit_are_cut_and_counted(tmp_path: Path) -> None:
+    one(build(), {"micro": 6}, tmp_path, spectra={"replicates": 4})
+    costs = [e.payload for e in backlight.open_run(tmp_path).events("spectra_cost")]
+    assert [(c["replicates"], c["not_kept"]) for c in costs] == [(4, 2), (4, 2)]
+
+
+def test_a_slow_measurement_passes_steps_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    go = threading.Event()
+    original = Measuring.step
+
+    def slow(self: Any, *args: Any) -> Any:
+        go.wait(20)
+        return original(self, *args)
+
+    monkeypatch.setattr(Measuring, "step", slow)
+    monkeypatch.setattr("backlight.session.beside.BACKLOG", 1)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=1):
+        train(model, optimizer, steps=3)
+        go.set()
+    assert {m.step for m in stored.measurements(backlight.open_run(tmp_path))} == {0}
+    said = [s for r, s in unmeasured(tmp_path).items() if "take a larger `every`" in r]
+    assert said == [[1, 2]]
+
+
+def test_hooks_are_gone_outside_of_a_backward(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def before(_step: int, micro: int) -> None:
+        assert not any(p._backward_hooks for p in model.parameters())
+        if micro == 1:
+            copy.deepcopy(model)
+            torch.save(model, io.BytesIO())
+
+    with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=1):
+        train(model, optimizer, steps=2, before=before)
+    assert not model._forward_pre_hooks
+    assert stored.measurements(backlight.open_run(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"spectra": {"split": 4}}, r"spectra.split=4 needs samples=\(loss_fn, batch\)"),
+        ({"spectra": {"split": 2}}, "spectra.split=2: expected 0, or 3 and more"),
+        ({"spectra": {"include": ["nothing.*"]}}, "spectra.include 'nothing.*' matches none of 5 matrices"),
+        ({"spectra": {"includ": []}}, "unknown key 'includ'; did you mean 'include'"),
+        ({"spectra": {"place": "disk"}}, "spectra.place='disk': expected one of host, device"),
+        ({"spectra": {"memory": 0}}, "spectra.memory=0: expected 1 or more"),
+        ({"spectra": {"moving": ["weight"]}}, "spectra.moving: 'weight' is unknown"),
+        ({"spectra": {"fused": {"head.weight": ["a"]}}}, "needs two or more parts"),
+        ({"spectra": {"fused": {"head.weight": list("abcde")}}}, "cannot be divided into 5 equal parts"),
+        ({"spectra": {"exchange": True, "ranks": "each"}}, "spectra.exchange is for ranks that hold"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_written(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        backlight.watch(model, optimizer, run=tmp_path / "run", rooms=("spectra",), **settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_warnings_that_are_errors_do_not_end_a_training(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = one(build(), {"micro": 1})
+        assert same(plain, one(build(), {"micro": 1}, tmp_path))
