@@ -179,5 +179,6 @@ def test_the_surface_is_frozen() -> None:
                     "--max-directions", "--method", "--out", "--replicates", "--seed", "--set"],
         "run": ["--config", "--every", "--exact-updates", "--group", "--histogram", "--max-disk", "--out",
                 "--per-backward", "--rooms", "--stall", "--steps", "--trace"],
+        "sweep": ["--at", "--fake", "--json", "--limit", "--max-memory", "--set", "--steps"],
     }  # fmt: skip
     assert {name: surface[name] for name in expected} == expected

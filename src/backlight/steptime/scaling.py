@@ -1,0 +1,135 @@
+"""How a quantity grows with the settings that were swept: exponents of a power law, with intervals. No torch.
+
+``log y = c + sum of e_k log x_k`` by least squares; an interval is Student's over the residuals. The interval
+says how well a power law fits these sizes, not that one holds beyond them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+REACH = 2.0
+"""How far beyond the range of sizes that were measured a fit may be asked: twice."""
+
+
+class ScalingError(ValueError):
+    """A fit is not possible, or was asked for a size that is too far from those that were measured."""
+
+
+@dataclass(frozen=True)
+class Exponent:
+    """The power with which a quantity grows with one setting, and its interval."""
+
+    quantity: str
+    setting: str
+    value: float
+    low: float
+    high: float
+
+    @property
+    def faster_than_linear(self) -> bool:
+        """Whether the whole interval lies above 1."""
+        return self.low > 1.0
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """A quantity as a power law of settings.
+
+    Attributes
+    ----------
+    exponents:
+        One for each setting.
+    points:
+        Sizes that it was fitted to.
+    misfit:
+        Largest relative deviation of a point from the fit.
+    """
+
+    quantity: str
+    exponents: tuple[Exponent, ...]
+    points: int
+    misfit: float
+    constant: float
+    ranges: Mapping[str, tuple[float, float]]
+
+    def at(self, sizes: Mapping[str, float]) -> float:
+        """Return the quantity at other sizes.
+
+        Raises
+        ------
+        ScalingError
+            If a size is missing, or beyond twice the range that was measured.
+        """
+        total = self.constant
+        for exponent in self.exponents:
+            low, high = self.ranges[exponent.setting]
+            if exponent.setting not in sizes:
+                raise ScalingError(f"no value of {exponent.setting}; expected one for each swept setting")
+            size = float(sizes[exponent.setting])
+            if not low / REACH <= size <= high * REACH:
+                raise ScalingError(
+                    f"{exponent.setting}={size:g} lies beyond twice the range that was measured "
+                    f"({low:g} to {high:g}): a power law is not known to hold there. Sweep nearer sizes"
+                )
+            total += exponent.value * float(np.log(size))
+        return float(np.exp(total))
+
+
+def fit(
+    quantity: str,
+    sizes: Mapping[str, Sequence[float]],
+    values: Sequence[float],
+    confidence: float = 0.95,
+) -> PowerLaw:
+    """Fit a power law.
+
+    Parameters
+    ----------
+    quantity:
+        What is fitted.
+    sizes:
+        Positive numbers by setting, each [points].
+    values:
+        Positive numbers, [points].
+    confidence:
+        Of the intervals.
+
+    Raises
+    ------
+    ScalingError
+        If there are too few points, a value is not positive, or two settings always move together.
+    """
+    names = list(sizes)
+    count = len(values)
+    if count < len(names) + 2:
+        raise ScalingError(
+            f"{quantity}: {count} points for {len(names)} settings; an interval takes {len(names) + 2} or "
+            "more"
+        )
+    table = np.array([[1.0] * count, *(sizes[name] for name in names)], dtype=np.float64).T
+    target = np.asarray(values, dtype=np.float64)
+    if (table <= 0).any() or (target <= 0).any() or not np.isfinite(target).all():
+        raise ScalingError(f"{quantity}: a power law takes positive numbers")
+    x, y = np.log(table), np.log(target)
+    x[:, 0] = 1.0
+    if np.linalg.matrix_rank(x) < x.shape[1]:
+        raise ScalingError(
+            f"{quantity}: {' and '.join(names)} move together, so that neither's share is known"
+        )
+    solution = np.linalg.lstsq(x, y, rcond=None)[0]
+    rest = y - x @ solution
+    freedom = count - x.shape[1]
+    errors = np.sqrt(np.diag(np.linalg.inv(x.T @ x)) * float(rest @ rest) / freedom)
+    reach = float(stats.t.ppf(0.5 + confidence / 2, freedom))
+    exponents = tuple(
+        Exponent(quantity, name, float(value), float(value - reach * error), float(value + reach * error))
+        for name, value, error in zip(names, solution[1:], errors[1:], strict=True)
+    )
+    ranges = {name: (float(min(sizes[name])), float(max(sizes[name]))) for name in names}
+    misfit = float(np.abs(np.expm1(rest)).max())
+    return PowerLaw(quantity, exponents, count, misfit, float(solution[0]), ranges)
