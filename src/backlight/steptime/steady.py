@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+from scipy.special import stdtrit
 
 Floats = npt.NDArray[np.float64]
 
@@ -130,7 +130,7 @@ def summarize(values: Sequence[float] | Floats, confidence: float = 0.95) -> Sum
     checked = _checked(values)
     medians = _batch_medians(checked)
     median = float(np.median(checked))
-    half = stats.t.ppf(0.5 + confidence / 2, len(medians) - 1) * np.sqrt(_squared_error(checked))
+    half = stdtrit(len(medians) - 1, 0.5 + confidence / 2) * np.sqrt(_squared_error(checked))
     return Summary(
         count=len(checked),
         median=median,
@@ -164,7 +164,7 @@ def difference(
         if squared
         else 1.0
     )
-    half = stats.t.ppf(0.5 + confidence / 2, freedom) * np.sqrt(squared)
+    half = stdtrit(freedom, 0.5 + confidence / 2) * np.sqrt(squared)
     middle = float(second.mean() - first.mean())
     return Difference(
         float(np.exp(middle)), float(np.exp(middle - half)), float(np.exp(middle + half)), confidence
@@ -189,7 +189,7 @@ def paired_difference(
     if len(first) < 3:
         raise SeriesError(f"{len(first)} pairs: an interval takes 3 or more")
     logs = np.log(second / first)
-    half = stats.t.ppf(0.5 + confidence / 2, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs))
+    half = stdtrit(len(logs) - 1, 0.5 + confidence / 2) * logs.std(ddof=1) / np.sqrt(len(logs))
     middle = float(logs.mean())
     return Difference(
         float(np.exp(middle)), float(np.exp(middle - half)), float(np.exp(middle + half)), confidence
