@@ -14,6 +14,7 @@ import torch
 
 from backlight.capture.inputs import Inputs
 from backlight.capture.microbatches import Microbatches
+from backlight.capture.untouched import untouched
 from backlight.session.beside import Beside
 from backlight.session.queueing import Queue
 from backlight.session.targets import Targets
@@ -224,7 +225,8 @@ class Replicating:
                 waiting.end(whole=True, samples=samples)
 
         self._inputs.leave()
-        splitting.differentiate(model, loss, parts, leaves, take)
+        with untouched(model):
+            splitting.differentiate(model, loss, parts, leaves, take)
         self._waiting = waiting
         caught.extra = len(parts)
 

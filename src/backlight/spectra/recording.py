@@ -115,18 +115,20 @@ def state_measured(
     *,
     batch: float = math.nan,
     stable_ranks: Mapping[str, float | None] | None = None,
+    drift: Mapping[str, float] | None = None,
 ) -> None:
     """Write the numbers of the layer and that it was measured, the second half of :func:`record`.
 
     Where a process that is killed between the halves must not leave a claim without its arrays, the writer
-    is flushed between them. Parameters and errors are those of :func:`record`.
+    is flushed between them. Parameters and errors are those of :func:`record`; ``drift`` holds the numbers
+    of :data:`backlight.store.spectra.NUMBERS` that begin with that word, as far as they were measured.
 
     Raises
     ------
     ValueError
         If a stable rank is of something else.
     """
-    numbers = _numbers(result, batch, stable_ranks or {})
+    numbers = _numbers(result, batch, stable_ranks or {}) | dict(drift or {})
     writer.scalars(step, {f"{PREFIX}/{parameter}/{name}": value for name, value in numbers.items()})
     payload = {
         "parameter": parameter,

@@ -1,7 +1,8 @@
 """Replicates of a step with a single microbatch: its batch split, each part differentiated by itself.
 
 These are forwards and backwards that the training did not have. Gradients are computed without touching
-``.grad`` and without the hooks that reduce; buffers, training modes and random state are put back.
+``.grad`` and without the hooks that reduce. Buffers, training modes and the random state of torch are the
+caller's to put back.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.untouched import untouched
 from backlight.spectra.batches import samples
 from backlight.spectra.errors import SpectraError
 
@@ -77,7 +77,7 @@ def differentiate(
     names, inputs = list(leaves), list(leaves.values())
     drawn = random.getstate(), np.random.get_state()  # a loss may augment its data by either
     try:
-        with untouched(model), torch.enable_grad():
+        with torch.enable_grad():
             for part in parts:
                 value = loss(model, part)
                 if not value.requires_grad:

@@ -161,8 +161,9 @@ class Measuring:
         followed = self._follow(name, mean, result)
         batch = caught.samples[0] if caught.samples and caught.samples[0] else math.nan
         record_arrays(self._writer, caught.step, name, result)
-        self._writer.scalars(caught.step, {f"{PREFIX}/{name}/{n}": value for n, value in followed.items()})
-        state_measured(self._writer, caught.step, name, result, batch=float(batch), stable_ranks=ranks)
+        state_measured(
+            self._writer, caught.step, name, result, batch=float(batch), stable_ranks=ranks, drift=followed
+        )
 
     def _moving(self, step: int, name: str, single: Mapping[str, Tensor]) -> dict[str, float | None]:
         ranks: dict[str, float | None] = {}
