@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 REACH = 2.0
 """How far beyond the range of sizes that were measured a fit may be asked: twice."""
@@ -125,7 +125,7 @@ def fit(
     rest = y - x @ solution
     freedom = count - x.shape[1]
     errors = np.sqrt(np.diag(np.linalg.inv(x.T @ x)) * float(rest @ rest) / freedom)
-    reach = float(stats.t.ppf(0.5 + confidence / 2, freedom))
+    reach = float(stdtrit(freedom, 0.5 + confidence / 2))
     exponents = tuple(
         Exponent(quantity, name, float(value), float(value - reach * error), float(value + reach * error))
         for name, value, error in zip(names, solution[1:], errors[1:], strict=True)
