@@ -161,7 +161,7 @@ def per_sample_weight(module: Any, x: Tensor, delta: Tensor) -> Tensor:
     Samples become groups of one convolution whose weight's gradient torch knows; nothing is unfolded.
     """
     n, outputs = delta.shape[:2]
-    weight = delta.new_empty(()).expand(n * outputs, *module.weight.shape[1:])
+    weight = delta.new_zeros(()).expand(n * outputs, *module.weight.shape[1:])
     _, found, _ = torch.ops.aten.convolution_backward(
         delta.reshape(1, -1, *delta.shape[2:]),
         x.reshape(1, -1, *x.shape[2:]),

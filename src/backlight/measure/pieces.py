@@ -103,7 +103,10 @@ class Factors:
                 d = d_NTgo.permute(0, 2, 3, 1).flatten(0, 1)
                 x = x_NTgi.permute(0, 2, 1, 3).flatten(0, 1)
                 product = torch.bmm(d, x).view(b - a, stop - start, self.columns)
-                out[a:b].mul_(add).add_(product)
+                if add:
+                    out[a:b] += product
+                else:  # what was there may be anything, NaN as well
+                    out[a:b] = product
 
     def size(self) -> float:
         """Return the root of the summed squares of all summands ``delta[n, t] x[n, t]``."""
