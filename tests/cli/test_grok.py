@@ -53,7 +53,18 @@ def test_list_and_config(command: Run, tmp_path: Path) -> None:
 def test_a_run_from_start_to_export(command: Run, tmp_path: Path) -> None:
     path = tmp_path / "run"
     code, out, errors = command(
-        "grok", "run", "nanda", "--preset", "ci", "--steps", 50, *SMALL, "--out", path
+        "grok",
+        "run",
+        "nanda",
+        "--preset",
+        "ci",
+        "--steps",
+        50,
+        "--set",
+        "training.log_every=25",
+        *SMALL,
+        "--out",
+        path,
     )
     assert code == 0, errors
     assert out.strip() == str(path)
