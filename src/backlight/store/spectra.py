@@ -13,6 +13,7 @@ R replicates, D = min(rows, columns) directions, of which the K strongest were m
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -76,10 +77,15 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
         "stable_rank_gradient": "1",
         "stable_rank_update": "1",
         "stable_rank_momentum": "1",
+        "drift_left": "1",
+        "drift_right": "1",
+        "drift_directions": "1",
     }
 )
 """What is stored of a whole layer, with its unit. ``batch`` is the samples of one replicate, ``noise_scale``
-in that unit; ``stable_rank_gradient`` is that of the mean over the replicates. NaN where not measured."""
+in that unit; ``stable_rank_gradient`` is that of the mean over the replicates. ``drift_left`` and
+``drift_right`` are the mean squared cosines between the subspaces of the ``drift_directions`` strongest
+directions of that mean and those of the step before that was measured. NaN where not measured."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +186,7 @@ class Table:
 
 def layers(run: Run) -> tuple[Layer, ...]:
     """Return the layers of a run in the order of the model, as they were described last."""
-    found: dict[str, Layer] = {}
-    for event in run.events(LAYER):
-        layer = _layer(event.payload)
-        found[layer.parameter] = layer
-    return tuple(sorted(found.values(), key=lambda layer: layer.index))
+    return _stated(run).layers
 
 
 def left_out(run: Run) -> dict[str, str]:
@@ -194,13 +196,8 @@ def left_out(run: Run) -> dict[str, str]:
 
 def measurements(run: Run, parameter: str | None = None) -> tuple[Measurement, ...]:
     """Return what was measured, of one layer or of all, by step; a later attempt counts where two did."""
-    found: dict[tuple[int, str], Measurement] = {}
-    for event in run.events(MEASURED):
-        if event.step is None or parameter not in {None, event.payload["parameter"]}:
-            continue
-        one = _measurement(event.step, event.payload)
-        found[one.step, one.parameter] = one
-    return tuple(found[key] for key in sorted(found, key=lambda key: key[0]))
+    stated = _stated(run)
+    return stated.measurements if parameter is None else stated.of.get(parameter, ())
 
 
 def steps(run: Run, parameter: str) -> NDArray[np.int64]:
@@ -220,7 +217,7 @@ def tables(run: Run, parameter: str) -> tuple[Table, ...]:
     if parameter not in known:
         raise KeyError(f"{run.path}: no spectra of {parameter!r}; there are {', '.join(known) or 'none'}")
     layer = known[parameter]
-    names = _field_names(run, parameter)
+    names = _stated(run).fields[parameter]
     values = _by_step(run, f"{PREFIX}/{parameter}/singular_values")
     directions = _by_step(run, f"{PREFIX}/{parameter}/directions")
     return tuple(
@@ -274,12 +271,45 @@ def _measurement(step: int, payload: Mapping[str, Any]) -> Measurement:
     )
 
 
-def _field_names(run: Run, parameter: str) -> tuple[str, ...]:
-    # As they were written: a later release may know more of them.
-    for event in reversed(run.events(LAYER)):
-        if event.payload["parameter"] == parameter:
-            return tuple(str(name) for name in event.payload.get("fields", FIELDS))
-    return tuple(FIELDS)
+@dataclass(frozen=True)
+class _Stated:
+    """What the events of a run say, read once."""
+
+    layers: tuple[Layer, ...]
+    fields: Mapping[str, tuple[str, ...]]
+    measurements: tuple[Measurement, ...]
+    of: Mapping[str, tuple[Measurement, ...]]
+
+
+# A run is what it was when it was opened; to parse its events for every layer would cost their square.
+_known: weakref.WeakKeyDictionary[Run, _Stated] = weakref.WeakKeyDictionary()
+
+
+def _stated(run: Run) -> _Stated:
+    if run not in _known:
+        described: dict[str, Layer] = {}
+        fields: dict[str, tuple[str, ...]] = {}
+        for event in run.events(LAYER):
+            layer = _layer(event.payload)
+            described[layer.parameter] = layer
+            # As they were written: a later release may know more of them.
+            fields[layer.parameter] = tuple(str(name) for name in event.payload.get("fields", FIELDS))
+        found: dict[tuple[int, str], Measurement] = {}
+        for event in run.events(MEASURED):
+            if event.step is not None:
+                one = _measurement(event.step, event.payload)
+                found[one.step, one.parameter] = one
+        by_step = tuple(found[key] for key in sorted(found, key=lambda key: key[0]))
+        of: dict[str, list[Measurement]] = {}
+        for one in by_step:
+            of.setdefault(one.parameter, []).append(one)
+        _known[run] = _Stated(
+            tuple(sorted(described.values(), key=lambda layer: layer.index)),
+            fields,
+            by_step,
+            {parameter: tuple(those) for parameter, those in of.items()},
+        )
+    return _known[run]
 
 
 def _fields(names: tuple[str, ...], stored: NDArray[Any], D: int) -> dict[str, NDArray[np.float64]]:
