@@ -82,6 +82,8 @@ def _notes(profile: Profile, page: Page) -> None:
     def note(text: str) -> None:
         page.say(("note: ", "dim"), text)
 
+    if profile.observed.device:
+        note("times of phases are of the host, which runs ahead of the device; --json has device_phases")
     if profile.overhead is not None:
         note(
             f"traced steps took {profile.overhead:.2f} times as long as clocked ones; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ def document(profile: Profile) -> dict[str, Any]:
             }
             for phase in steps.phases
         },
+        "times_are": "host",
+        "device_phases": _device_phases(profile),
         "sum_error": steps.sum_error,
         "backwards_per_step": _backwards(profile),
         "parameters": profile.parameters,
@@ -97,6 +100,16 @@ def short_line(line: str) -> str:
     """Return a line with its file seen from here, where it lies below."""
     here = str(Path.cwd()) + os.sep
     return line.removeprefix(here)
+
+
+def _device_phases(profile: Profile) -> dict[str, float] | None:
+    """Return the median milliseconds of the device by phase, over the steady steps; None without one."""
+    # The first step has no begin on the device.
+    steps = profile.observed.device[max(0, profile.steps.steady.warmup - 1) :]
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {
+        str(name): 1e3 * statistics.median(step.get(name, 0.0) for step in steps) for name in names
+    } or None
 
 
 def _backwards(profile: Profile) -> float | None:

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from backlight.records import Finding, Made, Phase, RunStatus
 from backlight.session.judge import judge
@@ -64,8 +65,8 @@ def _open(path: Path, script: str, arguments: list[str]) -> RunWriter:
     )
 
 
-def store(profile: Profile, writer: RunWriter) -> None:
-    """Write a profile and close its run.
+def store(profile: Profile, writer: RunWriter) -> dict[str, Any]:
+    """Write a profile and close its run; return what ``evidence/profile.json`` holds.
 
     Every clocked step has the scalars ``phase/<phase>``, in seconds, the cold first one included; the rest
     stands in ``evidence/profile.json``, and the trace beside it.
@@ -100,6 +101,7 @@ def store(profile: Profile, writer: RunWriter) -> None:
     writer.close(RunStatus.FINISHED if profile.code == 0 else RunStatus.FAILED)
     if lost is not None:
         raise RunWriteError(f"the profile was not stored: {lost}")
+    return content
 
 
 def _name(phase: str, *, separated: bool) -> str:

@@ -82,15 +82,14 @@ def profile(
             with progress() as advance:
                 outcomes = test(answer, plan, module=module, pairs=pairs, progress=advance)
             answer = replace(answer, controls=outcomes)
-        if writer is not None:
-            store(answer, writer)
+        content = document(answer) if writer is None else store(answer, writer)
         found = findings(writer) if writer is not None and answer.rank == 0 else []
     if not as_json:
         show(answer, found)
         if out is not None:
             Page().say(("run: ", "dim"), f"{out}: backlight report {out}")
     elif answer.rank == 0:
-        print_json({**document(answer), "findings": to_json(found)})
+        print_json({**content, "findings": to_json(found)})
     return 0
 
 

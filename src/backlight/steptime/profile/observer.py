@@ -24,6 +24,7 @@ from backlight.capture.optimizers import parameters_of
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepSummary, StepTracker
 from backlight.records import Phase
+from backlight.steptime.profile.device_phases import DevicePhases
 from backlight.steptime.profile.lines import LineRanges, lines_possible
 from backlight.steptime.profile.optimizations import Live, look
 from backlight.steptime.profile.ranges import ModuleRanges, PhaseRanges, compiled, is_compiled
@@ -54,6 +55,8 @@ class Observed:
         Steps under the clock alone, in order, the cold first one included.
     traced:
         Steps under the profiler.
+    device:
+        Seconds of the device by phase of the clocked steps from the second on; empty without a device.
     live, description:
         What the live objects said when the clocked steps were over; what ``describe`` made of the scope.
     lined:
@@ -65,6 +68,7 @@ class Observed:
     steps: list[StepTime] = field(default_factory=list)
     traced: list[StepTime] = field(default_factory=list)
     lined: bool = False
+    device: list[dict[str, float]] = field(default_factory=list)
     live: Live | None = None
     description: Any = None
     trouble: list[str] = field(default_factory=list)
@@ -181,6 +185,7 @@ class Observer(AbstractContextManager["Observer"]):
         self._profiler: torch.profiler.profile | None = None
         self._dropped = False
         self._exported = False
+        self._device = DevicePhases() if torch.cuda.is_available() else None
         self._tracker = _Tracker(self._scope, Sink(self._closes))
         self._tracker.found = self._follow
         self._tracker.made = self._follow_early
@@ -190,6 +195,8 @@ class Observer(AbstractContextManager["Observer"]):
     def __enter__(self) -> Observer:
         """Attach the clock."""
         HUB.add(self._tracker)
+        if self._device is not None:
+            HUB.add(self._device)
         return self
 
     def __exit__(
@@ -201,6 +208,7 @@ class Observer(AbstractContextManager["Observer"]):
             self._look()
         self._end_trace()
         HUB.remove(self._tracker)
+        self._end_device()
         self._forwards.leave()
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -229,8 +237,11 @@ class Observer(AbstractContextManager["Observer"]):
         self._seen += 1
         if self._live_steps():
             self.observed.steps.append(_step(summary))
+            if self._device is not None:
+                self._device.step_ends()
             if self._live_steps():
                 return
+            self._end_device()
             self._look()
             if self._wanted and self._trace is not None:
                 self._begin_trace()
@@ -264,6 +275,16 @@ class Observer(AbstractContextManager["Observer"]):
             return False
         self._lining = self._wants_lines and self._lines.begin()
         return not self._lining
+
+    def _end_device(self) -> None:
+        """Read the device's phases; its events are for the clocked steps alone."""
+        device, self._device = self._device, None
+        if device is not None:
+            HUB.remove(device)
+            device.finish()
+            self.observed.device = device.steps
+            if device.given_up:
+                self.observed.trouble.append(f"phases on the device of {device.given_up} steps")
 
     def _look(self) -> None:
         turns = {frozenset(step.optimizers) for step in self.observed.steps[1:]}

@@ -1,0 +1,138 @@
+"""Events at the boundaries of phases: read late, in order, without waiting inside a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from backlight.capture.forwards import Forwards
+from backlight.capture.hub import HUB
+from backlight.steptime.profile.device_phases import WAITING, DevicePhases
+
+
+class Stream:
+    """A device whose clock is set by hand, and which passes events only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.passed = 0.0
+        self.waits = 0
+        self.made = 0
+
+    def event(self) -> Event:
+        self.made += 1
+        return Event(self)
+
+
+class Event:
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.at = stream, -1.0
+
+    def record(self) -> None:
+        self.at = self.stream.now
+
+    def query(self) -> bool:
+        return self.at <= self.stream.passed
+
+    def synchronize(self) -> None:
+        self.stream.waits += 1
+        self.stream.passed = max(self.stream.passed, self.at)
+
+    def elapsed_time(self, end_event: Event) -> float:
+        assert end_event.query()
+        return (end_event.at - self.at) * 1e3
+
+
+def play(phases: DevicePhases, stream: Stream) -> None:
+    """One step: data 1 s, forward 2, loss 3, backward 4, rest 5."""
+    phases.batch_begin(0)
+    stream.now += 1
+    phases.batch(0, 0.0)
+    phases.forward_begin()
+    stream.now += 2
+    phases.forward_end()
+    stream.now += 3
+    phases.backward_begin(())
+    stream.now += 4
+    phases.backward_end()
+    stream.now += 5
+    phases.step_ends()
+
+
+STEP = {"data": 1.0, "forward": 2.0, "loss": 3.0, "backward": 4.0, "other": 5.0}
+
+
+def test_phases_are_read_when_the_device_has_passed_them() -> None:
+    stream = Stream()
+    phases = DevicePhases(stream.event)
+    for _ in range(3):
+        play(phases, stream)
+    assert phases.steps == []
+    stream.passed = 40.0  # the end of the second step is at 30, of the third at 45
+    play(phases, stream)
+    assert phases.steps == [STEP]  # the first step has no begin
+    assert stream.waits == 0
+    phases.finish()
+    assert phases.steps == [STEP] * 3
+    assert phases.given_up == 0
+
+
+def test_events_are_used_again() -> None:
+    stream = Stream()
+    phases = DevicePhases(stream.event)
+    for _ in range(50):
+        play(phases, stream)
+        stream.passed = stream.now
+    assert len(phases.steps) == 48
+    assert stream.made < 40
+
+
+def test_what_waits_too_long_is_given_up_and_counted() -> None:
+    stream = Stream()
+    phases = DevicePhases(stream.event)
+    stream.passed = -1.0
+    for _ in range(WAITING + 6):
+        play(phases, stream)
+    assert phases.given_up == 5
+    assert stream.waits == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_long_backward_on_a_device_is_in_backward() -> None:
+    model = nn.Linear(512, 512, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    phases, forwards = DevicePhases(), Forwards()
+    HUB.add(phases)
+    forwards.follow([model])
+    cycles = 50_000_000
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            torch.cuda._sleep(cycles)
+            return grad
+
+    x = torch.ones(64, 512, device="cuda")
+    for _ in range(6):
+        Sleep.apply(model(x)).sum().backward()
+        optimizer.step()
+        phases.step_ends()
+    HUB.remove(phases)
+    forwards.leave()
+    phases.finish()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    slept = begin.elapsed_time(end) / 1e3
+    assert len(phases.steps) == 5
+    for step in phases.steps:
+        assert step["backward"] == pytest.approx(slept, rel=0.1)
+        assert step["forward"] < slept / 2

@@ -1,0 +1,159 @@
+"""The example with a slow loader and a needless cast: both are found, and the run that is kept shows it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import backlight
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "slow_step.py"
+CAST = 1 + next(i for i, line in enumerate(EXAMPLE.read_text().splitlines()) if "# the cast" in line)
+
+
+def backlight_says(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "backlight", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    folder = tmp_path_factory.mktemp("example")
+    done = backlight_says(
+        folder, "profile", "--json", "--steps", "40", "--out", "run", str(EXAMPLE), "--decoding", "1"
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout), done.stderr
+
+
+def test_both_faults_are_found(kept: tuple[Path, dict[str, Any], str]) -> None:
+    found = {finding["rule"]: finding for finding in kept[1]["findings"]}
+    assert "phase/data" in found["data_bound"]["evidence"][0]["path"]
+    assert "Casts" in found["copy_heavy"]["claim"]
+    assert f"slow_step.py:{CAST} (forward)" in found["copy_heavy"]["claim"]
+
+
+def test_the_run_holds_every_clocked_step(kept: tuple[Path, dict[str, Any], str]) -> None:
+    folder, answer, _ = kept
+    run = backlight.open_run(folder / "run")
+    forward = run.scalar("phase/forward")
+    assert forward.unit == "s"
+    assert len(forward.steps) >= 40
+    assert list(forward.steps) == list(range(len(forward.steps)))
+    total = sum(run.scalar(name).values for name in run.scalar_names("backlight") if name != "phase/clip")
+    steady = sorted(total[answer["warmup_dropped"] :])
+    assert steady[len(steady) // 2] * 1e3 == pytest.approx(answer["step"]["median_ms"], rel=0.05)
+    paths = run.evidence()
+    (path,) = [p for p in paths if p.endswith("profile.json")]
+    assert answer["trace"] in paths
+    stored = json.loads(run.read_evidence(path))
+    assert stored["phases"] == answer["phases"]
+    fingerprint = run.fingerprint()
+    assert fingerprint is not None
+    assert fingerprint.parameter_count == answer["parameters"] == 17 * 65536 + 65537
+    assert not list(folder.glob("*.gz"))
+
+
+def test_the_profilers_own_lines_stay_out(kept: tuple[Path, dict[str, Any], str]) -> None:
+    assert "USDT" not in kept[2]
+    assert "profiler_start" not in kept[2]
+
+
+def test_the_report_shows_it(kept: tuple[Path, dict[str, Any], str]) -> None:
+    folder = kept[0]
+    done = backlight_says(folder, "report", "run")
+    assert done.returncode == 0, done.stderr
+    page = (folder / "run" / "report.html").read_text(encoding="utf-8")
+    for title in ("Time per step", "Time by module", "Operators by phase", "Kinds of operation", "Copies"):
+        assert title in page
+    assert f"slow_step.py:{CAST} (forward)" in page
+
+
+def test_a_folder_that_is_no_run_is_refused_before_the_script_starts(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine", encoding="utf-8")
+    (tmp_path / "train.py").write_text("print('started')\n", encoding="utf-8")
+    done = backlight_says(tmp_path, "profile", "--out", "run", "train.py")
+    assert done.returncode == 2
+    assert "started" not in done.stdout
+    assert done.stderr.startswith("backlight: run")
+
+
+RANKS = """
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for _ in range(500):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.full
+def test_ranks_leave_together_and_the_first_is_traced(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKS, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "backlight"]
+    command += ["profile", "--steps", "15", "--out", "run", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert f"[rank {rank}] step " in done.stdout
+    run = backlight.open_run(tmp_path / "run")
+    for rank in (0, 1):
+        assert len(run.scalar("phase/backward", rank=rank).steps) == 15
+    assert len([p for p in run.evidence() if p.endswith("trace.json.gz")]) == 1
+
+
+COMPILED = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+fast = torch.compile(model)
+for _ in range(300):
+    fast(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+counters = torch._dynamo.utils.counters["frames"]
+"""
+
+
+@pytest.mark.full
+def test_what_is_compiled_stays_compiled(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(COMPILED, encoding="utf-8")
+    done = backlight_says(tmp_path, "profile", "--json", "--steps", "12", "train.py")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    states = {row["name"]: row["state"] for row in answer["optimizations"]}
+    assert states["compiled regions"] == "on"
+    assert any("CompiledFunction" in row["name"] for row in answer["operators"])
+    assert "lines of copies: compiled code would be compiled anew for them" in answer["not_measured"]
+    assert [module["name"] for module in answer["modules"]] == [""]
+
+
+TURNS = """
+import torch
+from torch import nn
+first, second = nn.Linear(4, 4), nn.Linear(4, 1)
+optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (first, second)]
+for _ in range(200):
+    for optimizer in optimizers:
+        second(first(torch.ones(2, 4))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.full
+def test_optimizers_that_step_in_turn_are_said_to(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TURNS, encoding="utf-8")
+    answer = json.loads(backlight_says(tmp_path, "profile", "--json", "--steps", "12", "train.py").stdout)
+    assert any("they step in turn" in text for text in answer["not_measured"])
+    assert {module["name"] for module in answer["modules"]} == {"Linear", "Linear#2"}
