@@ -14,6 +14,7 @@ from backlight.grokking.experiment import EXPERIMENTS
 from backlight.grokking.experiments import doshi, levi, minegishi, nanda, power, thilak, wang
 from backlight.grokking.tasks import quadratic
 from backlight.grokking.tasks.tickets import magnitude_masks, shuffled_masks
+from backlight.grokking.verdicts import GrokkingVerdict
 
 pytest.importorskip("sklearn")
 
@@ -80,6 +81,9 @@ def test_the_ten_are_there():
         assert experiment.paper.arxiv == ARXIV[name]
         assert experiment.paper.claim
         assert experiment.paper.unclear
+        # A claim that is no verdict has "" for the paper; a run of the preset always has a verdict.
+        assert experiment.expects == "" or GrokkingVerdict(experiment.expects)
+        assert GrokkingVerdict(experiment.ci_expects)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -322,4 +326,4 @@ def test_published_decoders_of_the_slingshot_build():
     assert task.optimizer.param_groups[0]["weight_decay"] == 0
     assert count(EXPERIMENTS["doshi"].build(doshi.Settings(), 0, CPU, "").model) == 500 * 3 * 97
     published = EXPERIMENTS["minegishi"].build(minegishi.Settings(), 0, CPU, "")
-    assert count(published.model) == 67 * 500 + 500 * 48 + 48 * 67
+    assert count(published.model) == 2 * 67 * 500 + 2 * 500 * 48

@@ -13,7 +13,7 @@ from rich.table import Table
 def listing(
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
-    """List the experiments: name, what it is, where it was published, the verdict that its claim implies."""
+    """List the experiments: name, what it is, source, the verdicts of the paper's claim and of ci."""
     from backlight.grokking.experiment import EXPERIMENTS
 
     found = [
@@ -25,6 +25,7 @@ def listing(
             "claim": experiment.paper.claim,
             "unclear": experiment.paper.unclear,
             "expects": experiment.expects,
+            "ci_expects": experiment.ci_expects,
         }
         for name, experiment in EXPERIMENTS.items()
     ]
@@ -32,10 +33,10 @@ def listing(
         print(json.dumps(found, indent=2))
         return
     table = Table(box=None, pad_edge=False)
-    for column in ("name", "experiment", "arXiv", "expects"):
+    for column in ("name", "experiment", "arXiv", "expects", "ci"):
         table.add_column(column, no_wrap=column != "experiment")
     for one in found:
-        table.add_row(one["name"], one["title"], one["arxiv"], one["expects"])
+        table.add_row(one["name"], one["title"], one["arxiv"], one["expects"] or "-", one["ci_expects"])
     Console().print(table)
 
 

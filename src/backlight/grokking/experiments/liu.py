@@ -131,5 +131,7 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
+        expects="",
+        ci_expects="no-delay",
     ),
 )

@@ -137,5 +137,6 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
+        ci_expects="memorised",
     ),
 )

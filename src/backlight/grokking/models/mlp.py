@@ -60,3 +60,28 @@ class PairMlp(nn.Module):
         """Return scores of the p results."""
         result: Tensor = self.unembed(torch.relu(self.up(self.embed(pairs_N2).sum(1))))
         return result
+
+
+class FactoredPairMlp(nn.Module):
+    """Pairs of tokens [N, 2] to scores [N, p], as the public code of 2310.19470 has it.
+
+    The embeddings are added, a hidden ReLU layer follows, and its values go back to the width of the
+    embedding before the scores are taken. No layer has a bias. Weights are normal: variance 1/p in the
+    embedding, one over the number of inputs elsewhere.
+    """
+
+    def __init__(self, p: int, embedding: int, hidden: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(p, embedding)
+        self.up = nn.Linear(embedding, hidden, bias=False)
+        self.down = nn.Linear(hidden, embedding, bias=False)
+        self.unembed = nn.Linear(embedding, p, bias=False)
+        nn.init.normal_(self.embed.weight, std=p**-0.5)
+        for layer in (self.up, self.down, self.unembed):
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+
+    def forward(self, pairs_N2: Tensor) -> Tensor:
+        """Return scores of the p results."""
+        hidden_NH = torch.relu(self.up(self.embed(pairs_N2).sum(1)))
+        result: Tensor = self.unembed(self.down(hidden_NH))
+        return result
