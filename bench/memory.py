@@ -1,0 +1,141 @@
+"""Predicted against measured memory, and what a prediction takes.
+
+Each case of the matrix (models x precisions x checkpointing with AdamW; models x optimizers) runs two real
+steps under torch.profiler, which counts in the CPU's allocator, and two on fake tensors; compared is the
+peak of the second. Cases off by more than 1 % are listed: there a kernel takes memory inside itself. Then the
+time of a prediction of GPTs of several depths, in a process that is already there, against torch's own
+MemTracker over two fake steps of the same.
+
+    OMP_NUM_THREADS=1 python bench/memory.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "steptime" / "memory"))
+
+import matrix_recipe as matrix  # noqa: E402 - found beside the tests
+from measured import measured_peak  # noqa: E402
+
+from backlight.session.predicting import Predictor  # noqa: E402
+from backlight.session.recipe import read_recipe  # noqa: E402
+
+RECIPE = ROOT / "tests" / "steptime" / "memory" / "matrix_recipe.py"
+GPT = ROOT / "examples" / "gpt_recipe.py"
+
+
+def cases(*, quick: bool) -> Iterator[dict[str, str]]:
+    names = ("model", "precision", "optimizer", "checkpointing")
+    found = set()
+    for model in matrix.MODELS:
+        found |= set(itertools.product([model], matrix.PRECISIONS, ["adamw"], matrix.CHECKPOINTING))
+        found |= set(itertools.product([model], ["fp32"], matrix.OPTIMIZERS, ["none"]))
+    for case in sorted(found)[:: 5 if quick else 1]:
+        yield dict(zip(names, case, strict=True))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hold back what the profiler writes to standard error by itself."""
+    kept, away = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(away, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(away)
+
+
+def agreement(predictor: Predictor, console: Console, *, quick: bool) -> None:
+    table = Table("model", "precision", "optimizer", "checkpointing", "measured MB", "predicted")
+    within = exact = total = 0
+    for case in cases(quick=quick):
+        with quiet():
+            measured = measured_peak(RECIPE, dict(case))
+        predicted = predictor.predict(read_recipe(RECIPE, case), granule=1).peak
+        total += 1
+        exact += predicted == measured
+        within += abs(predicted / measured - 1) <= 0.01
+        if abs(predicted / measured - 1) > 0.01:
+            table.add_row(*case.values(), f"{measured / 1e6:.2f}", f"{predicted / measured - 1:+.2%}")
+    console.print(f"{total} cases: {within} within 1 %, {exact} of them to the byte; the others:")
+    console.print(table)
+
+
+def tracked(recipe_settings: dict[str, int]) -> float:
+    """Return the seconds that torch's MemTracker takes for two fake steps."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    recipe = read_recipe(GPT, recipe_settings)
+    begin = time.perf_counter()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = recipe.build_model()
+        optimizer = recipe.build_optimizer(model)
+        shape = (recipe_settings["batch"], recipe_settings["seq"])
+        batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            for _ in range(2):
+                recipe.loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return time.perf_counter() - begin
+
+
+def speed(predictor: Predictor, console: Console, *, quick: bool) -> None:
+    table = Table("layers", "parameters M", "predicted in s", "MemTracker s", "ratio")
+    for layers in (6, 12) if quick else (6, 12, 24, 48):
+        settings = {
+            "n_blocks": layers,
+            "dim": 1280,
+            "heads": 20,
+            "batch": 8,
+            "seq": 1024,
+            "vocabulary": 50257,
+        }
+        recipe = read_recipe(GPT, settings)
+        begin = time.perf_counter()
+        prediction = predictor.predict(recipe)
+        ours = time.perf_counter() - begin
+        theirs = tracked(settings)
+        table.add_row(
+            str(layers),
+            f"{prediction.parameters / 1e6:.0f}",
+            f"{ours:.1f}",
+            f"{theirs:.1f}",
+            f"{theirs / ours:.1f}",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a fifth of the matrix, 12 layers at most")
+    quick = parser.parse_args().quick
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    console = Console()
+    with Predictor() as predictor:
+        agreement(predictor, console, quick=quick)
+        speed(predictor, console, quick=quick)
+
+
+if __name__ == "__main__":
+    main()

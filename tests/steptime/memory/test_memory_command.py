@@ -1,0 +1,184 @@
+"""``backlight memory`` as a user types it: on a script, on a recipe, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backlight.cli import app as application
+from backlight.cli.memory_options import FakeOptions, fake_options
+from backlight.report.panel import PANELS, Drawn, NotMeasured
+from backlight.report.source import Source
+from backlight.steptime.memory import allocator
+from backlight.steptime.memory.allocator import Allocator, read_allocator
+from backlight.store.reader import open_run
+
+RECIPE = Path(__file__).parents[3] / "examples" / "gpt_recipe.py"
+
+SCRIPT = """
+import sys
+import numpy
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 10))
+average = [p.detach().clone() for p in model.parameters()]
+optimizer = torch.optim.Adam(model.parameters())
+data = TensorDataset(torch.randn(400, 32), torch.randint(10, (400,)))
+for number, (x, y) in enumerate(DataLoader(data, batch_size=40)):
+    x = x + torch.from_numpy(numpy.ones((40, 32), dtype=numpy.float32))
+    loss = nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    print("step", number)
+print("end", sys.argv[1:])
+"""
+
+
+def memory(folder: Path, *arguments: object) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "backlight", "memory", *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_script_is_measured_and_stored(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    code, out, errors = memory(tmp_path, "--json", "--out", "run", "train.py", "--its-own")
+    assert code == 0, errors
+    answer = json.loads(out)
+    held = (32 * 64 + 64 + 64 * 10 + 10) * 4
+    assert answer["kinds"]["parameters"] == held
+    # At the peak backward has come through the last layer. Adam counts steps in four bytes each.
+    assert answer["kinds"]["gradients"] == (64 * 10 + 10) * 4
+    assert answer["kinds"]["optimizer_state"] == 2 * held + 4 * 4
+    # The average of the weights, and the data set.
+    assert answer["kinds"]["held"] == held + 400 * 32 * 4 + 400 * 8
+    # The batch, its sum with ones, and the ones, which numpy holds.
+    assert answer["kinds"]["inputs"] >= 40 * 32 * 4 + 40 * 8
+    assert sum(answer["kinds"].values()) == answer["peak"]
+    assert set(answer["phases"]) >= {"data", "forward", "loss", "backward", "clip", "optimizer"}
+    assert answer["logits"]["shape"] == [40, 10]
+    assert answer["logits"]["formula"] == 40 * 10 * (4 + 4)
+    assert (answer["device"], answer["allocator"], answer["trouble"]) == ("cpu", None, [])
+    assert {m["name"] for m in answer["modules"]} >= {"", "0", "2"}
+    assert "step 1" in errors
+    assert "step 2" not in errors  # ended as soon as the third update is done
+    source = Source(open_run(tmp_path / "run"))
+    drawn = PANELS["memory_steps"].render(source)
+    assert isinstance(drawn, Drawn)
+    assert {"parameters", "held", "activations"} <= {
+        line["label"] for line in drawn.data["charts"][0]["lines"]
+    }
+    table = PANELS["memory_modules"].render(source)
+    assert isinstance(table, Drawn)
+    assert [row[0] for row in table.data["tables"][0]["rows"]].count("2") == 1
+
+
+def test_a_recipe_is_predicted_and_stored(tmp_path: Path) -> None:
+    code, out, errors = memory(
+        tmp_path,
+        RECIPE,
+        "--fake",
+        "--batch",
+        2,
+        "--set",
+        "seq=32",
+        "--checkpointing",
+        "--json",
+        "--out",
+        "run",
+        "--budget",
+        "8M",
+    )
+    assert code == 0, errors
+    answer = json.loads(out)
+    assert (answer["how"], answer["built"]) == ("predicted", "meta")
+    assert answer["logits"]["shape"] == [2 * 32, 256]
+    assert [len(saving["wrapped"]) for saving in answer["checkpointing"]] == [1, 2]
+    assert answer["besides"]["context"][0] < answer["besides"]["context"][1]
+    assert isinstance(PANELS["memory_steps"].render(Source(open_run(tmp_path / "run"))), Drawn)
+    assert answer["fit"]["peak"] <= 8_000_000 < answer["fit"]["peak_above"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["recipe.py", "--fake", "--dimm", "8"], "'dimm'; did you mean 'dim'?"),
+        (["recipe.py", "--fake", "--budget", "much"], "expected a size such as 500M"),
+        (["recipe.py", "--fake", "--budget", "1G", "--batch-setting", "samples"], "'samples'"),
+        (["recipe.py", "--fake", "stray"], "'stray' is no option and no setting"),
+        (["recipe.py", "--fake", "--dim"], "--dim lacks its value"),
+        (["half.py", "--fake"], "expected `def batches(rank, world_size, **settings)`"),
+        (["--budget", "1G", "recipe.py"], "--budget belongs to a prediction: add --fake"),
+        (["recipe.py"], "looks like a recipe: add --fake"),
+        (["missing.py", "--fake"], "no such recipe"),
+    ],
+)
+def test_refusals_are_one_line(
+    tmp_path: Path,
+    arguments: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = RECIPE.read_text(encoding="utf-8")
+    (tmp_path / "recipe.py").write_text(text, encoding="utf-8")
+    (tmp_path / "half.py").write_text(text.replace("def batches", "def batch_es"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as leaving:
+        application.main(["memory", *arguments])
+    errors = capsys.readouterr().err
+    assert leaving.value.code == 2
+    assert told in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_script_too_short_is_told(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    code, _, errors = memory(tmp_path, "--warmup", 50, "train.py")
+    assert code == 2
+    assert "after 10 of the 51 steps that are needed (--warmup 50)" in errors
+
+
+def test_options_may_stand_on_both_sides() -> None:
+    rest = ["--batch", "4", "--fake", "--n-blocks=3", "--json"]
+    options = fake_options(
+        "r.py", rest, fake=False, settings=["seq=9"], budget=None, batch_setting="batch",
+        checkpointing=False, out=None, as_json=False,
+    )  # fmt: skip
+    assert options == FakeOptions("r.py", ("seq=9", "batch=4", "n_blocks=3"), as_json=True)
+
+
+def test_a_run_without_memory_says_so(tmp_path: Path) -> None:
+    from backlight.store.writer import RunWriter
+
+    RunWriter.create(tmp_path / "run").close()
+    source = Source(open_run(tmp_path / "run"))
+    for name in ("memory_steps", "memory_modules"):
+        told = PANELS[name].render(source)
+        assert isinstance(told, NotMeasured)
+        assert "backlight memory" in told.reason
+
+
+def test_the_allocator_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator.torch.cuda, "is_available", lambda: False)
+    assert read_allocator() is None
+    stats = {
+        "allocated_bytes.all.peak": 600,
+        "reserved_bytes.all.peak": 1000,
+        "inactive_split_bytes.all.current": 50,
+        "num_alloc_retries": 2,
+    }
+    monkeypatch.setattr(allocator.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(allocator.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(allocator.torch.cuda, "memory_stats", lambda: stats)
+    told = read_allocator()
+    assert told == Allocator(600, 1000, 50, 2, 0)
+    assert told.fragmentation == pytest.approx(0.4)

@@ -1,0 +1,195 @@
+"""The recorder: what is counted, once, of which kind and under which module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from backlight.records import Phase
+from backlight.steptime.memory.account import Account
+from backlight.steptime.memory.checkpointing import checkpointed
+from backlight.steptime.memory.counting import Counter
+from backlight.steptime.memory.ledger import Kind, Storage
+from backlight.steptime.memory.recording import Recorder
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Inner(), Inner()
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) * self.scale
+
+
+def recorded(model: nn.Module, recorder: Recorder, steps: int = 1) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with recorder:
+        for _ in range(steps):
+            batch = torch.randn(16, 8)
+            recorder.phase(Phase.FORWARD)
+            loss = model(batch).square().mean()
+            recorder.phase(Phase.BACKWARD)
+            loss.backward()
+            recorder.phase(Phase.OPTIMIZER)
+            optimizer.step()
+            recorder.optimizer(optimizer)
+            recorder.phase(Phase.OTHER)
+            optimizer.zero_grad()
+    return optimizer
+
+
+def of(recorder: Recorder, kind: Kind) -> list[Storage]:
+    return [storage for storage in recorder.ledger.storages if storage.kind is kind]
+
+
+def test_kinds_have_the_bytes_of_the_tensors() -> None:
+    model = Net()
+    recorder = Recorder([model])
+    recorded(model, recorder)
+    held = sum(p.nbytes for p in model.parameters())
+    assert sum(s.nbytes for s in of(recorder, Kind.PARAMETERS)) == held
+    assert sum(s.nbytes for s in of(recorder, Kind.GRADIENTS)) == held
+    assert sum(s.nbytes for s in of(recorder, Kind.OPTIMIZER_STATE)) == held
+    assert [s.nbytes for s in of(recorder, Kind.BUFFERS)] == [8 * 4]
+    assert [s.nbytes for s in of(recorder, Kind.INPUTS)] == [16 * 8 * 4]
+    assert {s.module for s in of(recorder, Kind.GRADIENTS)} == {
+        f"{outer}.{inner}" for outer in ("first", "second") for inner in ("up", "down")
+    }
+
+
+def test_forward_and_backward_are_attributed_to_nested_modules() -> None:
+    model = Net()
+    recorder = Recorder([model])
+    recorded(model, recorder)
+    storages = recorder.ledger.storages
+    tanh = [s.module for s in storages if s.operation == "aten.tanh.default"]
+    assert tanh == ["first", "second"]
+    forward = {s.module for s in storages if s.phase == Phase.FORWARD and "addmm" in s.operation}
+    assert forward == {"first.up", "first.down", "second.up", "second.down"}
+    backward = [s.module for s in storages if s.phase == Phase.BACKWARD and "tanh_backward" in s.operation]
+    assert backward == ["second", "first"]
+    matrices = {s.module for s in storages if s.phase == Phase.BACKWARD and s.operation == "aten.mm.default"}
+    assert matrices == {"first.up", "first.down", "second.up", "second.down"}
+
+
+def test_a_tied_weight_is_counted_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    recorder = Recorder([model])
+    recorded(model, recorder)
+    assert [s.nbytes for s in of(recorder, Kind.PARAMETERS)] == [8 * 8 * 4]
+    assert [s.nbytes for s in of(recorder, Kind.GRADIENTS)] == [8 * 8 * 4]
+
+
+def test_views_and_changes_in_place_are_no_new_storage() -> None:
+    recorder = Recorder([])
+    with recorder:
+        x = torch.ones(10, 10)
+        count = len(recorder.ledger.storages)
+        x.view(100)[3:].add_(1)
+        x.t().mul_(2)
+        x[0].zero_()
+        assert len(recorder.ledger.storages) == count
+        x.clone()
+        assert len(recorder.ledger.storages) == count + 1
+
+
+def test_a_storage_at_a_reused_address_is_a_new_one() -> None:
+    recorder = Recorder([])
+    with recorder:
+        for _ in range(50):
+            made = torch.empty(1000)
+            del made
+    assert len(recorder.ledger.storages) == 50
+    assert recorder.ledger.curve().max() == 4000
+    assert recorder.ledger.curve()[-1] == 0
+
+
+def test_what_is_computed_again_is_activations_of_its_module() -> None:
+    model = Net()
+    plain, again = Recorder([model], Counter()), Counter()
+    recorded(model, plain)
+    wrapped = Recorder([model], again)
+    checkpointed(model, ["first", "second"], wrapped.inside)
+    recorded(model, wrapped)
+    kept = [s for s in of(plain, Kind.ACTIVATIONS) if s.phase == Phase.FORWARD]
+    less = [s for s in of(wrapped, Kind.ACTIVATIONS) if s.phase == Phase.FORWARD]
+    assert sum(s.nbytes for s in less) < sum(s.nbytes for s in kept)
+    recomputed = [s for s in of(wrapped, Kind.ACTIVATIONS) if s.phase == Phase.BACKWARD]
+    assert {"first", "second"} <= {s.module for s in recomputed if "tanh" in s.operation}
+    # The second product is not needed to compute the gradients: it is stopped before.
+    assert again.flops().recomputed == 2 * (2 * 16 * 8 * 32)
+
+
+def test_recording_changes_nothing() -> None:
+    def train(*, watched: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = Net()
+        if watched:
+            recorded(model, Recorder([model], Counter()), steps=3)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for _ in range(3):
+                loss = model(torch.randn(16, 8)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    for one, other in zip(train(watched=True), train(watched=False), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_error_of_ours_stops_recording_and_nothing_else() -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    model = Net()
+    recorder = Recorder([model], broken)
+    recorded(model, recorder)
+    assert "planted" in recorder.trouble
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_flops_of_known_products() -> None:
+    model = nn.Linear(8, 32)
+    counter = Counter()
+    recorded(model, Recorder([model], counter))
+    assert counter.flops().forward == 2 * 16 * 8 * 32
+    assert counter.flops().backward == 2 * 16 * 8 * 32  # the input needs no gradient
+    assert counter.flops().modules[""] == counter.flops().forward
+
+
+def test_sparse_gradients_count_with_their_parts() -> None:
+    model = nn.Sequential(nn.Embedding(100, 4, sparse=True))
+    recorder = Recorder([model])
+    with recorder:
+        recorder.phase(Phase.FORWARD)
+        loss = model(torch.tensor([1, 5])).sum()
+        recorder.phase(Phase.BACKWARD)
+        loss.backward()
+        recorder.phase(Phase.OTHER)
+    assert sum(s.nbytes for s in of(recorder, Kind.GRADIENTS)) == 2 * 4 * 4 + 2 * 8
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_only_one_kind_of_device_counts(device: str) -> None:
+    recorder = Recorder([], device=device)
+    with recorder:
+        kept = [torch.empty(10, device="cpu"), torch.empty(20, device="meta")]
+    assert Account(recorder.ledger).peak == (40 if device == "cpu" else 80)
+    assert len(kept) == 2
