@@ -10,13 +10,14 @@ import pytest
 from backlight.steptime.differences import compare_pairs, compare_times
 from backlight.steptime.recorded import read_phases
 from backlight.steptime.steady import SeriesError
+from backlight.steptime.wording import CIRCUMSTANCES
 from backlight.store.reader import Run, open_run
 from backlight.store.writer import RunWriter
 
 PHASES = {"data": 0.004, "backward": 0.03, "optimizer": 0.006, "between": 0.01}
 
 
-def write(path: Path, seed: int, steps: int = 120, **factors: float) -> Run:
+def write(path: Path, seed: int, steps: int = 120, *, core_wait: float = 0.0, **factors: float) -> Run:
     random = np.random.default_rng(seed)
     writer = RunWriter.create(path, rooms=("steptime",))
     for step in range(steps):
@@ -24,6 +25,8 @@ def write(path: Path, seed: int, steps: int = 120, **factors: float) -> Run:
         for name, level in PHASES.items():
             value = level * factors.get(name, 1.0) * slow * float(np.exp(random.normal(0, 0.01)))
             writer.scalar(step, f"phase/{name}", value)
+    if core_wait:
+        writer.event(steps - 1, CIRCUMSTANCES, {"core_wait": core_wait})
     writer.close()
     return open_run(path)
 
@@ -61,6 +64,35 @@ def test_twins_seldom_differ_in_any_phase(tmp_path: Path) -> None:
     ]
     alarms = [any(row.found for row in pair.rows) for pair in pairs]
     assert np.mean(alarms) <= 0.05
+
+
+def test_what_a_busy_machine_may_explain_is_not_claimed(tmp_path: Path) -> None:
+    calm = write(tmp_path / "a", 0)
+    busy = compare_times(calm, write(tmp_path / "b", 1, core_wait=0.06, backward=1.05))
+    assert not busy.rows[0].found
+    assert busy.rows[0].low <= 1.0
+    assert busy.rows[0].high >= 1.03
+    assert "second run: its thread waited 6% of the time for a core" in busy.trouble[0]
+    # More than the waits explain is still found, and a wait of the slower one is no excuse for the other.
+    assert compare_times(calm, write(tmp_path / "c", 1, core_wait=0.06, backward=1.5)).rows[0].found
+    assert (
+        compare_times(write(tmp_path / "d", 1, core_wait=0.06), write(tmp_path / "e", 1, backward=1.05))
+        .rows[0]
+        .found
+    )
+
+
+def test_nothing_is_claimed_of_a_run_that_drifts(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    writer = RunWriter.create(tmp_path / "drift", rooms=("steptime",))
+    for step in range(80):
+        writer.scalar(
+            step, "phase/other", (0.05 if step < 40 else 0.08) * float(np.exp(random.normal(0, 0.01)))
+        )
+    writer.close()
+    found = compare_times(write(tmp_path / "a", 0, between=0.2), open_run(tmp_path / "drift"))
+    assert not any(row.found for row in found.rows)
+    assert "drift" in found.trouble[0]
 
 
 def test_a_phase_that_is_missing_or_negligible_is_not_tested(tmp_path: Path) -> None:

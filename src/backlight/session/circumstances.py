@@ -89,9 +89,35 @@ class Pauses:
         self._heard.append((self._step(), payload))
 
 
-def circumstances(ways: Sequence[dict[str, Any]]) -> dict[str, Any]:
+class CoreWait:
+    """How long the thread that trains was ready and had no core to run on, from the making of this.
+
+    Linux counts it for every thread (``/proc/thread-self/schedstat``); elsewhere it is not known.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._waited = _waited()
+
+    def share(self) -> float | None:
+        """Return the share of the time since then; None where it is not counted."""
+        now, elapsed = _waited(), time.perf_counter() - self._began
+        if now is None or self._waited is None or elapsed <= 0:
+            return None
+        return min(1.0, max(0.0, (now - self._waited) / elapsed))
+
+
+def _waited() -> float | None:
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def circumstances(ways: Sequence[dict[str, Any]], waiting: CoreWait | None = None) -> dict[str, Any]:
     """Return the facts as JSON types; ``ways`` are those of the optimizers, which may be gone by now."""
     return {
+        "core_wait": waiting.share() if waiting is not None else None,
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "local_ranks": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),

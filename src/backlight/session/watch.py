@@ -17,7 +17,7 @@ from backlight.health.groups import GroupError, members
 from backlight.records import Finding, Made, RunStatus
 from backlight.registry import RULES
 from backlight.session.cadence import Cadence
-from backlight.session.circumstances import CIRCUMSTANCES, Pauses, circumstances, ways_of
+from backlight.session.circumstances import CIRCUMSTANCES, CoreWait, Pauses, circumstances, ways_of
 from backlight.session.config import Settings
 from backlight.session.drain import Drain
 from backlight.session.fingerprints import take_fingerprint
@@ -104,6 +104,7 @@ class Watch:
         self._tracing: Tracer | None = None
         self._pauses: Pauses | None = None
         self._ways: list[dict[str, Any]] = []
+        self._waiting: CoreWait | None = None
         # Everything that can be refused is refused here, before anything is attached or written.
         exact = settings.exact_updates
         probes = {"update": {"per_tensor": None, "spacing": exact}} if exact is not None else {}
@@ -218,7 +219,7 @@ class Watch:
             )
             with self._notices.shield():
                 self._stalling.start()
-        self._ways = []
+        self._ways, self._waiting = [], None
         if "steptime" in settings.rooms:
             self._pauses = Pauses(self._notices.event, lambda: self._tracker.index)
             self._pauses.start()
@@ -248,7 +249,8 @@ class Watch:
         if self._pauses is not None:
             with self._notices.shield():
                 self._pauses.stop()
-                self._notices.event(CIRCUMSTANCES, circumstances(self._ways), max(self._tracker.done - 1, 0))
+                facts = circumstances(self._ways, self._waiting)
+                self._notices.event(CIRCUMSTANCES, facts, max(self._tracker.done - 1, 0))
         with self._notices.shield():
             self._drain.stop()
             self._take_fingerprint()
@@ -358,6 +360,7 @@ class Watch:
             self._fingerprinted = True
             try:
                 self._writer.fingerprint(take_fingerprint(self._scope, self._arguments))
+                self._waiting = CoreWait()
                 self._ways = [way for optimizer in self._scope.optimizers() for way in ways_of(optimizer)]
                 self._unmeasured()
             except Exception as error:  # noqa: BLE001 - the rest of the run is worth having without it
