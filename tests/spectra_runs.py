@@ -25,7 +25,10 @@ STRENGTHS = {
 
 @dataclass(frozen=True)
 class Planted:
-    """A run to write: strengths in units of the threshold below which no direction can be found."""
+    """A run to write: strengths in units of the threshold below which no direction can be found.
+
+    Layers that are ``flipped`` have their signal with the other sign in every fourth replicate.
+    """
 
     steps: tuple[int, ...] = (0, 100, 200)
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=lambda: dict(SHAPES))
@@ -36,6 +39,7 @@ class Planted:
     update_ranks: tuple[float, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=lambda: {"norm.weight": "one-dimensional"})
     checkpoints: bool = False
+    flipped: tuple[str, ...] = ()
     seed: int = 0
 
 
@@ -49,7 +53,10 @@ def replicates(plan: Planted, name: str, at: int) -> torch.Tensor:
     G = torch.randn(plan.replicates, p, q, generator=noise)
     if amount:
         U, V = (torch.linalg.qr(torch.randn(n, amount, generator=signal))[0] for n in (p, q))
-        G = G + (U * strength) @ V.T
+        sign = torch.ones(plan.replicates)
+        if name in plan.flipped:
+            sign[::4] = -1
+        G = G + sign[:, None, None] * ((U * strength) @ V.T)
     return 1e-3 * G
 
 

@@ -95,6 +95,16 @@ def test_close_modes_contradict_their_echo(tmp_path: Path) -> None:
     assert said(run, "estimator_contradicted", misfit=1.9) == []
 
 
+def test_a_direction_with_either_sign_is_noise(tmp_path: Path) -> None:
+    strong = {HEAD: (8.0,), QKV: (6.0,), UP: (8.0,)}
+    run = write_spectra_run(tmp_path / "run", Planted(steps=(0,), strengths=strong, flipped=(HEAD,)))
+    (found,) = said(run, "estimator_contradicted")
+    assert found.subject.parameter == HEAD
+    assert "Replicates share direction 1 but not its sign (pooled echo 0." in found.claim
+    steady = write_spectra_run(tmp_path / "steady", Planted(steps=(0,), strengths=strong))
+    assert said(steady, "estimator_contradicted") == []
+
+
 def test_few_replicates_are_named_with_their_number(tmp_path: Path) -> None:
     run = write_spectra_run(tmp_path / "run", Planted(steps=(0,), replicates=4))
     found = said(run, "too_few_replicates")

@@ -30,6 +30,8 @@ FIELDS = (
     "echo_low",
     "echo_high",
     "echo_null",
+    "pooled",
+    "residual",
     "expected",
     "block_echo",
     "left_alignment",

@@ -27,8 +27,8 @@ def write_animations(source: Source, folder: Path) -> tuple[Path, ...]:
     ValueError
         If the folder is a file.
     """
-    from matplotlib.animation import PillowWriter  # noqa: PLC0415 - an optional package, wanted only here
-    from matplotlib.figure import Figure  # noqa: PLC0415 - the same
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an optional package, wanted only here
+    from PIL import Image  # noqa: PLC0415 - comes with it
 
     from backlight.report.plots import spectra  # noqa: PLC0415 - needs it as well
 
@@ -44,15 +44,18 @@ def write_animations(source: Source, folder: Path) -> tuple[Path, ...]:
             frames = folder / file_name("spectra", layer["name"])
             frames.mkdir(exist_ok=True)
             figure = Figure(figsize=(spectra.WIDTH, spectra.HEIGHT))
-            writer = PillowWriter(fps=PER_SECOND)
+            pictures = []
+            for view in views:
+                figure.clear()
+                spectra.draw(figure, view, limits)
+                frame = frames / f"step-{view.step:08d}.png"
+                figure.savefig(frame, dpi=DPI)
+                written.append(frame)
+                with Image.open(frame) as drawn:
+                    pictures.append(drawn.convert("RGB").quantize(64))
             gif = frames.with_name(f"{frames.name}.gif")
-            with writer.saving(figure, str(gif), DPI):
-                for view in views:
-                    figure.clear()
-                    spectra.draw(figure, view, limits)
-                    frame = frames / f"step-{view.step:08d}.png"
-                    figure.savefig(frame, dpi=DPI)
-                    writer.grab_frame()
-                    written.append(frame)
+            pictures[0].save(
+                gif, save_all=True, append_images=pictures[1:], duration=1000 // PER_SECOND, loop=0
+            )
             written.append(gif)
     return tuple(written)

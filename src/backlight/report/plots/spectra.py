@@ -25,6 +25,9 @@ PICTURED = 6
 WIDTH, HEIGHT = 11.0, 10.5
 """Inches of the five charts."""
 
+DECADES_ACROSS, DECADES_UP = 3, 5
+"""What is further below the largest is zero but for rounding, and would squeeze the rest into a corner."""
+
 Floats = NDArray[np.float64]
 
 
@@ -79,6 +82,8 @@ CHARTS = (
         lambda v: v.at("singular_value"),
         lambda v: [
             ("echo", "-", "first", v.at("echo")),
+            ("pooled echo", "-", "second", v.at("pooled")),
+            ("residual (1: contradicted)", ":", "fourth", v.at("residual")),
             ("null (95 % of chance)", "--", "limit", v.at("echo_null")),
             ("spiked model", "--", "eighth", v.at("expected")),
             ("echo of the block", ":", "third", v.at("block_echo")),
@@ -166,8 +171,10 @@ def limits_of(views: list[View]) -> Limits:
     """Return the ranges of both axes of each chart over all steps, so that nothing jumps between them."""
     return [
         (
-            _range([chart.x(view) for view in views], log=chart.log_x),
-            _range([values for view in views for values in _drawn(chart, view)], log=chart.log_y),
+            _range([chart.x(view) for view in views], DECADES_ACROSS if chart.log_x else 0),
+            _range(
+                [values for view in views for values in _drawn(chart, view)], DECADES_UP if chart.log_y else 0
+            ),
         )
         for chart in CHARTS
     ]
@@ -180,13 +187,15 @@ def _drawn(chart: Chart, view: View) -> Iterator[Floats]:
         yield from chart.band(view)[:2]
 
 
-def _range(columns: list[Floats], *, log: bool) -> tuple[float, float]:
+def _range(columns: list[Floats], decades: int) -> tuple[float, float]:
+    log = decades > 0
     values = np.concatenate(columns)
     values = values[np.isfinite(values) & ((values > 0) | (not log))]
     if not len(values):
         return (0.1, 10.0) if log else (0.0, 1.0)
     low, high = float(values.min()), float(values.max())
     if log:
+        low = max(low, high / 10**decades)
         room = max(1.1, (high / low) ** 0.04)
         return low / room, high * room
     room = (high - low or 1.0) * 0.05

@@ -12,7 +12,7 @@ from backlight.spectra.thresholds import Thresholds
 from backlight.store.reader import Run
 
 
-@rule("below_noise", room="spectra")
+@rule("below_noise", room="spectra", restates=True)
 def below_noise(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Name the layers without an identifiable direction where they were measured last."""
     known = followed(run)

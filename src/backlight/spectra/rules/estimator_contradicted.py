@@ -1,4 +1,4 @@
-"""Rule ``estimator_contradicted``: echoes that their own residual contradicts, since modes are too close."""
+"""Rule ``estimator_contradicted``: echoes that their own residual contradicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from backlight.store.reader import Run
 _SHOWN = 5
 
 
-@rule("estimator_contradicted", room="spectra", thresholds=("misfit", "above_null"))
+@rule("estimator_contradicted", room="spectra", thresholds=("misfit", "above_null"), restates=True)
 def estimator_contradicted(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Name the layers with identifiable directions whose echo does not fit the model behind it."""
     known = followed(run)
@@ -44,11 +44,19 @@ def estimator_contradicted(run: Run, limits: Thresholds) -> Iterator[Finding]:
     named = ", ".join(str(i + 1) for i in directions[:_SHOWN])
     more = f" and {len(directions) - _SHOWN} more" if len(directions) > _SHOWN else ""
     because = ""
+    signless = [i for i in directions if table["pooled_low"][i] <= 0]
     if close is not None and set(directions) & set(close.directions):
         block = table["block_echo"][directions[0]]
         because = (
             " Their strengths lie so close that noise turns them into one another"
             f"{'' if np.isnan(block) else f'; the echo of their block is {written(float(block))}'}."
+        )
+    elif signless:
+        i = signless[0]
+        because = (
+            f" Replicates share direction {i + 1} but not its sign (pooled echo "
+            f"{written(float(table['pooled'][i]))}, interval from {written(float(table['pooled_low'][i]))}): "
+            "noise that lies along one direction looks like that."
         )
     s = "s" if len(directions) > 1 else ""
     yield Finding(
@@ -56,9 +64,8 @@ def estimator_contradicted(run: Run, limits: Thresholds) -> Iterator[Finding]:
         severity=Severity.INFO,
         claim=(
             f"The echo of direction{s} {named}{more} of {name}{among(len(hits), len(known))} at step "
-            f"{first.at.step} is contradicted by its own residual, {written(first.condition.value)}: it "
-            "is no "
-            f"property of the direction.{because}"
+            f"{first.at.step} is contradicted by its own residual, {written(first.condition.value)}: it is "
+            f"no property of the direction.{because}"
         ),
         subject=Subject(parameter=name, module=first.layer.layer or None, step=first.at.step),
         evidence=tuple(
@@ -70,9 +77,8 @@ def estimator_contradicted(run: Run, limits: Thresholds) -> Iterator[Finding]:
             for hit in shown[:_SHOWN]
         ),
         next_check=(
-            "Read the echo of the block (block_echo) and the unbiased diagonal in its place: neither "
-            "needs the "
-            "directions of a block to be told apart."
+            "Read the unbiased diagonal and the pooled echo in its place, and where modes are close the echo "
+            "of their block (block_echo)."
         ),
         refuted_if="more replicates, or larger ones, bring the residual of these directions below "
         f"{limits.misfit:g}.",

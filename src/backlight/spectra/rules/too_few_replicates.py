@@ -15,7 +15,7 @@ from backlight.spectra.thresholds import Thresholds
 from backlight.store.reader import Run
 
 
-@rule("too_few_replicates", room="spectra", thresholds=("replicates", "interval_width"))
+@rule("too_few_replicates", room="spectra", thresholds=("replicates", "interval_width"), restates=True)
 def too_few_replicates(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Name the layers measured with few replicates, else those whose intervals are wide."""
     known = followed(run)

@@ -58,6 +58,10 @@ class LayerTables {
   }
 }
 
+// What is further below the largest is zero but for rounding, and would squeeze the rest into a corner.
+const DECADES_ACROSS = 3;
+const DECADES_UP = 5;
+
 const logOf = (values) => Array.from(values, (value) => (value > 0 ? Math.log10(value) : NaN));
 
 const share = (values, ...others) => {
@@ -82,9 +86,9 @@ const SPECTRA_CHARTS = [
     across: "singular value",
     decades: true,
     left: { label: "spectral echo", log: false, low: 0, high: 1 },
-    lines: [["interval over replicates", "edge", "first", "lower"], ["lower", "edge", "first"], ["echo", "line", "first"], ["null (95 % of chance)", "dashed", "limit"], ["spiked model", "dashed", "eighth"], ["echo of the block", "dashed", "third"]],
+    lines: [["interval over replicates", "edge", "first", "lower"], ["lower", "edge", "first"], ["echo", "line", "first"], ["pooled echo", "line", "second"], ["residual (1: contradicted)", "dashed", "fourth"], ["null (95 % of chance)", "dashed", "limit"], ["spiked model", "dashed", "eighth"], ["echo of the block", "dashed", "third"]],
     x: (layer, step) => logOf(layer.field(step, "singular_value")),
-    columns: (layer, step) => ["echo_high", "echo_low", "echo", "echo_null", "expected", "block_echo"].map((name) => layer.field(step, name)),
+    columns: (layer, step) => ["echo_high", "echo_low", "echo", "pooled", "residual", "echo_null", "expected", "block_echo"].map((name) => layer.field(step, name)),
   },
   {
     title: "Left and right alignment with the mean of the other replicates",
@@ -145,9 +149,11 @@ class SpectraChart {
   choose(layer, figuresAt) {
     const { kind } = this;
     const columns = (step) => kind.columns(layer, step, figuresAt(step));
-    this.range = padded(layer.extent((step) => [kind.x(layer, step)]));
+    const [first, last] = layer.extent((step) => [kind.x(layer, step)]);
+    this.range = padded([kind.decades ? Math.max(first, last - DECADES_ACROSS) : first, last]);
     if (!this.range.every(Number.isFinite)) this.range = [0, 1];
-    const [low, high] = layer.extent((step) => columns(step).map((values) => (kind.left.log ? logOf(values) : values)));
+    let [low, high] = layer.extent((step) => columns(step).map((values) => (kind.left.log ? logOf(values) : values)));
+    if (kind.left.log) low = Math.max(low, high - DECADES_UP);
     if (kind.left.log) this.height = Number.isFinite(low) ? [10 ** (low - 0.04 * (high - low) - 0.02), 10 ** (high + 0.04 * (high - low) + 0.02)] : [0.1, 10];
     else this.height = [Math.min(-0.02, Math.max(-0.5, low)), Math.max(1.03, Math.min(1.5, high))];
   }
