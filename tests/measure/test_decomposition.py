@@ -209,3 +209,14 @@ def test_sums_of_squares_hold_what_single_precision_cannot():
     for x in (torch.full((300, 400), 1e20), torch.full((300, 400), 1e-30), torch.randn(500, 300).T):
         expected = float((x.double() ** 2).sum())
         assert replicates.sum_squares(x) == pytest.approx(expected, rel=1e-12)
+
+
+def test_filling_up_directions_does_not_draw_from_the_generator_of_the_process() -> None:
+    draw = torch.Generator().manual_seed(0)
+    low = torch.randn(1, 12, 3, generator=draw) @ torch.randn(1, 3, 20, generator=draw)
+    before = torch.get_rng_state()
+    one, other = decompose(low, method="gram"), decompose(low, method="gram")
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(one.right, other.right)
+    gram = one.right[0].T @ one.right[0]
+    torch.testing.assert_close(gram, torch.eye(12), rtol=0.0, atol=1e-5)

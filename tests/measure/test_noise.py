@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from backlight.measure.noise import Noise, critical_batch, noise
 from backlight.measure.replicates import ReplicateError, Replicates, check_distinct
-from backlight.measure.spectrum import aspect_ratio, gaps, spectrum, stable_rank, stable_rank_of
+from backlight.measure.spectrum import aspect_ratio, gaps, spectrum, stable_rank, stable_rank_of, values_by_gram
 from backlight.measure.subspace import drift
 
 SETTINGS = settings(deadline=None, max_examples=40)
@@ -153,7 +153,7 @@ def test_a_zero_matrix_has_no_rank():
     assert gaps([0.0, 0.0]).size == 0
 
 
-@pytest.mark.parametrize("measure", [spectrum, stable_rank_of])
+@pytest.mark.parametrize("measure", [spectrum, stable_rank_of, values_by_gram])
 def test_what_has_no_spectrum_is_refused(measure):
     with pytest.raises(ReplicateError, match=r"layer 'b': has shape \(5,\); singular directions need"):
         measure(torch.ones(5), layer="b")
@@ -187,3 +187,16 @@ def test_what_is_no_subspace_is_refused():
         drift(torch.eye(4)[:, :2], torch.eye(4)[:, :3])
     with pytest.raises(ValueError, match="columns of 'after' are not orthonormal"):
         drift(torch.eye(4)[:, :2], torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
+def test_the_gram_gives_singular_values_and_says_which_it_lost(shape: tuple[int, int], size: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(shape[0], 6, generator=draw, dtype=torch.float64))
+    right, _ = torch.linalg.qr(torch.randn(shape[1], 6, generator=draw, dtype=torch.float64))
+    expected = torch.tensor([1.0, 0.5, 1e-2, 1e-4, 1e-6, 1e-11], dtype=torch.float64) * size
+    found = values_by_gram(left @ torch.diag(expected) @ right.T)
+    np.testing.assert_allclose(found[:5], expected[:5], rtol=1e-3)
+    assert math.isnan(found[5])
+    assert values_by_gram(torch.zeros(shape)).tolist() == [0.0] * 6

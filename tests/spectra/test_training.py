@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.measure.spectra import spectral_echo
+from backlight.session.targets import Targets
 from backlight.spectra import waiting
 from backlight.spectra.training import Measuring
 from backlight.store import spectra as stored
@@ -399,6 +400,87 @@ def test_an_exception_of_ours_is_one_warning(
         assert same(plain, one(build(), {}, tmp_path))
     assert len(told) <= 2  # the two measured steps are told apart where the thread failed
     assert any("planted trouble" in reason for reason in unmeasured(tmp_path))
+
+
+def test_trouble_of_this_room_leaves_the_others_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("planted trouble")
+
+    monkeypatch.setattr(Targets, "momentum", broken)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(
+            RuntimeWarning, match="not measured: spectra, after RuntimeError: planted trouble"
+        ) as told,
+        backlight.watch(model, optimizer, run=tmp_path, rooms=("health", "spectra"), every=1),
+    ):
+        train(model, optimizer)
+    assert len(told) == 1
+    run = backlight.open_run(tmp_path)
+    assert run.scalar("total_norm").steps.tolist() == [0, 1, 2, 3]
+    assert not stored.measurements(run)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_is_seen_and_not_compiled_again(tmp_path: Path) -> None:
+    found = []
+    for path in (None, tmp_path):
+        torch._dynamo.reset()
+        counted = torch._dynamo.utils.counters
+        counted.clear()
+        model = build().eval()
+        compiled = torch.compile(model, backend="aot_eager")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if path is None:
+            train(compiled, optimizer)
+        else:
+            with backlight.watch(compiled, optimizer, run=path, rooms=("spectra",), every=2):
+                train(compiled, optimizer)
+        found.append((weights(model), counted["stats"]["unique_graphs"]))
+    (plain, graphs), (seen, again) = found
+    assert same(plain, seen)
+    assert graphs == again
+    measured = stored.measurements(backlight.open_run(tmp_path))
+    assert {(m.step, m.replicates) for m in measured} == {(0, 4), (2, 4)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_on_an_accelerator_nothing_changes_and_the_host_agrees(
+    place: str, tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
+) -> None:
+    states = []
+    for path in (None, tmp_path):
+        model = build().cuda().eval()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def loop(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            for step in range(3):
+                optimizer.zero_grad()
+                for micro in range(4):
+                    pair = batch(10 * step + micro)
+                    loss_of(model, (pair[0].cuda(), pair[1].cuda())).backward()
+                optimizer.step()
+
+        if path is None:
+            loop()
+        else:
+            with backlight.watch(
+                model, optimizer, run=path, rooms=("spectra",), every=2, spectra={"place": place}
+            ):
+                loop()
+        states.append(weights(model))
+    assert same(*states)
+    replicates = measured[2, "block.up.weight"]
+    assert {part.device.type for part in replicates} == {"cpu" if place == "host" else "cuda"}
+    alone = spectral_echo([part.cpu() for part in replicates])
+    table = stored.table(backlight.open_run(tmp_path), 2, "block.up.weight")
+    k = alone.identifiable
+    np.testing.assert_allclose(table["echo"][:k], alone.echo[:k], atol=1e-3)
 
 
 def test_layers_that_do_not_fit_are_named_and_the_largest_stay(tmp_path: Path) -> None:
