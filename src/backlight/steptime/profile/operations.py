@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from backlight.steptime.profile.chains import Chain, chains
 from backlight.steptime.profile.logits import Logits, logits
 from backlight.steptime.trace import categories
 from backlight.steptime.trace.analysis import RankAnalysis, StepRow, analyse
@@ -133,6 +134,8 @@ class Operations:
         Median share of a step with communication and no computation; None without communication.
     logits:
         What the loss was computed on; None where no cross entropy was seen.
+    chains:
+        Elementwise operations that follow each other.
     sum_error:
         Share by which the phases of the traced steps miss the steps, on the thread that runs them.
     device:
@@ -150,6 +153,7 @@ class Operations:
     device: DeviceTime | None
     exposed_communication: float | None
     logits: Logits | None
+    chains: tuple[Chain, ...]
     sum_error: float
     notes: tuple[str, ...] = ()
 
@@ -198,6 +202,7 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
         device=_device(one, scale),
         exposed_communication=exposed_communication(one),
         logits=logits(main),
+        chains=chains(main, count),
         sum_error=_sum_error(main),
         notes=one.notes,
     )  # fmt: skip
