@@ -338,7 +338,7 @@ def main() -> None:
                 else ("" if math.isnan(off) else f"({off:.0e} in fp32)"),
             )
         table.add_section()
-    console = Console(width=120)
+    console = Console(width=136)
     console.print(table)
     console.print(snapshots(settings))
     for note, where in NOTES.items():
