@@ -72,7 +72,11 @@ def gram(
         if all(isinstance(piece, Vectors) and piece.rows == 1 for piece in pieces):
             total = pieces[0].values if len(pieces) == 1 else sum(piece.values for piece in pieces)  # type: ignore[union-attr, misc]
             values = wide(total).double()  # type: ignore[arg-type]
-            return values @ values.T, "vectors"
+            n = len(values)
+            K = values.new_zeros(n, n)
+            for a, b in _triangle(n, 1, scratch):
+                _fill(K, values[a:b] @ values[a:].T, a, b)
+            return K, "vectors"
         chosen = kernel if kernel != "auto" else choose(pieces)
         if chosen == "ghost" and alike(pieces):
             return ghost(pieces, scratch, products), "ghost"
@@ -158,12 +162,16 @@ def ghost(pieces: Sequence[Piece], scratch: int, products: torch.dtype = torch.f
     kind = torch.promote_types(products, working_dtype(pieces))
     total = None
     for group in range(pieces[0].groups):  # type: ignore[union-attr]
-        x = torch.cat([wide(p.all_inputs()[:, :, group]).to(kind) for p in pieces], 1)  # type: ignore[union-attr]
-        d = torch.cat([wide(p.delta[:, :, group]).to(kind) for p in pieces], 1)  # type: ignore[union-attr]
+        x = _in_line([wide(p.all_inputs()[:, :, group]).to(kind) for p in pieces])  # type: ignore[union-attr]
+        d = _in_line([wide(p.delta[:, :, group]).to(kind) for p in pieces])  # type: ignore[union-attr]
         part = _products(x, d, scratch)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
+
+
+def _in_line(uses: Sequence[Tensor]) -> Tensor:
+    return uses[0] if len(uses) == 1 else torch.cat(list(uses), 1)
 
 
 def _products(x_NTi: Tensor, d_NTo: Tensor, scratch: int) -> Tensor:
