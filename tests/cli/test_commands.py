@@ -174,6 +174,8 @@ def test_the_surface_is_frozen() -> None:
         "doctor": ["--json"],
         "export": ["--max-directions", "--overwrite", "--rows"],
         "findings": ["--fail-on", "--json"],
+        "memory": ["--batch-setting", "--budget", "--checkpointing", "--fake", "--json", "--out", "--set",
+                   "--steps", "--warmup"],
         "report": ["--animate", "--bundle", "--format", "--out", "--plots"],
         "spectra": ["--budget", "--checkpoints", "--device", "--dtype", "--exclude", "--include", "--json",
                     "--max-directions", "--method", "--out", "--replicates", "--seed", "--set"],

@@ -47,6 +47,23 @@ PIECES = (
 )
 
 
+MEMORY: dict[str, Any] = {
+    "how": "measured",
+    "peak": 100,
+    "phase_at_peak": "forward",
+    "kinds": {"parameters": 40, "activations": 60},
+    "modules": [
+        {"name": "<b>block", "own": 90, "inclusive": 90, "kinds": {"parameters": 30, "activations": 60}},
+        {"name": "", "own": 10, "inclusive": 100, "kinds": {"parameters": 10}},
+    ],
+    "curve": {
+        "kinds": ["parameters", "activations"],
+        "phases": [[0, "forward"], [2, "backward"]],
+        "events": 4,
+    },
+}
+"""What ``backlight memory --out`` stores, of a step of four events."""
+
 PROFILE: dict[str, Any] = {
     "version": 1,
     "modules": [
@@ -228,6 +245,9 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
         watchdog.close()
     if plan.phases:
         writer.evidence("profile.json", json.dumps(PROFILE))
+        writer.evidence("memory.json", json.dumps(MEMORY))
+        writer.array("memory/positions", 0, np.arange(4), dims=("point",))
+        writer.array("memory/curve", 0, [[40, 40, 40, 40], [0, 60, 20, 0]], dims=("kind", "point"))
     if plan.scaler:
         for step in range(first, last, max(1, plan.steps // 6)):
             writer.event(step - first, "scaler_skip", {"scale": 65536})

@@ -159,6 +159,20 @@ def test_a_profile_that_is_broken_is_not_shown(full: Source, tmp_path: Path) -> 
     assert isinstance(PANELS["modules"].render(Source(run)), NotMeasured)
 
 
+def test_memory_is_stacked_by_kind_and_listed_by_module(full: Source) -> None:
+    result = drawn(full, "memory_steps")
+    lines = {line["label"]: line for line in result.data["charts"][0]["lines"]}
+    assert lines["activations"]["downTo"] == "below activations"
+    assert lines["below activations"]["values"].tolist() == [40, 40, 40, 40]
+    assert lines["activations"]["values"].tolist() == lines["all"]["values"].tolist() == [40, 100, 60, 40]
+    assert [fact.value for fact in result.facts] == ["100 B", "forward", "measured"]
+    rows = drawn(full, "memory_modules").data["tables"][0]["rows"]
+    assert rows == [
+        ["<b>block", "90 B", "90 B", "30 B", "60 B"],
+        ["(no module)", "10 B", "100 B", "10 B", ""],
+    ]
+
+
 def test_health_that_was_not_measured_is_no_line(empty: Source) -> None:
     result = drawn(empty, "health")
     labels = [line["label"] for line in result.data["charts"][0]["lines"]]

@@ -11,13 +11,6 @@ from backlight.steptime.memory.allocator import Allocator
 from backlight.steptime.memory.observer import Observer
 from backlight.steptime.memory.predicted import GRANULE, Flops, Logits
 
-NOT_SEEN = (
-    "what kernels allocate and free inside themselves (workspaces of convolutions and matrix products)",
-    "memory outside of torch's tensors (numpy, the CUDA context, communication), and in worker processes",
-)
-"""What no recording of this kind sees."""
-
-
 @dataclass(frozen=True)
 class Measured:
     """The memory of recorded steps.

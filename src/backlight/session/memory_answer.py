@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from backlight.session.accounting import NOT_SEEN, Measured
-from backlight.session.fitting import Fit, Saving
 from backlight.steptime.memory.account import Account
 from backlight.steptime.memory.ledger import Kind
 from backlight.steptime.memory.predicted import COMMUNICATION, CONTEXT, Flops, Logits, Prediction
 
+if TYPE_CHECKING:
+    from backlight.session.accounting import Measured
+    from backlight.session.fitting import Fit, Saving
+
 LARGEST = 20
 """Tensors of the live set that are listed."""
+
+NOT_SEEN = (
+    "what kernels allocate and free inside themselves (workspaces of convolutions and matrix products)",
+    "memory outside of torch's tensors (numpy, the CUDA context, communication), and in worker processes",
+)
+"""What no recording of this kind sees."""
 
 NOT_PREDICTED = (
     "workspaces of kernels (LSTM and convolution backward of the CPU library are the large ones)",
