@@ -24,6 +24,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         return
     if comparison.times is not None:
         print_times(comparison.times, console)
+    if comparison.kinds is not None:
+        _print_rows(comparison.kinds, console, "by kind of operation, traced steps")
     table = _table("over common steps", "steps", "median", "median", "ratio", "last", "last", "differ from")
     for track in comparison.tracks:
         parted = "never" if track.parted is None else f"step {track.parted}"
@@ -41,13 +43,15 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 def print_times(times: TimeComparison, console: Console, counted: str = "steady steps") -> None:
     """Print step times side by side, the step first, then its phases."""
     console.print(Text(times.verdict))
-    if not times.rows:
-        return
+    if times.rows:
+        _print_rows(times, console, counted)
+
+
+def _print_rows(times: TimeComparison, console: Console, counted: str) -> None:
     for trouble in times.trouble:
         console.print(Text(f"  {trouble}"))
-    table = _table(
-        f"{counted} {times.counts[0]} and {times.counts[1]}", "median ms", "median ms", "difference"
-    )
+    first, second = times.counts
+    table = _table(f"{counted} {first} and {second}", "median ms", "median ms", "difference")
     for row in times.rows:
         style = "bold" if row.found else ""
         table.add_row(

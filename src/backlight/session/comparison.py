@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.health.scoring import health_series
+from backlight.session.kind_times import compare_kinds
 from backlight.session.likeness import Difference, Role, differences, judged
 from backlight.steptime.differences import TimeComparison, compare_times
 from backlight.steptime.steady import CONFIDENCE
@@ -76,7 +77,8 @@ class Comparison:
     """What two runs share and where they differ; without ``comparable`` there are no tracks at all.
 
     ``verdict`` says in one line whether they can be compared, and if not why. ``times`` is None where the
-    runs are not comparable or neither of them has phase times.
+    runs are not comparable or neither of them has phase times, ``kinds`` (by kind of operation) where one of
+    them is no traced profile.
     """
 
     first: Side
@@ -89,6 +91,7 @@ class Comparison:
     tracks: tuple[Track, ...] = ()
     parameters: tuple[ParameterShift, ...] = ()
     times: TimeComparison | None = None
+    kinds: TimeComparison | None = None
 
 
 def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
@@ -134,7 +137,8 @@ def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
     times = _times(run_a, run_b, found)
     notes += _effect_notes(found, tracks, times)
     shifts = tuple(_shifts(run_a, run_b))
-    return Comparison(*sides, True, verdict, factor, tuple(found), tuple(notes), tracks, shifts, times)
+    kinds = compare_kinds(run_a, run_b) if times is not None and times.rows else None
+    return Comparison(*sides, True, verdict, factor, tuple(found), tuple(notes), tracks, shifts, times, kinds)
 
 
 def _times(a: Run, b: Run, found: list[Difference]) -> TimeComparison | None:

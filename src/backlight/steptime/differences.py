@@ -113,24 +113,24 @@ def compare_times(first: Run, second: Run, confidence: float = CONFIDENCE) -> Ti
     if min(counts) < 4:
         return TimeComparison(counts, (), confidence, trouble)
     rows = _rows(_columns(parts[0][1]), _columns(parts[1][1]), difference, confidence)
-    waits = [_core_wait(run) for run in (first, second)]
+    waits = [core_wait(run) for run in (first, second)]
     trouble += tuple(
         f"{place} run: its thread waited {wait:.0%} of the time for a core; the intervals are widened by that"
         for place, wait in zip(places, waits, strict=True)
         if wait > NEGLIGIBLE
     )
     drifting = any(steady.trouble for steady, _ in parts)
-    widened = tuple(_widened(row, waits[0], waits[1], drifting=drifting) for row in rows)
-    return TimeComparison(counts, widened, confidence, trouble)
+    stretched = tuple(widened(row, waits[0], waits[1], drifting=drifting) for row in rows)
+    return TimeComparison(counts, stretched, confidence, trouble)
 
 
-def _core_wait(run: Run) -> float:
+def core_wait(run: Run) -> float:
     """Return the share of a run in which its thread waited for a core; 0 where that was not recorded."""
     told = circumstances(run)
     return min(0.95, float((told.payload.get("core_wait") if told is not None else None) or 0.0))
 
 
-def _widened(row: TimeRow, first: float, second: float, *, drifting: bool) -> TimeRow:
+def widened(row: TimeRow, first: float, second: float, *, drifting: bool) -> TimeRow:
     """Let the interval hold what either run would have taken without its waits for a core.
 
     Steps of one run say nothing of how busy the machine was in the other. Of a run that drifts nothing

@@ -1,0 +1,97 @@
+"""Two profiled runs by kind of operation: milliseconds per traced step, with intervals where steps allow.
+
+The traces stand beside the profiles in the run folders. Without what reads them, or with fewer than four
+traced steps, the averages of the profiles are shown without an interval. No torch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from backlight.steptime.differences import TimeComparison, TimeRow, core_wait, widened
+from backlight.steptime.steady import CONFIDENCE, Floats, difference
+from backlight.steptime.wording import Profiled, read_profile
+from backlight.store.reader import Run
+
+NEEDED = 4
+"""Traced steps of each run that an interval takes."""
+
+NEGLIGIBLE = 0.005
+"""Share of all operations below which a kind is not tested."""
+
+
+def compare_kinds(first: Run, second: Run, confidence: float = CONFIDENCE) -> TimeComparison | None:
+    """Compare two profiles by kind of operation; None where one of the runs has no traced profile."""
+    profiles = read_profile(first), read_profile(second)
+    if profiles[0] is None or profiles[1] is None:
+        return None
+    tables = _averages(profiles[0]), _averages(profiles[1])
+    if not tables[0] or not tables[1]:
+        return None
+    counts = (
+        int(profiles[0].content.get("traced_steps") or 0),
+        int(profiles[1].content.get("traced_steps") or 0),
+    )
+    names = list(dict.fromkeys([*tables[0], *tables[1]]))
+    rows = [TimeRow(name, tables[0].get(name, 0.0), tables[1].get(name, 0.0)) for name in names]
+    if min(counts) < NEEDED:
+        fewest = min(counts)
+        why = f"no intervals: {fewest} traced steps, which take {NEEDED} or more (backlight profile --traced)"
+        return TimeComparison(counts, tuple(rows), confidence, (why,))
+    one, other = _by_step(first, counts[0]), _by_step(second, counts[1])
+    if one is None or other is None:
+        why = "no intervals: a trace is not there, or cannot be read (pip install 'backlight[trace]')"
+        return TimeComparison(counts, tuple(rows), confidence, (why,))
+    tested = [name for name in names if _testable(one, name) and _testable(other, name)]
+    level = 1 - (1 - confidence) / max(1, len(tested))
+    waits = core_wait(first), core_wait(second)
+    told = []
+    for row in rows:
+        if row.name not in tested:
+            told.append(row)
+            continue
+        found = difference(one[row.name], other[row.name], level)
+        medians = float(np.median(one[row.name])), float(np.median(other[row.name]))
+        whole = TimeRow(row.name, *medians, found.ratio, found.low, found.high, found.found)
+        told.append(widened(whole, *waits, drifting=False))
+    return TimeComparison(counts, tuple(told), confidence)
+
+
+def _averages(profiled: Profiled) -> dict[str, float]:
+    """Return milliseconds per step by kind: of the device where there is one, else of the host."""
+    rows = profiled.rows("kinds")
+    column = "device_ms" if any(row.get("device_ms") for row in rows) else "host_ms"
+    return {str(row["name"]): float(row.get(column) or 0.0) for row in rows}
+
+
+def _by_step(run: Run, steps: int) -> dict[str, Floats] | None:
+    """Return milliseconds by kind, each [steps], from the trace that a run keeps; None where that fails."""
+    paths = [path for path in run.evidence() if path.endswith("trace.json.gz")]
+    if not paths:
+        return None
+    try:
+        # Reading traces takes packages that reading runs does not.
+        from backlight.steptime.profile.operations import split  # noqa: PLC0415
+        from backlight.steptime.trace.analysis import analyse_rank  # noqa: PLC0415
+        from backlight.steptime.trace.reader import read_trace  # noqa: PLC0415
+        from backlight.steptime.trace.timeline import Timeline  # noqa: PLC0415
+
+        main, _ = split(read_trace(run.path / paths[-1]), steps)
+        timeline = Timeline(main)
+        numbers = list(dict.fromkeys(step.number for step in timeline.steps if step.number is not None))
+        each = [analyse_rank(timeline, number) for number in numbers]
+    except (ModuleNotFoundError, ValueError, OSError):
+        return None
+    on_device = any(one.device_total for one in each)
+    names = dict.fromkeys(row.name for one in each for row in one.kinds)
+    by_name = [
+        {row.name: (row.device if on_device else row.host) * 1e-6 for row in one.kinds} for one in each
+    ]
+    return {name: np.array([row.get(name, 0.0) for row in by_name]) for name in names}
+
+
+def _testable(side: dict[str, Floats], name: str) -> bool:
+    if name not in side or len(side[name]) < NEEDED or not (side[name] > 0).all():
+        return False
+    whole = sum(float(np.median(values)) for values in side.values())
+    return float(np.median(side[name])) >= NEGLIGIBLE * whole

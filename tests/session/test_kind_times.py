@@ -1,0 +1,99 @@
+"""Two profiles by kind of operation: averages, intervals from traces, and why there is none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backlight.session import kind_times
+from backlight.session.kind_times import compare_kinds
+from backlight.store.reader import Run, open_run
+from backlight.store.writer import RunWriter
+
+TRACED = """
+import sys, torch
+x = torch.randn(64, 64)
+with torch.profiler.profile(
+    activities=[torch.profiler.ProfilerActivity.CPU],
+    schedule=torch.profiler.schedule(wait=0, warmup=1, active=5, repeat=1),
+    on_trace_ready=lambda p: p.export_chrome_trace(sys.argv[1]),
+) as profiler:
+    for _ in range(6):
+        (x @ x).tanh()
+        profiler.step()
+"""
+
+
+def profiled(path: Path, steps: int, trace: bytes | None = None, **milliseconds: float) -> Run:
+    writer = RunWriter.create(path, rooms=("steptime",))
+    kinds = [{"name": name, "host_ms": value, "device_ms": 0.0} for name, value in milliseconds.items()]
+    writer.evidence("profile.json", json.dumps({"traced_steps": steps, "kinds": kinds}))
+    if trace is not None:
+        writer.evidence("trace.json.gz", trace)
+    writer.close()
+    return open_run(path)
+
+
+def test_few_steps_give_averages_without_an_interval(tmp_path: Path) -> None:
+    found = compare_kinds(
+        profiled(tmp_path / "a", 3, matmul=4.0), profiled(tmp_path / "b", 3, matmul=8.0, copy=1.0)
+    )
+    assert found is not None
+    assert [(row.name, row.first_ms, row.second_ms, row.found) for row in found.rows] == [
+        ("matmul", 4.0, 8.0, False), ("copy", 0.0, 1.0, False)
+    ]  # fmt: skip
+    assert found.trouble[0].startswith("no intervals: 3 traced steps")
+
+
+def test_without_a_profile_or_a_trace_it_says_so(tmp_path: Path) -> None:
+    one = profiled(tmp_path / "a", 6, matmul=4.0)
+    bare = RunWriter.create(tmp_path / "b", rooms=("steptime",))
+    bare.close()
+    assert compare_kinds(one, open_run(tmp_path / "b")) is None
+    found = compare_kinds(one, profiled(tmp_path / "c", 6, matmul=4.0))
+    assert found is not None
+    assert "a trace is not there" in found.trouble[0]
+
+
+def test_a_slower_kind_is_found_and_a_rare_one_not_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(0)
+
+    def by_step(run: Run, steps: int) -> dict[str, Any]:
+        slower = 1.5 if run.path.name == "b" else 1.0
+        noise = np.exp(random.normal(0, 0.01, (2, steps)))
+        return {
+            "matmul": 4.0 * slower * noise[0],
+            "elementwise": 2.0 * noise[1],
+            "other": np.full(steps, 1e-6),
+        }
+
+    monkeypatch.setattr(kind_times, "_by_step", by_step)
+    each = {"matmul": 4.0, "elementwise": 2.0, "other": 1e-6}
+    found = compare_kinds(profiled(tmp_path / "a", 8, **each), profiled(tmp_path / "b", 8, **each))
+    assert found is not None
+    rows = {row.name: row for row in found.rows}
+    assert rows["matmul"].found
+    assert rows["matmul"].low <= 1.5 <= rows["matmul"].high
+    assert not rows["elementwise"].found
+    assert rows["other"].ratio is None
+
+
+def test_kinds_of_each_step_are_read_from_a_real_trace(tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    # In a process of its own: the profiler can crash under a test runner.
+    subprocess.run([sys.executable, "-c", TRACED, str(out)], check=True)
+    run = profiled(tmp_path / "run", 5, gzip.compress(out.read_bytes()), matmul=1.0)
+    found = kind_times._by_step(run, 5)
+    assert found is not None
+    assert len(found["matmul"]) == 5
+    assert (found["matmul"] > 0).all()
+    assert (found["elementwise"] > 0).all()
