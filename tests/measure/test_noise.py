@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from backlight.measure.noise import Noise, critical_batch, noise
 from backlight.measure.replicates import ReplicateError, Replicates, check_distinct
-from backlight.measure.spectrum import aspect_ratio, gaps, spectrum, stable_rank, stable_rank_of, values_by_gram
+from backlight.measure.spectrum import (
+    aspect_ratio,
+    gaps,
+    spectrum,
+    stable_rank,
+    stable_rank_of,
+    values_by_gram,
+)
 from backlight.measure.subspace import drift
 
 SETTINGS = settings(deadline=None, max_examples=40)

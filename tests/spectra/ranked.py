@@ -64,8 +64,9 @@ def loop(
     steps: int = 3,
     sync: Callable[[bool], Any] = lambda _last: contextlib.nullcontext(),
     before: Callable[[int], None] = lambda _micro: None,
+    reader: int | None = None,
 ) -> None:
-    rank = dist.get_rank()
+    rank = dist.get_rank() if reader is None else reader
     torch.manual_seed(rank)
     for step in range(steps):
         optimizer.zero_grad()
@@ -134,6 +135,15 @@ def exchange() -> None:
     with watched("exchange", model, optimizer, exchange=True) as said:
         loop(model, optimizer, 2, sync=unreduced(model))
     report("exchange", said, plain, model)
+
+
+def twins() -> None:
+    """Both ranks read the same data."""
+    model = build().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with watched("twins", model, optimizer, exchange=True) as said:
+        loop(model, optimizer, 2, steps=1, reader=0)
+    report("twins", said, model, model)
 
 
 def missing() -> None:
@@ -211,5 +221,5 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-MODES = (ddp, ddp_static, exchange, missing, fsdp, fewer)
+MODES = (ddp, ddp_static, exchange, twins, missing, fsdp, fewer)
 main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -239,6 +240,42 @@ def test_a_lone_microbatch_is_split_where_asked_for(
         part = tuple(x[2 * number : 2 * number + 2] for x in whole)
         (expected,) = torch.autograd.grad(loss_of(model, part), [model.head.weight])  # type: ignore[arg-type]
         assert torch.equal(found, expected)
+
+
+def test_a_split_leaves_running_statistics_and_random_numbers_as_they_were(tmp_path: Path) -> None:
+    found = []
+    for path in (None, tmp_path):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(12, 6)
+
+        def loss_fn(model: nn.Module, part: Tensor) -> Tensor:
+            random.random()
+            np.random.rand()
+            loss: Tensor = model(part).square().mean()
+            return loss
+
+        def loop(
+            model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, x: Tensor = x
+        ) -> None:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+
+        random.seed(1)
+        np.random.seed(1)
+        if path is None:
+            loop()
+        else:
+            given: dict[str, Any] = {"spectra": {"split": 3}, "samples": (loss_fn, x)}
+            with backlight.watch(model, optimizer, run=path, rooms=("spectra",), every=1, **given):
+                loop()
+        found.append((weights(model), random.random(), np.random.rand()))
+    assert same(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]
+    assert {m.step for m in stored.measurements(backlight.open_run(tmp_path))} == {0, 1, 2}
 
 
 def test_one_microbatch_without_a_split_says_what_to_do(tmp_path: Path) -> None:

@@ -71,6 +71,13 @@ def test_an_exchange_brings_the_replicates_of_all_ranks_together(folder: Path) -
     assert (found.replicates, found["batch"]) == (4, 8)
 
 
+def test_the_same_data_on_two_ranks_are_told(folder: Path) -> None:
+    said = [text for result in seen(folder, "twins") for text in result["warnings"]]
+    assert said
+    assert all("are the same, as if both had seen the same data" in text for text in said)
+    assert not measured(folder, "twins")
+
+
 def test_a_gradient_that_one_rank_lacks_is_dropped_by_all_with_the_same_words(folder: Path) -> None:
     one, other = (result["warnings"] for result in seen(folder, "missing"))
     assert len(one) == 1

@@ -22,7 +22,7 @@ from backlight.spectra import splitting
 from backlight.spectra.batches import samples as samples_of
 from backlight.spectra.catching import EVERY, Catching
 from backlight.spectra.exchange import Exchange
-from backlight.spectra.waiting import Caught, Waiting, copied
+from backlight.spectra.waiting import Caught, Waiting, arrivals, copied
 
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope
@@ -259,6 +259,7 @@ class Replicating:
                 "torch.func give none"
             )
         self._singles(caught)
+        caught.arrivals = arrivals(target.device for target in self._targets.caught)
         if waiting.broken:
             self.queue.event(self._step, "spectra_broken", {"backwards": waiting.broken})
         self._waiting, self._caught, self._before = None, None, {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -121,7 +121,6 @@ class Waiting:
         self._budget, self._most, self._place = budget, most, place
         self._open: dict[int, Tensor] = {}
         self._whole: list[Mapping[int, Tensor]] = []
-        self._devices: set[torch.device] = set()
         self.samples: list[int | None] = []
         self.cut = 0
         self.broken = 0
@@ -143,8 +142,6 @@ class Waiting:
                 torch.cuda.synchronize(gradient.device)
             self._open[key] += gradient.detach().to(self._open[key].device)
             return
-        if gradient.device.type == "cuda":
-            self._devices.add(gradient.device)
         self._open[key] = copied(gradient, self._place)
 
     def end(self, *, whole: bool, samples: int | None) -> None:
@@ -158,7 +155,7 @@ class Waiting:
 
     def caught(self, step: int) -> Caught:
         """Return what was kept; a parameter that some of the replicates lack is not."""
-        out = Caught(step, samples=list(self.samples), cut=self.cut, arrivals=_arrivals(self._devices))
+        out = Caught(step, samples=list(self.samples), cut=self.cut)
         for key, target in self._targets.items():
             parts = [one[key] for one in self._whole if key in one]
             if len(parts) == len(self._whole):
@@ -182,9 +179,10 @@ def copied(tensor: Tensor, place: str) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _arrivals(devices: set[torch.device]) -> list[torch.cuda.Event]:
+def arrivals(devices: Iterable[str]) -> list[torch.cuda.Event]:
+    """Return events that are over when all copies that were set out from these devices have arrived."""
     events = []
-    for device in devices:
+    for device in sorted({device for device in devices if device.startswith("cuda")}):
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
         event.record(torch.cuda.current_stream(device))
         events.append(event)
