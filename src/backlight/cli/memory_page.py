@@ -145,7 +145,7 @@ def _modules(account: Account) -> None:
         )
     Console().print(table)
     if len(modules) > MODULES:
-        _note(Page(), f"{len(modules) - MODULES} more modules in --json")
+        _note(Page(), f"{len(modules) - MODULES} more in --json")
 
 
 def _tensors(account: Account) -> None:
