@@ -142,3 +142,11 @@ def test_what_is_no_gram_is_refused() -> None:
         spectrum(torch.eye(2, dtype=torch.float64), top=0)
     with pytest.raises(ValueError, match="between 1 and the 2 samples, got 3"):
         eigenpairs(torch.eye(2, dtype=torch.float64), 3)
+
+
+@pytest.mark.parametrize("samples", [191, 192])
+def test_the_largest_of_many_are_those_of_all(samples: int) -> None:
+    A = torch.randn(samples, 300, dtype=torch.float64)
+    whole, top = spectrum(A @ A.T), spectrum(A @ A.T, top=5)
+    assert len(top.eigenvalues) == 5
+    np.testing.assert_allclose(top.eigenvalues, whole.eigenvalues[:5], rtol=1e-12)

@@ -285,7 +285,7 @@ def _prepared(K: Tensor, centred: bool) -> tuple[Tensor, int, float, float]:
 
 def _largest(work: Tensor, top: int | None) -> NDArray[np.float64]:
     n = work.shape[0]
-    if top is not None and work.device.type == "cpu" and n >= 64 and top <= n // 4:
+    if top is not None and work.device.type == "cpu" and n >= 192 and top <= n // 4:
         from scipy.linalg import eigh  # noqa: PLC0415 - a second of import that few need
 
         values = eigh(work.numpy(), eigvals_only=True, subset_by_index=(n - top, n - 1), check_finite=False)
