@@ -16,7 +16,7 @@ import torch
 
 from backlight.capture.scope import Scope
 from backlight.records import Fingerprint, ParameterRecord
-from backlight.session.circumstances import Pauses, circumstances, ways_of
+from backlight.session.circumstances import CoreWait, Pauses, circumstances, ways_of
 from backlight.session.confirming import Confirmed, control_of_this_run
 from backlight.session.explaining import end_script, explain
 from backlight.session.fingerprints import take_fingerprint
@@ -151,7 +151,7 @@ def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = Fal
     with tempfile.TemporaryDirectory(prefix="backlight-profile-") as folder:
         wanted = plan.traced > 0 and rank == 0
         path = (plan.trace or Path(folder) / "trace.json.gz").absolute() if wanted else None
-        describe = functools.partial(_describe, arguments=tuple(arguments))
+        describe = functools.partial(_describe, arguments=tuple(arguments), waiting=CoreWait())
         observer = Observer(end_script, plan.steps, plan.traced, path, stacks=plan.stacks, describe=describe)
         pauses: list[tuple[int, dict[str, Any]]] = []
         collector = Pauses(
@@ -214,9 +214,10 @@ class Description:
     circumstances: dict[str, Any]
 
 
-def _describe(scope: Scope, arguments: tuple[str, ...]) -> Description:
+def _describe(scope: Scope, arguments: tuple[str, ...], waiting: CoreWait) -> Description:
     ways = [way for optimizer in scope.optimizers() for way in ways_of(optimizer)]
-    return Description(take_fingerprint(scope, arguments), tuple(scope.table.records), circumstances(ways))
+    facts = circumstances(ways, waiting)
+    return Description(take_fingerprint(scope, arguments), tuple(scope.table.records), facts)
 
 
 def _read(path: Path, observed: Observed) -> tuple[Operations, Attribution, Attention | None]:
