@@ -24,13 +24,14 @@ class DecoupledDecay(Protocol):
         """Return both rates of the moments."""
 
 
-def adamw(model: nn.Module, training: DecoupledDecay) -> torch.optim.AdamW:
+def adamw(model: nn.Module, training: DecoupledDecay, eps: float = 1e-8) -> torch.optim.AdamW:
     """Return AdamW on all parameters of ``model``."""
     return torch.optim.AdamW(
         model.parameters(),
         lr=training.lr,
         weight_decay=training.weight_decay,
         betas=(training.betas[0], training.betas[1]),
+        eps=eps,
     )
 
 
