@@ -186,3 +186,27 @@ def test_names_are_made_visible(tmp_path: Path) -> None:
     plan = Planted(steps=(0,), shapes={hostile: (8, 9)}, strengths={hostile: (5.0,)})
     layer = drawn(Source(write_spectra_run(tmp_path / "run", plan)), "spectra").data["layers"][0]
     assert layer["name"] == visible(hostile)
+
+
+def test_what_stayed_of_the_leading_directions_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
+    from backlight.measure.spectra import spectral_echo
+    from backlight.spectra.recording import describe, record_arrays, state_measured
+    from backlight.store.reader import open_run
+    from backlight.store.spectra import Layer
+    from backlight.store.writer import RunWriter
+
+    plan = Planted(shapes={HEAD: (20, 36)})
+    writer = RunWriter.create(tmp_path / "run", rooms=("spectra",), step_offset=0)
+    describe(writer, Layer(HEAD, "head", (20, 36), "", 20, 36))
+    found = spectral_echo(replicates(plan, HEAD, 0), draws=20)
+    for step, stayed in ((0, math.nan), (5, 0.75)):
+        record_arrays(writer, step, HEAD, found)
+        drift = {"drift_left": stayed, "drift_right": 0.5, "drift_directions": 2.0}
+        state_measured(writer, step, HEAD, found, drift=drift)
+    writer.close()
+    charts = drawn(Source(open_run(tmp_path / "run")), "spectra_signal").data["charts"]
+    by_title = {chart["title"]: chart["lines"][0]["values"] for chart in charts}
+    left = by_title["What stayed of the leading left directions"]
+    assert math.isnan(left[0])
+    assert left[1] == 0.75
+    assert by_title["What stayed of the leading right directions"].tolist() == [0.5, 0.5]

@@ -12,6 +12,8 @@ CHARTS = (
     ("noise_scale", "Noise scale", Axis("samples", log=True)),
     ("identifiable", "Identifiable directions", Axis("directions", low=0.0)),
     ("noise_sigma", "Noise level", Axis("noise of one entry", log=True)),
+    ("drift_left", "What stayed of the leading left directions", Axis("mean squared cosine", low=0.0)),
+    ("drift_right", "What stayed of the leading right directions", Axis("mean squared cosine", low=0.0)),
 )
 
 
