@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+import backlight
 
 WIDTH, WORDS, LENGTH = 16, 12, 6
 
@@ -106,3 +109,29 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Tell whether two states are the same to the bit."""
     return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
+def one(
+    model: nn.Module, loop: dict[str, Any], path: Path | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    """Train, watched where there is a path, and return the weights."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loop = {**loop, "scaler": scaler()} if loop.get("scaler") is True else loop
+    if path is None:
+        train(model, optimizer, **loop)
+    else:
+        with backlight.watch(model, optimizer, run=path, rooms=("spectra",), every=2, **settings):
+            train(model, optimizer, **loop)
+    return weights(model)
+
+
+def unmeasured(path: Path) -> dict[str, list[int | None]]:
+    """Return the steps by what is said not to be measured there."""
+    found: dict[str, list[int | None]] = {}
+    for event in backlight.open_run(path).events("unmeasured"):
+        found.setdefault(str(event.payload["reason"]), []).append(event.step)
+    return found

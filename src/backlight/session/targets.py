@@ -10,7 +10,6 @@ import torch
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
 from backlight.capture.unsharded import unsharded
-from backlight.records import Layout
 from backlight.spectra.errors import SpectraError
 from backlight.spectra.layers import Selection, choose
 from backlight.spectra.recording import describe, leave_out
@@ -241,11 +240,6 @@ class Targets:
 
     def _tensor(self, target: Target) -> torch.Tensor | None:
         return None if self._table is None else self._table.tensor(target.key)
-
-
-def whole(records: Sequence[Any]) -> bool:
-    """Tell whether every parameter is whole on this rank."""
-    return all(record.placement.layout is Layout.WHOLE for record in records)
 
 
 def _place() -> tuple[int, int]:

@@ -1,0 +1,249 @@
+"""Spectra inside a training that goes wrong: one warning, an event, the same training."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backlight
+from backlight.session.targets import Targets
+from backlight.spectra import waiting
+from backlight.spectra.training import Measuring
+from backlight.store import spectra as stored
+from spectra.watched import batch, build, loss_of, one, same, scaler, train, unmeasured, weights
+
+
+def poison(kind: str) -> Callable[[nn.Module], dict[str, Any]]:
+    def of(model: nn.Module) -> dict[str, Any]:
+        calls = [0]
+
+        def spoiled(gradient: Tensor) -> Tensor:
+            calls[0] += 1
+            spoil = {"nan": float("nan"), "zero": 0.0}[kind]
+            return gradient * spoil if calls[0] % 4 == 2 or kind == "zero" else gradient
+
+        model.get_parameter("block.up.weight").register_hook(spoiled)
+        return {}
+
+    return of
+
+
+def lonely(model: nn.Module) -> dict[str, Any]:
+    used = model.block.up
+
+    def before(_step: int, micro: int) -> None:
+        used.weight.requires_grad_(micro != 1)
+
+    return {"before": before}
+
+
+FAULTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str, bool]] = {
+    "nan": (poison("nan"), "holds NaN or infinite values", False),
+    "zero": (poison("zero"), "all 4 replicates are zero", False),
+    "few": (lambda _m: {"micro": 2}, "2 microbatches give no echo", True),
+    "sizes": (lambda _m: {"size": lambda _s, m: 8 - m % 2}, "microbatches of 7, 8 samples", True),
+    "no gradient": (lonely, "no gradient in 1 of 4 microbatches", False),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_one_warning_and_an_event(fault: str, tmp_path: Path) -> None:
+    prepare, reason, everything = FAULTS[fault]
+    plain_model, model = build(), build()
+    plain = one(plain_model, prepare(plain_model))
+    with pytest.warns(RuntimeWarning, match=reason) as told:
+        found = one(model, prepare(model), tmp_path)
+    assert len(told) == 1
+    assert all(torch.equal(plain[n].nan_to_num(3.0), found[n].nan_to_num(3.0)) for n in plain)
+    said = [s for r, s in unmeasured(tmp_path).items() if reason in r]
+    assert sorted({step for steps in said for step in steps if step is not None}) == [0, 2]
+    names = {m.parameter for m in stored.measurements(backlight.open_run(tmp_path)) if m.step == 0}
+    assert "block.up.weight" not in names
+    assert bool(names) is not everything
+
+
+def test_the_same_data_twice_are_told(tmp_path: Path) -> None:
+    model = build().eval()
+    with pytest.warns(RuntimeWarning, match=r"replicates \d and \d are the same"):
+        one(model, {"number": lambda step, micro: 100 * step + micro // 2}, tmp_path)
+    assert not stored.measurements(backlight.open_run(tmp_path))
+
+
+def test_a_step_that_the_scaler_skips_is_not_measured(tmp_path: Path) -> None:
+    states = []
+    for path in (None, tmp_path):
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        calls = [0]
+
+        def overflow(gradient: Tensor, calls: list[int] = calls) -> Tensor:
+            calls[0] += 1
+            return gradient * float("inf") if calls[0] == 1 else gradient
+
+        model.head.weight.register_hook(overflow)
+        if path is None:
+            train(model, optimizer, scaler=scaler())
+        else:
+            with (
+                pytest.warns(RuntimeWarning, match="the gradient scaler skipped the step"),
+                backlight.watch(model, optimizer, run=path, rooms=("spectra",), every=2),
+            ):
+                train(model, optimizer, scaler=scaler())
+        states.append(weights(model))
+    assert same(*states)
+    assert {m.step for m in stored.measurements(backlight.open_run(tmp_path))} == {2}
+
+
+def test_a_closure_and_gradients_by_autograd_grad_are_named(tmp_path: Path) -> None:
+    model = build()
+    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        lbfgs.zero_grad()
+        loss = loss_of(model, batch(0))
+        loss.backward()
+        return loss
+
+    with (
+        pytest.warns(RuntimeWarning, match="evaluates a closure several times"),
+        backlight.watch(model, lbfgs, run=tmp_path / "closure", rooms=("spectra",), every=1),
+    ):
+        lbfgs.step(closure)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(RuntimeWarning, match="no backward gave gradients"),
+        backlight.watch(model, sgd, run=tmp_path / "grad", rooms=("spectra",), every=1),
+    ):
+        parameters = list(model.parameters())
+        found = torch.autograd.grad(loss_of(model, batch(0)), parameters)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+        sgd.step()
+
+
+def test_a_backward_that_raises_leaves_no_replicate(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            raise ValueError("planted")
+
+    with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=1):
+        for micro in range(5):
+            words, targets = batch(micro)
+            hidden = model.block(model.embed(words))
+            hidden = Failing.apply(hidden) if micro == 2 else hidden
+            loss = nn.functional.cross_entropy(model.head(hidden).flatten(0, 1), targets.flatten())
+            if micro == 2:
+                with pytest.raises(ValueError, match="planted"):
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+    run = backlight.open_run(tmp_path)
+    assert stored.measurements(run, "head.weight")[0].replicates == 4
+    assert run.events("spectra_broken")[0].payload["backwards"] == 1
+
+
+@pytest.mark.parametrize("place", ["copied", "Measuring.step", "Waiting.end"])
+def test_an_exception_of_ours_is_one_warning(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("planted trouble")
+
+    target = {"copied": waiting, "Measuring.step": Measuring, "Waiting.end": waiting.Waiting}[place]
+    monkeypatch.setattr(target, place.rpartition(".")[2], broken)
+    plain = one(build(), {})
+    with pytest.warns(RuntimeWarning, match="planted trouble") as told:
+        assert same(plain, one(build(), {}, tmp_path))
+    assert len(told) <= 2  # the two measured steps are told apart where the thread failed
+    assert any("planted trouble" in reason for reason in unmeasured(tmp_path))
+
+
+def test_trouble_of_this_room_leaves_the_others_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("planted trouble")
+
+    monkeypatch.setattr(Targets, "momentum", broken)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(
+            RuntimeWarning, match="not measured: spectra, after RuntimeError: planted trouble"
+        ) as told,
+        backlight.watch(model, optimizer, run=tmp_path, rooms=("health", "spectra"), every=1),
+    ):
+        train(model, optimizer)
+    assert len(told) == 1
+    run = backlight.open_run(tmp_path)
+    assert run.scalar("total_norm").steps.tolist() == [0, 1, 2, 3]
+    assert not stored.measurements(run)
+
+
+def test_a_slow_measurement_passes_steps_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    go = threading.Event()
+    original = Measuring.step
+
+    def slow(self: Any, *args: Any) -> Any:
+        go.wait(20)
+        return original(self, *args)
+
+    monkeypatch.setattr(Measuring, "step", slow)
+    monkeypatch.setattr("backlight.session.beside.BACKLOG", 1)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=1):
+        train(model, optimizer, steps=3)
+        go.set()
+    assert {m.step for m in stored.measurements(backlight.open_run(tmp_path))} == {0}
+    said = [s for r, s in unmeasured(tmp_path).items() if "take a larger `every`" in r]
+    assert said == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"spectra": {"split": 4}}, r"spectra.split=4 needs samples=\(loss_fn, batch\)"),
+        ({"spectra": {"split": 2}}, "spectra.split=2: expected 0, or 3 and more"),
+        ({"spectra": {"include": ["nothing.*"]}}, "spectra.include 'nothing.*' matches none of 5 matrices"),
+        ({"spectra": {"includ": []}}, "unknown key 'includ'; did you mean 'include'"),
+        ({"spectra": {"place": "disk"}}, "spectra.place='disk': expected one of host, device"),
+        ({"spectra": {"memory": 0}}, "spectra.memory=0: expected 1 or more"),
+        ({"spectra": {"moving": ["weight"]}}, "spectra.moving: 'weight' is unknown"),
+        ({"spectra": {"fused": {"head.weight": ["a"]}}}, "needs two or more parts"),
+        ({"spectra": {"fused": {"head.weight": list("abcde")}}}, "cannot be divided into 5 equal parts"),
+        ({"spectra": {"exchange": True, "ranks": "each"}}, "spectra.exchange is for ranks that hold"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_written(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        backlight.watch(model, optimizer, run=tmp_path / "run", rooms=("spectra",), **settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_warnings_that_are_errors_do_not_end_a_training(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = one(build(), {"micro": 1})
+        assert same(plain, one(build(), {"micro": 1}, tmp_path))
