@@ -120,7 +120,7 @@ def test_every_panel_with_data_is_drawn(show: Open, page: Path) -> None:
         "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
         "let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n; })"
     )
-    assert len(charts) == 12
+    assert len(charts) == 13
     assert min(charts) > 500
     narrow = driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     assert narrow

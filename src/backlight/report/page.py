@@ -25,7 +25,7 @@ from backlight.report.learning import Learning
 from backlight.report.panel import Drawn, NotMeasured, Panel, in_order
 from backlight.report.places import Place, place_of
 from backlight.report.source import Source
-from backlight.report.text import number, score, visible
+from backlight.report.text import duration, number, score, visible
 from backlight.store.reader import Run
 
 ASSETS = files("backlight.report") / "assets"
@@ -230,6 +230,8 @@ def _figures(source: Source) -> list[dict[str, str]]:
         return figures_of(source.learning, source)
     if source.spectra.layers and not source.run.has("gradient"):
         return spectra_figures(source.spectra)
+    if source.run.rooms == ("steptime",) and len(source.step_times):
+        return _time_figures(source.step_times)
     frames = source.frames
     gradient = source.coverage.steps
     span = f"{number(int(gradient[0]))} to {number(int(gradient[-1]))}" if len(gradient) else ""
@@ -321,3 +323,13 @@ def _read(file: Traversable) -> str:
 def _hash(content: str) -> str:
     digest = hashlib.sha256(content.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+def _time_figures(seconds: np.ndarray) -> list[dict[str, str]]:
+    """Return the handful of numbers of a run that measured times alone."""
+    return [
+        {"label": "steps", "value": number(len(seconds)), "note": "the cold first one included"},
+        {"label": "median step", "value": duration(float(np.median(seconds))), "note": ""},
+        {"label": "95th percentile", "value": duration(float(np.quantile(seconds, 0.95))), "note": ""},
+        {"label": "first step", "value": duration(float(seconds[0])), "note": ""},
+    ]

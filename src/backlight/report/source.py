@@ -61,6 +61,18 @@ class Source:
         return np.unique(np.concatenate(steps)) if steps else np.empty(0, np.int64)
 
     @cached_property
+    def step_times(self) -> NDArray[np.float64]:
+        """Seconds of every step whose phases were recorded, in order."""
+        found = [self.scalar(name) for name in self.scalar_names("phase")]
+        if not found:
+            return np.empty(0)
+        steps = np.unique(np.concatenate([scalar.steps for scalar in found]))
+        seconds = np.zeros(len(steps))
+        for scalar in found:
+            seconds[np.searchsorted(steps, scalar.steps)] += np.nan_to_num(scalar.values, posinf=0, neginf=0)
+        return seconds
+
+    @cached_property
     def spectra(self) -> Spectra:
         """The spectra of the layers, without their tables."""
         return read_spectra(self.run, self.attempt)

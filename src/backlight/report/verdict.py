@@ -67,7 +67,7 @@ def outcome(source: Source) -> Outcome:
     if findings:
         tone = findings[0].severity.value
         headline = tally(findings)
-    elif seen or len(source.geometry_steps) or len(source.spectra.steps):
+    elif seen or len(source.geometry_steps) or len(source.spectra.steps) or _timed_alone(source):
         tone, headline = "clear", "No findings"
     else:
         tone, headline = "unmeasured", "Nothing was measured"
@@ -86,11 +86,20 @@ def outcome(source: Source) -> Outcome:
         detail += f"{count(len(measured.steps), 'step')}."
         if not findings:
             detail += " Nothing is said about what was not measured."
+    elif _timed_alone(source):
+        detail = f"The times of {count(len(source.step_times), 'step')} were measured."
+        if not findings:
+            detail += " Nothing is said about what was not measured."
     else:
         detail = source.reason("gradient", otherwise="No gradient was recorded.")
         if not findings:
             detail += " Nothing can be said about the gradients of this run."
     return Outcome(tone, headline, detail, status_line(source), _losses(source), _unmeasured(source))
+
+
+def _timed_alone(source: Source) -> bool:
+    """Tell whether the run is one of step times: health was not asked for, and so is not missing."""
+    return source.run.rooms == ("steptime",) and len(source.step_times) > 0
 
 
 def status_line(source: Source) -> str:

@@ -1,0 +1,46 @@
+"""A run that measured step times alone is told as one, and is not said to have measured nothing."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backlight.report.page import model
+from backlight.report.source import Source
+from backlight.report.verdict import outcome
+from backlight.store.reader import open_run
+from backlight.store.writer import RunWriter
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    writer = RunWriter.create(tmp_path / "run", name="run", rooms=("steptime",))
+    for step in range(20):
+        forward = 1.0 if step == 0 else 0.02
+        writer.scalars(step, {"phase/forward": forward, "phase/backward": 0.03, "phase/other": 0.001})
+    writer.close()
+    return Source(open_run(tmp_path / "run"))
+
+
+def test_the_headline_is_of_times(source: Source) -> None:
+    said = outcome(source)
+    assert said.headline == "No findings"
+    assert said.detail.startswith("The times of 20 steps were measured.")
+
+
+def test_times_are_those_of_all_phases(source: Source) -> None:
+    assert np.allclose(source.step_times, [1.031, *[0.051] * 19])
+    figures = {figure["label"]: figure["value"] for figure in model(source)["verdict"]["figures"]}
+    assert figures == {
+        "steps": "20",
+        "median step": "51 ms",
+        "95th percentile": "100 ms",
+        "first step": "1.03 s",
+    }
+
+
+def test_a_run_of_other_rooms_keeps_its_headline(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", name="run", rooms=("health", "steptime"))
+    writer.scalars(0, {"phase/forward": 0.02})
+    writer.close()
+    assert outcome(Source(open_run(tmp_path / "run"))).headline == "Nothing was measured"
