@@ -11,6 +11,7 @@ from backlight.steptime.memory.allocator import Allocator
 from backlight.steptime.memory.observer import Observer
 from backlight.steptime.memory.predicted import GRANULE, Flops, Logits
 
+
 @dataclass(frozen=True)
 class Measured:
     """The memory of recorded steps.
