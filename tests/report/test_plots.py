@@ -42,6 +42,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return Source(run, health=health_of(run))
 
 
+@pytest.mark.full
 def test_every_panel_that_is_a_picture_is_written_in_both_formats(full: Source, tmp_path: Path) -> None:
     written = write_plots(full, tmp_path / "new" / "plots")
     names = {file.stem for file in written.files}

@@ -117,6 +117,7 @@ def test_a_command_that_fails_is_named_with_its_error(script: Path) -> None:
         alternate(("train.py --fail", "train.py"), rounds=3, steps=12, limit=60)
 
 
+@pytest.mark.full
 def test_a_command_that_hangs_is_ended_in_time(script: Path) -> None:
     with pytest.raises(AlternatingError, match=r"'train.py --hang': did not finish 12 steps in 6 s"):
         alternate(("train.py --hang", "train.py"), rounds=3, steps=12, limit=6)

@@ -117,6 +117,7 @@ def test_a_module_and_a_package_import_of_its_own(tmp_path: Path) -> None:
     assert seen.returncode == 0
 
 
+@pytest.mark.full
 def test_a_watched_script_under_coverage(tmp_path: Path) -> None:
     write(tmp_path, "train(3)\nif sys.argv[1:] == ['never']:\n    print('not covered')\n")
     command = [

@@ -63,6 +63,7 @@ def test_phases_of_a_recipe_are_measured(recipe: Path) -> None:
     assert sum(found["phases"].values()) == pytest.approx(found["step_ms"], rel=0.1)
 
 
+@pytest.mark.full
 def test_sizes_are_measured_and_one_without_memory_is_a_result(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,9 +102,10 @@ print("released")
     [
         pytest.param(("walk", "drop"), "200002 True", marks=pytest.mark.full),
         (("walk", "backward"), "200002 True"),
-        (
+        pytest.param(
             ("observe", ""),
             "200002 ['no torch optimizer was seen, so who updates the parameters is not known']",
+            marks=pytest.mark.full,
         ),
     ],
 )

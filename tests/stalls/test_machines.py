@@ -134,6 +134,7 @@ def test_a_machine_that_has_left_is_remembered(tmp_path: Path, run: Path) -> Non
     assert "rank 1 has ended its training" in claim
 
 
+@pytest.mark.full
 def test_two_stalls_of_a_run_are_two_diagnoses(tmp_path: Path, run: Path) -> None:
     with machines(tmp_path, run) as (here, there):
         for step, phase in ((3, Phase.DATA), (4, Phase.FORWARD)):
