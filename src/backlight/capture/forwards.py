@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from backlight.capture.hub import HUB
+from backlight.capture.modules import holding
+from backlight.capture.optimizers import parameters_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from backlight.capture.scope import Scope
 
 
 class Forwards:
@@ -44,6 +51,41 @@ class Forwards:
     def _drop(self, key: int) -> None:
         for handle in self._handles.pop(key)[1]:
             handle.remove()
+
+
+class TrainedModels:
+    """The models that a script trains, found as they become known, with their forwards followed.
+
+    Attributes
+    ----------
+    models:
+        What is known so far.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self.models: list[nn.Module] = []
+        self._scope = scope
+        self._forwards = Forwards()
+        self._known: object = None
+
+    def of_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add the models that a new optimizer holds."""
+        held = {id(tensor) for tensor in parameters_of(optimizer)}
+        known = {id(model) for model in self.models}
+        self.models += [m for m in holding(HUB.seen.roots(), held) if id(m) not in known]
+        self._forwards.follow(self.models)
+
+    def of_scope(self) -> None:
+        """Take the models whose parameters are trained, where those are others than before."""
+        if self._scope.table is not self._known:
+            self._known = self._scope.table
+            held = {id(tensor) for tensor in self._scope.table.tensors()}
+            self.models = holding(HUB.seen.roots(), held)
+            self._forwards.follow(self.models)
+
+    def leave(self) -> None:
+        """Take all hooks off."""
+        self._forwards.leave()
 
 
 def entered(_module: torch.nn.Module, _args: Any) -> None:

@@ -77,7 +77,7 @@ def measure_memory(
         also = f"; {'; '.join(observer.trouble)}" if observer.trouble else ""
         raise ValueError(f"{script}: ended (exit code {code}) {what}{also}")
     granule = GRANULE if recorder.device == "cuda" else 1
-    parameters = {id(p): p for model in observer.models for p in model.parameters()}
+    parameters = {id(p): p for model in observer.trained.models for p in model.parameters()}
     return Measured(
         code=code,
         steps=observer.recorded,

@@ -180,7 +180,7 @@ def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = Fal
             raise ValueError(f"{script}: {error}") from None
         kept = path.read_bytes() if read is not None and path is not None and plan.keep else b""
     operations, modules, calls = read if read is not None else (None, None, None)
-    parameters = {id(p): p for model in observer.models for p in model.parameters()}
+    parameters = {id(p): p for model in observer.trained.models for p in model.parameters()}
     count = sum(p.numel() for p in parameters.values())
     live = observed.live
     return Profile(

@@ -207,7 +207,7 @@ def test_without_a_trace_what_only_it_can_tell_is_not_measured(
 
 
 def test_nothing_of_the_observer_stays(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
-    for model in taken[0].models:
+    for model in taken[0].trained.models:
         for module in model.modules():
             assert not module._forward_hooks
             assert not module._forward_pre_hooks

@@ -11,11 +11,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from backlight.capture.forwards import Forwards
+from backlight.capture.forwards import TrainedModels
 from backlight.capture.hub import HUB
 from backlight.capture.listener import Listener
-from backlight.capture.modules import holding
-from backlight.capture.optimizers import parameters_of
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepSummary, StepTracker
 from backlight.records import Phase
@@ -52,16 +50,14 @@ class Observer(AbstractContextManager["Observer"]):
         self.counter = Counter()
         self.logits: LogitsSeen | None = None
         self.allocator: Allocator | None = None
-        self.models: list[nn.Module] = []
         self.recorded = self.seen = 0
         self.trouble: list[str] = []
         self._stop, self._warmup, self._steps = stop, warmup, steps
         self._scope = Scope()
-        self._forwards = Forwards()
+        self.trained = TrainedModels(self._scope)
         self._tracker = _Tracker(self._scope, _Sink(self._closes))
         self._tracker.observer = self
         self._phases = _Phases(self)
-        self._known: object = None
         self._on = False
 
     def __enter__(self) -> Observer:
@@ -76,27 +72,12 @@ class Observer(AbstractContextManager["Observer"]):
         self._end()
         HUB.remove(self._phases)
         HUB.remove(self._tracker)
-        self._forwards.leave()
+        self.trained.leave()
 
     def phase(self, phase: Phase) -> None:
         """A phase of the step begins."""
         if self._on and self.recorder is not None:
             self.recorder.phase(phase)
-
-    def follow_early(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look for the model that a new optimizer holds."""
-        held = {id(tensor) for tensor in parameters_of(optimizer)}
-        known = {id(model) for model in self.models}
-        self.models += [m for m in holding(HUB.seen.roots(), held) if id(m) not in known]
-        self._forwards.follow(self.models)
-
-    def follow(self) -> None:
-        """Look for the models whose parameters are trained."""
-        if self._scope.table is not self._known:
-            self._known = self._scope.table
-            held = {id(tensor) for tensor in self._scope.table.tensors()}
-            self.models = holding(HUB.seen.roots(), held)
-            self._forwards.follow(self.models)
 
     def name_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Name the state that an optimizer's step has made."""
@@ -114,7 +95,7 @@ class Observer(AbstractContextManager["Observer"]):
             self._begin()
 
     def _begin(self) -> None:
-        self.recorder = Recorder(self.models, self.counter, _device(self.models))
+        self.recorder = Recorder(self.trained.models, self.counter, _device(self.trained.models))
         self.logits = LogitsSeen(self.recorder)
         self.counter.softmax = self.logits.see
         reset_allocator()
@@ -150,11 +131,11 @@ class _Tracker(StepTracker):
     observer: Observer
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self.observer.follow_early(optimizer)
+        self.observer.trained.of_optimizer(optimizer)
 
     def backward_end(self) -> None:
         super().backward_end()
-        self.observer.follow()
+        self.observer.trained.of_scope()
 
     def dropped(self, error: Exception) -> None:
         self.observer.lost(error)

@@ -13,14 +13,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from backlight.capture.forwards import Forwards
+from backlight.capture.forwards import TrainedModels
 from backlight.capture.hub import HUB
-from backlight.capture.modules import holding
-from backlight.capture.optimizers import parameters_of
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepSummary, StepTracker
 from backlight.records import Phase
@@ -29,9 +27,6 @@ from backlight.steptime.profile.lines import LineRanges, lines_possible
 from backlight.steptime.profile.optimizations import Live, look
 from backlight.steptime.profile.ranges import ModuleRanges, PhaseRanges, compiled, is_compiled
 from backlight.steptime.steady import WINDOW, find_steady
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,6 @@ class Observer(AbstractContextManager["Observer"]):
         describe: Callable[[Scope], Any] | None = None,
     ) -> None:
         self.observed = Observed()
-        self.models: list[nn.Module] = []
         self._stop = stop
         self._steps = steps
         self._wanted = traced
@@ -177,7 +171,7 @@ class Observer(AbstractContextManager["Observer"]):
         self._describe = describe
         self._wants_lines = False
         self._scope = Scope()
-        self._forwards = Forwards()
+        self.trained = TrainedModels(self._scope)
         self._modules = ModuleRanges()
         self._lines = LineRanges()
         self._lining = False
@@ -187,10 +181,9 @@ class Observer(AbstractContextManager["Observer"]):
         self._exported = False
         self._device = DevicePhases() if torch.cuda.is_available() else None
         self._tracker = _Tracker(self._scope, Sink(self._closes))
-        self._tracker.found = self._follow
-        self._tracker.made = self._follow_early
+        self._tracker.found = self.trained.of_scope
+        self._tracker.made = self.trained.of_optimizer
         self._tracker.trouble = self._lost
-        self._known: object = None
 
     def __enter__(self) -> Observer:
         """Attach the clock."""
@@ -209,7 +202,7 @@ class Observer(AbstractContextManager["Observer"]):
         self._end_trace()
         HUB.remove(self._tracker)
         self._end_device()
-        self._forwards.leave()
+        self.trained.leave()
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that were seen."""
@@ -217,19 +210,6 @@ class Observer(AbstractContextManager["Observer"]):
 
     def _lost(self, error: Exception) -> None:
         self.observed.trouble.append(f"the clock stopped after {type(error).__name__}: {error}")
-
-    def _follow_early(self, optimizer: torch.optim.Optimizer) -> None:
-        held = {id(tensor) for tensor in parameters_of(optimizer)}
-        known = {id(model) for model in self.models}
-        self.models += [m for m in holding(HUB.seen.roots(), held) if id(m) not in known]
-        self._forwards.follow(self.models)
-
-    def _follow(self) -> None:
-        if self._scope.table is not self._known:
-            self._known = self._scope.table
-            held = {id(tensor) for tensor in self._scope.table.tensors()}
-            self.models = holding(HUB.seen.roots(), held)
-            self._forwards.follow(self.models)
 
     def _closes(self, summary: StepSummary) -> None:
         if self._over:
@@ -293,14 +273,14 @@ class Observer(AbstractContextManager["Observer"]):
                 f"a step of all {len(self._scope.optimizers())} optimizers: they step in turn, and the step "
                 "of each counts as one, so that figures of steps are over unlike ones"
             )
-        self.observed.live = look(self.models, self._scope.optimizers())
+        self.observed.live = look(self.trained.models, self._scope.optimizers())
         self.observed.description = self._describe(self._scope) if self._describe is not None else None
 
     def _begin_trace(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._modules.follow(self.models)
+        self._modules.follow(self.trained.models)
         HUB.add(self._phases)
         self._wants_lines = not self._stacks and self._lines_possible()
         self._profiler = torch.profiler.profile(
@@ -315,7 +295,8 @@ class Observer(AbstractContextManager["Observer"]):
         self._profiler.start()
 
     def _lines_possible(self) -> bool:
-        if any(is_compiled(module) for model in self.models for module in model.modules()) or compiled():
+        models = self.trained.models
+        if any(is_compiled(module) for model in models for module in model.modules()) or compiled():
             self.observed.trouble.append("lines of copies: compiled code would be compiled anew for them")
             return False
         if not lines_possible():
