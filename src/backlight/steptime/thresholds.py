@@ -78,6 +78,14 @@ class Thresholds(Limits):
         high=1.0,
     )
 
+    optimizer_floor: float = limit(
+        1e-3,
+        "seconds in the optimizer below which nothing is gained: a step of a toy is bound by Python's calls",
+        source=_CHOSEN,
+        low=0.0,
+        high=10.0,
+    )
+
     # recompute
     recompute_share: float = limit(
         0.05, "share of a step spent on computing forwards again", source=_CHOSEN, low=0.0, high=1.0

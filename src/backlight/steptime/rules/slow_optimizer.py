@@ -17,15 +17,21 @@ FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 """Optimizers of torch that have a fused way on every device."""
 
 
-@rule("slow_optimizer", room="steptime", thresholds=("steady_steps", "optimizer_share"))
+@rule(
+    "slow_optimizer",
+    room="steptime",
+    version=2,
+    thresholds=("steady_steps", "optimizer_share", "optimizer_floor"),
+)
 def slow_optimizer(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find an optimizer that loops over parameters where one call could do."""
     table, told = steady_phases(run, limits), circumstances(run)
     if table is None or told is None:
         return
-    share = float(np.median(table.phase(Phase.OPTIMIZER) / table.total))
+    seconds = table.phase(Phase.OPTIMIZER)
+    share = float(np.median(seconds / table.total))
     slow = [group for group in told.payload.get("optimizers") or () if _loops(group)]
-    if share <= limits.optimizer_share or not slow:
+    if share <= limits.optimizer_share or np.median(seconds) < limits.optimizer_floor or not slow:
         return
     group = max(slow, key=lambda one: int(one.get("tensors", 0)))
     kind, tensors = str(group["type"]), int(group.get("tensors", 0))
