@@ -14,7 +14,7 @@ from backlight.records import Finding, Made, Phase, RunStatus
 from backlight.session.judge import judge
 from backlight.session.profile_document import document
 from backlight.session.profiling import Profile
-from backlight.session.stalling import launch_id
+from backlight.session.ranks import launch_id
 from backlight.steptime.probes.phases import REMAINDER
 from backlight.steptime.rules.outlier_steps import COLLECTION
 from backlight.steptime.wording import CIRCUMSTANCES

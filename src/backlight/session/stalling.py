@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import backlight
 from backlight.capture.hub import HUB
+from backlight.session.ranks import launch_id, local_rank, place
 from backlight.stalls import proc, rendezvous
 from backlight.stalls.beat import Beats
 from backlight.stalls.board import Board, State
@@ -90,8 +91,8 @@ class Stalling:
         self._turns = 0
         self._asked = 0
         self._buckets: list[list[int]] = []
-        self._first_here = int(os.environ.get("LOCAL_RANK", "0")) == 0
-        self._world = int(os.environ.get("WORLD_SIZE", "1"))
+        self._first_here = local_rank() == 0
+        self._world = place()[1]
         launch = f"{launch_id() or os.getpid()}@{host_name()}"
         self._place = rendezvous.meeting_place(writer.path, writer.attempt, launch)
         self.beats: Beats | None = None
@@ -294,19 +295,3 @@ class Stalling:
             )
         except OSError as error:
             self._notice("unmeasured", {"what": "stalls", "reason": f"no sidecar: {error}"}, None)
-
-
-def launch_id() -> str | None:
-    """Return what all ranks of this launch have in common, None for a process that is alone.
-
-    ``BACKLIGHT_RUN_ID`` where it is given; else the address at which the ranks meet, with the launcher's
-    process where all of them are on one machine, so that the next launch has another.
-    """
-    given = os.environ.get("BACKLIGHT_RUN_ID")
-    if given or int(os.environ.get("WORLD_SIZE", "1")) <= 1:
-        return given
-    parts = [os.environ.get(n, "") for n in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-    parts.append(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
-        parts.append(str(os.getppid()))
-    return "-".join(part for part in parts if part)

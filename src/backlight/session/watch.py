@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight.capture.hub import HUB
+from backlight.capture.optimizers import underlying
 from backlight.capture.parameters import build_table
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepTracker
@@ -25,9 +26,10 @@ from backlight.session.following import Following
 from backlight.session.judge import judge
 from backlight.session.notices import Notices
 from backlight.session.plan import make_plan
+from backlight.session.ranks import launch_id, place
 from backlight.session.recorder import Recorder
 from backlight.session.run_path import default_path
-from backlight.session.stalling import Stalling, launch_id
+from backlight.session.stalling import Stalling
 from backlight.session.tracing import start_tracing
 from backlight.store.filters import Filters
 from backlight.store.reader import open_run
@@ -90,7 +92,7 @@ class Watch:
     ) -> None:
         self.settings = settings
         self._samples = samples
-        self.path = Path(run) if run is not None else default_path(script)
+        self.path = Path(run) if run is not None else default_path(script, _shared_launch())
         self._script = script or (sys.argv[0] if sys.argv else "")
         self._arguments = arguments if script else tuple(sys.argv[1:])
         self._models = list(models)
@@ -147,6 +149,7 @@ class Watch:
 
     def _start(self) -> None:
         settings = self.settings
+        rank, world = place()
         self._writer = RunWriter.create(
             self.path,
             name=self.path.name,
@@ -159,8 +162,8 @@ class Watch:
             flush_interval=settings.flush_interval,
             on_lost=self._notices.lost,
             step_offset=settings.step_offset,
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            rank=rank,
+            world_size=world,
             run_id=launch_id(),
             filters=Filters(settings.measures.compression, settings.measures.level),
         )
@@ -392,6 +395,10 @@ class Watch:
             self._notices.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
 
 
+def _shared_launch() -> str | None:
+    return launch_id() if place()[1] > 1 else None
+
+
 def _clean(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in {None, 0}
 
@@ -423,7 +430,8 @@ def watch(
     model:
         The model, or several; None for every model that an optimizer of the process holds.
     optimizer:
-        The optimizer, or several; None for every one that holds a parameter of ``model``.
+        The optimizer, or several; None for every one that holds a parameter of ``model``. One that a
+        framework has wrapped stands for the optimizer inside.
     run:
         The run folder; None for ``runs/<script>-<time>``. A folder that holds a run gets a new
         attempt of it.
@@ -447,7 +455,8 @@ def watch(
         If a setting is out of range or unknown.
     """
     models = _listed(model, "model", "torch.nn.Module", "parameters")
-    optimizers = _listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
+    given = _listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
+    optimizers = [inner for outer in given for inner in underlying(outer)]
     if samples is not None:
         from backlight.session.geometry import check_samples  # noqa: PLC0415 - others need not pay for it
 
