@@ -12,7 +12,8 @@ import backlight
 from backlight.grokking.configuration import ConfigurationError, configure
 from backlight.grokking.estimate import Cost, Estimate
 from backlight.grokking.measures import TIERS, Measures
-from backlight.session.slurm import filled_in, parameters, script, submit
+from backlight.session.cluster import ClusterError, parameters
+from backlight.session.slurm import filled_in, script, submit
 from backlight.session.sweeps import members, run_all, seeds, together
 
 
@@ -73,7 +74,7 @@ def test_jobs_ask_for_what_the_estimate_says() -> None:
     assert "#SBATCH --array=0-1" in array
     done = subprocess.run(["bash", "-n"], input=array, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
-    with pytest.raises(ConfigurationError, match="expected key=value, such as partition=gpu"):
+    with pytest.raises(ClusterError, match="expected key=value, such as partition=gpu"):
         parameters(["partition"])
 
 
@@ -95,5 +96,7 @@ def test_submitit_runs_a_job_here(tmp_path: Path) -> None:
     jobs = submit({"cluster": "local", "timeout_min": 5}, [[*line, "--out", str(out)]], tmp_path / "logs")
     assert jobs[0].exception() is None
     assert backlight.open_run(out).scalar("train_loss", "user").steps.tolist() == [0, 10, 20]
-    with pytest.raises(ConfigurationError, match="the jobs cannot be submitted"):
+    with pytest.raises(ClusterError, match="sbatch is not on the path"):
         submit({"cluster": "slurm"}, [line], tmp_path / "logs")
+    with pytest.raises(ClusterError, match="the jobs cannot be submitted"):
+        submit({"cluster": "local", "nodes": 2}, [line], tmp_path / "logs")

@@ -171,8 +171,9 @@ def _as_jobs(
     slurm: list[str],
     script: Path | None,
 ) -> int:
+    from backlight.session.cluster import parameters
     from backlight.session.estimating import choose, estimate_of
-    from backlight.session.slurm import filled_in, parameters, submit
+    from backlight.session.slurm import filled_in, submit
     from backlight.session.slurm import script as script_of
 
     found = estimate_of(configuration, root, budget=1.0)

@@ -14,7 +14,13 @@ REFUSALS: tuple[type[Exception], ...] = (
 )
 """Errors whose message tells what, where, expected, got and the way out."""
 
-_EXTRAS = {"torch": "torch", "pyarrow": "parquet", "msgspec": "trace", "matplotlib": "plots"}
+_EXTRAS = {
+    "torch": "torch",
+    "pyarrow": "parquet",
+    "msgspec": "trace",
+    "matplotlib": "plots",
+    "submitit": "slurm",
+}
 
 
 def told(error: Exception) -> str:

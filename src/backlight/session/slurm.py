@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backlight.grokking.configuration import Configuration, ConfigurationError
+from backlight.grokking.configuration import Configuration
+from backlight.session.cluster import ClusterError, require
 
 if TYPE_CHECKING:
     from backlight.grokking.estimate import Estimate
@@ -17,25 +18,6 @@ _OWN = ("timeout_min", "mem_gb", "nodes", "tasks_per_node", "cpus_per_task", "gp
 
 SLACK = 1.5
 """Time and memory are asked for with this factor over the estimate."""
-
-
-def parameters(items: Iterable[str]) -> dict[str, Any]:
-    """Return the parameters of ``key=value`` items.
-
-    Raises
-    ------
-    ConfigurationError
-        If an item has another form.
-    """
-    out: dict[str, Any] = {}
-    for item in items:
-        key, separator, value = item.partition("=")
-        if not separator or not key.strip() or not value.strip():
-            raise ConfigurationError(
-                f"--slurm {item!r}: expected key=value, such as partition=gpu or cluster=local"
-            )
-        out[key.strip()] = int(value) if value.strip().isdigit() else value.strip()
-    return out
 
 
 def filled_in(
@@ -76,12 +58,13 @@ def submit(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Pa
 
     Raises
     ------
-    ConfigurationError
+    ClusterError
         If submitit does not know a parameter, or there is no cluster here.
     """
+    cluster = given.get("cluster")
+    require(cluster)
     import submitit  # noqa: PLC0415 - an optional library
 
-    cluster = given.get("cluster")
     known = {key: value for key, value in given.items() if key in _OWN}
     if cluster == "local":
         known.pop("mem_gb", None)
@@ -91,7 +74,7 @@ def submit(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Pa
         if key not in _OWN and key != "cluster"
     }
     try:
-        executor = submitit.AutoExecutor(folder=logs, cluster=cluster)
+        executor = submitit.AutoExecutor(folder=logs, cluster=cluster or "slurm")
         executor.update_parameters(**known, **(others if cluster in {None, "slurm"} else {}))
         with executor.batch():
             return [
@@ -99,7 +82,7 @@ def submit(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Pa
                 for line in commands
             ]
     except (NameError, RuntimeError, ValueError) as error:
-        raise ConfigurationError(
+        raise ClusterError(
             f"--slurm: the jobs cannot be submitted: {error}; --slurm cluster=local runs them here, "
             "--slurm-script FILE writes the batch script"
         ) from error

@@ -24,6 +24,9 @@ if sys.platform != "win32":
 JOIN_TIMEOUT = 60.0
 """Seconds that a further rank waits for rank 0 to open the attempt."""
 
+JOB_SEPARATOR = "+"
+"""In the id of a launch, what stands between the job and the number of its restart."""
+
 LOCK_TIMEOUT = 5.0
 """Seconds that a process waits for another one that is just entering the same folder."""
 

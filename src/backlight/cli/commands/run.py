@@ -54,6 +54,17 @@ def run(
     config: Annotated[
         Path | None, typer.Option("--config", help="Settings and thresholds from a TOML file.")
     ] = None,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--slurm",
+            help="Run as a job of torchrun on a cluster, KEY=VALUE: nodes=2; again for more. "
+            "cluster=local runs it here.",
+        ),
+    ] = None,
+    slurm_script: Annotated[
+        Path | None, typer.Option("--slurm-script", help="Write the batch script of that job instead.")
+    ] = None,
 ) -> int:
     """Watch a training script: backlight run [OPTIONS] SCRIPT [ITS ARGUMENTS].
 
@@ -80,9 +91,13 @@ def run(
     }
     given = {name: value for name, value in given.items() if value is not None}
     settings = Settings.read(config, given) if config is not None else Settings.of(given)
+    arguments = list(context.args)
+    if slurm is not None or slurm_script is not None:
+        from backlight.cli.cluster_launch import launch as launch_job
+
+        return launch_job(context, script, arguments, out, slurm or [], slurm_script)
     from backlight.session.watch import Watch
 
-    arguments = list(context.args)
     watch = Watch((), (), settings, out, script=script, arguments=tuple(arguments))
     code = launch(watch, script, arguments, module=module)
     sys.stdout.flush()

@@ -1,0 +1,345 @@
+"""A watched training as one job of a Slurm cluster: torchrun on every node, one run folder for all ranks.
+
+The same plan becomes a job of submitit or a batch script. Slurm starts one torchrun per node; the ranks
+meet on the first node, share one run id and write one folder. A job that Slurm requeues goes by the next
+run id, and so becomes a new attempt of the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backlight.store.attempt import JOB_SEPARATOR
+
+_OWN = ("cluster", "nodes", "nproc_per_node", "max_restarts", "setup", "time", "timeout_min", "name")
+_REFUSED = ("ntasks", "tasks_per_node", "ntasks_per_node")
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_PORTS = (20000, 20000)
+"""First port and number of ports among which the number of the job chooses where the ranks meet."""
+
+GRACE = 30.0
+"""Seconds that torchrun has to end when its job is requeued, as Slurm itself waits."""
+
+
+class ClusterError(ValueError):
+    """A job that cannot be made or submitted; the message says why, and what else can be done."""
+
+
+def parameters(items: Iterable[str]) -> dict[str, Any]:
+    """Return the parameters of ``key=value`` items.
+
+    Raises
+    ------
+    ClusterError
+        If an item has another form.
+    """
+    out: dict[str, Any] = {}
+    for item in items:
+        key, separator, value = item.partition("=")
+        if not separator or not key.strip() or not value.strip():
+            raise ClusterError(
+                f"--slurm {item!r}: expected key=value, such as partition=gpu or cluster=local"
+            )
+        name = key.strip().lstrip("-").replace("-", "_")
+        out[name] = int(value) if value.strip().isdigit() else value.strip()
+    return out
+
+
+def require(cluster: str | None) -> None:
+    """Check that jobs can be submitted from this machine; ``"local"`` runs them here.
+
+    Raises
+    ------
+    ClusterError
+        If the cluster is unknown, or sbatch is not on the path.
+    """
+    if cluster not in {None, "slurm", "local"}:
+        raise ClusterError(f"--slurm cluster={cluster}: expected slurm, which is the default, or local")
+    if cluster != "local" and shutil.which("sbatch") is None:
+        raise ClusterError(
+            "--slurm: sbatch is not on the path, so this machine submits to no Slurm cluster; "
+            "--slurm-script FILE writes the batch script to take there, --slurm cluster=local runs the job here"
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A watched torchrun job.
+
+    Attributes
+    ----------
+    command:
+        What torchrun starts on every rank: its arguments from ``-m`` or the script on.
+    out:
+        The run folder, absolute.
+    nodes, per_node:
+        Nodes, and ranks on each.
+    minutes:
+        Time limit; None leaves it to the cluster.
+    restarts:
+        Times that torchrun may start all ranks again after a failure.
+    setup:
+        A shell command that runs before torchrun on every node, such as ``module load cuda``.
+    local:
+        Runs on this machine instead of a cluster.
+    directives:
+        Further options of sbatch, by their names there with underscores.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    out: Path
+    nodes: int = 1
+    per_node: int = 1
+    minutes: int | None = None
+    restarts: int = 0
+    setup: str = ""
+    local: bool = False
+    directives: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def logs(self) -> Path:
+        """Return where the output of the job goes: beside the run folder."""
+        return self.out.with_name(f"{self.out.name}.slurm")
+
+    @classmethod
+    def of(cls, given: dict[str, Any], command: Sequence[str], out: Path) -> Job:
+        """Return the job of the parameters of ``--slurm``.
+
+        Raises
+        ------
+        ClusterError
+            If one is out of range, or says what torchrun decides.
+        """
+        for key in _REFUSED:
+            if key in given:
+                raise ClusterError(
+                    f"--slurm {key}={given[key]}: Slurm starts one torchrun per node, and that starts the "
+                    "ranks; give nproc_per_node, or gpus_per_node for one rank per GPU"
+                )
+        per_node = given.get("nproc_per_node", _gpus(given.get("gpus_per_node", 1)))
+        limit = given.get("timeout_min", given.get("time"))
+        numbers = {"nodes": given.get("nodes", 1), "nproc_per_node": per_node}
+        numbers["max_restarts"] = given.get("max_restarts", 0)
+        for key, value in numbers.items():
+            least = 0 if key == "max_restarts" else 1
+            if not isinstance(value, int) or value < least:
+                raise ClusterError(f"--slurm {key}={value}: expected a whole number, at least {least}")
+        local = given.get("cluster") == "local"
+        if local and numbers["nodes"] > 1:
+            raise ClusterError(
+                f"--slurm cluster=local nodes={numbers['nodes']}: one machine is one node; "
+                "give nproc_per_node for more ranks"
+            )
+        return cls(
+            name=str(given.get("name", out.name)),
+            command=tuple(command),
+            out=out,
+            nodes=numbers["nodes"],
+            per_node=numbers["nproc_per_node"],
+            minutes=None if limit is None else minutes_of(limit),
+            restarts=numbers["max_restarts"],
+            setup=str(given.get("setup", "")),
+            local=local,
+            directives={key: value for key, value in given.items() if key not in _OWN},
+        )
+
+
+def minutes_of(limit: int | str) -> int:
+    """Return the minutes of a time limit in one of the forms of sbatch, rounded up.
+
+    Those are ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M`` and ``D-H:M:S``.
+
+    Raises
+    ------
+    ClusterError
+        If it has another form, or is zero.
+    """
+    text = str(limit)
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    seconds = 0
+    if match is not None:
+        days, first, second, third = (0 if part is None else int(part) for part in match.groups())
+        if match[1] is not None:
+            seconds = 86400 * days + 3600 * first + 60 * second + third
+        elif match[4] is not None:
+            seconds = 3600 * first + 60 * second + third
+        else:
+            seconds = 60 * first + second
+    if not seconds:
+        raise ClusterError(f"--slurm time={text}: expected minutes, H:MM:SS or D-HH:MM:SS, as for sbatch")
+    return -(-seconds // 60)
+
+
+def torchrun(job: Job, *, identifier: str, endpoint: str, is_host: str) -> list[str]:
+    """Return the command line of one node; what is only known there comes as text."""
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={job.nodes}",
+        f"--nproc-per-node={job.per_node}",
+        f"--max-restarts={job.restarts}",
+        f"--rdzv-id={identifier}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-conf=is_host={is_host}",
+    ]
+    if "signal" in job.directives:
+        name = str(job.directives["signal"]).split("@", maxsplit=1)[0].split(":")[-1]
+        line.append(f"--signals-to-handle={_SIGNALS},SIG{name.removeprefix('SIG')}")
+    return [*line, *job.command]
+
+
+def batch_script(job: Job) -> str:
+    """Return the batch script of the job."""
+    directives: dict[str, Any] = {
+        "job_name": job.name,
+        "nodes": job.nodes,
+        "ntasks_per_node": 1,
+        "output": f"{job.logs}/%j.out",
+        "open_mode": "append",
+    }
+    if job.minutes is not None:
+        directives["time"] = job.minutes
+    lines = ["#!/bin/bash"]
+    for key, value in (directives | job.directives).items():
+        shown = f"{value}G" if key == "mem_gb" else value
+        lines.append(f"#SBATCH --{'mem' if key == 'mem_gb' else key.replace('_', '-')}={shown}")
+    first, count = _PORTS
+    parts = torchrun(
+        job,
+        identifier='"$SLURM_JOB_ID"',
+        endpoint='"$BACKLIGHT_ENDPOINT"',
+        is_host="$((SLURM_NODEID == 0))",
+    )
+    # What is only known on the node is for its shell to fill in; the rest is quoted.
+    inner = " ".join(part if part.startswith("--rdzv-") else shlex.quote(part) for part in parts)
+    setup = f"{job.setup} && " if job.setup else ""
+    return "\n".join(
+        [
+            *lines,
+            "#SBATCH --requeue",
+            "",
+            "# One id for all ranks. A requeued job counts on, and is a new attempt of the same run.",
+            f'export BACKLIGHT_RUN_ID="slurm-${{SLURM_JOB_ID}}{JOB_SEPARATOR}${{SLURM_RESTART_COUNT:-0}}"',
+            "# The ranks meet on the first node.",
+            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f'export BACKLIGHT_ENDPOINT="$first:$(({first} + SLURM_JOB_ID % {count}))"',
+            "",
+            "# One torchrun per node; exec hands signals of Slurm on to it, and it to the ranks.",
+            f"exec srun --kill-on-bad-exit=1 bash -c {shlex.quote(f'{setup}exec {inner}')}",
+            "",
+        ]
+    )
+
+
+def submit(job: Job) -> Any:
+    """Submit the job through submitit and return its handle.
+
+    Raises
+    ------
+    ClusterError
+        If there is no cluster here, or submitit does not take a parameter. A ModuleNotFoundError passes
+        through where submitit is not installed.
+    """
+    require("local" if job.local else None)
+    import submitit  # noqa: PLC0415 - an optional library
+
+    if "signal" in job.directives:
+        raise ClusterError(
+            "--slurm signal=...: submitit sends a signal of its own before the limit, and requeues the job; "
+            "leave it out, or write the batch script with --slurm-script FILE"
+        )
+    known: dict[str, Any] = {"name": job.name, "nodes": job.nodes, "tasks_per_node": 1}
+    if job.minutes is not None:
+        known["timeout_min"] = job.minutes
+    if job.local:
+        known |= {key: job.directives[key] for key in ("gpus_per_node",) if key in job.directives}
+    else:
+        known["slurm_additional_parameters"] = {
+            ("mem" if key == "mem_gb" else key): (f"{value}G" if key == "mem_gb" else value)
+            for key, value in job.directives.items()
+        }
+        known["slurm_setup"] = [job.setup] if job.setup else []
+    job.logs.mkdir(parents=True, exist_ok=True)
+    try:
+        executor = submitit.AutoExecutor(folder=job.logs, cluster="local" if job.local else "slurm")
+        executor.update_parameters(**known)
+        return executor.submit(NodeJob(job))
+    except (NameError, RuntimeError, ValueError, TypeError, submitit.core.utils.FailedJobError) as error:
+        raise ClusterError(
+            f"--slurm: the job cannot be submitted: {error}; --slurm-script FILE writes the batch script"
+        ) from error
+
+
+class NodeJob:
+    """What submitit runs on every node: one torchrun.
+
+    submitit pickles it; when the job is preempted or runs into its limit, :meth:`checkpoint` makes the
+    one that goes on.
+    """
+
+    def __init__(self, job: Job, starts: int = 0) -> None:
+        self.job = job
+        self.starts = starts
+
+    def __call__(self) -> None:
+        """Run torchrun to its end.
+
+        Raises
+        ------
+        RuntimeError
+            If it fails.
+        """
+        import submitit  # noqa: PLC0415 - an optional library
+
+        here = submitit.JobEnvironment()
+        number = int("".join(filter(str.isdigit, here.job_id)) or 0)
+        starts = os.environ.get("SLURM_RESTART_COUNT", str(self.starts))
+        line = torchrun(
+            self.job,
+            identifier=here.job_id,
+            endpoint=f"{here.hostnames[0] if here.num_nodes > 1 else 'localhost'}:{_port(number)}",
+            is_host=str(int(here.node == 0)),
+        )
+        identifier = f"{here.cluster}-{here.job_id}{JOB_SEPARATOR}{starts}"
+        process = subprocess.Popen(line, env={**os.environ, "BACKLIGHT_RUN_ID": identifier})
+        try:
+            code = process.wait()
+        finally:
+            # On a requeue submitit leaves this process by SystemExit: the ranks end before it does.
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(GRACE)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        if code:
+            raise RuntimeError(f"torchrun ended with exit code {code}; its output is in {here.paths.stderr}")
+
+    def checkpoint(self) -> Any:
+        """Return what goes on when the job is requeued: the same command, as the next attempt."""
+        import submitit  # noqa: PLC0415 - an optional library
+
+        return submitit.helpers.DelayedSubmission(NodeJob(self.job, self.starts + 1))
+
+
+def _port(number: int) -> int:
+    first, count = _PORTS
+    return first + number % count
+
+
+def _gpus(given: int | str) -> int | str:
+    """Return the number of ``gpus_per_node=8`` or ``gpus_per_node=a100:8``."""
+    last = str(given).rsplit(":", maxsplit=1)[-1]
+    return int(last) if last.isdigit() else given
