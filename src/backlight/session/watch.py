@@ -319,6 +319,11 @@ class Watch:
         self._recorder.user.append((at, values))
 
     @property
+    def notices(self) -> Notices:
+        """What says what this watch has to say, for an integration that has more of it."""
+        return self._notices
+
+    @property
     def step(self) -> int:
         """Number of optimizer steps seen so far."""
         return self._tracker.done if self._writer is not None else 0

@@ -1,0 +1,205 @@
+"""A watch that lives inside a framework: its hooks begin and end it, and none of it can end a training.
+
+What a framework's own file adds is where the models, the optimizers, the step and the metrics are found.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from backlight.records import Finding
+from backlight.report.terminal import print_findings
+from backlight.session.config import Settings
+from backlight.session.judge import findings_of
+from backlight.session.notices import Notices
+from backlight.session.ranks import launch_id, place
+from backlight.session.run_path import default_path
+from backlight.session.watch import Watch, watch
+from backlight.store.closing import wait_for_ranks
+from backlight.store.errors import StoreError
+from backlight.store.reader import open_run
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from backlight.session.geometry import Samples
+
+OTHER_RANKS = 10.0
+"""Seconds that rank 0 waits, at most, for the other ranks to close, before it says what was found."""
+
+OnEnd = Callable[[list[Finding]], Any]
+"""Called with the findings when a training has ended, on rank 0."""
+
+
+class Hosted:
+    """The watch behind the callback of a framework.
+
+    Parameters
+    ----------
+    host:
+        What the user calls it in their script; named in every warning.
+    run:
+        The run folder; None for ``runs/<name>-<time>``, where the framework gives the name.
+    on_end:
+        Called with the findings at the end, on rank 0.
+    summary:
+        Print the findings at the end, on rank 0, to standard error.
+    samples, settings:
+        As for :func:`backlight.watch`.
+
+    Raises
+    ------
+    ValueError
+        If a setting is unknown or out of range.
+
+    Attributes
+    ----------
+    watch:
+        The watch that is entered, else the one of the last training; None before the first.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        run: str | os.PathLike[str] | None,
+        settings: Mapping[str, Any],
+        *,
+        samples: Samples | None = None,
+        on_end: OnEnd | None = None,
+        summary: bool = True,
+    ) -> None:
+        Settings.of(settings)  # a mistake in the script is refused where it stands, not in the training
+        self._host = host
+        self._run = None if run is None else Path(run)
+        self._settings = dict(settings)
+        self._samples = samples
+        self._on_end = on_end
+        self._summary = summary
+        self._active = False
+        self._broken: set[str] = set()
+        self._notices = Notices(self._run or Path("runs"))
+        self.watch: Watch | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether a training is being watched now."""
+        return self._active
+
+    def begin(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        name: str,
+        step: int = 0,
+    ) -> None:
+        """Start to watch; ``step`` is how many steps the training has behind it."""
+        if self._active:
+            self.end(RuntimeError("the training was left, and another one began"))
+        with self.shield("begin", "anything of this training"):
+            self._broken.discard("log")
+            settings = {"step_offset": step, **self._settings}
+            path = self._run
+            if path is None and self.watch is not None and step:
+                path = self.watch.path  # the same training goes on
+            if path is None:
+                path = default_path(name, launch_id() if place()[1] > 1 else None)
+            begun = watch(list(models), list(optimizers), run=path, samples=self._samples, **settings)
+            begun.__enter__()
+            self.watch, self._active = begun, True
+            self._notices = begun.notices
+            _close_at_exit(self)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Record what the framework logs: of ``values`` whatever is one number."""
+        if not self._active or self.watch is None or "log" in self._broken:
+            return
+        with self.shield("log", "what the framework logs"):
+            numbers = {name: value for name, value in values.items() if _is_number(value)}
+            own = {n: v for n, v in numbers.items() if n not in {"step", "self"}}
+            if own:
+                self.watch.log(step=step, **own)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Close the run, and say once what was found."""
+        if not self._active or self.watch is None:
+            return
+        self._active = False
+        with self.shield("end", "the end of the training"):
+            traceback = None if error is None else error.__traceback__
+            self.watch.__exit__(None if error is None else type(error), error, traceback)
+        if place()[0] == 0:
+            with self.shield("end", "nothing, but its findings are not printed"):
+                self._say()
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the rules say of the run as it stands."""
+        return [] if self.watch is None else self.watch.findings
+
+    @contextlib.contextmanager
+    def shield(self, hook: str, lost: str) -> Iterator[None]:
+        """Turn an exception into one warning that names the hook; ``lost`` is what is missing by it."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            self._broken.add(hook)
+            reason = f"{type(error).__name__}: {error}"
+            self._notices.warn(f"{hook} {lost}", f"{self._host}.{hook}: not recorded: {lost}, after {reason}")
+            with contextlib.suppress(Exception):
+                self._notices.unmeasured(lost, f"{self._host}.{hook}: {reason}")
+
+    def _say(self) -> None:
+        if self.watch is None:
+            return
+        path = self.watch.path
+        if place()[1] > 1:
+            wait_for_ranks(path, OTHER_RANKS)
+        try:
+            run = open_run(path)
+            found = findings_of(run)
+        except StoreError as error:
+            Console(stderr=True).print(f"backlight: {error}", markup=False, highlight=False)
+            return
+        if self._summary:
+            console = Console(stderr=True)
+            print_findings(run, found, console)
+            console.print(f"next: backlight report {path}", markup=False, highlight=False, soft_wrap=True)
+        if self._on_end is not None:
+            name = getattr(self._on_end, "__qualname__", type(self._on_end).__name__)
+            with self.shield("on_end", f"what {name} would have done"):
+                self._on_end(found)
+
+
+def _is_number(value: Any) -> bool:
+    if hasattr(value, "detach"):
+        return bool(value.numel() == 1)
+    if isinstance(value, str):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _close_at_exit(hosted: Hosted) -> None:
+    """Close the run of a training that was left without the framework saying so."""
+    reference = weakref.ref(hosted)
+
+    def close() -> None:
+        left = reference()
+        if left is not None and left.active:
+            left.end(getattr(sys, "last_value", None))
+
+    atexit.register(close)
