@@ -32,7 +32,13 @@ ASSETS = files("backlight.report") / "assets"
 VENDOR = files("backlight.report") / "vendor"
 
 SCRIPTS = ("words.js", "data.js", "view.js", "palette.js", "grid.js", "charts.js")
-"""What the drawers in ``assets/kinds`` stand on, in the order of their needs; ``page.js`` comes last."""
+"""What the drawers in ``assets/kinds`` stand on, in the order of their needs; ``page.js`` follows them."""
+
+UNDRAWN = (
+    "This report draws its charts with JavaScript, which is switched off here. "
+    "<code>backlight findings RUN</code> prints the findings."
+)
+"""What the page says in a browser without scripts."""
 
 
 def write_report(
@@ -98,16 +104,23 @@ def render_page(source: Source) -> str:
     return document(model(source), visible(source.run.name))
 
 
-def document(content: Mapping[str, Any], name: str) -> str:
-    """Return a page that shows ``content``, which has the form of what :func:`model` returns."""
+def document(
+    content: Mapping[str, Any], name: str, *, last: str = "static.js", connect: str = "", without: str = UNDRAWN
+) -> str:
+    """Return a page that shows ``content``, which has the form of what :func:`model` returns.
+
+    ``last`` is the asset that starts the page, ``connect`` what it may ask for (nothing), ``without`` what
+    it says in a browser without scripts.
+    """
     style = _read(VENDOR / "uPlot.min.css") + _read(ASSETS / "page.css")
-    program = _program()
+    program = _program(last)
     library = _read(VENDOR / "uPlot.iife.min.js")
     policy = "; ".join(
         (
             "default-src 'none'",
             f"script-src {_hash(library)} {_hash(program)}",
             f"style-src {_hash(style)}",
+            *([f"connect-src {connect}"] if connect else []),
             "base-uri 'none'",
             "form-action 'none'",
             "require-trusted-types-for 'script'",
@@ -128,8 +141,7 @@ def document(content: Mapping[str, Any], name: str) -> str:
             f"<style>{style}</style>",
             "</head>",
             "<body>",
-            "<noscript>This report draws its charts with JavaScript, which is switched off here. "
-            "<code>backlight findings RUN</code> prints the findings.</noscript>",
+            f"<noscript>{without}</noscript>",
             f'<script type="application/json" id="report">{script_json(content)}</script>',
             f"<script>{library}</script>",
             f"<script>{program}</script>",
@@ -143,6 +155,11 @@ def document(content: Mapping[str, Any], name: str) -> str:
 def model(source: Source) -> dict[str, Any]:
     """Return everything that the page shows, as JSON types and numpy arrays."""
     drawn = rendered(source)
+    return {**head(source, drawn), "panels": [panel_data(panel, result) for panel, result in drawn]}
+
+
+def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> dict[str, Any]:
+    """Return what the page shows beside its panels; ``drawn`` tells which of them have data."""
     rows = _rows(source)
     whole = [panel for panel, _ in drawn]
     shown = {panel.name for panel, result in drawn if isinstance(result, Drawn)}
@@ -181,7 +198,6 @@ def model(source: Source) -> dict[str, Any]:
             for reason, names in source.unmeasured_parameters.items()
             for name in names
         },
-        "panels": [_panel(panel, result) for panel, result in drawn],
         "precision": f"{100 * PRECISION:.2f} %",
         "version": _version(),
     }
@@ -216,12 +232,13 @@ def _unmeasured(
     return list(gaps.values())
 
 
-def _panel(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
-    head = {"name": panel.name, "title": panel.title, "note": panel.note}
+def panel_data(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
+    """Return one panel as the page takes it: with its data, or with the reason why it has none."""
+    named = {"name": panel.name, "title": panel.title, "note": panel.note}
     if isinstance(result, NotMeasured):
-        return {**head, "missing": visible(result.reason)}
+        return {**named, "missing": visible(result.reason)}
     facts = [{"label": fact.label, "value": fact.value} for fact in result.facts]
-    return {**head, "kind": result.kind, "facts": facts, "remarks": result.remarks, "data": dict(result.data)}
+    return {**named, "kind": result.kind, "facts": facts, "remarks": result.remarks, "data": dict(result.data)}
 
 
 def _figures(source: Source) -> list[dict[str, str]]:
@@ -300,12 +317,12 @@ def _place(place: Place | None) -> dict[str, Any] | None:
     }
 
 
-def _program() -> str:
+def _program(last: str) -> str:
     """Return the page's own script: one scope, the drawers of ``assets/kinds`` between base and page."""
     kinds = sorted(entry.name for entry in (ASSETS / "kinds").iterdir() if entry.name.endswith(".js"))
     parts = [_read(ASSETS / name) for name in SCRIPTS]
     parts += [_read(ASSETS / "kinds" / name) for name in kinds]
-    parts.append(_read(ASSETS / "page.js"))
+    parts += [_read(ASSETS / "page.js"), _read(ASSETS / last)]
     return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();\n"
 
 

@@ -282,6 +282,7 @@ const drawChart = (host, spec, height = 240) => {
   };
   const data = [spec.steps, ...spec.lines.map((line) => drawable(line, (line.axis === "right" ? spec.right : spec.left).log))];
   plot = new uPlot(options, data, box);
+  box.plot = plot;
   legend.reserve();
   new ResizeObserver(() => {
     const width = Math.max(120, box.clientWidth);
@@ -290,11 +291,31 @@ const drawChart = (host, spec, height = 240) => {
     plot.setSize({ width, height });
   }).observe(box);
   if (spec.overSteps) {
-    view.on("range", () => plot.setScale("x", { min: view.range[0], max: view.range[1] }));
-    view.on("focus", () => plot.redraw(false));
+    view.on("range", () => plot.setScale("x", { min: view.range[0], max: view.range[1] }), box);
+    view.on("focus", () => plot.redraw(false), box);
   }
-  view.on("theme", () => plot.redraw(false));
+  view.on("theme", () => plot.redraw(false), box);
   return plot;
+};
+
+// Whether a chart can take newer numbers as it stands: the same lines, axes and words around them.
+const alike = (old, next) => {
+  const frame = ({ title, lines, left, right, marks, spans, across, steps }) =>
+    JSON.stringify([
+      title, across, left?.label, left?.log, right?.label, right?.log, steps.length <= 40,
+      lines.map(({ label, axis, style, tone, odd }) => [label, axis, style, tone, odd.length > 0]),
+      marks.map(({ label, steps: at }) => [label, at.length]), spans ?? [],
+    ]);
+  return frame(old) === frame(next);
+};
+
+// Newer numbers into a drawn chart; what is under the pointer and what the legend hides stay as they are.
+const refill = (plot, spec, next) => {
+  next.lines.forEach((line, i) => Object.assign(spec.lines[i], line));
+  spec.steps = next.steps;
+  spec.marks = next.marks;
+  const data = [spec.steps, ...spec.lines.map((line) => drawable(line, (line.axis === "right" ? spec.right : spec.left).log))];
+  plot.setData(data, true);
 };
 
 // A chart as Python sends it, with its arrays unpacked.

@@ -30,8 +30,8 @@ class Grid {
     host.append(el("div", { class: "grid" }, this.map, this.over), this.tip);
     this.listen();
     new ResizeObserver(() => this.draw()).observe(host);
-    view.on("range theme", () => this.draw());
-    view.on("row focus cursor", () => this.drawOver());
+    view.on("range theme", () => this.draw(), this.map);
+    view.on("row focus cursor", () => this.drawOver(), this.map);
   }
 
   cut(first, last) {

@@ -201,7 +201,8 @@ const footer = () =>
       : "Every value under the pointer is exact.",
   );
 
-const start = async () => {
+// The whole page from what it holds; the static report is drawn once.
+const drawOnce = async () => {
   const switchTheme = followTheme();
   const parts = report.panels.filter((panel) => !panel.missing).map((panel) => ({ panel, ...panelPart(panel) }));
   const main = el(
@@ -219,5 +220,3 @@ const start = async () => {
   document.documentElement.dataset.ready = "yes";
   performance.mark("backlight-ready");
 };
-
-start();

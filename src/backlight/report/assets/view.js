@@ -17,13 +17,29 @@ const view = {
   matches: null, // rows that match the search; null where nothing is searched for
   onlyMatches: true,
   listeners: {},
+  late: new Map(), // listeners of what is far from the screen, told once it comes near
+  sleeps: () => false, // whether an element is far from the screen: the live page knows
 
-  on(topics, listener) {
-    for (const topic of topics.split(" ")) (this.listeners[topic] ??= []).push(listener);
+  // A listener lives as long as its owner is on the page.
+  on(topics, listener, owner = document.documentElement) {
+    for (const topic of topics.split(" ")) (this.listeners[topic] ??= []).push({ listener, owner });
   },
 
   tell(topic) {
-    for (const listener of this.listeners[topic] ?? []) listener();
+    const known = (this.listeners[topic] ?? []).filter(({ owner }) => owner.isConnected);
+    this.listeners[topic] = known;
+    for (const { listener, owner } of known) {
+      if (this.sleeps(owner)) this.late.set(listener, owner);
+      else listener();
+    }
+  },
+
+  wake() {
+    for (const [listener, owner] of this.late) {
+      if (owner.isConnected && this.sleeps(owner)) continue;
+      this.late.delete(listener);
+      if (owner.isConnected) listener();
+    }
   },
 
   set(topic, value) {
@@ -34,10 +50,11 @@ const view = {
 
   // Everything with a step axis says how far it reaches, before anything is drawn.
   reaches(first, last) {
+    const kept = this.known && this.zoomed ? this.range : null; // a live page grows while somebody looks closely
     if (!this.known) [this.full, this.known] = [[first, last], true];
     else this.full = [Math.min(this.full[0], first), Math.max(this.full[1], last)];
     if (this.full[0] === this.full[1]) this.full = [this.full[0] - 0.5, this.full[1] + 0.5];
-    this.range = [...this.full];
+    this.range = kept ?? [...this.full];
   },
 
   zoom(from, to) {

@@ -48,7 +48,7 @@ KINDS.depth = async (host, { spread: packed }) => {
       at.gap = [...chosen.keys()].filter((row) => !Number.isFinite(chosen[row]));
       plot.setData([rows, ...spec.lines.map((each) => drawable(each, true))], true);
     };
-    view.on("bucket", show);
+    view.on("bucket", show, slider);
     show();
   };
 };

@@ -21,7 +21,7 @@ KINDS.exponents = async (host, { lowest, bins, all, single }) => {
     const legend = el("div", { class: "map-legend" });
     const bar = () => legendBar(legend, { low: 1e-6, high: 1, log: true, clamped: [true, false] }, () => false, "share of values");
     bar();
-    view.on("theme", bar);
+    view.on("theme", bar, legend);
     host.append(el("div", { class: "controls" }, el("label", {}, "Histogram of ", choice), said), legend, box);
     const used = [...Array(bins).keys()].filter((bin) => together.share.subarray(bin * together.first.length, (bin + 1) * together.first.length).some((value) => value > 0));
     const rows = [];
@@ -69,7 +69,7 @@ KINDS.exponents = async (host, { lowest, bins, all, single }) => {
       grid.cut(source.first, source.last);
       grid.draw();
     };
-    view.on("row", () => (choice.value === "one" ? draw() : null));
+    view.on("row", () => (choice.value === "one" ? draw() : null), box);
     draw();
   };
 };

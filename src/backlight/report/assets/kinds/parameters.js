@@ -10,12 +10,27 @@ class ParameterGrid {
     this.amount = report.parameters.length;
   }
 
+  static async read(data) {
+    const [first, last, recorded, broken, measured, stats] = await Promise.all([
+      unpack(data.first), unpack(data.last), unpack(data.recorded), unpack(data.broken), unpackAll(data.measured), unpackAll(data.stats),
+    ]);
+    return new ParameterGrid(data, first, last, recorded, measured, broken, stats);
+  }
+
+  // Newer or closer data in the place of these: the step that was chosen stays chosen.
+  take(other) {
+    const step = view.bucket === null ? null : this.first[view.bucket];
+    Object.assign(this, other);
+    if (step !== null) view.bucket = Math.max(0, this.last.findIndex((last) => last >= step));
+  }
+
   column(name) {
     return this.columns.find((column) => column.name === name);
   }
 
   async planes(name) {
     const column = this.column(name);
+    if (!column.high) Object.assign(column, await report.column(name)); // a live page holds what is looked at
     const high = await unpack(column.high);
     return { high, low: column.low ? await unpack(column.low) : high };
   }
@@ -73,21 +88,27 @@ const mergeBy = (largest) => (a, b) => {
 };
 
 KINDS.parameters = async (host, data) => {
-  const [first, last, recorded, broken, measured, stats] = await Promise.all([
-    unpack(data.first), unpack(data.last), unpack(data.recorded), unpack(data.broken), unpackAll(data.measured), unpackAll(data.stats),
-  ]);
-  const grid = new ParameterGrid(data, first, last, recorded, measured, broken, stats);
+  const grid = await ParameterGrid.read(data);
   view.grid = grid;
-  view.column = grid.columns[0].name;
-  view.reaches(first[0], last.at(-1));
+  view.column = grid.column(view.column)?.name ?? grid.columns[0].name;
+  view.reaches(grid.first[0], grid.last.at(-1));
   return async () => {
-    await heatMap(host, grid);
-    parameterTable(host, grid);
+    const renew = await heatMap(host, grid);
+    const fill = parameterTable(host, grid);
+    return async (later) => {
+      const next = await ParameterGrid.read(later);
+      if (next.amount !== grid.amount || next.columns.map(({ name }) => name).join() !== grid.columns.map(({ name }) => name).join()) return false;
+      await Promise.all(next.columns.filter(({ high }) => high).map(({ name }) => next.planes(name)));
+      if (!later.window) view.reaches(next.first[0], next.last.at(-1));
+      grid.take(next);
+      await renew();
+      if (!later.window) fill();
+      return true;
+    };
   };
 };
 
 const heatMap = async (host, grid) => {
-  const amount = grid.first.length;
   const choice = el(
     "select",
     { id: "column", onchange: () => view.set("column", choice.value) },
@@ -101,13 +122,14 @@ const heatMap = async (host, grid) => {
   const legend = el("div", { class: "map-legend" });
   const box = el("div", { class: "map", id: "heat-map" });
   const detail = el("div", { class: "detail" });
+  const whichLabel = el("label", { for: "which", hidden: grid.exact }, "of each range the ", which);
   const onlyLabel = el("label", { for: "only", class: "check", hidden: true }, only, " only rows that match the search");
   host.append(
     el(
       "div",
       { class: "controls" },
       el("label", { for: "column" }, "Colour ", choice),
-      grid.exact ? null : el("label", { for: "which" }, "of each range the ", which),
+      whichLabel,
       onlyLabel,
       rowsChip,
       meaning,
@@ -138,7 +160,7 @@ const heatMap = async (host, grid) => {
     marked: () => (view.matches && !view.onlyMatches ? view.matches : []),
     label: (row) => report.parameters[row].name,
     group: (row) => report.parameters[row].name.split("."),
-    code: (row, bucket) => state.codes[row * amount + bucket],
+    code: (row, bucket) => state.codes[row * state.amount + bucket],
     merge: (a, b) => state.merge(a, b),
     describe: (row, bucket) => describeCell(grid, state, row, bucket),
     pick: (row, bucket) => {
@@ -158,7 +180,7 @@ const heatMap = async (host, grid) => {
     const planes = await grid.planes(column.name);
     const range = rangeOf(column, planes);
     const values = planes[which.value];
-    state = { column, planes, range, codes: codesOf(grid, column, values, range), merge: mergeBy(which.value === "high") };
+    state = { column, planes, range, amount: grid.first.length, codes: codesOf(grid, column, values, range), merge: mergeBy(which.value === "high") };
     choice.value = column.name;
     meaning.textContent = column.meaning;
     const found = new Uint8Array(256);
@@ -167,16 +189,24 @@ const heatMap = async (host, grid) => {
     map.draw();
     await showDetail(detail, grid, state);
   };
-  view.on("column", show);
-  view.on("theme", () => legendBar(legend, state.range, (code) => state.codes.includes(code)));
-  view.on("row", () => showDetail(detail, grid, state));
+  view.on("column", show, box);
+  view.on("theme", () => legendBar(legend, state.range, (code) => state.codes.includes(code)), legend);
+  view.on("row", () => showDetail(detail, grid, state), detail);
   view.on("matches onlyMatches", () => {
     onlyLabel.hidden = !view.matches;
     noMatch.hidden = !(view.matches && view.onlyMatches && rows().length === 0);
     box.hidden = !noMatch.hidden;
     if (!box.hidden) map.draw();
-  });
+  }, box);
   await show();
+  return async () => {
+    whichLabel.hidden = grid.exact;
+    if (grid.exact) which.value = "high";
+    const { cursor } = map;
+    map.cut(grid.first, grid.last);
+    if (cursor && cursor.bucket < grid.first.length) map.cursor = cursor;
+    await show();
+  };
 };
 
 // What one cell holds, in words: the extremes of its range, and every column that was measured there.

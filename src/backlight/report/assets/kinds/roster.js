@@ -87,7 +87,8 @@ const parameterTable = (host, grid) => {
     ),
     more,
   );
-  view.on("matches", () => ((all = false), fill()));
-  view.on("row", () => (view.row === null || body.querySelector(`tr[data-row="${view.row}"]`) ? mark() : fill()));
+  view.on("matches", () => ((all = false), fill()), body);
+  view.on("row", () => (view.row === null || body.querySelector(`tr[data-row="${view.row}"]`) ? mark() : fill()), body);
   fill();
+  return fill;
 };

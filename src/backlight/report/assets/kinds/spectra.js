@@ -248,9 +248,9 @@ KINDS.spectra = async (host, { fields, values, numbers, layers }) => {
       show(before === undefined ? layer.steps.length - 1 : nearest(before));
       host.dataset.layer = name;
     };
-    view.on("layer", () => open(view.layer));
-    view.on("row", () => (view.row === null ? null : open(report.parameters[view.row].name)));
-    view.on("focus", () => (view.focus === null || !layer ? null : show(nearest(view.focus))));
+    view.on("layer", () => open(view.layer), box);
+    view.on("row", () => (view.row === null ? null : open(report.parameters[view.row].name)), box);
+    view.on("focus", () => (view.focus === null || !layer ? null : show(nearest(view.focus))), box);
     await open(layers[0].name);
   };
 };

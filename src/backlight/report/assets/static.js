@@ -1,0 +1,3 @@
+// A report that was written: everything is there.
+
+drawOnce();
