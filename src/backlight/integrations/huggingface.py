@@ -1,0 +1,151 @@
+"""Hugging Face Trainer: ``Trainer(..., callbacks=[BacklightCallback(run="runs/first")])``."""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backlight.integrations.hosted import Hosted, OnEnd
+from backlight.integrations.versions import require
+
+VERSION = require("transformers", "huggingface")
+"""The release of transformers that is here."""
+
+from transformers import Trainer, TrainerCallback  # noqa: E402 - only once it is known to be recent enough
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from backlight.records import Finding
+    from backlight.session.geometry import Samples
+    from backlight.session.watch import Watch
+
+
+class BacklightCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types for all releases
+    """Watches every ``train`` of the Trainer that it is given to.
+
+    The Trainer sets gradients to None before ``on_step_end``, and clips them before
+    ``on_pre_optimizer_step``; here they are taken as backward left them, after accumulation and unscaling
+    and before clipping. What the Trainer logs (``loss``, ``grad_norm``, ``learning_rate``, ``eval_...``) is
+    recorded as it logs it, beside ``global_step``.
+
+    Parameters
+    ----------
+    run:
+        The run folder; None for ``runs/<run_name or name of the model>-<time>``. A folder that holds a run
+        gets a new attempt of it.
+    samples:
+        For the rooms grokking and spectra; see :func:`backlight.watch`.
+    on_end:
+        Called on rank 0 with the list of findings when a training has ended.
+    summary:
+        Print the findings once at the end, on rank 0.
+    **settings:
+        Settings of :func:`backlight.watch`: ``rooms``, ``every``, ``groups``, ``thresholds`` and others.
+
+    Raises
+    ------
+    ValueError
+        If a setting is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | None = None,
+        *,
+        samples: Samples | None = None,
+        on_end: OnEnd | None = None,
+        summary: bool = True,
+        **settings: Any,
+    ) -> None:
+        self._hosted = Hosted(
+            "BacklightCallback", run, settings, samples=samples, on_end=on_end, summary=summary
+        )
+        self._trainer: weakref.ref[Any] | None = None
+        _tell_of_training()
+
+    @property
+    def watch(self) -> Watch | None:
+        """The watch of the training that is under way, else of the last one; None before the first."""
+        return self._hosted.watch
+
+    @property
+    def run(self) -> Path | None:
+        """The run folder; None before the first training."""
+        return None if self.watch is None else self.watch.path
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the rules say of the run as it stands."""
+        return self._hosted.findings
+
+    # Hooks, called by the Trainer on every rank
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach: the model is wrapped and restored, nothing has been trained."""
+        with self._hosted.shield("on_train_begin", "anything of this training"):
+            model, optimizer = kwargs["model"], kwargs["optimizer"]
+            trainer = self._trainer() if self._trainer is not None else None
+            wrapped = getattr(trainer, "model_wrapped", None)
+            self._hosted.begin(
+                [model if wrapped is None else wrapped],
+                [optimizer],
+                name=str(args.run_name or type(model).__name__).replace(os.sep, "-"),
+                step=state.global_step,
+            )
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record what the Trainer logs."""
+        self._hosted.log(logs or {}, step=state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Close the run."""
+        self._hosted.end()
+
+    def training(self, trainer: Any) -> None:
+        """Remember whose training begins: only the Trainer knows the wrapper of its model."""
+        self._trainer = weakref.ref(trainer)
+
+    def failed(self, error: BaseException) -> None:
+        """Close the run of a training that failed or was interrupted."""
+        self._hosted.end(error)
+
+
+def _tell_of_training() -> None:
+    """Let ``Trainer.train`` tell our callbacks when it raises: no event of the Trainer does."""
+    original = Trainer.train
+    if getattr(original, "tells_backlight", False):
+        return
+
+    @functools.wraps(original)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for callback in _ours(self):
+            callback.training(self)
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as error:
+            for callback in _ours(self):
+                callback.failed(error)
+            raise
+
+    train.tells_backlight = True  # type: ignore[attr-defined]
+    Trainer.train = train
+
+
+def _ours(trainer: Any) -> list[BacklightCallback]:
+    handler = getattr(trainer, "callback_handler", None)
+    return [c for c in getattr(handler, "callbacks", ()) if isinstance(c, BacklightCallback)]
