@@ -20,6 +20,8 @@ _EXTRAS = {
     "msgspec": "trace",
     "matplotlib": "plots",
     "submitit": "slurm",
+    "starlette": "live",
+    "uvicorn": "live",
 }
 
 
