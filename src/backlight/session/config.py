@@ -25,6 +25,7 @@ from backlight.grokking.measures import Measures
 from backlight.session.judge import thresholds
 from backlight.session.plan import DEFAULT_ROOMS
 from backlight.session.tracing import traced_kinds
+from backlight.session.trackers import chosen
 from backlight.spectra.catching import Catching
 
 
@@ -62,6 +63,9 @@ class Settings:
         Number of the first step, for a resumed training; None continues the run.
     thresholds:
         Overridden thresholds by room and name.
+    trackers:
+        Where numbers go while the training runs: ``NAME`` or ``NAME=TARGET`` of
+        :data:`backlight.session.trackers.TRACKERS`.
     measures:
         What the room grokking measures, and how often.
     spectra:
@@ -85,6 +89,7 @@ class Settings:
     flush_interval: float = 1.0
     step_offset: int | None = None
     thresholds: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    trackers: tuple[str, ...] = ()
     measures: Measures = dataclasses.field(default_factory=Measures)
     spectra: Catching = dataclasses.field(default_factory=Catching)
 
@@ -103,6 +108,8 @@ class Settings:
                 raise ValueError(f"{name}={value}: expected {least} or more")
         if not self.rooms:
             raise ValueError("rooms is empty: name at least one room")
+        for given in self.trackers:
+            chosen(given)
         for room, values in self.thresholds.items():
             defaults = thresholds(room)
             if defaults is None:
@@ -144,6 +151,8 @@ class Settings:
         prepared = dict(values)
         if isinstance(prepared.get("rooms"), str):
             prepared["rooms"] = tuple(r.strip() for r in prepared["rooms"].split(",") if r.strip())
+        if isinstance(prepared.get("trackers"), str):
+            prepared["trackers"] = (prepared["trackers"],)
         _known_fields(prepared.get("measures"), Measures, f"{where}: measures")
         _known_fields(prepared.get("spectra"), Catching, f"{where}: spectra")
         prepared["trace"] = traced_kinds(prepared.get("trace"))

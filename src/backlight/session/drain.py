@@ -20,6 +20,7 @@ from backlight.store.schema import GRADIENT
 
 if TYPE_CHECKING:
     from backlight.session.recorder import Recorder
+    from backlight.session.tracking import Tracking
     from backlight.store.writer import RunWriter
 
 _NORM = GRADIENT.floats.index("norm")
@@ -63,6 +64,7 @@ class Drain:
         self._tables: dict[int, tuple[Any, int]] = {}
         self._dropped = 0
         self.spent = 0.0
+        self.tracking: Tracking | None = None
         self._thread = threading.Thread(target=self._run, name="backlight-drain", daemon=True)
 
     def start(self) -> None:
@@ -108,7 +110,12 @@ class Drain:
         logged = self._recorder.user
         while logged:
             step, values = logged.popleft()
-            self._writer.scalars(step, {n: _number(v) for n, v in values.items()}, source="user")
+            numbers = {n: _number(v) for n, v in values.items()}
+            self._writer.scalars(step, numbers, source="user")
+            if self.tracking is not None:
+                self.tracking.logged(step, numbers)
+        if self.tracking is not None:
+            self.tracking.release()
         for room in (self._recorder.geometry, self._recorder.replicating):
             if room is not None:
                 room.queue.write(self._writer)
@@ -146,6 +153,8 @@ class Drain:
         if ("gradient", 0) in blobs:
             self._look(draft.step, *blobs["gradient", 0], scalars)
         self._writer.scalars(draft.step, scalars)
+        if self.tracking is not None:
+            self.tracking.stored(draft.step, draft.records, scalars, blobs)
 
     def _look(self, step: int, floats: np.ndarray, integers: np.ndarray, scalars: dict[str, float]) -> None:
         measured = integers[:, _MEASURED] > 0

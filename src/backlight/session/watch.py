@@ -31,6 +31,7 @@ from backlight.session.recorder import Recorder
 from backlight.session.run_path import default_path
 from backlight.session.stalling import Stalling
 from backlight.session.tracing import start_tracing
+from backlight.session.tracking import Tracking
 from backlight.store.filters import Filters
 from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter
@@ -187,6 +188,7 @@ class Watch:
         self._drain = Drain(
             self._recorder, self._writer, settings.flush_interval, self._alarm, self._notices.trouble
         )
+        self._drain.tracking = self._tracking = Tracking(settings, self._writer, self._notices)
         self._tracker = _Tracker(self._scope, self._recorder, per_backward=settings.per_backward)
         self._tracker.check_limit, self._tracker.trouble = self.check_limit, self._trouble
         self._recorder.spent = lambda: (
@@ -234,6 +236,7 @@ class Watch:
         writer = self._writer
         if writer is None or os.getpid() != self._pid:
             return
+        findings: list[Finding] = []
         if self._stalling is not None:
             with self._notices.shield():
                 self._stalling.stop(error)
@@ -266,10 +269,11 @@ class Watch:
                 )
             writer.flush()
             if writer.lost is None:
-                run = open_run(self.path)
-                for finding in judge(run, made=Made.LIVE):
+                findings = judge(open_run(self.path), made=Made.LIVE)
+                for finding in findings:
                     if not RULES[finding.rule].restates:  # else it is stored already
                         writer.finding(finding)
+        self._tracking.end(findings, self._tracker.done - 1, failed=error is not None)
         with self._notices.shield():
             writer.close(RunStatus.FINISHED if error is None else RunStatus.FAILED)
 
@@ -360,6 +364,7 @@ class Watch:
     def _at_step(self, index: int) -> None:
         if self._pauses is not None:
             self._pauses.tell()
+        self._tracking.meet()
         if index:
             self._take_fingerprint()
 

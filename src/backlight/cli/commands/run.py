@@ -48,6 +48,10 @@ def run(
         str | None,
         typer.Option("--trace", help="Print lines while backward runs: gradients,modules,buckets."),
     ] = None,
+    tracker: Annotated[
+        list[str] | None,
+        typer.Option("--tracker", help="Send numbers to NAME or NAME=TARGET (tensorboard); again for more."),
+    ] = None,
     max_disk: Annotated[
         str | None, typer.Option("--max-disk", help="Most that the run may take: 500M, 2G.")
     ] = None,
@@ -87,6 +91,7 @@ def run(
         "per_backward": per_backward or None,
         "stall": stall,
         "trace": trace,
+        "trackers": tuple(tracker) if tracker else None,
         "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
     }
     given = {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,89 @@
+"""MLflow: the run that the user has open, else one of its own, in whatever store MLflow is set to.
+
+Only the client with explicit run ids is used: the active run of a thread is the user's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from backlight.records import Finding
+from backlight.session.trackers import PREFIX, Point, Tracked, tracker
+
+EXPERIMENT = "backlight"
+"""Experiment that runs of our own belong to."""
+
+BATCH = 1000
+"""Metrics that a call may carry at most, by MLflow's own limit."""
+
+_TAG = 5000
+
+
+class _Run:
+    """A run of MLflow; ``own`` where we made it and so end it."""
+
+    def __init__(self, client: Any, identifier: str, *, own: bool) -> None:
+        from mlflow.entities import Metric  # noqa: PLC0415 - slow, and not everybody's
+
+        self._client, self._id, self._own, self._metric = client, identifier, own, Metric
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Log every number as a metric; histograms have no place in MLflow."""
+        metrics = [
+            self._metric(PREFIX + name, value, int(point.time * 1000), point.step)
+            for point in points
+            for name, value in point.values.items()
+            if self._own or not name.startswith("user/")
+        ]
+        for start in range(0, len(metrics), BATCH):
+            self._client.log_batch(self._id, metrics=metrics[start : start + BATCH])
+
+    def findings(self, findings: Sequence[Finding], step: int) -> None:
+        """Tag the run with each rule and what it says."""
+        del step
+        told: dict[str, str] = {}
+        for finding in findings:
+            claim = f"{finding.severity}: {finding.claim}"
+            told[finding.rule] = f"{told[finding.rule]}\n{claim}" if finding.rule in told else claim
+        for rule, claims in told.items():
+            self._client.set_tag(self._id, f"{PREFIX}findings/{rule}", claims[:_TAG])
+
+    def close(self, *, failed: bool) -> None:
+        """End the run if it is ours."""
+        if self._own:
+            self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def _open_run() -> Any:
+    mlflow = sys.modules.get("mlflow")
+    active = mlflow.active_run() if mlflow is not None and hasattr(mlflow, "active_run") else None
+    return active.info.run_id if active is not None else None
+
+
+@tracker("mlflow", active=_open_run)
+def open_mlflow(target: str, run: Tracked, active: Any) -> _Run:
+    """Send to the user's run, else to a new one.
+
+    ``target`` is a tracking URI, or a folder in which a SQLite store is kept; without it MLflow's own
+    setting holds.
+    """
+    from mlflow import MlflowClient  # noqa: PLC0415 - slow, and not everybody's
+
+    if active is not None:
+        return _Run(MlflowClient(), str(active), own=False)
+    client = MlflowClient(tracking_uri=_uri(target) if target else None)
+    known = client.get_experiment_by_name(EXPERIMENT)
+    experiment = known.experiment_id if known is not None else client.create_experiment(EXPERIMENT)
+    tags = {f"{PREFIX}run": str(run.path), f"{PREFIX}run_id": run.run_id}
+    return _Run(client, client.create_run(experiment, run_name=run.name, tags=tags).info.run_id, own=True)
+
+
+def _uri(target: str) -> str:
+    if "://" in target or target in {"databricks", "uc"}:
+        return target
+    folder = Path(target).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"sqlite:///{folder / 'mlflow.db'}"

@@ -1,0 +1,97 @@
+"""Weights & Biases: the run that the user has open, else one of its own; online or offline as W&B is set.
+
+W&B counts the steps of a run itself, and drops what comes with a lower number. In a run of the user's
+nothing of ours may therefore count: the newest numbers ride along with the next row that the user logs, and
+``backlight/step`` is their axis.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from backlight.records import Finding
+from backlight.session.trackers import PREFIX, Point, Tracked, TrackerError, tracker
+
+
+class _Run:
+    """A run of W&B; ``own`` where we opened it and so finish it."""
+
+    def __init__(self, wandb: Any, run: Any, *, own: bool) -> None:
+        self._wandb, self._run, self._own = wandb, run, own
+        run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Log one row per point, or what is newest of each number."""
+        rows = [self._row(point) for point in points]
+        if self._own:
+            for row in rows:
+                self._run.log(row)
+        elif rows:
+            newest = {name: value for row in rows for name, value in row.items()}
+            self._run.log(newest, commit=False)
+
+    def findings(self, findings: Sequence[Finding], step: int) -> None:
+        """Put the findings into the summary, and their rules among the tags."""
+        del step
+        for finding in findings:
+            told = self._run.summary.get(f"{PREFIX}findings/{finding.rule}")
+            claim = f"{finding.severity}: {finding.claim}"
+            self._run.summary[f"{PREFIX}findings/{finding.rule}"] = f"{told}\n{claim}" if told else claim
+        rules = sorted({f"{PREFIX}{finding.rule}" for finding in findings})
+        if rules:
+            self._run.tags = tuple(dict.fromkeys((*(self._run.tags or ()), *rules)))
+
+    def close(self, *, failed: bool) -> None:
+        """Finish the run if it is ours."""
+        if self._own:
+            self._run.finish(exit_code=int(failed))
+
+    def _row(self, point: Point) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            PREFIX + name: value for name, value in point.values.items() if self._ours(name)
+        }
+        row |= {PREFIX + name: self._wandb.Histogram(spread) for name, spread in point.spreads.items()}
+        return row | {f"{PREFIX}step": point.step}
+
+    def _ours(self, name: str) -> bool:
+        """Leave out what the user logs, in a run of theirs that has it already."""
+        return self._own or not name.startswith("user/")
+
+
+def _open_run() -> Any:
+    wandb = sys.modules.get("wandb")
+    return getattr(wandb, "run", None)
+
+
+@tracker("wandb", active=_open_run)
+def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
+    """Send to the user's run, else to a new one in the project ``target`` (``[ENTITY/]PROJECT``).
+
+    Raises
+    ------
+    TrackerError
+        If W&B is to be used online and has no credentials.
+    """
+    import wandb  # noqa: PLC0415 - slow, and not everybody's
+
+    if active is not None:
+        return _Run(wandb, active, own=False)
+    mode = os.environ.get("WANDB_MODE", "online")
+    # W&B would ask at the terminal for a key, in the middle of a training.
+    if mode in {"online", "shared"} and not wandb.login(prompt=False):
+        raise TrackerError("no credentials of W&B: run wandb login, or set WANDB_MODE=offline")
+    entity, _, project = target.rpartition("/")
+    # A run that is not the global one: what the script itself opens later is its own.
+    opened = wandb.init(
+        entity=entity or None,
+        project=project or "backlight",
+        name=run.name,
+        dir=os.environ.get("WANDB_DIR", str(run.path / "export")),
+        reinit="create_new",
+        config={"backlight/run": str(run.path), "backlight/run_id": run.run_id},
+        settings=wandb.Settings(console="off", silent=True),
+    )
+    return _Run(wandb, opened, own=True)

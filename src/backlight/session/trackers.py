@@ -1,0 +1,131 @@
+"""What a tracker is: one file that takes numbers of a run to where a team already looks. No torch.
+
+A tracker is found by its name, and imported when somebody asks for it. It is given points: numbers of
+one step under the names of :mod:`backlight.session.points`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from backlight.records import Finding
+from backlight.registry import Registry
+
+PREFIX = "backlight/"
+"""What the names of everything that is sent begin with."""
+
+
+class TrackerError(ValueError):
+    """A tracker cannot be used: no credentials, a port in use, a target that it cannot write to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tracked:
+    """The run whose numbers are sent; ``live`` while its training goes on."""
+
+    name: str
+    run_id: str
+    path: Path
+    live: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What is sent of one step.
+
+    Attributes
+    ----------
+    step:
+        The user's own number for the step where they gave one, else the number of the optimizer step over
+        all attempts.
+    time:
+        Unix time in seconds.
+    values:
+        Numbers by name; NaN where NaN was measured. What was not measured is not there.
+    spreads:
+        By name, one number per parameter that was measured, for a histogram.
+    """
+
+    step: int
+    time: float
+    values: Mapping[str, float]
+    spreads: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+
+
+class Sink(Protocol):
+    """An open connection of a tracker; used by one thread, which is not the training's."""
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Take points, in the order of their steps."""
+
+    def findings(self, findings: Sequence[Finding], step: int) -> None:
+        """Take what the rules say of the run, up to ``step``."""
+
+    def close(self, *, failed: bool) -> None:
+        """Write what is left; ``failed`` tells how the training ended."""
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A kind of tracker.
+
+    Attributes
+    ----------
+    name:
+        Its name on the command line.
+    open:
+        ``open(target, run, active)`` gives a :class:`Sink`. ``target`` is what stands behind ``NAME=``, empty
+        for the default. It may raise: the tracker is then named in one warning and left out.
+    active:
+        Returns what the user has open of that tracker (a W&B run), None for nothing. Called once, on the
+        training's thread, at the first recorded step: it must neither import nor wait.
+    """
+
+    name: str
+    open: Callable[[str, Tracked, Any], Sink]
+    active: Callable[[], Any] = lambda: None
+
+    def __post_init__(self) -> None:
+        if not (callable(self.open) and callable(self.active)):
+            raise TypeError(f"tracker {self.name!r}: open and active must be callable")
+
+
+TRACKERS: Registry[Tracker] = Registry("tracker", part="trackers", group="backlight.trackers")
+
+
+def tracker(
+    name: str, *, active: Callable[[], Any] = lambda: None
+) -> Callable[[Callable[[str, Tracked, Any], Sink]], Callable[[str, Tracked, Any], Sink]]:
+    """Register the decorated function as what opens the tracker ``name``; see :class:`Tracker`."""
+
+    def decorate(opening: Callable[[str, Tracked, Any], Sink]) -> Callable[[str, Tracked, Any], Sink]:
+        TRACKERS.add(name, Tracker(name, opening, active))
+        return opening
+
+    return decorate
+
+
+def chosen(given: str) -> tuple[Tracker, str]:
+    """Return the tracker and its target from ``NAME`` or ``NAME=TARGET``.
+
+    Raises
+    ------
+    ValueError
+        If no tracker has that name.
+    """
+    name, _, target = given.partition("=")
+    if name.strip() not in TRACKERS:
+        known = ", ".join(TRACKERS) or "none"
+        raise ValueError(f"no tracker is called {name.strip()!r}; there are: {known} (NAME or NAME=TARGET)")
+    return TRACKERS[name.strip()], target.strip()
+
+
+def in_markdown(findings: Sequence[Finding]) -> str:
+    """Return findings as a list in Markdown, one item each, for trackers that show text."""
+    return "\n".join(f"- **{f.severity}** `{f.rule}`: {' '.join(f.claim.split())}" for f in findings)
