@@ -22,6 +22,13 @@ _EXTRAS = {
     "submitit": "slurm",
     "starlette": "live",
     "uvicorn": "live",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "prometheus_client": "prometheus",
+    "duckdb": "query",
+    "pandas": "frames",
+    "polars": "frames",
 }
 
 

@@ -30,7 +30,6 @@ class Tracked:
     """The run whose numbers are sent; ``live`` while its training goes on."""
 
     name: str
-    run_id: str
     path: Path
     live: bool
 

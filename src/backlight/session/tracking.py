@@ -137,7 +137,7 @@ class Tracking:
     """
 
     def __init__(self, settings: Settings, writer: RunWriter, notices: Notices) -> None:
-        run = Tracked(writer.path.name, writer.run_id, writer.path, live=True)
+        run = Tracked(writer.path.name, writer.path, live=True)
         given = settings.trackers if writer.rank == 0 else ()
         self._feeds = [Feed(*chosen(name), run, notices) for name in given]
         self._offset = writer.step_offset

@@ -18,7 +18,15 @@ class Table(enum.StrEnum):
 
 def export(
     path: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: .csv, .parquet or .h5.")],
+    target: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="File to write: .csv, .parquet or .h5.")
+    ] = None,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to", help="Send it to a tracker, NAME or NAME=TARGET (tensorboard=DIR); again for more."
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     rows: Annotated[
         Table | None,
@@ -32,11 +40,24 @@ def export(
         int | None, typer.Option("--max-directions", help="Most directions of a layer at a step.")
     ] = None,
 ) -> None:
-    """Write the series of a run to a file for other programs, and print what was written."""
+    """Write the series of a run to a file for other programs, or to a tracker, and print what was written.
+
+    Raises
+    ------
+    typer.BadParameter
+        If neither a file nor a tracker is named.
+    """
+    from backlight.session.sending import send_all
     from backlight.store.export import export as write
     from backlight.store.reader import open_run
 
+    if target is None and not to:
+        raise typer.BadParameter("name a FILE to write, or a tracker with --to NAME=TARGET")
     run = open_run(path)
+    for sent in send_all(run, to or ()):
+        print(f"{sent.tracker}: {sent.steps} steps, {sent.findings} findings")
+    if target is None:
+        return
     for written in write(run, target, overwrite=overwrite, rows=rows, max_directions=max_directions):
         print(written)
 

@@ -91,7 +91,7 @@ def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
         name=run.name,
         dir=os.environ.get("WANDB_DIR", str(run.path / "export")),
         reinit="create_new",
-        config={"backlight/run": str(run.path), "backlight/run_id": run.run_id},
+        config={"backlight/run": str(run.path)},
         settings=wandb.Settings(console="off", silent=True),
     )
     return _Run(wandb, opened, own=True)
