@@ -105,7 +105,12 @@ def render_page(source: Source) -> str:
 
 
 def document(
-    content: Mapping[str, Any], name: str, *, last: str = "static.js", connect: str = "", without: str = UNDRAWN
+    content: Mapping[str, Any],
+    name: str,
+    *,
+    last: str = "static.js",
+    connect: str = "",
+    without: str = UNDRAWN,
 ) -> str:
     """Return a page that shows ``content``, which has the form of what :func:`model` returns.
 
@@ -238,7 +243,13 @@ def panel_data(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
     if isinstance(result, NotMeasured):
         return {**named, "missing": visible(result.reason)}
     facts = [{"label": fact.label, "value": fact.value} for fact in result.facts]
-    return {**named, "kind": result.kind, "facts": facts, "remarks": result.remarks, "data": dict(result.data)}
+    return {
+        **named,
+        "kind": result.kind,
+        "facts": facts,
+        "remarks": result.remarks,
+        "data": dict(result.data),
+    }
 
 
 def _figures(source: Source) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.records import Finding, ParameterRecord
-from backlight.report.frames import ParameterFrames, read_frames
+from backlight.report.frames import CELLS, ParameterFrames, read_frames
 from backlight.report.learning import Learning
 from backlight.report.spectra import Curve, Spectra, read_spectra
 from backlight.store.reader import Run, Scalar
@@ -37,7 +37,8 @@ class Source:
     ``health`` is the score over steps, which the caller computes by the rules of its room.
     ``thresholds`` are those in use, by room and name. ``groups`` is the rms over steps of each named
     group, all at the same steps. ``learning`` is the verdict on grokking, with its control. ``muon`` is
-    the curve by which Muon maps singular values. ``attempt`` limits everything to one attempt.
+    the curve by which Muon maps singular values. ``attempt`` limits everything to one attempt. ``cells`` are
+    those that a heat map may have.
     """
 
     run: Run
@@ -48,6 +49,7 @@ class Source:
     groups: Mapping[str, Series] = field(default_factory=dict)
     learning: Learning | None = None
     muon: Curve | None = None
+    cells: int = CELLS
 
     def watched(self, room: str) -> bool:
         """Tell whether ``room`` watched; a run that names no rooms is taken to have had all."""
@@ -85,7 +87,7 @@ class Source:
     @cached_property
     def frames(self) -> ParameterFrames:
         """Everything that the page shows per parameter, read once and reduced."""
-        return read_frames(self.run, self.parameters, self.attempt)
+        return read_frames(self.run, self.parameters, self.attempt, self.cells)
 
     @cached_property
     def coverage(self) -> Coverage:

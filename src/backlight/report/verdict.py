@@ -25,6 +25,10 @@ STATUS = {
 """What the word of a status does not say by itself."""
 
 
+PARTED = " \N{MIDDLE DOT} "
+"""Between the parts of the line about the status."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unmeasured:
     """Something that was not measured, why, and the parameters that it concerns."""
@@ -123,7 +127,7 @@ def status_line(source: Source) -> str:
         parts.append(f"started {when:%Y-%m-%d %H:%M} UTC")
     if last.ended and last.ended >= last.started:
         parts.append(f"took {duration(last.ended - last.started)}")
-    return " · ".join(parts)
+    return PARTED.join(parts)
 
 
 def _losses(source: Source) -> tuple[str, ...]:

@@ -145,7 +145,7 @@ const panelPart = (panel) => {
 
 let clearSearch = () => {};
 
-const topBar = (switchTheme) => {
+const topBar = (switchTheme, named = null) => {
   const search = el("input", {
     type: "search", id: "search", placeholder: "Search parameters", autocomplete: "off", spellcheck: "false", "aria-label": "Search parameters",
     oninput: () => view.find(search.value),
@@ -176,8 +176,8 @@ const topBar = (switchTheme) => {
     "header",
     { class: "bar" },
     el("span", { class: "brand" }, "backlight"),
-    el("span", { class: "run-name", title: report.run.name }, report.run.name),
-    report.parameters.length ? el("span", { class: "search" }, search, found) : null,
+    named ?? el("span", { class: "run-name", title: report.run.name }, report.run.name),
+    report.parameters.length || named ? el("span", { class: "search" }, search, found) : null,
     reset,
     theme,
   );

@@ -1,0 +1,308 @@
+// A page that follows a run: it asks for news, and what is on the screen takes them where it stands.
+
+const NEAR = "500px"; // how far from the screen a panel is kept up to date
+const CALM = 160; // ms without scrolling before anything is drawn
+const RETRY = [1000, 2000, 4000, 8000, 15000]; // ms until the server is asked again once it is silent
+
+const shown = new Map(); // panels by name: { told, section, body, facts, remark, stamp, version, renew, near }
+const cards = new Map(); // findings that are on the page, by what they say
+const page = { scrolled: 0, silent: 0, over: false, version: -1, table: "", busy: false };
+
+Object.assign(report, { verdict: null, findings: [], panels: [], reasons: {} });
+
+const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+// One task of the page per drawing, and none while it is being scrolled: scrolling stays smooth.
+const turn = async () => {
+  await pause(0);
+  while (performance.now() - page.scrolled < CALM) await pause(CALM);
+};
+
+const panelUrl = (name, options) => `panel/${encodeURIComponent(name)}?${new URLSearchParams(options)}`;
+
+// A column of the heat map that the page does not hold yet.
+report.column = async (name) => {
+  const answer = await fetch(panelUrl("parameters", { column: name }), { cache: "no-store" });
+  const { data } = await answer.json();
+  return data.columns.find((column) => column.name === name);
+};
+
+// What is at the top of the screen stays there, whatever grows or shrinks above it.
+const keepingPlace = (change) => {
+  const anchor = scrollY > 0 ? [...document.querySelectorAll("section.panel, article.finding")].find((node) => node.getBoundingClientRect().bottom > 80) : null;
+  const before = anchor?.getBoundingClientRect().top;
+  const result = change();
+  if (anchor?.isConnected) scrollBy({ top: anchor.getBoundingClientRect().top - before, behavior: "instant" });
+  return result;
+};
+
+// What somebody did to a panel that is drawn anew: scrolled, opened, chosen, hidden.
+const remembered = (body) => ({
+  scrolls: [...body.querySelectorAll(".scroll")].map(({ scrollTop, scrollLeft }) => [scrollTop, scrollLeft]),
+  open: new Set([...body.querySelectorAll("details[open] > summary")].map(({ textContent }) => textContent)),
+  hidden: new Set([...body.querySelectorAll('.legend-entry[aria-pressed="false"]')].map(({ title }) => title)),
+  fields: [...body.querySelectorAll("select, input")].map(({ type, value, checked }) => (type === "checkbox" ? checked : value)),
+  focused: [...body.querySelectorAll("button, select, input, [tabindex]")].indexOf(document.activeElement),
+});
+
+const restore = (body, { scrolls, open, hidden, fields, focused }) => {
+  for (const summary of body.querySelectorAll("details > summary")) summary.parentElement.open = open.has(summary.textContent);
+  for (const entry of body.querySelectorAll(".legend-entry")) if (hidden.has(entry.title)) entry.click();
+  [...body.querySelectorAll("select, input")].forEach((field, i) => {
+    const kind = field.type === "checkbox" ? "checked" : "value";
+    if (i >= fields.length || field[kind] === fields[i] || field.type === "range") return;
+    if (field.tagName === "SELECT" && ![...field.options].some(({ value }) => value === fields[i])) return;
+    field[kind] = fields[i];
+    field.dispatchEvent(new Event(field.tagName === "SELECT" || kind === "checked" ? "change" : "input"));
+  });
+  [...body.querySelectorAll(".scroll")].forEach((node, i) => scrolls[i] && ([node.scrollTop, node.scrollLeft] = scrolls[i]));
+  if (focused >= 0) [...body.querySelectorAll("button, select, input, [tabindex]")][focused]?.focus({ preventScroll: true });
+};
+
+const rebuild = async (part, content) => {
+  const { body } = part;
+  const draw = await KINDS[content.kind](body, content.data);
+  const state = remembered(body);
+  if (part.renew !== undefined) body.style.minHeight = `${body.offsetHeight}px`;
+  for (const box of body.querySelectorAll(".plot")) box.plot?.destroy();
+  body.replaceChildren();
+  body.classList.remove("awaited");
+  part.renew = (await draw()) ?? null;
+  restore(body, state);
+  body.style.minHeight = "";
+};
+
+const words = (part, content) => {
+  const facts = content.facts?.length ? el("dl", { class: "facts" }, content.facts.map(({ label, value }) => el("div", {}, el("dt", {}, label), el("dd", {}, value)))) : el("dl", { class: "facts" });
+  part.facts.replaceWith(facts);
+  part.facts = facts;
+  part.remark.textContent = (content.remarks ?? []).join(" ");
+  part.remark.hidden = !content.remarks?.length;
+};
+
+// Bring one panel to the newest version of the run, if it has news.
+const refresh = async (part) => {
+  const { version } = page;
+  const answer = await fetch(panelUrl(part.told.name, { have: part.stamp, column: view.column ?? "" }), { cache: "no-store" });
+  if (answer.status === 200) {
+    const content = JSON.parse(await answer.text());
+    part.stamp = answer.headers.get("x-stamp");
+    if (content.missing) return;
+    await turn();
+    const was = view.range;
+    const taken = part.renew ? await part.renew(content.data) : false;
+    if (!taken) await rebuild(part, content);
+    words(part, content);
+    if (was[0] !== view.range[0] || was[1] !== view.range[1]) {
+      await turn();
+      view.tell("range");
+    }
+  }
+  part.version = version;
+};
+
+const newest = () => [...shown.values()].filter(({ version, near, stamp }) => version !== page.version && (near || !stamp));
+
+// Panels one after the other, those on the screen first; what comes meanwhile waits for the next round.
+const refreshAll = async () => {
+  if (page.busy) return;
+  page.busy = true;
+  try {
+    const map = shown.get("parameters");
+    if (map && !map.stamp) await refresh(map); // others read what it holds
+    for (let left = newest(); left.length; left = newest()) {
+      const part = left.find(({ near }) => near) ?? left[0];
+      await refresh(part);
+      if (part.version !== page.version) part.version = page.version;
+    }
+    document.documentElement.dataset.ready = "yes";
+    document.documentElement.dataset.version = String(page.version);
+  } finally {
+    page.busy = false;
+  }
+};
+
+const near = new IntersectionObserver(
+  (entries) => {
+    for (const { target, isIntersecting } of entries) {
+      const part = shown.get(target.dataset.panel);
+      if (part) part.near = isIntersecting;
+    }
+    view.wake();
+    refreshAll().catch(lost);
+  },
+  { rootMargin: `${NEAR} 0px` },
+);
+
+view.sleeps = (owner) => {
+  const name = owner.closest?.("section.panel")?.dataset.panel;
+  return Boolean(name) && shown.get(name)?.near === false;
+};
+
+const livePart = (told) => {
+  const { section, body } = panelPart(told);
+  section.dataset.panel = told.name;
+  body.classList.add("awaited");
+  const facts = el("dl", { class: "facts" });
+  section.querySelector("header").append(facts);
+  const remark = el("p", { class: "remark", hidden: true });
+  section.append(remark);
+  const part = { told, section, body, facts, remark, stamp: "", version: -1, renew: undefined, near: false };
+  shown.set(told.name, part);
+  near.observe(section);
+  return part;
+};
+
+const STANDS = { reading: "reading", waiting: "waiting", live: "live", ended: "ended", stale: "stale", unreadable: "not readable", lost: "not connected" };
+
+const stand = el("span", { class: "stand reading", id: "stand", role: "status" });
+const saying = el("p", { class: "saying", id: "saying" });
+
+const say = ({ word, detail }) => {
+  const text = STANDS[word] ?? word;
+  if (stand.textContent !== text) stand.replaceChildren(el("i", { "aria-hidden": "true" }), text);
+  stand.className = `stand ${word}`;
+  stand.title = detail;
+  saying.textContent = detail;
+  document.documentElement.dataset.stand = word;
+};
+
+const slots = { verdict: el("div", { class: "slot" }), findings: el("section", { class: "findings", "aria-label": "Findings", "aria-live": "polite" }), gaps: el("div", { class: "slot" }), nav: el("nav", {}), panels: el("div", { class: "panels" }) };
+
+// Findings that are there already stay the nodes that they are; new ones are pointed out once.
+const tellFindings = () => {
+  const rules = new Map();
+  for (const finding of report.findings) {
+    const key = `${finding.severity} ${finding.rule}`;
+    rules.set(key, [...(rules.get(key) ?? []), finding]);
+  }
+  const first = cards.size === 0 && !page.told;
+  const kept = new Set();
+  const boxes = [...rules].map(([key, alikes]) => {
+    const nodes = alikes.map((finding) => {
+      const says = JSON.stringify(finding);
+      kept.add(says);
+      if (!cards.has(says)) {
+        const subject = `${finding.rule} ${finding.where.map(({ value }) => value)}`;
+        const known = [...cards.values()].some((card) => card.dataset.subject === subject);
+        const card = findingCard(finding);
+        card.dataset.subject = subject;
+        if (!first && !known) card.classList.add("fresh");
+        cards.set(says, card);
+      }
+      return cards.get(says);
+    });
+    const folded = nodes.length > OFTEN + 1 && !page.unfolded?.has(key);
+    const box = el("div", { class: "alike" }, folded ? nodes.slice(0, OFTEN) : nodes);
+    if (folded) {
+      const button = el("button", { type: "button", class: "quiet", onclick: () => ((page.unfolded ??= new Set()).add(key), button.replaceWith(...nodes.slice(OFTEN))) }, `Show ${number(nodes.length - OFTEN)} more of ${alikes[0].rule.replaceAll("_", " ")}`);
+      box.append(button);
+    }
+    return box;
+  });
+  for (const says of cards.keys()) if (!kept.has(says)) cards.delete(says);
+  slots.findings.replaceChildren(...boxes);
+  slots.findings.hidden = !boxes.length;
+  page.told = true;
+};
+
+const changed = (what, value) => {
+  const text = JSON.stringify(value);
+  page.texts ??= {};
+  if (page.texts[what] === text) return false;
+  page.texts[what] = text;
+  return true;
+};
+
+const apply = (head) => {
+  page.version = head.news;
+  page.over = head.stand.over;
+  say(head.stand);
+  if (!head.run) return;
+  const others = head.parameters && head.table !== page.table;
+  page.table = head.table;
+  Object.assign(report, head);
+  if (others) {
+    for (const part of shown.values()) Object.assign(part, { stamp: "", renew: undefined });
+    view.set("row", null);
+    view.find(view.search);
+    bar.search.hidden = !report.parameters.length;
+  }
+  document.title = `${head.stand.word === "live" ? "● " : ""}${report.run.name} · backlight`;
+  keepingPlace(() => {
+    if (changed("verdict", [report.verdict, report.run])) slots.verdict.replaceChildren(verdictPart());
+    if (changed("findings", report.findings)) tellFindings();
+    if (changed("gaps", report.verdict.unmeasured)) slots.gaps.replaceChildren(...[unmeasuredList()].filter(Boolean));
+    const drawn = report.panels.filter(({ missing }) => missing === undefined);
+    if (changed("panels", drawn.map(({ name }) => name))) {
+      const wanted = new Set(drawn.map(({ name }) => name));
+      for (const [name, { section }] of shown) {
+        if (wanted.has(name)) continue;
+        near.unobserve(section);
+        section.remove();
+        shown.delete(name);
+      }
+      let last = null;
+      for (const told of drawn) {
+        const { section } = shown.get(told.name) ?? livePart(told);
+        if (last ? last.nextSibling !== section : slots.panels.firstChild !== section) last ? last.after(section) : slots.panels.prepend(section);
+        last = section;
+      }
+      const menu = contents(report.panels);
+      slots.nav.replaceWith(menu);
+      slots.nav = menu;
+    }
+  });
+};
+
+const lost = () => {
+  if (page.over) return;
+  say({ word: "lost", detail: "backlight open does not answer: it was closed, or the connection broke. What is shown stays." });
+};
+
+const bar = {};
+
+const names = () => {
+  const { views } = report.live;
+  if (views.length < 2) return el("span", { class: "run-name", title: report.run.name }, report.run.name);
+  return el("nav", { class: "run-name views", "aria-label": "Runs" }, views.map(({ key, name, here }) => el("a", { href: `../${encodeURIComponent(key)}/`, "aria-current": here ? "page" : null }, name)));
+};
+
+const follow = async () => {
+  for (;;) {
+    try {
+      const answer = await fetch(`news?${new URLSearchParams({ after: page.version, table: page.table })}`, { cache: "no-store" });
+      if (answer.status === 200) {
+        const head = JSON.parse(await answer.text());
+        await turn();
+        apply(head);
+        refreshAll().catch(lost);
+      } else if (answer.status !== 204) throw new Error(`status ${answer.status}`);
+      page.silent = 0;
+    } catch {
+      lost();
+      if (page.silent >= RETRY.length) return;
+      await pause(RETRY[page.silent]);
+      page.silent += 1;
+      continue;
+    }
+    if (page.over) return;
+    if (document.hidden) await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+  }
+};
+
+const open = () => {
+  const switchTheme = followTheme();
+  const top = topBar(switchTheme, names());
+  bar.search = top.querySelector(".search");
+  bar.search.hidden = true;
+  top.querySelector(".search").before(stand);
+  say({ word: "reading", detail: "The run is being read." });
+  const main = el("main", { id: "top" }, saying, slots.verdict, slots.findings, slots.panels, slots.gaps, el("footer", {}, "Followed by backlight. Nothing here changes the run or leaves this machine."));
+  slots.findings.hidden = true;
+  document.body.append(top, el("div", { class: "frame" }, slots.nav, main));
+  addEventListener("scroll", () => (page.scrolled = performance.now()), { passive: true });
+  follow();
+};
+
+open();

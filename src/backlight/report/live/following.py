@@ -1,0 +1,271 @@
+"""A run that is followed while it is written: read again where something came, rendered where somebody looks.
+
+One thread reads, judges and scores; it rests at least as long as that took, and altogether while nobody
+looks. What the screen shows is rendered when it is asked for, panel by panel, from the same panels as the
+report's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backlight.records import ParameterRecord, RunStatus
+from backlight.report import verdict
+from backlight.report.encoding import script_json
+from backlight.report.frames import ParameterFrames
+from backlight.report.live.standing import EMPTY, READING, Stand, Standing, stand_of
+from backlight.report.page import head, panel_data
+from backlight.report.panel import Drawn, NotMeasured, Panel, in_order
+from backlight.report.source import Source
+from backlight.report.text import visible
+from backlight.store.errors import RunFormatError
+from backlight.store.reader import Run
+
+PAUSE = 0.3
+"""Seconds between two looks at the files of a run."""
+
+REST = 0.5
+"""Rest after a reading, as a multiple of what the reading took."""
+
+PACE = 4.0
+"""Rest between two reductions of all parameters, as a multiple of what one takes."""
+
+PATIENCE = 30.0
+"""Seconds without a question after which nobody is taken to look."""
+
+LIFE = 2.0
+"""Seconds between two looks whether the writer still lives, where its files say nothing new."""
+
+WRITTEN = verdict.STATUS[RunStatus.RUNNING]
+"""What a written report says of a run that goes on; here the standing says it."""
+
+Gather = Callable[[Run], Source]
+"""Judges and scores a run: what a report shows of it."""
+
+Reopen = Callable[[Path], Run]
+"""Opens the run as it stands now."""
+
+
+@dataclass(slots=True)
+class Rendered:
+    """A panel as it was rendered last, for which version of the run, and what that took."""
+
+    panel: Panel
+    result: Drawn | NotMeasured
+    version: int
+
+
+class Followed:
+    """A run folder, the newest reading of it, and its panels.
+
+    Parameters
+    ----------
+    path:
+        The run folder; it may still be empty.
+    gather:
+        Judges and scores a run.
+    reopen:
+        Opens it; one that remembers what it read makes each reading cheap.
+    """
+
+    def __init__(self, path: Path, gather: Gather, reopen: Reopen) -> None:
+        self.path = path
+        self.name = path.resolve().name
+        self.version = 0
+        self.stand = READING
+        self.source: Source | None = None
+        self._gather = gather
+        self._reopen = reopen
+        self._lock = threading.RLock()
+        self._rendered: dict[str, Rendered] = {}
+        self._head: tuple[int, dict[str, Any]] | None = None
+        self._frames: tuple[ParameterFrames | None, tuple[ParameterRecord, ...], float, float] = (
+            None,
+            (),
+            0,
+            0,
+        )
+        self._files: frozenset[tuple[str, int, int]] | None = None
+        self._looked = 0.0
+        self._rest_until = 0.0
+        self._asked = time.monotonic()
+        self._closed = threading.Event()
+        self._wanted = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Follow the run in a thread of its own until :meth:`close`."""
+        self._thread = threading.Thread(target=self._follow, name=f"follow {self.name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop following."""
+        self._closed.set()
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    def touch(self) -> None:
+        """Say that somebody looks."""
+        self._asked = time.monotonic()
+        self._wanted.set()
+
+    def look(self) -> bool:
+        """Read the run again if anything changed; return whether there is a new version."""
+        files = frozenset(_files(self.path))
+        now = time.monotonic()
+        if files == self._files and not self._may_have_died(now):
+            return False
+        self._looked = now
+        with self._lock:
+            stand, source = self._read()
+            if files == self._files and stand == self.stand:
+                return False
+            self._files = files
+            self.stand = stand
+            if source is not None:
+                self._keep_frames(source)
+                self.source = source
+                self._render_missing(source)
+            self.version += 1
+        self._rest_until = time.monotonic() + REST * (time.monotonic() - now)
+        return True
+
+    def _may_have_died(self, now: float) -> bool:
+        return self.stand.word in {Standing.LIVE, Standing.WAITING} and now - self._looked > LIFE
+
+    def _read(self) -> tuple[Stand, Source | None]:
+        if not any(True for _ in _files(self.path)):
+            return EMPTY, None
+        try:
+            run = self._reopen(self.path)
+            stand = stand_of(run)
+            return stand, self._gather(run)
+        except (RunFormatError, OSError) as error:
+            # A run that was never read may be half created; one that was read stays on the screen.
+            return Stand(Standing.UNREADABLE, visible(str(error))), None
+
+    def _keep_frames(self, source: Source) -> None:
+        """Reduce the series of all parameters again only where that is cheap beside the time since then."""
+        frames, parameters, at, cost = self._frames
+        if frames is not None and parameters == source.parameters and time.monotonic() - at < PACE * cost:
+            source.frames = frames
+            return
+        begun = time.monotonic()
+        frames = source.frames
+        now = time.monotonic()
+        self._frames = (frames, source.parameters, now, now - begun)
+
+    def _render_missing(self, source: Source) -> None:
+        """Render what had nothing to show so far; what is drawn already waits until somebody asks."""
+        for panel in in_order():
+            known = self._rendered.get(panel.name)
+            if known is None or isinstance(known.result, NotMeasured):
+                self._rendered[panel.name] = Rendered(panel, panel.render(source), self.version + 1)
+
+    def head(self) -> dict[str, Any]:
+        """Return everything that the page shows beside the data of its panels, as JSON types."""
+        with self._lock:
+            if self._head is not None and self._head[0] == self.version:
+                return self._head[1]
+            told: dict[str, Any] = {
+                "news": self.version,
+                "stand": {
+                    "word": self.stand.word.value,
+                    "detail": self.stand.detail,
+                    "over": self.stand.over,
+                },
+            }
+            source = self.source
+            if source is not None:
+                drawn = [
+                    (known.panel, known.result)
+                    for panel in in_order()
+                    if (known := self._rendered[panel.name])
+                    and (isinstance(known.result, Drawn) or source.watched(panel.room))
+                ]
+                told |= head(source, drawn)
+                words = told["verdict"]["status"].split(verdict.PARTED)
+                told["verdict"]["status"] = verdict.PARTED.join(w for w in words if w != WRITTEN)
+                told["panels"] = [_announced(panel, result) for panel, result in drawn]
+                told["table"] = hashlib.sha256(script_json(told["parameters"]).encode("ascii")).hexdigest()[
+                    :20
+                ]
+            self._head = (self.version, told)
+            return told
+
+    def panel(self, name: str, *, have: str = "", column: str = "") -> tuple[str, str] | None:
+        """Return a stamp of a panel and its content as JSON, or None where ``have`` is that stamp.
+
+        ``column`` is the one column of the heat map whose values are wanted.
+
+        Raises
+        ------
+        KeyError
+            If there is no such panel, or nothing was read yet.
+        """
+        with self._lock:
+            known = self._rendered[name]
+            if known.version != self.version and self.source is not None:
+                known = Rendered(known.panel, known.panel.render(self.source), self.version)
+                self._rendered[name] = known
+            content = panel_data(known.panel, known.result)
+        if content.get("kind") == "parameters":
+            content["data"] = _one_column(content["data"], column)
+        text = script_json(content)
+        stamp = hashlib.sha256(text.encode("ascii")).hexdigest()[:20]
+        return None if stamp == have else (stamp, text)
+
+    def _follow(self) -> None:
+        while not self._closed.is_set():
+            if time.monotonic() - self._asked > PATIENCE:
+                self._wanted.clear()
+                if time.monotonic() - self._asked > PATIENCE:
+                    self._wanted.wait()
+                continue
+            self.look()
+            self._closed.wait(max(PAUSE, self._rest_until - time.monotonic()))
+
+
+def _announced(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
+    named = {"name": panel.name, "title": panel.title, "note": panel.note}
+    if isinstance(result, NotMeasured):
+        return {**named, "missing": visible(result.reason)}
+    return {**named, "kind": result.kind}
+
+
+def _one_column(data: dict[str, Any], wanted: str) -> dict[str, Any]:
+    """Return the data of the heat map with the values of one column; the others are named."""
+    names = [column["name"] for column in data["columns"]]
+    chosen = wanted if wanted in names else names[0]
+    return {
+        **data,
+        "columns": [
+            column if column["name"] == chosen else {**column, "high": None, "low": None}
+            for column in data["columns"]
+        ],
+    }
+
+
+def _files(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield what tells whether a run changed: its files with time and size."""
+    try:
+        entries = list(os.scandir(path))
+    except OSError:
+        return
+    for entry in entries:
+        try:
+            if entry.is_dir() and (entry.name.startswith("attempt-") or entry.name == "arrays"):
+                yield from _files(Path(entry.path))
+            elif entry.is_file() and not entry.name.endswith("-shm"):
+                held = entry.stat()
+                yield entry.path, held.st_mtime_ns, held.st_size
+        except OSError:
+            continue  # renamed or removed just now

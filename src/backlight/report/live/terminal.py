@@ -1,0 +1,223 @@
+"""A run that trains, in a terminal: one frame from what was read of it, for any width.
+
+Everything from a run is printed as plain text: neither markup nor an escape sequence in a name has any
+effect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from backlight.records import Finding, Severity
+from backlight.report.live.standing import Stand, Standing
+from backlight.report.source import Source
+from backlight.report.text import count, duration, number, percent, visible
+from backlight.report.verdict import by_severity, tally, where
+
+BARS = "▁▂▃▄▅▆▇█"
+
+RECENT = 20
+"""Steps over which speed and phases are taken."""
+
+WORST = 5
+"""Parameters that are named."""
+
+WIDE = 64
+"""Columns from which on the share of zeros has room as well."""
+
+NONE = "\N{EN DASH}"
+
+FINDINGS = 6
+"""Findings that are named; the rest of them is counted."""
+
+STANDS = {
+    Standing.READING: "cyan",
+    Standing.WAITING: "cyan",
+    Standing.LIVE: "bold green",
+    Standing.ENDED: "bold",
+    Standing.STALE: "bold yellow",
+    Standing.UNREADABLE: "bold red",
+}
+SEVERITIES = {
+    Severity.ERROR: ("✕", "bold red"),
+    Severity.WARNING: ("!", "bold yellow"),
+    Severity.INFO: ("i", "bold cyan"),
+}
+PHASES = ("blue", "yellow", "green", "magenta", "cyan", "red", "white", "bright_black")
+
+
+def frame(name: str, stand: Stand, source: Source | None, width: int) -> RenderableType:
+    """Return what the terminal shows of a run; ``source`` is None where nothing could be read yet."""
+    head = Text(no_wrap=True, overflow="ellipsis")
+    head.append("backlight ", "bold blue").append(visible(name), "bold").append("  ")
+    head.append(f"● {stand.word.value}", STANDS[stand.word])
+    parts: list[RenderableType] = [head]
+    if source is None or source.run.last_step() < 0:
+        return Group(*parts, Text(stand.detail, "dim"))
+    parts += [_status(source, width)]
+    if len(source.step_times):
+        parts += [Text(), *_phases(source, width)]
+    parts += [Text(), *_worst(source, width), Text(), *_findings(source)]
+    if stand.word is not Standing.LIVE:
+        parts += [Text(), Text(stand.detail, "dim")]
+    return Group(*parts)
+
+
+def sparkline(values: NDArray[np.float64], width: int) -> str:
+    """Return ``values`` [S] as at most ``width`` bars, each the last value of its share of the steps.
+
+    What is not finite is an ``x``; values that spread over decades are drawn by their logarithms.
+    """
+    if not len(values) or width < 1:
+        return ""
+    ends = np.unique(np.linspace(0, len(values), min(width, len(values)) + 1).round().astype(int)[1:] - 1)
+    shown = values[ends]
+    finite = shown[np.isfinite(shown)]
+    if not len(finite):
+        return "x" * len(shown)
+    if finite.min() > 0 and finite.max() / finite.min() > 100:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shown = np.where(np.isfinite(shown), np.log(np.where(shown > 0, shown, np.nan)), shown)
+        finite = shown[np.isfinite(shown)]
+    low, span = float(finite.min()), float(finite.max() - finite.min())
+    return "".join(
+        BARS[min(len(BARS) - 1, int((value - low) / span * len(BARS)))] if span and math.isfinite(value)
+        else BARS[3] if math.isfinite(value) else "x"
+        for value in shown
+    )  # fmt: skip
+
+
+def _status(source: Source, width: int) -> RenderableType:
+    steps = source.run.last_step() + 1
+    loss, norm = source.scalar("loss"), source.scalar("total_norm")
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="bold", no_wrap=True, overflow="ellipsis")
+    table.add_column(no_wrap=True, overflow="crop", style="blue")
+    room = max(0, min(60, width - 34))
+    table.add_row("step", number(steps - 1), _speed(source))
+    told = number(float(loss.values[-1])) if len(loss.values) else "not measured"
+    table.add_row("loss", told, sparkline(loss.values, room))
+    rates = [(name, source.scalar(name)) for name in source.scalar_names("lr")]
+    values = {float(rate.values[-1]) for _, rate in rates if len(rate.values)}
+    told = ", ".join(number(value) for value in sorted(values)[:3]) if values else "not measured"
+    table.add_row("learning rate", told, "")
+    told = number(float(norm.values[-1])) if len(norm.values) else "not measured"
+    table.add_row("total norm", told, sparkline(norm.values, room))
+    if source.health is not None and len(source.health[1]):
+        known = source.health[1][~np.isnan(source.health[1])]
+        told = number(float(known[-1]), 3) if len(known) else "not measured"
+        table.add_row("health", told, sparkline(source.health[1], room))
+    return table
+
+
+def _speed(source: Source) -> str:
+    recent = source.step_times[-RECENT:]
+    middle = float(np.median(recent)) if len(recent) else 0.0
+    if middle <= 0:
+        return ""
+    return f"{number(1 / middle, 3)} steps/s ({duration(middle)} each)"
+
+
+def _phases(source: Source, width: int) -> list[RenderableType]:
+    """Return the phases of the newest steps as one bar with its legend."""
+    names = source.scalar_names("phase")
+    recent: dict[str, float] = {}
+    for name in names:
+        values = source.scalar(name).values[-RECENT:]
+        values = values[np.isfinite(values)]
+        if len(values):
+            recent[visible(name.removeprefix("phase/")).replace("_", " ")] = float(values.mean())
+    total = sum(recent.values())
+    if total <= 0:
+        return []
+    order = sorted(recent.items(), key=lambda item: -item[1])
+    bar, legend, left = Text(no_wrap=True, overflow="crop"), Text(), width
+    for place, (name, seconds) in enumerate(order):
+        style = PHASES[place % len(PHASES)]
+        cells = min(left, round(seconds / total * width))
+        left -= cells
+        bar.append("█" * cells, style)
+        # Unbreakable inside, so that a line ends between two phases.
+        legend.append("■\N{NO-BREAK SPACE}", style)
+        legend.append(f"{name} {percent(seconds / total)}".replace(" ", "\N{NO-BREAK SPACE}") + "  ")
+    return [bar, legend]
+
+
+def _worst(source: Source, width: int) -> list[RenderableType]:
+    """Return the parameters that stand out now: not finite first, then those far from their median."""
+    frames = source.frames
+    if not frames.has("gradient"):
+        return [Text(source.reason("gradient", otherwise="No gradient was recorded."), "dim")]
+    last = frames.stats["rms_last"]
+    middle = frames.stats["rms_median"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factor = np.abs(np.log10(last / middle))
+    broken = np.nan_to_num(frames.stats.get("non_finite_sum", np.zeros(len(last)))) > 0
+    known = frames.stats["measured"] > 0
+    rank = np.where(broken, np.inf, np.nan_to_num(factor, nan=0.0, posinf=1e300))
+    rank = np.where(known, rank, -1.0)
+    order = np.argsort(-rank, kind="stable")[:WORST]
+    wide = width >= WIDE
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, expand=False)
+    room = max(12, width - (44 if wide else 32))
+    table.add_column("furthest from their median", no_wrap=True, overflow="ellipsis", max_width=room)
+    for heading in ("rms now", "median", *(("zeros", "NaN, Inf") if wide else ("NaN, Inf",))):
+        table.add_column(heading, justify="right", no_wrap=True)
+    zeros, amount = frames.stats.get("zero_share_last"), frames.stats.get("non_finite_sum")
+    for row in order:
+        if not known[row]:
+            continue
+        table.add_row(
+            Text(visible(source.parameters[row].name)),
+            number(float(last[row]), 3),
+            number(float(middle[row]), 3),
+            *([_share(zeros, int(row))] if wide else []),
+            Text(number(float(amount[row])), "bold red" if broken[row] else "")
+            if amount is not None
+            else NONE,
+        )
+    return [table]
+
+
+def _share(shares: NDArray[np.float64] | None, row: int) -> str:
+    known = shares is not None and bool(np.isfinite(shares[row]))
+    return percent(float(shares[row])) if shares is not None and known else NONE
+
+
+def _findings(source: Source) -> list[RenderableType]:
+    found = by_severity(source.findings)
+    if not found:
+        return [Text("No findings. Nothing is said about what was not measured.", "green")]
+    lines: list[RenderableType] = [Text(f"Findings: {tally(found)}", "bold")]
+    named = _distinct(found)
+    for finding in named[:FINDINGS]:
+        sign, style = SEVERITIES[finding.severity]
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(f"{sign} ", style).append(visible(finding.rule).replace("_", " "), style)
+        subject = ", ".join(value for _, value in where(finding)[:2])
+        line.append(f"  {subject}  " if subject else "  ", "bold").append(visible(finding.claim))
+        lines.append(line)
+    hidden = len(found) - min(FINDINGS, len(named))
+    if hidden:
+        lines.append(Text(f"and {count(hidden, 'more finding')}: backlight findings RUN", "dim"))
+    return lines
+
+
+def _distinct(found: Sequence[Finding]) -> list[Finding]:
+    """Return one finding of each rule first, then the others: many of one rule must not hide another."""
+    first: list[Finding] = []
+    rest: list[Finding] = []
+    seen: set[str] = set()
+    for finding in found:
+        (rest if finding.rule in seen else first).append(finding)
+        seen.add(finding.rule)
+    return [*first, *rest]

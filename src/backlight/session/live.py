@@ -1,0 +1,74 @@
+"""Runs that are looked at while they train: each followed, judged by a reader, and served as a page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from backlight.report.live.following import Followed
+from backlight.report.live.server import LiveServer, Subject
+from backlight.report.live.several import Several
+from backlight.report.source import Source
+from backlight.session.reporting import source_of
+from backlight.store.following import Follower
+from backlight.store.manifest import MANIFEST
+from backlight.store.reader import Run, open_run
+
+CELLS = 200_000
+"""Cells of a heat map on a live page: as fine as a screen, and few enough to be sent again and again."""
+
+
+def followed(paths: Sequence[Path]) -> list[Followed]:
+    """Return each run to be followed; nothing is read yet.
+
+    Raises
+    ------
+    RunFormatError
+        If a folder is not there, or is neither a run nor empty: an empty one may become a run.
+    """
+    for path in paths:
+        if not path.is_dir() or ((path / MANIFEST).is_file() or any(path.iterdir())):
+            open_run(path)  # says what is wrong with it
+    return [Followed(path, _gathered, Follower()) for path in paths]
+
+
+def _gathered(run: Run) -> Source:
+    return dataclasses.replace(source_of(run), cells=CELLS)
+
+
+class Live:
+    """Pages of ``runs``, followed and served until :meth:`close`.
+
+    Raises
+    ------
+    OSError
+        If the port is in use or may not be taken.
+    """
+
+    def __init__(self, runs: Sequence[Followed], port: int = 0) -> None:
+        subjects: dict[str, Subject] = {f"run-{place}": run for place, run in enumerate(runs)}
+        if len(runs) > 1:
+            subjects = {"over": Several(runs), **subjects}
+        self._runs = tuple(runs)
+        self.server = LiveServer(subjects, port)
+
+    @property
+    def address(self) -> str:
+        """Return the address that lets a browser in."""
+        return self.server.address
+
+    def run(self) -> None:
+        """Follow and serve until the terminal says stop."""
+        for run in self._runs:
+            run.start()
+        try:
+            self.server.run()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop following and serving."""
+        self.server.stop()
+        for run in self._runs:
+            run.close()

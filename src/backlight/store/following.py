@@ -1,0 +1,257 @@
+"""A run that is read again and again while it is written: what was decoded once is not decoded twice.
+
+The rows of a file only ever grow, each with an id above those before it. So a reading that remembers the
+last id of each column needs the rows after it alone. What does not fit that (ranks to be joined, a file
+that was replaced, a step that was written twice) is read as a whole, as by
+:func:`backlight.store.reader.open_run`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from backlight.store import frames
+from backlight.store.frames import Frame
+from backlight.store.names import storable
+from backlight.store.ranks import RankFile
+from backlight.store.reader import Run, Scalar
+from backlight.store.schema import SERIES
+
+CARRIED_BYTES = 512 * 1024 * 1024
+"""Bytes of columns that are remembered between two readings; the one that was not used longest goes first."""
+
+
+class Grown:
+    """An array whose first axis grows: rows are added in place, and what was given out stays what it was.
+
+    Numbers are held as narrow as they go without loss, and given out as they came.
+    """
+
+    def __init__(self, rows: npt.NDArray[Any]) -> None:
+        self._kind = rows.dtype
+        self._room = _narrow(rows).copy()
+        self._length = len(rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that are held."""
+        return self._room.nbytes
+
+    def rows(self) -> npt.NDArray[Any]:
+        """Return all rows, not to be written into."""
+        view = self._room[: self._length]
+        if view.dtype != self._kind:
+            view = view.astype(self._kind)
+        view.flags.writeable = False
+        return view
+
+    def add(self, rows: npt.NDArray[Any]) -> None:
+        """Put ``rows`` behind the others."""
+        needed = self._length + len(rows)
+        kind = np.promote_types(self._room.dtype, _narrow(rows).dtype)
+        if needed > len(self._room) or kind != self._room.dtype:
+            longest = max(needed, len(self._room), self._length * 3 // 2)
+            room = np.empty((longest, *self._room.shape[1:]), kind)
+            room[: self._length] = self._room[: self._length]
+            self._room = room
+        self._room[self._length : needed] = rows
+        self._length = needed
+
+
+def _narrow(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return ``rows`` in the smallest type of their kind that holds them without loss."""
+    if rows.dtype == np.int64:
+        low, high = (int(rows.min()), int(rows.max())) if rows.size else (0, 0)
+        fits = [
+            kind
+            for kind in (np.int8, np.int16, np.int32)
+            if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max
+        ]
+        return rows.astype(fits[0]) if fits else rows
+    if rows.dtype == np.float64:
+        with np.errstate(over="ignore", invalid="ignore"):
+            half = rows.astype(np.float32)
+        return half if np.array_equal(half, rows, equal_nan=True) else rows
+    return rows
+
+
+@dataclass(slots=True)
+class Column:
+    """A column of a file as far as it was decoded: up to the row ``last``, for parameters ``names``."""
+
+    last: int
+    names: tuple[str, ...]
+    steps: Grown
+    values: Grown
+    measured: Grown
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that are held."""
+        return self.values.nbytes + self.measured.nbytes
+
+
+@dataclass(slots=True)
+class Logged:
+    """The scalars of a file as far as they were read: steps and values by the id of their name."""
+
+    last: int
+    steps: dict[int, Grown]
+    values: dict[int, Grown]
+
+
+class Memory:
+    """What is remembered between two readings of one run."""
+
+    def __init__(self) -> None:
+        self.columns: OrderedDict[tuple[Any, ...], Column] = OrderedDict()
+        self.logged: dict[tuple[Path, int], Logged] = {}
+        self.lock = threading.Lock()
+
+    def keep(self, key: tuple[Any, ...], column: Column) -> None:
+        """Remember ``column``, and forget what there is no room for."""
+        self.columns[key] = column
+        self.columns.move_to_end(key)
+        while sum(one.nbytes for one in self.columns.values()) > CARRIED_BYTES and len(self.columns) > 1:
+            self.columns.popitem(last=False)
+
+
+class Later(RankFile):
+    """The rows of ``file`` after one of them; its tables of parameters and names are all there."""
+
+    def __init__(self, file: RankFile, after: int) -> None:
+        self.__dict__.update(file.__dict__)
+        self._after = after
+
+    def scalars(self) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float64]]]:
+        """Yield, for each scalar with new rows, the id of its name, its global steps and its values."""
+        rows = self._rows("name, step, value", "scalar", (int, int, (float, NoneType)), " AND 1")
+        by_name: dict[int, list[tuple[int, float | None]]] = {}
+        for name, step, value in rows:
+            by_name.setdefault(name, []).append((step, value))
+        for name, mine in by_name.items():
+            steps = np.array([step for step, _ in mine], dtype=np.int64) + self.step_offset
+            values = [np.nan if value is None else value for _, value in mine]
+            yield name, steps, np.array(values, dtype=np.float64)
+
+    def _rows(
+        self, columns: str, table: str, types: Sequence[Any], condition: str = ""
+    ) -> list[tuple[Any, ...]]:
+        later = f" AND id > {self._after}" if table == "scalar" or table.startswith("series_") else ""
+        return super()._rows(columns, table, types, condition + later)
+
+
+class FollowedRun(Run):
+    """A run as it was when it was opened, which decodes only what ``memory`` does not hold yet."""
+
+    def __init__(self, path: Path, memory: Memory) -> None:
+        self._memory = memory
+        super().__init__(path)
+
+    def frame(
+        self, series: str, column: str, *, attempt: int | None = None, rank: int | None = None, part: int = 0
+    ) -> Frame:
+        """Return one column of a series; see :meth:`backlight.store.reader.Run.frame`."""
+        key = (series, column, attempt, rank, part)
+        file = self._alone(attempt, rank)
+        known = series in SERIES and frames.unit(SERIES[series], column) is not None
+        if file is not None and known and key not in self._cache:
+            with self._memory.lock:
+                found = self._grown(file, series, column, part)
+            if found is not None:
+                return self._kept(key, found)
+        return super().frame(series, column, attempt=attempt, rank=rank, part=part)
+
+    def scalar(
+        self, name: str, source: str = "backlight", *, attempt: int | None = None, rank: int | None = None
+    ) -> Scalar:
+        """Return a scalar over global steps; see :meth:`backlight.store.reader.Run.scalar`."""
+        file = self._alone(attempt, rank)
+        if file is not None:
+            wanted = (storable(source), storable(name))
+            known = [i for i, of, called in file.scalar_names() if (of, called) == wanted]
+            if len(known) == 1:
+                with self._memory.lock:
+                    found = self._logged(file, known[0])
+                if found is not None:
+                    unit = super().scalar(name, source, attempt=-1).unit
+                    return Scalar(*found, unit)
+        return super().scalar(name, source, attempt=attempt, rank=rank)
+
+    def _alone(self, attempt: int | None, rank: int | None) -> RankFile | None:
+        """Return the file that holds all that was asked for, None where several must be joined."""
+        chosen = self._by_attempt(attempt, rank)
+        whole = len(self.attempts) == 1 and self.attempts[0].world_size == 1
+        return chosen[0][0] if whole and len(chosen) == 1 and len(chosen[0]) == 1 else None
+
+    def _grown(self, file: RankFile, series: str, column: str, part: int) -> Frame | None:
+        """Return a column from what is remembered and the rows after it, None where those do not fit."""
+        schema = SERIES[series]
+        wanted = frames.needs(schema, column)
+        names = self._names()
+        key = (file.path, file.attempt, series, column, part)
+        held = self._memory.columns.get(key)
+        last = file.last[f"series_{series}"]
+        if held is not None and (held.names != names or held.last > last):
+            held = None
+        after = 0 if held is None else held.last
+        if held is None or last > after:
+            block = frames.rank_block(Later(file, after), series, wanted, names, part)
+            values = frames.derive(column, block.columns)
+            if held is None:
+                held = Column(last, names, Grown(block.steps), Grown(values), Grown(block.measured))
+            else:
+                before = held.steps.rows()
+                if len(block.steps) and len(before) and block.steps[0] <= before[-1]:
+                    del self._memory.columns[key]
+                    return None
+                held.steps.add(block.steps)
+                held.values.add(values)
+                held.measured.add(block.measured)
+                held.last = last
+        self._memory.keep(key, held)
+        unit = frames.unit(schema, column) or "1"
+        return Frame(held.steps.rows(), names, held.values.rows(), held.measured.rows(), unit)
+
+    def _logged(
+        self, file: RankFile, identifier: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
+        """Return steps and values of a scalar, None where they are not in the order of their steps."""
+        held = self._memory.logged.get((file.path, file.attempt))
+        last = file.last["scalar"]
+        if held is None or held.last > last:
+            held = self._memory.logged[file.path, file.attempt] = Logged(0, {}, {})
+        if last > held.last:
+            for name, steps, values in Later(file, held.last).scalars():
+                if name in held.steps:
+                    held.steps[name].add(steps)
+                    held.values[name].add(values)
+                else:
+                    held.steps[name], held.values[name] = Grown(steps), Grown(values)
+            held.last = last
+        if identifier not in held.steps:
+            return np.zeros(0, np.int64), np.zeros(0)
+        steps = held.steps[identifier].rows()
+        if len(steps) > 1 and not bool((np.diff(steps) > 0).all()):
+            return None
+        return steps, held.values[identifier].rows()
+
+
+class Follower:
+    """Opens one run again and again, each time as it stands then."""
+
+    def __init__(self) -> None:
+        self._memory = Memory()
+
+    def __call__(self, path: Path) -> FollowedRun:
+        """Open the run in ``path``; see :func:`backlight.store.reader.open_run` for what it raises."""
+        return FollowedRun(path, self._memory)
