@@ -176,11 +176,13 @@ def test_the_surface_is_frozen() -> None:
         "findings": ["--fail-on", "--json"],
         "memory": ["--batch-setting", "--budget", "--checkpointing", "--fake", "--json", "--out", "--set",
                    "--steps", "--warmup"],
+        "open": ["--browser", "--port"],
         "report": ["--animate", "--bundle", "--format", "--out", "--plots"],
         "spectra": ["--budget", "--checkpoints", "--device", "--dtype", "--exclude", "--include", "--json",
                     "--max-directions", "--method", "--out", "--replicates", "--seed", "--set"],
         "run": ["--config", "--every", "--exact-updates", "--group", "--histogram", "--max-disk", "--out",
                 "--per-backward", "--rooms", "--stall", "--steps", "--trace"],
         "sweep": ["--at", "--fake", "--json", "--limit", "--max-memory", "--set", "--steps"],
+        "top": ["--once"],
     }  # fmt: skip
     assert {name: surface[name] for name in expected} == expected
