@@ -125,6 +125,12 @@ class Thresholds(Limits):
         source="Hampel 1974 for median and MAD; the factor is chosen",
         low=1.0,
     )
+    outlier_floor: float = limit(
+        0.05,
+        "seconds above the median below which a step is none: a busy machine pauses anybody for tens of ms",
+        source=_CHOSEN,
+        low=0.0,
+    )
     outlier_loss: float = limit(
         0.02, "share of the training's time that outliers cost beyond the median", source=_CHOSEN, high=1.0
     )

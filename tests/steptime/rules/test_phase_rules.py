@@ -91,6 +91,12 @@ def test_usual_scatter_and_a_cold_start_are_no_outliers(stored: Any, judged: Any
     assert not judged(stored(SOUND, changes={(30, "data"): 0.06}, steps=300), "outlier_steps")
 
 
+def test_what_a_busy_machine_does_to_a_toy_is_no_outlier(stored: Any, judged: Any) -> None:
+    toy = {name: seconds / 30 for name, seconds in SOUND.items()}
+    assert not judged(stored(toy, changes={(30, "backward"): 0.04}), "outlier_steps")
+    assert judged(stored(toy, changes={(30, "backward"): 0.08}), "outlier_steps")
+
+
 LATE = {"data": 0.012, "backward": 0.03, "between": 0.018}
 WAITS = {"data": 0.001, "backward": 0.041, "between": 0.018}
 

@@ -28,7 +28,8 @@ _CHECKS = {
 @rule(
     "outlier_steps",
     room="steptime",
-    thresholds=("steady_steps", "outlier_factor", "outlier_deviations", "outlier_loss"),
+    version=2,
+    thresholds=("steady_steps", "outlier_factor", "outlier_deviations", "outlier_floor", "outlier_loss"),
 )
 def outlier_steps(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find steps far above the median, by cause: a garbage collection, or the phase that grew most.
@@ -41,7 +42,8 @@ def outlier_steps(run: Run, limits: Thresholds) -> Iterator[Finding]:
     total = table.total
     median = float(np.median(total))
     spread = 1.4826 * float(np.median(np.abs(total - median)))
-    far = (total > limits.outlier_factor * median) & (total - median > limits.outlier_deviations * spread)
+    least = max(limits.outlier_deviations * spread, limits.outlier_floor)
+    far = (total > limits.outlier_factor * median) & (total - median > least)
     rows = np.flatnonzero(far)
     pauses: dict[int, float] = defaultdict(float)
     for event in run.events(COLLECTION):
