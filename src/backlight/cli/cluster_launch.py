@@ -33,9 +33,9 @@ def launch(
     kind = file_system_type(path)
     if job.nodes > 1 and not is_network_type(kind):
         print(
-            f"backlight: {path} is on {kind or 'an unknown file system'}, which other nodes may not see; ranks that"
-            " find no run there write a folder of their own, to be joined by `backlight join`"
-            " (docs/clusters.md)",
+            f"backlight: {path} is on {kind or 'an unknown file system'}, which other nodes may not see; "
+            "ranks that find no run there write a folder of their own, to be joined by `backlight join` "
+            "(docs/clusters.md)",
             file=sys.stderr,
         )
     if script is not None:

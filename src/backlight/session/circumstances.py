@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import backlight
+from backlight.session.world import world
 from backlight.steptime.profile.optimizations import available_cores
 from backlight.steptime.rules.outlier_steps import COLLECTION
 from backlight.steptime.wording import CIRCUMSTANCES
@@ -120,7 +121,7 @@ def circumstances(ways: Sequence[dict[str, Any]], waiting: CoreWait | None = Non
         "core_wait": waiting.share() if waiting is not None else None,
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
-        "local_ranks": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "local_ranks": world().local_size,
         "workers": _workers(),
         "optimizers": list(ways),
         "memory": memory(),

@@ -67,7 +67,8 @@ def require(cluster: str | None) -> None:
     if cluster != "local" and shutil.which("sbatch") is None:
         raise ClusterError(
             "--slurm: sbatch is not on the path, so this machine submits to no Slurm cluster; "
-            "--slurm-script FILE writes the batch script to take there, --slurm cluster=local runs the job here"
+            "--slurm-script FILE writes the batch script to take there, --slurm cluster=local runs the job "
+            "here"
         )
 
 

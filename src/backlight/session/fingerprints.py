@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import os
 import platform
 import sys
 import warnings
@@ -17,6 +16,7 @@ import backlight
 from backlight.capture.hub import HUB
 from backlight.capture.modules import holding, walk
 from backlight.records import Fingerprint
+from backlight.session.ranks import place
 
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope
@@ -49,7 +49,7 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...], batch: str = "") 
         batch=batch,
         optimizers=tuple(type(o).__name__ for o in scope.optimizers()),
         flags=_flags(),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        world_size=place()[1],
     )
 
 

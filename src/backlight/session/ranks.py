@@ -9,12 +9,16 @@ import os
 
 import torch.distributed as dist
 
+from backlight.session.world import world
+from backlight.store.attempt import JOB_SEPARATOR
+
 
 def place() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks: ``(0, 1)`` for one that is alone."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    here = world()
+    return here.rank, here.size
 
 
 def local_rank() -> int:
@@ -29,15 +33,17 @@ def launch_id() -> str | None:
     """Return what all ranks of this launch have in common, None for a process that is alone.
 
     ``BACKLIGHT_RUN_ID`` where it is given; else the address at which the ranks meet, with the launcher's
-    process where all of them are on one machine, so that the next launch has another.
+    process where all of them are on one machine, so that the next launch has another. What follows
+    :data:`backlight.store.attempt.JOB_SEPARATOR` counts the restarts of one job.
     """
     given = os.environ.get("BACKLIGHT_RUN_ID")
-    world = place()[1]
-    if given or world <= 1:
+    size = place()[1]
+    if given or size <= 1:
         return given
     names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
     parts = [os.environ.get(name, "") for name in names]
-    parts.append(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
         parts.append(str(os.getppid()))
-    return "-".join(part for part in parts if part)
+    job = "-".join(part for part in parts if part) or "launch"
+    restarts = (os.environ.get(n) for n in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return f"{job}{JOB_SEPARATOR}{'.'.join(r for r in restarts if r) or '0'}"

@@ -21,6 +21,7 @@ from backlight.session.cadence import Cadence
 from backlight.session.circumstances import CIRCUMSTANCES, CoreWait, Pauses, circumstances, ways_of
 from backlight.session.config import Settings
 from backlight.session.drain import Drain
+from backlight.session.entering import open_writer
 from backlight.session.fingerprints import take_fingerprint
 from backlight.session.following import Following
 from backlight.session.judge import judge
@@ -32,9 +33,7 @@ from backlight.session.run_path import default_path
 from backlight.session.stalling import Stalling
 from backlight.session.tracing import start_tracing
 from backlight.session.tracking import Tracking
-from backlight.store.filters import Filters
 from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from backlight.session.geometry import Samples
     from backlight.session.replicating import Replicating
     from backlight.stalls.tracing import Tracer
+    from backlight.store.writer import RunWriter
 
 
 class StopTraining(SystemExit):
@@ -150,25 +150,10 @@ class Watch:
 
     def _start(self) -> None:
         settings = self.settings
-        rank, world = place()
-        self._writer = RunWriter.create(
-            self.path,
-            name=self.path.name,
-            script=self._script,
-            arguments=self._arguments,
-            max_disk=settings.max_disk,
-            overrides=settings.overrides(),
-            groups=settings.groups,
-            rooms=settings.rooms,
-            flush_interval=settings.flush_interval,
-            on_lost=self._notices.lost,
-            step_offset=settings.step_offset,
-            rank=rank,
-            world_size=world,
-            run_id=launch_id(),
-            filters=Filters(settings.measures.compression, settings.measures.level),
+        self._writer = open_writer(
+            self.path, settings, self._notices, script=self._script, arguments=self._arguments
         )
-        self._notices.writer = self._writer
+        self.path = self._writer.path
         self._scope = Scope(self._models, self._optimizers)
         self._recorder = Recorder(self._scope, self._plan, self._cadence, self._notices.event, self._at_step)
         if "grokking" in settings.rooms:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import sys
+import socket
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from backlight.records import RunStatus
 from backlight.store import documents
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.store.locks import CLAIM, locked
 from backlight.store.manifest import MANIFEST, AttemptEntry, Manifest, Progress, attempt_folder, read_manifest
+from backlight.store.names import safe_name
 from backlight.store.process import ProcessIdentity
-
-if sys.platform != "win32":
-    import fcntl
 
 JOIN_TIMEOUT = 60.0
 """Seconds that a further rank waits for rank 0 to open the attempt."""
@@ -27,13 +24,13 @@ JOIN_TIMEOUT = 60.0
 JOB_SEPARATOR = "+"
 """In the id of a launch, what stands between the job and the number of its restart."""
 
-LOCK_TIMEOUT = 5.0
-"""Seconds that a process waits for another one that is just entering the same folder."""
-
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a process says of the attempt that it opens as rank 0; ``launch`` is shared by its ranks."""
+    """What a process says of the attempt that it opens; ``launch`` is shared by its ranks.
+
+    ``first`` is the rank that opens it: 0, but in a part of a run.
+    """
 
     name: str = ""
     launch: str | None = None
@@ -45,6 +42,7 @@ class Opening:
     overrides: dict[str, dict[str, float]] = field(default_factory=dict)
     flush_interval: float = 1.0
     step_offset: int | None = None
+    first: int = 0
 
 
 @dataclass(slots=True)
@@ -80,6 +78,11 @@ class Entry:
         _remove_empty(self.made)
 
 
+def job_of(launch: str) -> str:
+    """Return what all starts of one job have in common: the id of a launch without its restart."""
+    return launch.rpartition(JOB_SEPARATOR)[0] or launch
+
+
 def database_name(rank: int) -> str:
     """Return the name of the database of a rank."""
     return f"rank-{rank:05d}.db"
@@ -91,7 +94,7 @@ def document_name(rank: int) -> str:
 
 
 def enter_as_first(path: Path, opening: Opening) -> Entry:
-    """Open a new attempt as rank 0; where that fails, nothing stays behind.
+    """Open a new attempt as its first rank; where that fails, nothing stays behind.
 
     Raises
     ------
@@ -103,13 +106,7 @@ def enter_as_first(path: Path, opening: Opening) -> Entry:
     """
     made: list[Path] = []
     try:
-        for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
-            # Where another process makes the same folder at this moment, it is not ours to remove.
-            with contextlib.suppress(FileExistsError):
-                missing.mkdir()
-                made.append(missing)
-        if not path.is_dir():
-            raise RunExistsError(f"{path}: is a file, expected a folder; choose another --out")
+        _make(path, made)
         with locked(path):
             return _open_attempt(path, opening, made)
     except OSError as error:
@@ -121,8 +118,58 @@ def enter_as_first(path: Path, opening: Opening) -> Entry:
         raise
 
 
+def part_path(path: Path) -> Path:
+    """Return where the ranks of this host write where they do not see the folder of rank 0."""
+    return path.with_name(f"{path.name}.part-{safe_name(socket.gethostname()) or 'host'}")
+
+
+def enter_apart(path: Path, opening: Opening) -> Entry:
+    """Open the part of a run that this host keeps for itself, or join it; ``path`` is the part's folder.
+
+    Parts are runs of their own that lack the other ranks, until they are joined.
+
+    Raises
+    ------
+    RunWriteError
+        If the file system does not let us. RunExistsError and RunFormatError as in :func:`enter_as_first`.
+    """
+    made: list[Path] = []
+    try:
+        _make(path, made)
+        with locked(path):
+            if (path / MANIFEST).exists():
+                joined = _joined(path, read_manifest(path), opening.first, opening.launch)
+                if joined is not None:
+                    return joined
+            return _open_attempt(path, opening, made)
+    except OSError as error:
+        _remove_empty(made)
+        reason = error.strerror or str(error)
+        raise RunWriteError(f"{path}: cannot be written: {reason}; choose another --out") from error
+    except BaseException:
+        _remove_empty(made)
+        raise
+
+
+def _make(path: Path, made: list[Path]) -> None:
+    """Make the folder and its parents, and note which ones were missing.
+
+    Raises
+    ------
+    RunExistsError
+        If a file is there.
+    """
+    for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
+        # Where another process makes the same folder at this moment, it is not ours to remove.
+        with contextlib.suppress(FileExistsError):
+            missing.mkdir()
+            made.append(missing)
+    if not path.is_dir():
+        raise RunExistsError(f"{path}: is a file, expected a folder; choose another --out")
+
+
 def _open_attempt(path: Path, opening: Opening, made: list[Path]) -> Entry:
-    manifest = _existing(path)
+    manifest = _existing(path, opening.launch)
     previous = None if manifest is None else (path / MANIFEST).read_bytes()
     offset = opening.step_offset
     if manifest is None:
@@ -145,6 +192,7 @@ def _open_attempt(path: Path, opening: Opening, made: list[Path]) -> Entry:
         rooms=opening.rooms,
         flush_interval=opening.flush_interval,
         progress=progress,
+        first=opening.first,
     )
     for earlier in manifest.attempts:
         if earlier.progress.status is RunStatus.RUNNING:
@@ -178,16 +226,9 @@ def enter_as_further(path: Path, *, rank: int, launch: str | None, timeout: floa
     while True:
         with contextlib.suppress(RunFormatError):
             manifest = read_manifest(path)
-            newest = manifest.attempts[-1] if manifest.attempts else None
-            # An attempt that already has this rank is an earlier start of the same launch.
-            if (
-                newest is not None
-                and newest.launch == launch
-                and newest.progress.status_now() is RunStatus.RUNNING
-                and not (path / attempt_folder(newest.index) / document_name(rank)).exists()
-            ):
-                progress = Progress(RunStatus.RUNNING, ProcessIdentity.of_this_process(), updated=time.time())
-                return Entry(path, manifest, newest, progress)
+            joined = _joined(path, manifest, rank, launch)
+            if joined is not None:
+                return joined
         if time.monotonic() > deadline:
             msg = (
                 f"{path}: rank {rank} found no running attempt of launch {launch!r} within {timeout:g} s;"
@@ -197,41 +238,22 @@ def enter_as_further(path: Path, *, rank: int, launch: str | None, timeout: floa
         time.sleep(0.02)
 
 
-@contextlib.contextmanager
-def locked(path: Path, timeout: float = LOCK_TIMEOUT) -> Iterator[None]:
-    """Keep other processes of this machine from entering or compacting the run meanwhile.
-
-    The lock is the kernel's and on the folder itself: it leaves no file and ends with the process. Where the
-    file system has no locks, the check of the manifest alone must do.
-
-    Raises
-    ------
-    RunExistsError
-        If another process holds it for longer than ``timeout`` seconds.
-    """
-    if sys.platform == "win32":
-        yield
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    msg = f"{path}: another process is just opening or compacting this run; try again"
-                    raise RunExistsError(msg) from None
-                time.sleep(0.01)
-            except OSError:
-                break
-        yield
-    finally:
-        os.close(descriptor)
+def _joined(path: Path, manifest: Manifest, rank: int, launch: str | None) -> Entry | None:
+    """Return the place of a rank in the running attempt of its launch, None where there is none."""
+    newest = manifest.attempts[-1] if manifest.attempts else None
+    # An attempt that already has this rank is an earlier start of the same launch.
+    if (
+        newest is None
+        or newest.launch != launch
+        or newest.progress.status_now() is not RunStatus.RUNNING
+        or (path / attempt_folder(newest.index) / document_name(rank)).exists()
+    ):
+        return None
+    progress = Progress(RunStatus.RUNNING, ProcessIdentity.of_this_process(), updated=time.time())
+    return Entry(path, manifest, newest, progress)
 
 
-def _existing(path: Path) -> Manifest | None:
+def _existing(path: Path, launch: str | None) -> Manifest | None:
     """Return the manifest of the run at ``path``, or None where a new run may begin.
 
     Raises
@@ -246,7 +268,12 @@ def _existing(path: Path) -> Manifest | None:
     manifest = read_manifest(path)
     for entry in manifest.attempts:
         progress = entry.progress
-        if progress.status_now() is RunStatus.RUNNING:
+        if progress.status_now() is not RunStatus.RUNNING:
+            continue
+        if launch and job_of(launch) == job_of(entry.launch) and progress.process.alive() is None:
+            # A job runs once: where it starts again, its earlier start on another machine is over.
+            progress.status = RunStatus.KILLED
+        else:
             who = f"process {progress.process.pid} on {progress.process.host}"
             msg = f"{path}: is still being written by {who} (attempt {entry.index}); choose another --out"
             raise RunExistsError(msg)
@@ -255,7 +282,7 @@ def _existing(path: Path) -> Manifest | None:
 
 def _leftover(child: Path) -> bool:
     """Tell whether a kill between the first two moments of a run left this behind."""
-    if documents.is_temporary(child.name):
+    if documents.is_temporary(child.name) or child.name == CLAIM:
         return True
     return child.name == attempt_folder(0) and child.is_dir() and not any(child.iterdir())
 

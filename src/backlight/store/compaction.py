@@ -16,11 +16,12 @@ from pathlib import Path
 from backlight.records import RunStatus
 from backlight.store import documents
 from backlight.store.arrays import ROLL_SIZE
-from backlight.store.attempt import document_name, locked
+from backlight.store.attempt import document_name
 from backlight.store.database import COUNTED, PAGE_SIZE, connect, create_tables
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.filters import Filters
 from backlight.store.holdings import pieces
+from backlight.store.locks import locked
 from backlight.store.manifest import Manifest, Progress, read_manifest
 from backlight.store.opening import OpenedAttempt, open_attempt
 from backlight.store.pieces import merged, parse_piece, piece_name, read_piece, write_piece
@@ -117,7 +118,7 @@ def _compact_attempt(
         _databases(folder, rank, every, result)
         _pieces(folder, rank, result)
         _finish(path, folder, rank, progress)
-        if rank:
+        if rank != attempt.entry.first:
             _rewrite_document(folder / document_name(rank), progress)
 
 

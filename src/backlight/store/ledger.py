@@ -1,13 +1,15 @@
 """What a rank states of its own progress, so that a reader can tell a loss from a short run.
 
-Rank 0 states it in ``manifest.json``, which no other rank writes; a further rank in its own
+The first rank states it in ``manifest.json``, which no other rank writes; a further rank in its own
 ``rank-NNNNN.json``.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from backlight.records import Fingerprint
 from backlight.store import documents
@@ -24,11 +26,13 @@ DUTY = 20.0
 class Ledger:
     """Publishes the progress of one rank, not more often than it is worth."""
 
-    def __init__(self, path: Path, entry: Entry, rank: int) -> None:
+    def __init__(self, path: Path, entry: Entry, rank: int, options: Mapping[str, Any] | None = None) -> None:
         self.progress = entry.progress
         self._path = path
         self._entry = entry
+        self._options = dict(options or {})
         self._rank = rank
+        self._first = rank == entry.attempt.first
         self._fingerprint = "null"
         self._published = 0.0
         self._cost = 0.0
@@ -56,7 +60,7 @@ class Ledger:
         """Publish the progress now; an OSError passes through."""
         began = time.monotonic()
         self.progress.updated = time.time()
-        if self._rank == 0:
+        if self._first:
             self._entry.manifest.write(self._path)
         else:
             self.publish_document()
@@ -72,7 +76,8 @@ class Ledger:
             "run_id": self._entry.manifest.run_id,
             "attempt": self._entry.attempt.index,
             "rank": self._rank,
-            "progress": None if self._rank == 0 else self.progress,
+            "progress": None if self._first else self.progress,
+            "options": self._options,
         }
         # The fingerprint may hold thousands of modules; it is turned into text once.
         text = f'{documents.dump(head)[:-1]}, "fingerprint": {self._fingerprint}}}'

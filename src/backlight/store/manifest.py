@@ -79,7 +79,10 @@ class Progress:
 
 @dataclass(slots=True)
 class AttemptEntry:
-    """One attempt as the manifest holds it; ``progress`` is that of rank 0."""
+    """One attempt as the manifest holds it; ``progress`` is that of the rank ``first``.
+
+    That is rank 0, but in the part of a run that a host keeps because it does not see the folder of rank 0.
+    """
 
     index: int
     step_offset: int
@@ -91,6 +94,7 @@ class AttemptEntry:
     rooms: tuple[str, ...]
     flush_interval: float
     progress: Progress
+    first: int = 0
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -115,6 +119,7 @@ class AttemptEntry:
             rooms=tuple(str(r) for r in data.get("rooms", ())),
             flush_interval=float(data.get("flush_interval", 1.0)),
             progress=Progress.from_json(data.get("progress", {})),
+            first=int(data.get("first", 0)),
         )
 
 

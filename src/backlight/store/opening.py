@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from backlight.records import Fingerprint, RunStatus
 from backlight.store import documents
@@ -34,6 +35,7 @@ class OpenedAttempt:
     watchdogs: list[RankFile] = field(default_factory=list)
     progress: dict[int, Progress] = field(default_factory=dict)
     fingerprints: dict[int, Fingerprint] = field(default_factory=dict)
+    options: dict[int, dict[str, Any]] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
     unreadable: int = 0
 
@@ -46,7 +48,7 @@ class OpenedAttempt:
 def open_attempt(path: Path, entry: AttemptEntry) -> OpenedAttempt:
     """Open what there is of one attempt of the run at ``path``."""
     out = OpenedAttempt(entry, path / attempt_folder(entry.index))
-    out.progress[0] = entry.progress
+    out.progress[entry.first] = entry.progress
     if not out.folder.is_dir():
         out.losses.append(f"attempt {entry.index}: its folder {out.folder.name} is missing")
         return out
@@ -99,8 +101,10 @@ def _open_document(out: OpenedAttempt, rank: int) -> None:
         data = documents.read_document(path)
         if data.get("fingerprint") is not None:
             out.fingerprints[rank] = Fingerprint.from_json(data["fingerprint"])
-        if rank and data.get("progress") is not None:
+        if rank != out.entry.first and data.get("progress") is not None:
             out.progress[rank] = Progress.from_json(data["progress"])
+        if data.get("options"):
+            out.options[rank] = dict(data["options"])
     except RunFormatError as error:
         out.losses.append(str(error))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -111,9 +115,16 @@ def _state_losses(out: OpenedAttempt) -> None:
     """Compare what each rank said of its files with what is there."""
     entry = out.entry
     present = {file.rank for file in out.files}
-    missing = (rank for rank in range(entry.world_size) if rank not in present | set(out.progress))
-    for rank in itertools.islice(missing, _NAMED_RANKS):
+    said = present | set(out.progress)
+    missing = itertools.islice((rank for rank in range(entry.world_size) if rank not in said), _NAMED_RANKS)
+    for rank in missing:
         out.losses.append(f"attempt {entry.index}: rank {rank} of {entry.world_size} left no file")
+    if entry.first:
+        out.losses.append(
+            f"attempt {entry.index}: this folder holds the ranks of {entry.progress.process.host} alone, "
+            "which did not see the run of rank 0; bring it there with `backlight join RUN PART`"
+        )
+    out.losses += differences(entry.index, out.options)
     for rank, progress in sorted(out.progress.items()):
         out.losses += _said(entry, rank, progress)
         rows: dict[str, Mapping[str, int]] = {f.path.name: f.last for f in out.files if f.rank == rank}
@@ -125,6 +136,35 @@ def _state_losses(out: OpenedAttempt) -> None:
             out.losses.append(
                 f"attempt {entry.index}: rank {rank} left no data, it ended before its first flush"
             )
+
+
+def differences(attempt: int, options: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Say in words which ranks were told to record something else than the first one."""
+    if len(options) < 2:
+        return []
+    first = min(options)
+    found: dict[str, list[int]] = {}
+    for rank in sorted(options):
+        other = [
+            f"{key} {_shown(options[rank].get(key))} instead of {_shown(value)}"
+            for key, value in options[first].items()
+            if options[rank].get(key) != value
+        ]
+        if other:
+            found.setdefault(", ".join(other), []).append(rank)
+    out = []
+    for what, ranks in found.items():
+        more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED_RANKS]))}{more}"
+        out.append(
+            f"attempt {attempt}: {who} did not record what rank {first} did: {what}; sharded parameters are"
+            " measured only where all ranks recorded"
+        )
+    return out
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _said(entry: AttemptEntry, rank: int, progress: Progress) -> list[str]:

@@ -23,7 +23,15 @@ import numpy.typing as npt
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.store import documents, filesystem
 from backlight.store.arrays import ArrayWriter
-from backlight.store.attempt import Entry, Opening, database_name, enter_as_first, enter_as_further
+from backlight.store.attempt import (
+    Entry,
+    Opening,
+    database_name,
+    enter_apart,
+    enter_as_first,
+    enter_as_further,
+    part_path,
+)
 from backlight.store.batch import Batch
 from backlight.store.budget import DiskBudget
 from backlight.store.database import RankDatabase, VanishedError
@@ -48,10 +56,13 @@ class RunWriter:
 
     Attributes
     ----------
-    path, attempt, step_offset, rank:
-        The folder, the number of this attempt, what is added to its steps for the global step, the rank.
+    path, run_id, attempt, step_offset, rank:
+        The folder, what all ranks and attempts share, the number of this attempt, what is added to its steps
+        for the global step, the rank.
     lost:
         Why recording stopped, or None.
+    apart:
+        Why this rank writes another folder than it was given: a part of the run, to be joined. Else empty.
     """
 
     def __init__(
@@ -63,8 +74,11 @@ class RunWriter:
         on_lost: Callable[[str], None] | None = None,
         on_limit: Callable[[str], None] | None = None,
         filters: Filters = Filters(),  # noqa: B008 - frozen
+        options: Mapping[str, Any] | None = None,
     ) -> None:
+        self.apart = ""
         self.path = entry.path
+        self.run_id = entry.manifest.run_id
         self.attempt = entry.attempt.index
         self.step_offset = entry.attempt.step_offset
         self.rank = rank
@@ -82,7 +96,7 @@ class RunWriter:
         self._sizes: dict[int, npt.NDArray[np.int64]] = {}
         self._names: dict[tuple[str, str], int] = {}
         self._entry = entry
-        self._ledger = Ledger(self.path, entry, rank)
+        self._ledger = Ledger(self.path, entry, rank, options)
         share = entry.attempt.world_size
         self._before = _folder_size(self.path) // share if max_disk is not None else 0
         self._budget = DiskBudget(None if max_disk is None else max_disk // share)
@@ -122,6 +136,8 @@ class RunWriter:
         on_lost: Callable[[str], None] | None = None,
         on_limit: Callable[[str], None] | None = None,
         filters: Filters = Filters(),  # noqa: B008 - frozen
+        options: Mapping[str, Any] | None = None,
+        join_timeout: float | None = None,
     ) -> RunWriter:
         """Open a new run, or a new attempt of the run that is already at ``path``.
 
@@ -140,6 +156,11 @@ class RunWriter:
             Called once with a reason: recording stopped; ``max_disk`` made the series sparser.
         filters:
             How arrays are compressed once they are not merged any more.
+        options:
+            What this rank was told to record; readers say where ranks differ.
+        join_timeout:
+            Seconds that a rank above 0 waits for rank 0 to open the run. Then it writes, with the other ranks
+            of its host, a part of the run beside ``path``. None raises instead.
 
         Raises
         ------
@@ -152,29 +173,44 @@ class RunWriter:
         if not 0 <= rank < world_size or flush_interval < 0 or (max_disk is not None and max_disk <= 0):
             msg = f"got rank {rank} of {world_size}, flush_interval {flush_interval}, max_disk {max_disk}"
             raise ValueError(f"{msg}; expected 0 <= rank < world_size, an interval >= 0, a limit > 0 or None")
+        opening = Opening(
+            name=storable(name),
+            launch=run_id,
+            world_size=world_size,
+            script=storable(script),
+            arguments=tuple(storable(a) for a in arguments),
+            rooms=tuple(rooms),
+            groups=dict(groups or {}),
+            overrides={room: dict(fields) for room, fields in (overrides or {}).items()},
+            flush_interval=flush_interval,
+            step_offset=step_offset,
+            first=rank,
+        )
+        apart = ""
         if rank == 0:
-            opening = Opening(
-                name=storable(name),
-                launch=run_id,
-                world_size=world_size,
-                script=storable(script),
-                arguments=tuple(storable(a) for a in arguments),
-                rooms=tuple(rooms),
-                groups=dict(groups or {}),
-                overrides={room: dict(fields) for room, fields in (overrides or {}).items()},
-                flush_interval=flush_interval,
-                step_offset=step_offset,
-            )
             entry = enter_as_first(Path(path), opening)
-        else:
+        elif join_timeout is None:
             entry = enter_as_further(Path(path), rank=rank, launch=run_id)
+        else:
+            try:
+                entry = enter_as_further(Path(path), rank=rank, launch=run_id, timeout=join_timeout)
+            except RunExistsError as error:
+                apart = str(error)
+                entry = enter_apart(part_path(Path(path)), opening)
         writer = None
         try:
             writer = cls(
-                entry, rank=rank, max_disk=max_disk, on_lost=on_lost, on_limit=on_limit, filters=filters
+                entry,
+                rank=rank,
+                max_disk=max_disk,
+                on_lost=on_lost,
+                on_limit=on_limit,
+                filters=filters,
+                options=options,
             )
+            writer.apart = apart
             writer._ledger.publish_document()
-            if rank == 0:
+            if entry.attempt.first == rank:
                 writer._ledger.publish()
         except Exception as error:
             if writer is not None:

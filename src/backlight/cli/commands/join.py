@@ -1,0 +1,26 @@
+"""``backlight join``: bring together what hosts without a shared folder recorded of one launch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def join(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run of rank 0.")],
+    parts: Annotated[list[Path], typer.Argument(metavar="PART...", help="Folders that other hosts wrote.")],
+) -> None:
+    """Copy the ranks that other hosts recorded into the run of rank 0; the parts stay as they are."""
+    from backlight.store.parts import join as join_parts
+
+    joined = join_parts(run, parts)
+    for attempt, ranks in sorted(joined.ranks.items()):
+        print(f"attempt {attempt}: ranks {', '.join(map(str, sorted(ranks)))}")
+    print(f"{joined.files} files copied into {run}" if joined.files else f"{run} holds all of it already")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("join")(join)
