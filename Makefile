@@ -8,7 +8,7 @@ ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 TESTS := $(ONE) $(BIN)/python -m pytest -q
 BESIDE := -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-full lint coverage bench clean
+.PHONY: demo test test-full lint coverage bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo  ## install, train a small transformer on real text, show findings and report
@@ -32,6 +32,9 @@ coverage: $(VENV)/.dev  ## line and branch coverage, watched scripts included
 	$(BIN)/coverage erase
 	$(TESTS) $(BESIDE) -m "not full and not alone" --cov --cov-report=
 	$(BIN)/coverage report
+
+docs: $(VENV)/.dev  ## the documentation site in build/site; its examples run while it is built
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 bench: $(VENV)/.dev  ## every claim of speed, side by side with a peer
 	for file in bench/*.py; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$file || exit 1; done

@@ -1,0 +1,131 @@
+"""What the site needs beyond its pages: example programs as pages, and a gallery made while it is built.
+
+mkdocs calls the functions below by their names. Pictures come from runs that are made now, by the
+commands that stand beside them; a command that fails fails the build.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+RUNS = ROOT / "build" / "tutorials"
+"""Where pages and pictures put their runs: made anew by every build."""
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A picture of the gallery: the commands that make its run, the folder, the pictures and their words."""
+
+    title: str
+    words: str
+    commands: tuple[str, ...]
+    folder: str
+    pictures: tuple[str, ...]
+
+
+EXHIBITS = (
+    Exhibit(
+        "Health of a small transformer",
+        "Every parameter is a row, every recorded step a column.",
+        ("backlight run --out build/tutorials/gpt examples/char_gpt.py --steps 40",),
+        "gpt",
+        ("parameters", "total_norm", "phases"),
+    ),
+    Exhibit(
+        "Grokking of a modular polynomial",
+        "The accuracies, and the spectrum of the gradients of single samples while they part and meet again.",
+        ("backlight grok run doshi --out build/tutorials/gallery-doshi",),
+        "gallery-doshi",
+        ("learning_curves", "gram_spectrum", "effective_rank"),
+    ),
+    Exhibit(
+        "Signal and noise in the gradients of one checkpoint",
+        "Directions that come back with other data, and those that do not.",
+        ("backlight spectra examples/gpt_recipe.py --replicates 16 --out build/tutorials/gallery-spectra",),
+        "gallery-spectra",
+        ("spectra", "spectra_signal", "spectra_ranks"),
+    ),
+)
+
+
+def on_pre_build(config: Any) -> None:
+    """Begin with no run of an earlier build, and let the commands of the pages be found."""
+    shutil.rmtree(RUNS, ignore_errors=True)
+    RUNS.mkdir(parents=True)
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    os.environ["COLUMNS"] = "100"
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add a page for every example program, and the gallery with its pictures."""
+    index = ["# Examples", "", "Short real programs; the tests run every one of them.", ""]
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        text = path.read_text()
+        files.append(
+            File.generated(
+                config, f"examples/{path.stem}.md", content=f"# {path.name}\n\n```python\n{text}```\n"
+            )
+        )
+        index.append(f"- [{path.name}]({path.stem}.md): {_summary(text)}")
+    files.append(File.generated(config, "examples/index.md", content="\n".join(index)))
+    lines = ["# Gallery", "", "Made while this site was built, each by the commands above it.", ""]
+    for exhibit in EXHIBITS:
+        lines += [f"## {exhibit.title}", "", exhibit.words, "", "```bash", *exhibit.commands, "```", ""]
+        for picture in _pictures(exhibit):
+            source = f"gallery/{exhibit.folder}-{picture.name}"
+            files.append(File.generated(config, source, abs_src_path=str(picture)))
+            lines += [f"![{exhibit.title}: {picture.stem}]({source})", ""]
+    files.append(File.generated(config, "gallery.md", content="\n".join(lines)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Let links to example programs lead to their pages."""
+    return re.sub(r"\]\((?:\.\./)+examples/(\w+)\.py\)", rf"]({_up(page)}examples/\1.md)", markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Take the names of roles off the docstrings: what follows them is set as code already."""
+    return re.sub(r":(?:func|class|meth|mod|attr|data|exc):(?=<code)", "", html)
+
+
+def _summary(program: str) -> str:
+    return (ast.get_docstring(ast.parse(program)) or "").partition("\n")[0]
+
+
+def _up(page: Any) -> str:
+    return "../" * page.file.src_uri.count("/")
+
+
+def _pictures(exhibit: Exhibit) -> list[Path]:
+    for command in exhibit.commands:
+        _run(command)
+    folder = RUNS / f"{exhibit.folder}-plots"
+    _run(f"backlight report build/tutorials/{exhibit.folder} --plots {folder.relative_to(ROOT)}")
+    found = [
+        path for wanted in exhibit.pictures for path in sorted(folder.glob("*.svg")) if path.stem == wanted
+    ]
+    if len(found) < len(exhibit.pictures):
+        have = ", ".join(sorted(path.name for path in folder.glob("*.svg")))
+        raise SystemExit(f"gallery: {exhibit.folder} has {have}, expected {', '.join(exhibit.pictures)}")
+    return found
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(
+        command.split(), cwd=ROOT, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        raise SystemExit(f"gallery: {command} failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -1,0 +1,46 @@
+"""The documentation site: every page is in it, and what its pages run still runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+NAV = (ROOT / "mkdocs.yml").read_text().split("nav:\n")[1]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    named = set(re.findall(r"([\w/-]+\.md)$", NAV, re.MULTILINE))
+    assert {page for page in pages if not page.startswith("findings/")} <= named
+    assert named - {"gallery.md", "examples/index.md"} <= pages  # those two are made by the build
+
+
+def test_no_page_asks_another_host_for_anything() -> None:
+    for page in DOCS.rglob("*.md"):
+        assert not re.search(r"!\[[^\]]*\]\(https?:|<(script|img|iframe)[^>]+https?:", page.read_text()), page
+    assert "font: false" in (ROOT / "mkdocs.yml").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_site_builds_and_its_examples_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    tutorial = (tmp_path / "site" / "tutorials" / "health.html").read_text()
+    assert "head.weight and 1 more parameter get a gradient that is not zero" in tutorial
+    stall = (tmp_path / "site" / "tutorials" / "stalls.html").read_text()
+    assert "BLOCKED: the main thread waits for a lock" in stall
+    assert "grokking, strong" in (tmp_path / "site" / "tutorials" / "grokking.html").read_text()
+    assert list((tmp_path / "site" / "gallery").glob("*.svg"))
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert not re.search(r"<(script|img|link)[^>]+(src|href)=\"https?:", page.read_text()), page
