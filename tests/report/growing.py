@@ -1,0 +1,52 @@
+"""A stored run that grows step by step, for what looks at a run while it is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from synthetic import Plan, fingerprint, gradient_row, records, rms_of, update_row
+
+from backlight.records import RunStatus
+from backlight.store.writer import RunWriter
+
+ROOMS = ("health", "steptime")
+
+
+class Growing:
+    """Writes ``plan.steps`` steps at most, as many at a time as are asked for."""
+
+    def __init__(self, path: Path, plan: Plan | None = None) -> None:
+        self.plan = plan or Plan(steps=600, blocks=1)
+        self.path = path
+        self.done = 0
+        self.writer = RunWriter.create(path, name=path.name, script="train.py", rooms=ROOMS)
+        table = records(self.plan)
+        self.names = [record.name for record in table]
+        self.writer.fingerprint(fingerprint(table))
+        self._table = self.writer.parameter_table(table)
+        self._numel = np.array([record.numel for record in table])
+        self._rms = rms_of(self.plan, np.arange(self.plan.steps), len(table))
+        self._draw = np.random.default_rng(5)
+
+    def steps(self, amount: int, *, broken: int | None = None) -> None:
+        """Write ``amount`` steps; the gradient of the row ``broken`` holds NaN at the last of them."""
+        for step in range(self.done, self.done + amount):
+            floats, integers = gradient_row(self._rms[step], self._numel, self._draw)
+            if broken is not None and step == self.done + amount - 1:
+                floats[broken], integers[broken, 3] = np.nan, self._numel[broken]
+            self.writer.append("gradient", step, self._table, floats, integers)
+            moved, seen = update_row(self._rms[step], self._numel, integers[:, 0], self._draw, 0.5)
+            self.writer.append("update", step, self._table, moved, seen)
+            total = float(np.sqrt(np.sum(floats[:, 0] ** 2)))
+            self.writer.scalars(step, {
+                "loss": 3.0 / (1 + 0.01 * step), "total_norm": total, "lr/0/0": 0.1,
+                "phase/forward": 0.010, "phase/backward": 0.020 + 0.001 * (step % 3),
+            })  # fmt: skip
+            self.writer.scalars(step, {"train_accuracy": step / self.plan.steps}, source="user")
+        self.done += amount
+        self.writer.flush()
+
+    def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
+        """End the run."""
+        self.writer.close(status)

@@ -1,0 +1,125 @@
+"""A run that is read again while it grows: equal to one that is read as a whole, decoding new rows alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as drawn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+
+from growing import Growing
+from synthetic import Plan, write_run
+
+from backlight.store import following, frames
+from backlight.store.following import Follower, Grown
+from backlight.store.reader import Run, open_run
+
+COLUMNS = (("gradient", "rms"), ("gradient", "zero_share"), ("gradient", "non_finite"),
+           ("gradient", "measured"), ("update", "ratio"))  # fmt: skip
+
+
+def same(one: Run, other: Run) -> None:
+    for series, column in COLUMNS:
+        mine, theirs = one.frame(series, column), other.frame(series, column)
+        assert (mine.names, mine.unit) == (theirs.names, theirs.unit)
+        assert mine.values.dtype == theirs.values.dtype
+        np.testing.assert_array_equal(mine.steps, theirs.steps)
+        np.testing.assert_array_equal(mine.values, theirs.values)
+        np.testing.assert_array_equal(mine.measured, theirs.measured)
+    for name, source in (("loss", "backlight"), ("phase/backward", "backlight"), ("train_accuracy", "user")):
+        mine_S, theirs_S = one.scalar(name, source), other.scalar(name, source)
+        assert mine_S.unit == theirs_S.unit
+        np.testing.assert_array_equal(mine_S.steps, theirs_S.steps)
+        np.testing.assert_array_equal(mine_S.values, theirs_S.values)
+
+
+def test_it_says_what_a_whole_reading_says_at_every_length(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    follow = Follower()
+    for amount, broken in ((7, None), (1, 3), (40, None), (0, None), (90, 2)):
+        run.steps(amount, broken=broken)
+        same(follow(run.path), open_run(run.path))
+    run.close()
+    same(follow(run.path), open_run(run.path))
+    assert follow(run.path).scalar("nothing").steps.size == 0
+
+
+def test_only_new_rows_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    whole = frames.rank_block
+
+    def counting(*arguments: object) -> frames.Block:
+        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        decoded.append(len(block.steps))
+        return block
+
+    monkeypatch.setattr(following.frames, "rank_block", counting)
+    run = Growing(tmp_path / "run")
+    follow = Follower()
+    run.steps(200)
+    follow(run.path).frame("gradient", "rms")
+    run.steps(3)
+    assert len(follow(run.path).frame("gradient", "rms").steps) == 203
+    follow(run.path).frame("gradient", "rms")
+    assert decoded == [200, 3]
+    run.close()
+
+
+def test_what_was_given_out_stays_what_it_was(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    follow = Follower()
+    run.steps(20)
+    early = follow(run.path)
+    frame, loss = early.frame("gradient", "rms"), early.scalar("loss")
+    kept = frame.values.copy()
+    run.steps(100, broken=1)
+    assert len(follow(run.path).frame("gradient", "rms").steps) == 120
+    assert len(frame.steps) == len(loss.steps) == 20
+    np.testing.assert_array_equal(frame.values, kept)
+    assert len(early.frame("gradient", "rms").steps) == 20
+    run.close()
+
+
+def test_attempts_and_a_step_that_was_written_twice_are_read_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "restarted"
+    write_run(path, Plan(steps=60, blocks=1, attempts=2, user={"train_accuracy": 1.0}))
+    follow = Follower()
+    same(follow(path), open_run(path))
+    run = Growing(tmp_path / "run")
+    run.steps(30)
+    follow = Follower()
+    follow(run.path).frame("gradient", "rms")
+    run.done = 20  # a loop that went back
+    run.steps(25)
+    same(follow(run.path), open_run(run.path))
+    run.close()
+
+
+def test_what_has_no_room_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "CARRIED_BYTES", 1)
+    run = Growing(tmp_path / "run")
+    follow = Follower()
+    for _ in range(2):
+        run.steps(10)
+        same(follow(run.path), open_run(run.path))
+    run.close()
+
+
+@given(
+    st.lists(drawn.arrays(np.int64, st.tuples(st.integers(0, 4), st.just(3))), min_size=1, max_size=4)
+    | st.lists(drawn.arrays(np.float64, st.tuples(st.integers(0, 4), st.just(3))), min_size=1, max_size=4)
+)
+def test_rows_come_out_as_they_went_in(parts: list[np.ndarray]) -> None:
+    grown = Grown(parts[0])
+    for part in parts[1:]:
+        grown.add(part)
+    whole = np.concatenate(parts)
+    assert grown.rows().dtype == whole.dtype
+    np.testing.assert_array_equal(grown.rows(), whole)
+    assert not grown.rows().flags.writeable
