@@ -135,7 +135,8 @@ class ParameterRecord:
 
     ``aliases`` are further names of the same tensor (tied weights are one row). ``group`` is the
     optimizer and parameter group as ``"0/1"``, empty when no watched optimizer holds the tensor.
-    ``unmeasured`` says why no gradient can be expected (``"frozen"``), empty otherwise.
+    ``unmeasured`` says why no gradient can be expected (``"frozen"``), empty otherwise. ``gradient`` is
+    where gradients sit in the whole, None where they are placed as the parameter is.
     """
 
     name: str
@@ -150,6 +151,7 @@ class ParameterRecord:
     group: str = ""
     unmeasured: str = ""
     placement: Placement = field(default_factory=Placement)
+    gradient: Placement | None = None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -158,6 +160,8 @@ class ParameterRecord:
         known["shape"] = tuple(known["shape"])
         known["aliases"] = tuple(known.get("aliases", ()))
         known["placement"] = Placement.from_json(known.get("placement", {}))
+        gradient = known.get("gradient")
+        known["gradient"] = None if gradient is None else Placement.from_json(gradient)
         return cls(**known)
 
 

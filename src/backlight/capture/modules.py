@@ -19,6 +19,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from backlight.capture.sharding import shards
+
 _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "DataParallel": "module",
@@ -126,9 +128,15 @@ def walk(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
 
 
 def named_parameters(root: nn.Module, prefix: str = "") -> Iterator[NamedParameter]:
-    """Yield every parameter of ``root`` in model order, a tied one under each of its names."""
+    """Yield every parameter of ``root`` in model order, a tied one under each of its names.
+
+    Where FSDP2 has put the whole parameters in place of its shards, the shards are given: only those stay.
+    """
+    sharded: dict[tuple[int, str], nn.Parameter] = {}
     for name, module in walk(root, prefix):
-        for key, parameter in (vars(module).get("_parameters") or {}).items():
+        sharded.update(shards(module))
+        for key, held in (vars(module).get("_parameters") or {}).items():
+            parameter = sharded.get((id(module), key), held) if sharded else held
             if parameter is not None:
                 full = f"{name}.{key}" if name else key
                 yield NamedParameter(full, parameter, name, type(module).__name__)

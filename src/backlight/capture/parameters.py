@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ class ParameterTable:
         self.records = tuple(records)
         self.rows = {id(tensor): row for row, tensor in enumerate(tensors)}
         self._references = [weakref.ref(tensor) for tensor in tensors]
+        self._placed: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return len(self.records)
@@ -52,6 +54,25 @@ class ParameterTable:
         row = self.rows.get(id(tensor))
         # An id may have been taken over by a new tensor after the old one was freed.
         return row if row is not None and self._references[row]() is tensor else None
+
+    def place_gradient(self, row: int, gradient: torch.Tensor) -> bool:
+        """Note where ``gradient`` sits in the whole; True if that is news.
+
+        Tensor parallelism gives a gradient the placement that falls out of the operations: a partial sum for
+        a replicated weight, the whole for a sharded one.
+        """
+        kind = getattr(gradient, "placements", None)
+        if kind is None:
+            return False
+        parameter, record = self.tensor(row), self.records[row]
+        known = self._placed.get(row, getattr(parameter, "placements", None))
+        if known == kind:
+            return False
+        self._placed[row] = kind
+        alike = kind == getattr(parameter, "placements", None)
+        placement = None if alike else _placement(gradient, local(gradient))
+        self.records = (*self.records[:row], replace(record, gradient=placement), *self.records[row + 1 :])
+        return True
 
     def missing(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether some tensor has no row, so that the table is out of date."""
@@ -139,13 +160,26 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if part is None else part
 
 
+def settled(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the value of a scalar as this process knows it; None where only a collective could tell it."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return tensor
+    return local(tensor) if all(p.is_replicate() for p in placements) else None
+
+
 def _placement(tensor: torch.Tensor, part: torch.Tensor) -> Placement:
     shape = tuple(tensor.shape)
     placements = getattr(tensor, "placements", None)
     if placements is None or part is tensor:
         return Placement(Layout.WHOLE, shape, shape, (0,) * len(shape))
     mesh = tuple(tensor.device_mesh.shape)  # type: ignore[attr-defined]
-    kinds = [("shard" if p.is_shard() else "partial" if p.is_partial() else "replicate") for p in placements]
+    # By elimination: the strided shards of FSDP2 on top of tensor parallelism do not count as shards.
+    kinds = [
+        ("replicate" if p.is_replicate() else "partial" if p.is_partial() else "shard") for p in placements
+    ]
     replicas = 1
     for kind, size in zip(kinds, mesh, strict=True):
         replicas *= size if kind == "replicate" else 1

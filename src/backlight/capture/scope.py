@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from backlight.capture.hub import HUB
-from backlight.capture.modules import Prefixes
+from backlight.capture.modules import Prefixes, named_parameters
 from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import ParameterTable, build_table
 
@@ -46,7 +46,7 @@ class Scope:
         alive = HUB.optimizers.alive()
         if not self.models:
             return alive
-        own = {id(p) for model in self.models for p in model.parameters()}
+        own = {id(n.parameter) for model in self.models for n in named_parameters(model)}
         return [o for o in alive if any(id(p) in own for p in parameters_of(o))]
 
     def refresh(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from backlight.capture.clock import PhaseClock
 from backlight.capture.hub import HUB, capturing_graph
 from backlight.capture.listener import Listener
+from backlight.capture.parameters import settled
 from backlight.capture.scaling import scale_of
 from backlight.records import Phase
 
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 class StepSummary:
     """What is known about a step when it ends; tensors may still be on a device.
 
-    ``phases`` are host seconds by phase, ``seconds`` those of the whole step; ``separated`` says
-    whether forward and loss are among the phases or in the rest.
+    ``backwards_seen`` are those since watching began. ``phases`` are host seconds by phase, ``seconds``
+    those of the whole step; ``separated`` says whether forward and loss are among the phases or in the rest.
     """
 
     index: int
     backwards: int = 0
+    backwards_seen: int = 0
     loss: torch.Tensor | None = None
     clips: list[tuple[str, float, torch.Tensor | None]] = field(default_factory=list)
     changed_by_hand: int = 0
@@ -143,6 +145,7 @@ class StepTracker(Listener):
     def _close(self) -> None:
         summary = self._summary
         summary.separated = self._clock.separated
+        summary.backwards_seen = self.backwards
         summary.phases, summary.seconds = self._clock.take()
         if self._recording:
             self._sink.step_closes(summary)
@@ -189,7 +192,9 @@ class StepTracker(Listener):
         if self._recording and roots and roots[0].numel() == 1:
             scaled = self._unscaled_loss
             loss = scaled[1] if scaled is not None and scaled[0] == id(roots[0]) else roots[0].detach()
-            self._summary.loss = loss.reshape(()).clone()  # the user may go on adding to theirs
+            known = settled(loss.detach())
+            if known is not None:
+                self._summary.loss = known.reshape(()).clone()  # the user may go on adding to theirs
         self._unscaled_loss = None
 
     def backward_end(self) -> None:
@@ -238,7 +243,13 @@ class StepTracker(Listener):
         if not parameters:
             return
         self._collect(parameters, None, "clip")
-        self._summary.clips.append((kind, limit, None if norm is None else norm.detach().clone()))
+        known = None if norm is None else settled(norm.detach())
+        if kind == "norm" and norm is not None and known is None:
+            # The norm of sharded gradients is a part of it here; the reader knows that of all of them.
+            clipped = {id(p) for p in parameters}
+            if all(id(p) in clipped for p in self._scope.parameters() if p.grad is not None):
+                kind = "total"
+        self._summary.clips.append((kind, limit, None if known is None else known.clone()))
 
     def clip_end(self) -> None:
         """Account the time, and forget versions that clipping has changed."""

@@ -190,6 +190,8 @@ def _clipping(draft: Draft) -> dict[str, float]:
         suffix = f"/{number}" if number else ""
         if math.isfinite(limit):
             scalars[f"clip/limit{suffix}"] = limit
+        if kind == "total":
+            scalars[f"clip/by_total{suffix}"] = 1.0
         if kind == "norm" and norm is not None:
             before = _number(norm)
             scalars[f"clip/norm{suffix}"] = before

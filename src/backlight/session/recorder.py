@@ -14,6 +14,7 @@ import torch
 
 from backlight.capture.parameters import local
 from backlight.capture.steps import StepSummary
+from backlight.records import Layout
 from backlight.session.draft import Draft, Part
 
 if TYPE_CHECKING:
@@ -100,8 +101,7 @@ class Recorder:
     def _measure(
         self, probes: Sequence[Active], parameters: Sequence[torch.Tensor], scale: Any, part: int = 0
     ) -> None:
-        draft = self._current()
-        rows, grads = [], []
+        rows, grads, moved = [], [], False
         table = self._scope.table
         for parameter in parameters:
             row = table.row(parameter)
@@ -109,6 +109,12 @@ class Recorder:
                 grad = parameter.grad
                 rows.append(row)
                 grads.append(None if grad is None else local(grad))
+                if grad is not None and grads[-1] is not grad:
+                    moved = table.place_gradient(row, grad) or moved
+        draft = self._current()
+        if moved:
+            draft.records = table.records
+            self._tell_partial()
         for active in probes:
             pending = active.measuring.measure(grads, scale, draft.carrier)
             draft.parts.append(Part(active.probe.series, rows, pending, part))
@@ -161,6 +167,7 @@ class Recorder:
         scalars = draft.scalars
         scalars["time"] = time.time()
         scalars["backwards"] = summary.backwards
+        scalars["backwards_seen"] = summary.backwards_seen
         spent = self.spent()
         scalars["cost"] = spent - self._spent
         self._spent = spent
@@ -190,6 +197,20 @@ class Recorder:
         if not self._told_by_hand:
             self._told_by_hand = True
             self._notice("clip_by_hand", {"parameters": count}, self._step)
+
+    def _tell_partial(self) -> None:
+        partial = [
+            record.name
+            for record in self._scope.table.records
+            if record.gradient is not None and record.gradient.layout is Layout.PARTIAL
+        ]
+        if partial:
+            reason = (
+                "each rank holds a partial sum of these gradients, which nothing has reduced when the "
+                "optimizer begins: the norm of their sum cannot be had without a collective"
+            )
+            what = f"gradients of {', '.join(partial)} over all ranks"
+            self._notice("unmeasured", {"what": what, "reason": reason}, self._step)
 
     def _tell_missing(self, parameters: Sequence[torch.Tensor]) -> None:
         table = self._scope.table

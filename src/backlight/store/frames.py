@@ -5,14 +5,15 @@ Shapes: S steps, P parameters (the union over all tables, in model order), R ran
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from backlight.records import Layout, ParameterRecord
+from backlight.records import Layout, ParameterRecord, Placement
 from backlight.store.ranks import RankFile
 from backlight.store.schema import SERIES, Join, SeriesSchema
 
@@ -34,12 +35,22 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Stored columns of one rank or of joined ranks, over the same steps and parameters."""
+    """Stored columns of one rank or of joined ranks, over the same steps and parameters.
+
+    ``seen`` tells what any rank measured, also where that does not make a whole; None for ``measured``.
+    """
 
     steps: Steps
     columns: Mapping[str, Array]
     measured: Mask
+    seen: Mask | None = None
 
+
+AGREE = 1e-5
+"""Relative difference up to which ranks that hold the same have measured the same."""
+
+AGREED = {"gradient": "norm", "update": "weight_norm"}
+"""The column by which ranks are compared, whichever column is asked for."""
 
 _NEEDS: dict[str, tuple[str, ...]] = {
     "rms": ("norm", "numel"),
@@ -133,36 +144,54 @@ def join_ranks(
     records: Sequence[Mapping[str, ParameterRecord]],
     series: str,
     names: Sequence[str],
+    positions: Sequence[Mapping[int, float]] = (),
 ) -> Block:
     """Join the blocks of R ranks: replicas count once, shards are joined as the schema says.
 
-    A sharded parameter is measured where every shard that is not empty was; a sum of unreduced
-    partial tensors says nothing of the norm of their sum, so such a parameter stays unmeasured.
+    A parameter is measured where the whole of it was: where every shard that is not empty was, all of them
+    at the same place of the training; and where ranks that hold the same have measured the same. A sum of
+    unreduced partial tensors says nothing of the norm of their sum, so such a parameter stays unmeasured.
+
+    Parameters
+    ----------
+    blocks, records:
+        What each rank measured, and how it holds each parameter.
+    series, names:
+        The series of the blocks, and their parameters.
+    positions:
+        By rank, the backward passes that it had seen up to a step: one that has skipped a step is at another
+        place than the others at the same count of steps.
     """
-    if len(blocks) == 1:
+    if len(blocks) == 1 and not any(divided(record, series) for record in records[0].values()):
         return blocks[0]
     schema = SERIES[series]
     steps = np.unique(np.concatenate([b.steps for b in blocks]))
     aligned = [_on(block, steps) for block in blocks]
+    places_RS = np.full((len(blocks), len(steps)), np.nan)
+    for r, places in enumerate(positions):
+        places_RS[r] = [places.get(step, np.nan) for step in steps.tolist()]
     kinds = {name: next(c for c in schema.columns if c.name == name) for name in blocks[0].columns}
     S, P = len(steps), len(names)
-    measured = np.zeros((S, P), dtype=bool)
+    measured, seen = np.zeros((S, P), dtype=bool), np.zeros((S, P), dtype=bool)
+    for block in aligned:
+        seen |= block.measured
     out: dict[str, Array] = {
         name: np.zeros((S, P), dtype=np.int64) if c.integer else np.full((S, P), np.nan)
         for name, c in kinds.items()
     }
-    for p, name in enumerate(names):
-        holders = [r for r in range(len(blocks)) if name in records[r]]
-        shards = _shards([(r, records[r][name]) for r in holders])
-        if not shards:
-            continue
-        chosen = [_first_measured([aligned[r] for r in shard], p) for shard in shards]
-        measured[:, p] = np.logical_and.reduce([mask for mask, _ in chosen])
+    agreed = AGREED.get(series)
+    for shards, at_G in _alike_held(records, series, names).items():
+        chosen = [
+            _agreed([aligned[r] for r in shard], places_RS[list(shard)], at_G, agreed) for shard in shards
+        ]
+        mask_SG = np.logical_and.reduce([mask for mask, _, _ in chosen])
+        if len(shards) > 1:
+            mask_SG &= _together(np.stack([places for _, _, places in chosen]))
+        measured[:, at_G] = mask_SG
         for column, schema_column in kinds.items():
-            values = np.stack([columns[column] for _, columns in chosen])
-            joined = _join(values, schema_column.join)
-            out[column][:, p] = np.where(measured[:, p], joined, 0 if schema_column.integer else np.nan)
-    return Block(steps, out, measured)
+            joined = _join(np.stack([columns[column] for _, columns, _ in chosen]), schema_column.join)
+            out[column][:, at_G] = np.where(mask_SG, joined, 0 if schema_column.integer else np.nan)
+    return Block(steps, out, measured, seen)
 
 
 def join_attempts(blocks: Sequence[Block]) -> Block:
@@ -180,6 +209,7 @@ def join_attempts(blocks: Sequence[Block]) -> Block:
         np.array(order, dtype=np.int64),
         {name: np.concatenate([b.columns[name] for b in blocks])[rows] for name in blocks[0].columns},
         np.concatenate([b.measured for b in blocks])[rows],
+        np.concatenate([b.measured if b.seen is None else b.seen for b in blocks])[rows],
     )
 
 
@@ -196,30 +226,93 @@ def _on(block: Block, steps: Steps) -> Block:
     return Block(steps, columns, measured)
 
 
-def _shards(holders: Sequence[tuple[int, ParameterRecord]]) -> list[list[int]]:
-    """Group ranks that hold the same part; one group where nothing is sharded."""
-    if any(record.placement.layout is Layout.PARTIAL for _, record in holders):
+def placement(record: ParameterRecord, series: str) -> Placement:
+    """Return where the numbers of a series about a parameter sit in the whole."""
+    of_gradient = series in {"gradient", "histogram"} and record.gradient is not None
+    return record.gradient if of_gradient and record.gradient is not None else record.placement
+
+
+def divided(record: ParameterRecord, series: str) -> bool:
+    """Tell whether a rank holds a part of a parameter only, as far as a series is concerned."""
+    layout = placement(record, series).layout
+    return layout is Layout.SHARD or layout is Layout.PARTIAL
+
+
+def whole(record: ParameterRecord) -> ParameterRecord:
+    """Return the record with the size of the whole parameter."""
+    if record.placement.layout is not Layout.SHARD:
+        return record
+    return replace(record, numel=math.prod(record.placement.global_shape))
+
+
+def _shards(holders: Sequence[tuple[int, ParameterRecord]], series: str) -> list[list[int]]:
+    """Group ranks that hold the same part, where the parts make up the whole; nothing where they do not."""
+    placed = [(r, placement(record, series)) for r, record in holders]
+    if not placed or any(place.layout is Layout.PARTIAL for _, place in placed):
         return []
-    sharded = [(r, rec) for r, rec in holders if rec.placement.layout is Layout.SHARD]
+    sharded = [(r, place) for r, place in placed if place.layout is Layout.SHARD]
     if not sharded:
-        return [[r for r, _ in holders]] if holders else []
+        alike = len({record.shape for _, record in holders}) == 1
+        return [[r for r, _ in placed]] if alike else []
+    if len(sharded) < len(placed):
+        return []  # one rank holds the whole of what another one holds a part of
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
-    for r, record in sharded:
-        if 0 not in record.placement.local_shape:
-            groups.setdefault((record.placement.offset, record.placement.local_shape), []).append(r)
-    return list(groups.values())
+    for r, place in sharded:
+        if 0 not in place.local_shape:
+            groups.setdefault((place.offset, place.local_shape), []).append(r)
+    held = sum(math.prod(shape) for _, shape in groups)
+    return list(groups.values()) if held == math.prod(sharded[0][1].global_shape) else []
 
 
-def _first_measured(blocks: Sequence[Block], p: int) -> tuple[Mask, dict[str, Array]]:
-    measured = blocks[0].measured[:, p].copy()
-    values = {name: column[:, p].copy() for name, column in blocks[0].columns.items()}
-    for block in blocks[1:]:
-        take = block.measured[:, p] & ~measured
-        if take.any():
-            for name, column in block.columns.items():
-                values[name][take] = column[take, p]
-            measured |= take
-    return measured, values
+def _alike_held(
+    records: Sequence[Mapping[str, ParameterRecord]], series: str, names: Sequence[str]
+) -> dict[tuple[tuple[int, ...], ...], npt.NDArray[np.int64]]:
+    """Return the places of parameters by who holds which of their parts: most are held alike."""
+    found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for p, name in enumerate(names):
+        holders = [(r, known[name]) for r, known in enumerate(records) if name in known]
+        if shards := _shards(holders, series):
+            found.setdefault(tuple(map(tuple, shards)), []).append(p)
+    return {shards: np.array(at, dtype=np.int64) for shards, at in found.items()}
+
+
+def _agreed(
+    blocks: Sequence[Block], places_RS: Array, at_G: npt.NDArray[np.int64], by: str | None
+) -> tuple[Mask, dict[str, Array], Array]:
+    """Return what ranks that hold the same have measured ``[S, G]``, and at which places of the training.
+
+    The first that measured a step counts; a step at which another one has measured something else is not
+    measured: gradients that nothing has reduced, or tensors that only share their name.
+    """
+    measured = blocks[0].measured[:, at_G]
+    values = {name: column[:, at_G] for name, column in blocks[0].columns.items()}
+    places = np.broadcast_to(places_RS[0][:, None], measured.shape).copy()
+    agree = np.ones_like(measured)
+    for block, theirs in zip(blocks[1:], places_RS[1:], strict=True):
+        mask = block.measured[:, at_G]
+        take = mask & ~measured
+        for name, column in block.columns.items():
+            other = column[:, at_G]
+            if name == by or by not in block.columns:
+                agree &= ~(mask & measured) | _same(values[name], other)
+            values[name][take] = other[take]
+        places[take] = np.broadcast_to(theirs[:, None], take.shape)[take]
+        measured |= take
+    return measured & agree, values, places
+
+
+def _same(one: Array, other: Array) -> Mask:
+    if one.dtype.kind != "f":
+        return np.asarray(one == other)
+    return np.isclose(one, other, rtol=AGREE, atol=0.0, equal_nan=True)
+
+
+def _together(places: Array) -> Mask:
+    """Tell where all parts ``[parts, S, G]`` were at the same place, as far as their ranks have said."""
+    known = np.isfinite(places)
+    highest = np.where(known, places, -np.inf).max(axis=0)
+    lowest = np.where(known, places, np.inf).min(axis=0)
+    return np.asarray(highest <= lowest) | ~known.any(axis=0)
 
 
 def _join(values_RS: Array, join: Join) -> Array:

@@ -54,6 +54,7 @@ class RankFile:
         self.losses: dict[str, None] = {}
         self._snapshot = snapshot
         self._tables: dict[int, Table] | None = None
+        self._positions: dict[str, dict[int, float]] = {}
         self.last = self._last_rows()
 
     def meta(self) -> dict[str, str]:
@@ -128,6 +129,17 @@ class RankFile:
         rows = self._rows("step, value", "scalar", (int, (float, NoneType)), f" AND name = {int(identifier)}")
         steps = np.array([row[0] for row in rows], dtype=np.int64) + self.step_offset
         return steps, np.array([np.nan if row[1] is None else row[1] for row in rows], dtype=np.float64)
+
+    def positions(self, name: str) -> dict[int, float]:
+        """Return the values of a scalar of backlight by global step; read once."""
+        if name not in self._positions:
+            found: dict[int, float] = {}
+            for identifier, source, called in self.scalar_names():
+                if (source, called) == ("backlight", name):
+                    steps, values = self.scalar(identifier)
+                    found |= dict(zip(steps.tolist(), values.tolist(), strict=True))
+            self._positions[name] = found
+        return self._positions[name]
 
     def events(self, kind: str | None = None) -> list[tuple[int | None, float, str, dict[str, Any]]]:
         """Return global step, time, kind and payload of the events, in the order of writing."""

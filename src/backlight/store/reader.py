@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
-from backlight.store import frames, holdings
+from backlight.store import frames, holdings, joining
 from backlight.store.errors import RunFormatError
 from backlight.store.frames import Block, Frame
+from backlight.store.joining import Spread
 from backlight.store.manifest import read_manifest
 from backlight.store.names import storable
 from backlight.store.opening import OpenedAttempt, open_attempt
@@ -22,7 +23,7 @@ from backlight.store.pieces import ArrayInfo
 from backlight.store.ranks import RankFile
 from backlight.store.schema import SCALARS, SERIES, SeriesSchema
 
-__all__ = ["ArrayInfo", "Attempt", "Event", "Frame", "Run", "RunFormatError", "Scalar", "open_run"]
+__all__ = ["ArrayInfo", "Attempt", "Event", "Frame", "Run", "RunFormatError", "Scalar", "Spread", "open_run"]
 
 CACHE_BYTES = 256 * 1024 * 1024
 """Bytes of frames that a run keeps, because many rules ask for the same ones."""
@@ -127,12 +128,16 @@ class Run:
         return tuple(said | self._lost)
 
     def parameters(self) -> tuple[ParameterRecord, ...]:
-        """Return every parameter of any table, in model order, as its newest table describes it."""
+        """Return every parameter of any table, in model order, as its newest table describes it.
+
+        ``numel`` is that of the whole, also where ranks hold parts; how they do is said by the lowest rank.
+        """
         newest: dict[str, ParameterRecord] = {}
-        for file in self._files:
-            for table in file.tables().values():
-                newest.update({p.name: p for p in table})
-        return tuple(newest[name] for name in self._names())
+        for opened in self._opened:
+            for file in reversed(opened.files):
+                for table in file.tables().values():
+                    newest.update({p.name: p for p in table})
+        return tuple(frames.whole(newest[name]) for name in self._names())
 
     def series_steps(self, series: str) -> npt.NDArray[np.int64]:
         """Return the global steps at which any rank recorded the series, in any part."""
@@ -173,11 +178,11 @@ class Run:
             return self._cache[key]
         wanted = frames.needs(schema, column)
         names = self._names()
-        blocks = []
-        for files in self._by_attempt(attempt, rank):
-            parts = [frames.rank_block(file, series, wanted, names, part) for file in files]
-            records = [{p.name: p for t in file.tables().values() for p in t} for file in files]
-            blocks.append(frames.join_ranks(parts, records, series, names))
+        local = rank is not None
+        blocks = [
+            joining.block(files, series, wanted, names, part, local)
+            for files in self._by_attempt(attempt, rank)
+        ]
         if not blocks:
             empty = np.zeros((0, len(names)))
             blocks = [Block(np.zeros(0, dtype=np.int64), dict.fromkeys(wanted, empty), empty != 0)]
@@ -188,22 +193,38 @@ class Run:
     def scalar(
         self, name: str, source: str = "backlight", *, attempt: int | None = None, rank: int | None = None
     ) -> Scalar:
-        """Return a scalar over global steps; without a rank, the lowest rank that logged a step counts."""
-        merged: dict[int, float] = {}
+        """Return a scalar over global steps.
+
+        Without a rank: the loss is the mean over ranks, norms of the whole follow from the joined gradients,
+        and of any other scalar the lowest rank that logged a step counts.
+        """
         wanted = (storable(source), storable(name))
+        whole = rank is None and source == "backlight"
+        merged: dict[int, float] = {}
         for files in self._by_attempt(attempt, rank):
-            mine: dict[int, float] = {}
-            for file in reversed(files):
-                for identifier, of, called in file.scalar_names():
-                    if (of, called) == wanted:
-                        steps, values = file.scalar(identifier)
-                        mine.update(zip(steps.tolist(), values.tolist(), strict=True))
-            merged.update(mine)
-        schema = SCALARS.get(name) or SCALARS.get(name.split("/", maxsplit=1)[0])
-        unit = schema.unit if schema is not None and source == "backlight" else "1"
+            if whole and name in joining.FROM_TOTAL and not joining.alone(files):
+                merged.update(joining.from_total(files, self._names(), name))
+            else:
+                values = joining.scalars(files, *wanted)
+                merged.update((joining.mean if whole and name in joining.MEANS else joining.lowest)(values))
         order = sorted(merged)
         values_S = np.array([merged[step] for step in order], dtype=np.float64)
-        return Scalar(np.array(order, dtype=np.int64), values_S, unit)
+        return Scalar(np.array(order, dtype=np.int64), values_S, _unit(name, source))
+
+    def spread(self, name: str, source: str = "backlight", *, attempt: int | None = None) -> Spread:
+        """Return a scalar of every rank over global steps, as each rank logged it: its own loss, its own norm.
+
+        Where two attempts hold a step, the later one counts.
+        """
+        merged: dict[int, dict[int, float]] = {}
+        for files in self._by_attempt(attempt, None):
+            mine = joining.scalars(files, storable(source), storable(name))
+            for step in {step for values in mine.values() for step in values}:
+                for values in merged.values():
+                    values.pop(step, None)
+            for rank, values in mine.items():
+                merged.setdefault(rank, {}).update(values)
+        return joining.spread(merged, _unit(name, source))
 
     def scalar_names(self, source: str | None = None) -> tuple[str, ...]:
         """Return the names of the scalars of a source, or of all, in the order of their first use."""
@@ -316,6 +337,11 @@ def _attempt(opened: OpenedAttempt) -> Attempt:
         ranks=opened.ranks,
         script=entry.script,
     )
+
+
+def _unit(name: str, source: str) -> str:
+    schema = SCALARS.get(name) or SCALARS.get(name.split("/", maxsplit=1)[0])
+    return schema.unit if schema is not None and source == "backlight" else "1"
 
 
 def _schema(series: str) -> SeriesSchema:

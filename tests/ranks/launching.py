@@ -1,0 +1,44 @@
+"""Starting trainings by torchrun, ended by their own process id when they take too long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def torchrun(ranks: int, *arguments: object, timeout: float = 240.0, **environment: str) -> str:
+    """Run a script, or ``-m module``, on so many ranks; return what it wrote to standard error."""
+    status, said = launched(ranks, *arguments, timeout=timeout, **environment)
+    assert status == 0, said[-4000:]
+    return said
+
+
+def launched(
+    ranks: int, *arguments: object, options: tuple[str, ...] = (), timeout: float = 240.0, **environment: str
+) -> tuple[int, str]:
+    """Run a script on so many ranks; return the exit status and standard error."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+    running = subprocess.Popen(
+        [*command, *options, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, said = running.communicate(timeout=timeout)
+    except BaseException:
+        # torchrun starts its ranks in sessions of their own, and ends them where it is told to end.
+        running.send_signal(signal.SIGTERM)
+        try:
+            running.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            running.kill()
+        raise
+    return running.returncode, said

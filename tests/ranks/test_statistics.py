@@ -1,0 +1,115 @@
+"""What the reader joins equals what one process measures of the whole batch, whatever the ranks hold."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from backlight.store.reader import Run, open_run
+from ranks.launching import HERE, torchrun
+from ranks.network import Whole
+
+PARTIAL = {"block.norm.weight", "block.norm.bias"}
+"""Gradients that tensor parallelism leaves unreduced in the way ``sequence``."""
+
+DIAGONAL = (("ddp_no_sync", 2), ("fsdp_clipped", 2), ("fsdp_whole", 2), ("sequence", 2), ("pipeline", 2))
+REST = (
+    *((w, 2) for w in ("ddp", "ddp_static", "ddp_clipped", "ddp_join", "fsdp", "fsdp_kept")),
+    *((w, 2) for w in ("fsdp_accumulated", "tensor", "pipeline_1f1b", "fsdp_float32")),
+    *((w, 4) for w in ("ddp", "fsdp", "fsdp_clipped", "hybrid", "fsdp_tensor")),
+)
+SEVERAL_LOSSES = {"ddp_no_sync", "fsdp_accumulated", "pipeline", "pipeline_1f1b"}
+"""Ways whose recorded loss is that of the last microbatch."""
+
+
+@pytest.fixture(scope="module")
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run every way that a selected test asks for, all ways of as many ranks in one launch."""
+    asked: dict[int, dict[str, None]] = {}
+    for item in request.session.items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and item.fspath == request.fspath and "way" in callspec.params:
+            asked.setdefault(callspec.params["ranks"], {})[callspec.params["way"]] = None
+    made: dict[int, Path] = {}
+
+    def folder(way: str, ranks: int) -> Path:
+        if ranks not in made:
+            made[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
+            torchrun(ranks, HERE / "trainings.py", made[ranks], ",".join(asked[ranks]))
+        return made[ranks] / way
+
+    return folder
+
+
+@functools.cache
+def whole(tied: bool, single: bool = False) -> Whole:
+    return Whole(tied=tied, dtype=torch.float32 if single else torch.float64).run()
+
+
+def oracle(way: str) -> Whole:
+    return whole(not any(w in way for w in ("tensor", "sequence", "pipeline")), "float32" in way)
+
+
+def joined(run: Run, series: str, column: str, name: str) -> dict[int, float]:
+    frame = run.frame(series, column)
+    p = frame.names.index(name)
+    return {int(s): float(frame.values[i, p]) for i, s in enumerate(frame.steps) if frame.measured[i, p]}
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks"), [*DIAGONAL, *(pytest.param(*one, marks=pytest.mark.full) for one in REST)]
+)
+def test_joined_statistics_are_those_of_the_whole_batch(way: str, ranks: int, folders: Any) -> None:
+    path = folders(way, ranks)
+    seen = [json.loads((path.parent / f"{way}-{r}.json").read_text()) for r in range(ranks)]
+    assert [one["same"] for one in seen] == [True] * ranks
+    assert [one["warnings"] for one in seen] == [[]] * ranks
+    run, expected = open_run(path), oracle(way)
+    missing = {n for n, _ in expected.model.named_parameters()} ^ set(run.frame("gradient", "norm").names)
+    assert missing <= {"unused.weight", "unused.bias"}  # in no stage of a pipeline
+    tolerance = 2e-5 if "float32" in way else 1e-9
+    compared = 0
+    # Where rank 1 has no batch left, the gradient is that of the others alone.
+    steps = range(len(expected.at) - (way == "ddp_join"))
+    for step in steps:
+        for (series, column, name), value in expected.at[step].items():
+            found = joined(run, series, column, name)
+            if way == "sequence" and series == "gradient" and name in PARTIAL:
+                assert not found
+                continue
+            # What cancels in a sum is rounded by the size of its parts.
+            size = expected.at[step]["gradient", "norm", name] if column in {"sum", "mean"} else 0.0
+            assert found[step] == pytest.approx(value, rel=tolerance, abs=tolerance * size), (column, name)
+            compared += 1
+    assert compared > 60 * len(steps)
+    total = run.scalar("total_norm")
+    if way == "sequence":
+        assert not len(total.steps)
+    else:
+        np.testing.assert_allclose(total.values[: len(steps)], expected.total[: len(steps)], rtol=tolerance)
+    if way not in SEVERAL_LOSSES:
+        loss = run.scalar("loss").values[: len(steps)]
+        np.testing.assert_allclose(loss, expected.loss[: len(steps)], rtol=tolerance)
+    if "clipped" in way:
+        np.testing.assert_allclose(run.scalar("clip/norm").values, expected.total, rtol=tolerance)
+        assert set(run.scalar("clip/factor").values) == {1.0}
+    if way == "sequence":
+        said = [e.payload for e in run.events("unmeasured")]
+        assert all(name in said[0]["what"] for name in PARTIAL)
+        assert "partial sum" in said[0]["reason"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("way", "ranks"), [("fsdp", 4)])
+def test_an_empty_shard_is_there_and_counts_nothing(way: str, ranks: int, folders: Any) -> None:
+    run = open_run(folders(way, ranks))
+    sizes = [run.frame("gradient", "numel", rank=r) for r in range(ranks)]
+    p = sizes[0].names.index("gate")
+    assert [int(frame.values[0, p]) for frame in sizes] == [1, 1, 1, 0]
+    assert {r.name: r.numel for r in run.parameters()}["gate"] == 3

@@ -1,0 +1,334 @@
+"""Trainings on several ranks over gloo, each run unwatched and watched; started by torchrun.
+
+    torchrun --nproc-per-node K trainings.py FOLDER WAY[,WAY...]
+
+Each way writes what its rank saw as JSON into FOLDER, and its run into FOLDER/WAY.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import backlight
+from ranks.network import STEPS, adam, batch, build, loss_of
+
+torch.set_num_threads(1)
+FOLDER = Path(sys.argv[1])
+WAYS: dict[str, Callable[[], Training]] = {}
+
+
+class Training:
+    """A model, its optimizer and its loop; ``share`` of ``shares`` is this rank's part of each batch."""
+
+    def __init__(self, model: Any, *, shares: int | None = None, share: int | None = None, micro: int = 1):
+        self.model = model
+        self.optimizer = adam(model)
+        self.shares = dist.get_world_size() if shares is None else shares
+        self.share = dist.get_rank() if share is None else share
+        self.micro = micro
+        self.settings: dict[str, Any] = {}
+
+    def around(self, step: int, micro: int, last: bool) -> Any:
+        """Return what a microbatch runs in."""
+        return contextlib.nullcontext()
+
+    def before_step(self, step: int) -> None:
+        """Do something between backward and the optimizer."""
+
+    def loop(self) -> None:
+        for step in range(STEPS):
+            self.optimizer.zero_grad()
+            tokens, target = (t.chunk(self.shares)[self.share] for t in batch(step))
+            for m in range(self.micro):
+                x, y = (t.chunk(self.micro)[m] for t in (tokens, target))
+                with self.around(step, m, m == self.micro - 1):
+                    (loss_of(self.model(x), y) / self.micro).backward()
+            self.before_step(step)
+            self.optimizer.step()
+
+    def weights(self) -> list[Tensor]:
+        return [_local(p).clone() for p in self.model.parameters()]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+
+
+def way(make: Callable[[], Training]) -> Callable[[], Training]:
+    WAYS[make.__name__] = make
+    return make
+
+
+# Replicated
+
+
+@way
+def ddp() -> Training:
+    return Training(DistributedDataParallel(build(), find_unused_parameters=True))
+
+
+class _Unreduced(Training):
+    def around(self, step: int, micro: int, last: bool) -> Any:
+        return contextlib.nullcontext() if last else self.model.no_sync()
+
+
+@way
+def ddp_no_sync() -> Training:
+    return _Unreduced(DistributedDataParallel(build(), find_unused_parameters=True), micro=2)
+
+
+@way
+def ddp_static() -> Training:
+    return Training(DistributedDataParallel(build(), static_graph=True, gradient_as_bucket_view=True))
+
+
+@way
+def ddp_clipped() -> Training:
+    """Clipped before the step, which no statistic may see."""
+
+    class Clipped(Training):
+        def before_step(self, step: int) -> None:
+            nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.grad is not None], 1e30)
+
+    return Clipped(DistributedDataParallel(build(), find_unused_parameters=True))
+
+
+class _Joined(Training):
+    """Rank 1 has one batch less; the others are shadowed by it."""
+
+    def loop(self) -> None:
+        with self.model.join():
+            for step in range(STEPS - (dist.get_rank() == 1)):
+                self.optimizer.zero_grad()
+                tokens, target = (t.chunk(self.shares)[self.share] for t in batch(step))
+                loss_of(self.model(tokens), target).backward()
+                self.optimizer.step()
+
+
+@way
+def ddp_join() -> Training:
+    return _Joined(DistributedDataParallel(build(), find_unused_parameters=True))
+
+
+# Sharded
+
+
+def sharded(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    model = build(dtype=dtype)
+    fully_shard(model.block, **options)
+    return fully_shard(model, **options)
+
+
+@way
+def fsdp() -> Training:
+    return Training(sharded())
+
+
+@way
+def fsdp_float32() -> Training:
+    return Training(sharded(torch.float32))
+
+
+@way
+def fsdp_kept() -> Training:
+    """Nothing is freed after forward."""
+    return Training(sharded(reshard_after_forward=False))
+
+
+@way
+def fsdp_clipped() -> Training:
+    class Clipped(Training):
+        def before_step(self, step: int) -> None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1e30)
+
+    return Clipped(sharded())
+
+
+class _Accumulated(Training):
+    """Neither reduced nor sharded again between microbatches."""
+
+    def around(self, step: int, micro: int, last: bool) -> Any:
+        self.model.set_requires_gradient_sync(last)
+        self.model.set_reshard_after_backward(last)
+        self.model.set_is_last_backward(last)
+        return contextlib.nullcontext()
+
+
+@way
+def fsdp_accumulated() -> Training:
+    return _Accumulated(sharded(), micro=2)
+
+
+@way
+def fsdp_whole() -> Training:
+    """Parameters are still whole when backward ends."""
+
+    class Late(Training):
+        def before_step(self, step: int) -> None:
+            for module in (self.model, self.model.block):
+                module.reshard()
+
+    training = Late(sharded(reshard_after_forward=False))
+    training.model.set_reshard_after_backward(False)
+    return training
+
+
+@way
+def hybrid() -> Training:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return Training(sharded(mesh=mesh))
+
+
+# Tensor parallelism
+
+
+def tensor_parallel(mesh: Any) -> Any:
+    model = build(tied=False)
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+        "block.up": ColwiseParallel(),
+        "block.down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+@way
+def tensor() -> Training:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return Training(tensor_parallel(mesh), shares=1, share=0)
+
+
+@way
+def sequence() -> Training:
+    """The norm works on a part of the sequence: its weights are replicated, their gradients partial sums."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = build(tied=False)
+    plan = {
+        "block": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+        "block.norm": SequenceParallel(use_local_output=False),
+        "block.up": ColwiseParallel(input_layouts=Shard(1)),
+        "block.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, plan)
+    model.block.register_forward_hook(lambda _m, _a, out: out.full_tensor())
+    return Training(model, shares=1, share=0)
+
+
+@way
+def fsdp_tensor() -> Training:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = tensor_parallel(mesh["tensor"])
+    fully_shard(model.block, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    return Training(model, shares=2, share=mesh.get_local_rank("data"))
+
+
+# Pipelines
+
+
+class _Stage(nn.Module):
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        whole = build(tied=False)
+        self.first = first
+        if first:
+            self.embed, self.block = whole.embed, whole.block
+        else:
+            self.gate, self.head = whole.gate, whole.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.embed(x)) if self.first else self.head(x * self.gate.repeat(2))
+
+
+class _Pipeline(Training):
+    schedule: Any = ScheduleGPipe
+
+    def __init__(self) -> None:
+        rank = dist.get_rank()
+        super().__init__(_Stage(rank == 0), shares=1, share=0)
+        self.stage = PipelineStage(self.model, rank, 2, torch.device("cpu"))
+        self.schedule = type(self).schedule(self.stage, n_microbatches=4, loss_fn=loss_of)
+
+    def loop(self) -> None:
+        for step in range(STEPS):
+            self.optimizer.zero_grad()
+            tokens, target = batch(step)
+            if dist.get_rank() == 0:
+                self.schedule.step(tokens)
+            else:
+                self.schedule.step(target=target)
+            self.optimizer.step()
+
+
+@way
+def pipeline() -> Training:
+    return _Pipeline()
+
+
+@way
+def pipeline_1f1b() -> Training:
+    class OneForward(_Pipeline):
+        schedule = Schedule1F1B
+
+    return OneForward()
+
+
+# Running them
+
+
+@contextlib.contextmanager
+def told() -> Iterator[list[str]]:
+    """Keep the warnings."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said.extend(str(w.message) for w in caught if "backlight" in str(w.message))
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for name in sys.argv[2].split(","):
+        torch.manual_seed(0)
+        plain = WAYS[name]()
+        plain.loop()
+        torch.manual_seed(0)
+        training = WAYS[name]()
+        options = {"every": 1, "exact_updates": 1, **training.settings}
+        with (
+            told() as said,
+            backlight.watch(training.model, training.optimizer, run=FOLDER / name, **options),
+        ):
+            training.loop()
+        same = [torch.equal(a, b) for a, b in zip(plain.weights(), training.weights(), strict=True)]
+        result = {"same": bool(same) and all(same), "warnings": said}
+        (FOLDER / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(result))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
