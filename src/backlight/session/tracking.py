@@ -116,6 +116,8 @@ class Feed:
         """Say once that this tracker gets nothing more."""
         said = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {said[0] if said else 'no message'}"
+        if isinstance(error, ModuleNotFoundError) and self._tracker.open.__module__.startswith("backlight."):
+            reason += f"; pip install 'backlight[{self.name}]'"
         self._points = deque(maxlen=0)
         self.take = lambda point: None  # type: ignore[method-assign]  # nobody takes points from here on
         self._notices.warn(f"tracker {self.name}", f"the tracker {self.name!r} is left out: {reason}")

@@ -1,0 +1,367 @@
+"""Each tracker with its real package: what a training sends is read back by the tracker's own reader."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import backlight
+from backlight.session.sending import send
+from backlight.session.trackers import TRACKERS, Tracked, TrackerError
+from backlight.store.reader import open_run
+
+STEPS = 6
+
+
+def train(run: Path, tracker: str, *, poisoned: bool = True) -> list[float]:
+    """Train with the user's own step counting in tens; return the losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with backlight.watch(model, optimizer, run=run, every=1, trackers=[tracker]) as watch:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(torch.randn(16, 4)).square().mean()
+            loss.backward()
+            if poisoned and step == STEPS - 1:
+                model[2].bias.grad.fill_(float("nan"))
+            optimizer.step()
+            watch.log(step=10 * step, accuracy=0.5)
+            losses.append(loss.item())
+    return losses
+
+
+def events(folder: Path) -> Any:
+    # The reader of TensorBoard itself; the older one beside it does not know restarts of tensors.
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    return reader
+
+
+def values(reader: Any, tag: str) -> list[tuple[int, Any]]:
+    from tensorboard.util import tensor_util
+
+    return [(e.step, tensor_util.make_ndarray(e.tensor_proto)) for e in reader.Tensors(tag)]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    losses = train(tmp_path / "run", "tensorboard")
+    reader = events(tmp_path / "run" / "export" / "tensorboard")
+    told = values(reader, "backlight/loss")
+    assert [step for step, _ in told] == [10 * i for i in range(STEPS)]
+    np.testing.assert_allclose([float(v) for _, v in told], losses, rtol=1e-6)
+    assert {
+        "backlight/total_norm",
+        "backlight/lr/0/0",
+        "backlight/norm/0",
+        "backlight/phase/backward",
+    } <= set(reader.Tags()["tensors"])
+    ((first, spread), *_) = values(reader, "backlight/update_ratio")
+    assert first == 0
+    assert spread[:, 2].sum() == 4  # parameters
+    (step, text), *_ = values(reader, "backlight/findings")
+    assert step == STEPS - 1
+    assert "`non_finite`" in text.item().decode()
+    assert "2.bias" in text.item().decode()
+
+
+def test_tensorboard_of_a_stored_run_is_the_same(tmp_path: Path) -> None:
+    train(tmp_path / "run", f"tensorboard={tmp_path / 'live'}")
+    send(open_run(tmp_path / "run"), f"tensorboard={tmp_path / 'later'}")
+    live, later = events(tmp_path / "live"), events(tmp_path / "later")
+    assert live.Tags() == later.Tags()
+    for tag in ("backlight/loss", "backlight/norm/2", "backlight/update_ratio", "backlight/user/accuracy"):
+        for one, other in zip(values(live, tag), values(later, tag), strict=True):
+            assert one[0] == other[0]
+            np.testing.assert_allclose(one[1], other[1], rtol=1e-6)
+
+
+def test_tensorboard_hides_what_a_further_attempt_writes_anew(tmp_path: Path) -> None:
+    for _ in range(2):
+        train(tmp_path / "run", "tensorboard", poisoned=False)
+    reader = events(tmp_path / "run" / "export" / "tensorboard")
+    assert [step for step, _ in values(reader, "backlight/loss")] == [10 * i for i in range(STEPS)]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(RuntimeWarning, match=r"tracker 'tensorboard' is left out: \w+Error.*file"):
+        train(tmp_path / "run", f"tensorboard={tmp_path / 'file' / 'below'}")
+
+
+# Prometheus
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def metrics(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_prometheus_is_scraped_while_the_training_runs(tmp_path: Path) -> None:
+    port, text = free_port(), ""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pause = threading.Event()
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, trackers=[f"prometheus={port}"]):
+        for _ in range(400):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            pause.wait(0.02)
+            if pause.is_set() or "backlight_loss{" in text:
+                break
+            try:
+                text = scrape(port)
+            except OSError:
+                continue  # it listens from the first delivery on
+    told = metrics(text)
+    run = ("run", "run")
+    assert told["backlight_loss", (run,)] > 0
+    assert told["backlight_learning_rate", (("group", "0"), ("optimizer", "0"), run)] == 0.1
+    assert told["backlight_phase_seconds", (("phase", "backward"), run)] > 0
+    with pytest.raises(OSError, match=r"refused"):
+        scrape(port)  # it goes with the training
+
+
+def test_prometheus_listens_on_the_loopback_only() -> None:
+    port = free_port()
+    sink: Any = TRACKERS["prometheus"].open(str(port), Tracked("r", Path("r"), live=True), None)
+    try:
+        assert sink._server.server_address[0] == "127.0.0.1"
+    finally:
+        sink.close(failed=False)
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.warns(
+            RuntimeWarning, match=rf"127.0.0.1:{port} cannot be listened on \(.*in use\); name"
+        ):
+            train(tmp_path / "run", f"prometheus={port}")
+    with pytest.warns(RuntimeWarning, match="'prometheus' is left out: TrackerError: 'x:y': expected PORT"):
+        train(tmp_path / "other", "prometheus=x:y")
+
+
+def test_prometheus_writes_a_file_for_the_collector(tmp_path: Path) -> None:
+    target = tmp_path / "backlight.prom"
+    losses = train(tmp_path / "run", f"prometheus={target}")
+    told = metrics(target.read_text())
+    run = ("run", "run")
+    assert told["backlight_loss", (run,)] == pytest.approx(losses[-1])
+    assert told["backlight_step", (run,)] == 10 * (STEPS - 1)
+    assert told["backlight_findings", (("rule", "non_finite"), run, ("severity", "error"))] >= 1
+    assert [path.name for path in tmp_path.glob("*.prom*")] == ["backlight.prom"]
+    live = {key: value for key, value in told.items()}
+    target.unlink()
+    send(open_run(tmp_path / "run"), f"prometheus={target}")
+    assert metrics(target.read_text()) == pytest.approx(live, nan_ok=True)
+    with pytest.raises(
+        TrackerError, match=r"a stored run has no endpoint: name a file, prometheus=FILE\.prom"
+    ):
+        send(open_run(tmp_path / "run"), "prometheus")
+
+
+# Weights & Biases
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """W&B that knows neither a user nor a network, and stops its service in the end."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    import wandb
+
+    yield wandb
+    wandb.teardown()
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of history in the one .wandb file below a folder, then the summary and the tags."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.rglob("*.wandb")
+    for _ in range(200):  # W&B writes the file when finish() has returned already
+        records = list(map(Record.FromString, leveldb_records(path.read_bytes())))
+        if records and records[-1].HasField("exit"):
+            break
+        time.sleep(0.1)
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {}
+    for record in records:
+        if record.HasField("history"):
+            rows.append({name_of(item): json.loads(item.value_json) for item in record.history.item})
+        if record.HasField("summary"):
+            for item in record.summary.update:
+                summary[name_of(item)] = json.loads(item.value_json)
+        if record.HasField("run") and record.run.tags:
+            summary["tags"] = list(record.run.tags)
+    return [*rows, summary]
+
+
+def name_of(item: Any) -> str:
+    return ".".join(item.nested_key) or item.key
+
+
+def leveldb_records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of W&B's log: LevelDB's format in blocks of 32 KiB, behind a header of 7 bytes."""
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in {1, 4}:  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+@pytest.mark.full
+def test_wandb_makes_a_run_of_its_own(tmp_path: Path, offline: Any) -> None:
+    losses = train(tmp_path / "run", "wandb=somewhere")
+    assert offline.run is None  # what the script opens itself is its own
+    *rows, summary = recorded(tmp_path / "run" / "export")
+    assert [row["backlight/step"] for row in rows] == [10 * i for i in range(STEPS)]
+    np.testing.assert_allclose([row["backlight/loss"] for row in rows], losses)
+    assert rows[0]["backlight/update_ratio._type"] == "histogram"
+    assert "backlight/norm/2" in rows[0]
+    assert rows[0]["backlight/user/accuracy"] == 0.5
+    assert summary["backlight/findings/non_finite"].startswith("error: ")
+    assert "backlight/non_finite" in summary["tags"]
+
+
+@pytest.mark.full
+def test_wandb_uses_the_open_run_and_does_not_count_in_it(tmp_path: Path, offline: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mine = offline.init(project="mine", dir=str(tmp_path / "mine"))
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, trackers=["wandb"]) as watch:
+        for step in range(5):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.log(accuracy=0.5)
+            mine.log({"mine": step}, step=step)
+    mine.finish()
+    assert not (tmp_path / "run" / "export").exists()
+    *rows, _ = recorded(tmp_path / "mine")
+    assert [row["mine"] for row in rows] == [0, 1, 2, 3, 4]
+    told = [row for row in rows if "backlight/loss" in row]
+    assert told
+    assert told[-1]["backlight/step"] == 4
+    assert not any("backlight/user/accuracy" in row for row in rows)
+
+
+@pytest.mark.full
+def test_wandb_without_credentials(tmp_path: Path, offline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.warns(
+        RuntimeWarning, match="'wandb' is left out: TrackerError: no credentials of W&B: run wan"
+    ):
+        train(tmp_path / "run", "wandb")
+    assert open_run(tmp_path / "run").status.value == "finished"
+
+
+# MLflow
+
+QUIET = pytest.mark.filterwarnings(
+    # MLflow 3.17 with SQLAlchemy 2.1: its own models use what that release is about to drop.
+    "ignore:The ``noload`` loader strategy is deprecated",
+    "ignore::DeprecationWarning:mlflow",
+    "ignore::FutureWarning:mlflow",
+    "ignore::ResourceWarning",
+)
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("DO_NOT_TRACK", "true")
+    import mlflow as library
+
+    yield library
+    library.set_tracking_uri(None)
+
+
+@pytest.mark.full
+@QUIET
+def test_mlflow_makes_a_run_of_its_own(tmp_path: Path, mlflow: Any) -> None:
+    losses = train(tmp_path / "run", f"mlflow={tmp_path / 'store'}")
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("backlight")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "run"
+    assert run.info.status == "FINISHED"
+    history = sorted(client.get_metric_history(run.info.run_id, "backlight/loss"), key=lambda m: m.step)
+    assert [metric.step for metric in history] == [10 * i for i in range(STEPS)]
+    np.testing.assert_allclose([metric.value for metric in history], losses)
+    assert {"backlight/norm/0", "backlight/lr/0/0", "backlight/user/accuracy"} <= set(run.data.metrics)
+    assert run.data.tags["backlight/findings/non_finite"].startswith("error: ")
+    assert mlflow.active_run() is None
+
+
+@pytest.mark.full
+@QUIET
+def test_mlflow_uses_the_open_run(tmp_path: Path, mlflow: Any) -> None:
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mine.db'}")
+    experiment = mlflow.create_experiment("mine", artifact_location=str(tmp_path / "artifacts"))
+    with mlflow.start_run(experiment_id=experiment) as mine:
+        train(tmp_path / "run", "mlflow")
+        assert mlflow.active_run().info.run_id == mine.info.run_id
+        mlflow.log_metric("own", 1.0)
+    client = mlflow.MlflowClient()
+    run = client.get_run(mine.info.run_id)
+    assert {"own", "backlight/loss"} <= set(run.data.metrics)
+    assert "backlight/user/accuracy" not in run.data.metrics
+    assert client.get_experiment_by_name("backlight") is None
+
+
+def test_a_package_that_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if re.match(r"tensorboard(\.|$)", name)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"'tensorboard' is left out: ModuleNotFoundError: .*; pip install 'backlight\[tensorboard\]'",
+    ):
+        train(tmp_path / "run", "tensorboard")

@@ -1,0 +1,316 @@
+"""Trackers and the training: what they get, and that nothing they do reaches it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import backlight
+from backlight.records import Finding, Layout, ParameterRecord, Placement
+from backlight.session import tracking
+from backlight.session.config import Settings
+from backlight.session.notices import Notices
+from backlight.session.points import MOST_GROUPS, Naming, groups_of, is_split
+from backlight.session.sending import points_of, send
+from backlight.session.trackers import TRACKERS, Point, Tracked, Tracker, TrackerError
+from backlight.store.reader import open_run
+
+Opening = Callable[[str, Tracked, Any], Any]
+
+
+@dataclass
+class Kept:
+    """A sink that keeps what it gets."""
+
+    points: list[Point] = field(default_factory=list)
+    found: list[Finding] = field(default_factory=list)
+    closed: list[bool] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+
+    def send(self, points: Sequence[Point]) -> None:
+        self.points.extend(points)
+        self.threads.add(threading.current_thread().name)
+
+    def findings(self, findings: Sequence[Finding], step: int) -> None:
+        self.found.extend(findings)
+
+    def close(self, *, failed: bool) -> None:
+        self.closed.append(failed)
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., None]]:
+    names = []
+
+    def add(name: str, opening: Opening, active: Callable[[], Any] = lambda: None) -> None:
+        TRACKERS.add(name, Tracker(name, opening, active))
+        names.append(name)
+
+    yield add
+    for name in names:
+        TRACKERS._entries.pop(name)
+
+
+def train(run: Path, trackers: Sequence[str] = (), *, steps: int = 6, fail: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=run, every=1, trackers=trackers) as watch:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(16, 4)).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            watch.log(step=1000 + step, accuracy=step / 10)
+        if fail:
+            raise KeyError("the user's own")
+    return model
+
+
+def test_what_is_sent(tmp_path: Path, register: Callable[..., None]) -> None:
+    kept, asked = Kept(), []
+
+    def opening(target: str, run: Tracked, active: Any) -> Kept:
+        asked.append((target, run.path, run.live, active))
+        return kept
+
+    where = []
+    register("kept", opening, lambda: where.append(threading.current_thread()) or "the user's run")
+    train(tmp_path / "run", ["kept=there"])
+    assert asked == [("there", tmp_path / "run", True, "the user's run")]
+    assert where == [threading.main_thread()]
+    assert kept.threads == {"backlight-kept"}
+    assert kept.closed == [False]
+    assert [point.step for point in kept.points] == list(range(1000, 1006))
+    run = open_run(tmp_path / "run")
+    losses = run.scalar("loss").values
+    assert [point.values["loss"] for point in kept.points] == losses.tolist()
+    names = set(kept.points[0].values)
+    assert {
+        "total_norm",
+        "lr/0/0",
+        "clip/factor",
+        "phase/backward",
+        "norm/0",
+        "norm/2",
+        "user/accuracy",
+    } <= names
+    assert "user/step" not in names
+    norms = run.frame("gradient", "norm")
+    rows = [norms.names.index(name) for name in ("2.weight", "2.bias")]
+    expected = np.sqrt((norms.values[:, rows] ** 2).sum(axis=1))
+    np.testing.assert_allclose([point.values["norm/2"] for point in kept.points], expected, rtol=1e-12)
+    (spread,) = kept.points[0].spreads.values()
+    assert np.isfinite(spread).all()
+    assert len(spread) == 4
+    assert "ratio/2" in names
+    assert not any(value.spreads for value in kept.points[1:4])  # updates are measured at every 4th step
+
+
+def test_a_stored_run_gives_the_points_that_the_training_sent(
+    tmp_path: Path, register: Callable[..., None]
+) -> None:
+    live, stored = Kept(), Kept()
+    register("live", lambda *_: live)
+    register("stored", lambda *_: stored)
+    train(tmp_path / "run", ["live"])
+    sent = send(open_run(tmp_path / "run"), "stored")
+    assert (sent.steps, sent.findings) == (6, len(stored.found))
+    assert stored.closed == [False]
+    for one, other in zip(live.points, stored.points, strict=True):
+        assert one.step == other.step
+        assert one.time == other.time
+        assert dict(one.values) == pytest.approx(dict(other.values), rel=1e-12)
+        assert set(one.spreads) == set(other.spreads)
+        for name in one.spreads:
+            np.testing.assert_allclose(one.spreads[name], other.spreads[name])
+
+
+def test_findings_and_how_it_ended_are_sent(tmp_path: Path, register: Callable[..., None]) -> None:
+    kept = Kept()
+    register("kept", lambda *_: kept)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.raises(KeyError, match="own"):
+        with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, trackers="kept"):
+            for _ in range(3):
+                model(torch.full((2, 2), float("nan"))).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            raise KeyError("own")
+    assert "non_finite" in {finding.rule for finding in kept.found}
+    assert kept.closed == [True]
+    assert all(np.isnan(point.values["loss"]) for point in kept.points)
+
+
+class Raises(Kept):
+    """A sink that raises where it is told to."""
+
+    def __init__(self, where: str, error: BaseException) -> None:
+        super().__init__()
+        self.where, self.error = where, error
+
+    def _at(self, where: str) -> None:
+        if where == self.where:
+            raise self.error
+
+    def send(self, points: Sequence[Point]) -> None:
+        self._at("send")
+
+    def findings(self, findings: Sequence[Finding], step: int) -> None:
+        self._at("findings")
+
+    def close(self, *, failed: bool) -> None:
+        self._at("close")
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("active", ValueError("no")),
+        ("open", TrackerError("no credentials\nmore")),
+        ("open", SystemExit(3)),
+        ("send", OSError("gone")),
+        ("findings", KeyError("x")),
+        ("close", RuntimeError("late")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_a_tracker_that_raises_is_named_once_and_left_out(
+    tmp_path: Path, register: Callable[..., None], where: str, error: BaseException
+) -> None:
+    kept, broken = Kept(), Raises(where, error)
+
+    def opening(*_: Any) -> Kept:
+        broken._at("open")
+        return broken
+
+    register("broken", opening, lambda: broken._at("active"))
+    register("kept", lambda *_: kept)
+    alone = train(tmp_path / "alone")
+    with pytest.warns(RuntimeWarning, match="tracker 'broken' is left out") as told:
+        model = train(tmp_path / "run", ["broken", "kept"])
+    assert len([w for w in told if "broken" in str(w.message)]) == 1
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert len(kept.points) == 6
+    run = open_run(tmp_path / "run")
+    assert run.status.value == "finished"
+    (event,) = [e for e in run.events("unmeasured") if e.payload["what"] == "tracker broken"]
+    assert type(error).__name__ in event.payload["reason"]
+
+
+def test_warnings_that_are_errors_do_not_end_the_training(
+    tmp_path: Path, register: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    register("broken", lambda *_: Raises("send", OSError("gone")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(tmp_path / "run", ["broken"])
+    assert "'broken' is left out: OSError: gone" in capfd.readouterr().err
+
+
+def test_a_tracker_that_hangs_is_waited_for_but_not_for_ever(
+    tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "PATIENCE", 0.2)
+    monkeypatch.setattr(tracking, "WAITING", 4)
+    monkeypatch.setattr(tracking, "INTERVAL", 0.01)
+    free = threading.Event()
+    register("stuck", lambda *_: free.wait(60) and Kept())
+    try:
+        with pytest.warns(
+            RuntimeWarning, match=r"tracker 'stuck' did not come to an end .* 4 steps were not"
+        ):
+            train(tmp_path / "run", ["stuck"], steps=9)
+    finally:
+        free.set()
+    assert open_run(tmp_path / "run").status.value == "finished"
+
+
+def test_a_slow_tracker_loses_the_oldest_and_it_is_said(
+    tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "WAITING", 4)
+    kept, free = Kept(), threading.Event()
+    stopped = tracking.Feed.ask_to_stop
+
+    def ask(feed: Any, *, failed: bool) -> None:
+        stopped(feed, failed=failed)
+        free.set()
+
+    monkeypatch.setattr(tracking.Feed, "ask_to_stop", ask)
+    register("slow", lambda *_: free.wait(60) and kept)
+    with pytest.warns(RuntimeWarning, match="'slow' was too slow: 5 steps were not sent"):
+        train(tmp_path / "run", ["slow"], steps=9)
+    assert [point.step for point in kept.points] == [1005, 1006, 1007, 1008]
+
+
+def test_an_unknown_tracker_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no tracker is called 'tensorbord'; there are: mlflow, prom"):
+        backlight.watch(run=tmp_path / "run", trackers=["tensorbord=x"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_the_first_rank_has_trackers(register: Callable[..., None]) -> None:
+    asked: list[int] = []
+    register("kept", lambda *_: Kept(), lambda: asked.append(1))
+    settings = Settings.of({"trackers": ["kept"]})
+    for rank in (1, 0):
+        writer: Any = SimpleNamespace(path=Path("run"), rank=rank, step_offset=0)
+        several = tracking.Tracking(settings, writer, Notices(Path("run")))
+        several.meet()
+        several.stored(0, (), {"loss": 1.0}, {})
+        several.end([], 0, failed=False)
+        assert len(asked) == 1 - rank
+
+
+def test_a_shard_does_not_pass_for_the_whole() -> None:
+    whole = ParameterRecord("a.weight", (4,), "float32", "cpu", 4)
+    part = ParameterRecord("a.bias", (4,), "float32", "cpu", 2, placement=Placement(layout=Layout.SHARD))
+    assert not is_split([whole])
+    assert is_split([whole, part])
+    norm, measured = np.ones(2), np.ones(2, dtype=bool)
+    split, joined = (Naming(["a.weight", "a.bias"], {}, split=split) for split in (True, False))
+    assert split.scalars({"total_norm": 1.0, "loss": 2.0}) == {"loss": 2.0}
+    assert split.gradient(norm, measured) == {}
+    assert split.update(norm, norm, measured) == ({}, {})
+    assert joined.gradient(norm, measured) == {"norm/a": pytest.approx(np.sqrt(2))}
+
+
+def test_groups() -> None:
+    names = ["net.0.weight", "net.0.bias", "net.1.weight"]
+    assert {g: r.tolist() for g, r in groups_of(names, {}).items()} == {"net.0": [0, 1], "net.1": [2]}
+    assert {g: r.tolist() for g, r in groups_of(names, {"all": "*", "no": "x"}).items()} == {"all": [0, 1, 2]}
+    assert groups_of([f"m{i}.weight" for i in range(MOST_GROUPS + 1)], {}) == {}
+    assert groups_of([], {}) == {}
+
+
+def test_what_was_not_measured_is_not_sent() -> None:
+    naming = Naming(["a.w", "b.w"], {})
+    measured = np.array([True, False])
+    assert naming.gradient(np.array([3.0, 0.0]), measured) == {"norm/a": 3.0}
+    values, spreads = naming.update(np.array([1.0, 0.0]), np.array([2.0, 0.0]), measured)
+    assert values == {"ratio/a": 0.5}
+    assert spreads["update_ratio"].tolist() == [0.5]
+
+
+def test_a_failing_tracker_is_named_when_a_stored_run_is_sent(
+    tmp_path: Path, register: Callable[..., None]
+) -> None:
+    train(tmp_path / "run")
+    register("broken", lambda *_: Raises("send", OSError("gone")))
+    with pytest.raises(TrackerError, match="the tracker 'broken=x' failed: OSError: gone"):
+        send(open_run(tmp_path / "run"), "broken=x")
+    assert [point.step for point in points_of(open_run(tmp_path / "run"))] == list(range(1000, 1006))
