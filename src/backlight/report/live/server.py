@@ -102,6 +102,12 @@ class LiveServer:
         self._server = uvicorn.Server(config)
 
     @property
+    def bound(self) -> tuple[str, int]:
+        """Return the address and the port that it listens on."""
+        host, port = self._socket.getsockname()
+        return str(host), int(port)
+
+    @property
     def address(self) -> str:
         """Return the address that lets a browser in."""
         return self.guard.entry(self.port)
@@ -111,13 +117,17 @@ class LiveServer:
         try:
             self._server.run(sockets=[self._socket])
         finally:
-            self._closing = True
-            self._socket.close()
+            self.close()
 
     def stop(self) -> None:
         """Let :meth:`run` return."""
         self._closing = True
         self._server.should_exit = True
+
+    def close(self) -> None:
+        """Give the port back."""
+        self.stop()
+        self._socket.close()
 
     async def _first(self, request: Request) -> Response:
         return RedirectResponse(f"{request.url.path}{next(iter(self._subjects))}/", 303)

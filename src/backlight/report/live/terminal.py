@@ -33,6 +33,9 @@ WORST = 5
 WIDE = 64
 """Columns from which on the share of zeros has room as well."""
 
+SLIM = 44
+"""Columns below which lines of a course and medians have none."""
+
 NONE = "\N{EN DASH}"
 
 FINDINGS = 6
@@ -101,21 +104,27 @@ def _status(source: Source, width: int) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(style="bold", no_wrap=True, overflow="ellipsis")
-    table.add_column(no_wrap=True, overflow="crop", style="blue")
-    room = max(0, min(60, width - 34))
-    table.add_row("step", number(steps - 1), _speed(source))
+    slim = width < SLIM
+    if not slim:
+        table.add_column(no_wrap=True, overflow="crop", style="blue")
+    room = 0 if slim else min(60, width - 34)
+    rows = [("step", number(steps - 1), "" if slim else _speed(source))]
+    if slim:
+        rows.append(("speed", _speed(source).split(" (", maxsplit=1)[0], ""))
     told = number(float(loss.values[-1])) if len(loss.values) else "not measured"
-    table.add_row("loss", told, sparkline(loss.values, room))
+    rows.append(("loss", told, sparkline(loss.values, room)))
     rates = [(name, source.scalar(name)) for name in source.scalar_names("lr")]
     values = {float(rate.values[-1]) for _, rate in rates if len(rate.values)}
     told = ", ".join(number(value) for value in sorted(values)[:3]) if values else "not measured"
-    table.add_row("learning rate", told, "")
+    rows.append(("learning rate", told, ""))
     told = number(float(norm.values[-1])) if len(norm.values) else "not measured"
-    table.add_row("total norm", told, sparkline(norm.values, room))
+    rows.append(("total norm", told, sparkline(norm.values, room)))
     if source.health is not None and len(source.health[1]):
         known = source.health[1][~np.isnan(source.health[1])]
         told = number(float(known[-1]), 3) if len(known) else "not measured"
-        table.add_row("health", told, sparkline(source.health[1], room))
+        rows.append(("health", told, sparkline(source.health[1], room)))
+    for row in rows:
+        table.add_row(*row[: 2 if slim else 3])
     return table
 
 
@@ -166,11 +175,12 @@ def _worst(source: Source, width: int) -> list[RenderableType]:
     rank = np.where(broken, np.inf, np.nan_to_num(factor, nan=0.0, posinf=1e300))
     rank = np.where(known, rank, -1.0)
     order = np.argsort(-rank, kind="stable")[:WORST]
-    wide = width >= WIDE
+    wide, slim = width >= WIDE, width < SLIM
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, expand=False)
-    room = max(12, width - (44 if wide else 32))
+    room = max(8, width - (44 if wide else 22 if slim else 32))
     table.add_column("furthest from their median", no_wrap=True, overflow="ellipsis", max_width=room)
-    for heading in ("rms now", "median", *(("zeros", "NaN, Inf") if wide else ("NaN, Inf",))):
+    columns = ["rms now", *([] if slim else ["median"]), *(["zeros"] if wide else []), "NaN, Inf"]
+    for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     zeros, amount = frames.stats.get("zero_share_last"), frames.stats.get("non_finite_sum")
     for row in order:
@@ -179,7 +189,7 @@ def _worst(source: Source, width: int) -> list[RenderableType]:
         table.add_row(
             Text(visible(source.parameters[row].name)),
             number(float(last[row]), 3),
-            number(float(middle[row]), 3),
+            *([] if slim else [number(float(middle[row]), 3)]),
             *([_share(zeros, int(row))] if wide else []),
             Text(number(float(amount[row])), "bold red" if broken[row] else "")
             if amount is not None

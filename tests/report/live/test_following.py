@@ -1,0 +1,227 @@
+"""A run that is followed: what is said of it, what is read again, and what a page is sent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from growing import Growing
+from packed import unpack
+from synthetic import Plan
+
+from backlight.records import RunStatus
+from backlight.report.live import following
+from backlight.report.live.following import Followed
+from backlight.report.live.several import Several
+from backlight.report.live.standing import Standing
+from backlight.report.source import Source
+from backlight.session.live import followed
+from backlight.store.errors import RunFormatError
+from backlight.store.reader import Run, open_run
+
+KILLED = """
+import os, sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from growing import Growing
+run = Growing(Path({run!r}))
+run.steps(5)
+os._exit(9)
+"""
+
+
+def follow(path: Path, calls: list[Run] | None = None) -> Followed:
+    def gather(run: Run) -> Source:
+        if calls is not None:
+            calls.append(run)
+        return Source(run)
+
+    return Followed(path, gather, open_run)
+
+
+def test_it_says_how_the_run_stands_from_an_empty_folder_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    it = follow(path)
+    assert it.stand.word is Standing.READING
+    it.look()
+    assert it.stand.word is Standing.WAITING
+    assert "no run began" in it.stand.detail
+    path.rmdir()
+    run = Growing(path)
+    run.writer.flush()
+    it.look()
+    assert it.stand.word is Standing.WAITING
+    assert "the run began" in it.stand.detail
+    run.steps(4)
+    it.look()
+    assert (it.stand.word, it.stand.detail) == (
+        Standing.LIVE,
+        "The training runs; the last recorded step is 3.",
+    )
+    assert not it.stand.over
+    run.close()
+    it.look()
+    assert it.stand.word is Standing.ENDED
+    assert it.stand.over
+
+
+def test_a_run_that_failed_says_so(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(2)
+    run.close(RunStatus.FAILED)
+    it = follow(run.path)
+    it.look()
+    assert it.stand.word is Standing.ENDED
+    assert "exception" in it.stand.detail
+
+
+def test_a_killed_writer_is_stale_although_no_file_changes(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    here = Path(__file__).parents[1]
+    code = KILLED.format(paths=[str(here), str(here.parent)], run=str(path))
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    it = follow(path)
+    it.look()
+    assert it.stand.word is Standing.STALE
+    assert "ended without closing the run; the last recorded step is 4" in it.stand.detail
+    assert not it.stand.over  # it may be taken up again
+
+
+def test_what_did_not_change_is_not_read_again(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(3)
+    run.close()
+    calls: list[Run] = []
+    it = follow(run.path, calls)
+    assert it.look()
+    for _ in range(5):
+        assert not it.look()
+    assert (len(calls), it.version) == (1, 1)
+
+
+def test_nothing_is_read_while_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "PATIENCE", 0.2)
+    monkeypatch.setattr(following, "PAUSE", 0.01)
+    run = Growing(tmp_path / "run")
+    run.steps(3)
+    calls: list[Run] = []
+    it = follow(run.path, calls)
+    it.start()
+    until = time.monotonic() + 10
+    while not calls and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    amount = len(calls)
+    run.steps(3)
+    time.sleep(0.3)
+    assert len(calls) == amount
+    it.touch()
+    while len(calls) == amount and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(calls) > amount
+    it.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "follow run"]
+    run.close()
+
+
+def test_what_cannot_be_read_leaves_on_the_page_what_was(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(3)
+    run.close()
+    it = follow(run.path)
+    it.look()
+    (run.path / "manifest.json").write_text("{")
+    it.look()
+    assert it.stand.word is Standing.UNREADABLE
+    assert "manifest.json" in it.stand.detail
+    assert it.head()["run"]["name"] == "run"
+
+
+def test_panels_come_once_until_they_change(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(30)
+    it = follow(run.path)
+    it.look()
+    stamp, text = it.panel("total_norm")  # type: ignore[misc]  # there is one
+    assert json.loads(text)["title"] == "Total gradient norm"
+    assert it.panel("total_norm", have=stamp) is None
+    run.steps(5)
+    it.look()
+    other, text = it.panel("total_norm", have=stamp)  # type: ignore[misc]  # there is one
+    assert other != stamp
+    assert len(unpack(json.loads(text)["data"]["charts"][0]["steps"])) == 35
+    named = {panel["name"] for panel in it.head()["panels"]}
+    assert {"health", "total_norm", "parameters", "phases"} <= named
+    with pytest.raises(KeyError):
+        it.panel("nothing")
+    run.close()
+
+
+def test_what_is_sent_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the heat map one column is sent, with as many cells as a screen can show."""
+    run = Growing(tmp_path / "run", Plan(steps=3000, blocks=1))
+    sizes = []
+    for amount in (1000, 2000):
+        run.steps(amount)
+        it = Followed(run.path, lambda of: Source(of, cells=3000), open_run)
+        it.look()
+        _, text = it.panel("parameters", column="ratio")  # type: ignore[misc]  # there is one
+        data = json.loads(text)["data"]
+        assert [c["name"] for c in data["columns"] if c["high"]] == ["ratio"]
+        assert data["columns"][0]["name"] == "rms"
+        high = unpack(next(c for c in data["columns"] if c["high"])["high"])
+        assert high.size <= 3000
+        sizes.append(len(text))
+    assert sizes[1] < 1.2 * sizes[0]
+    run.close()
+
+
+def test_several_runs_lie_over_each_other(tmp_path: Path) -> None:
+    runs = [Growing(tmp_path / "one" / "run"), Growing(tmp_path / "two" / "run"), Growing(tmp_path / "third")]
+    for amount, run in zip((10, 20), runs, strict=False):
+        run.steps(amount)
+    its = [follow(run.path) for run in runs]
+    over = Several(its)
+    assert over.head()["stand"]["word"] == "reading"
+    for it in its:
+        it.look()
+    head = over.head()
+    assert head["stand"]["word"] == "live"
+    assert [panel["name"] for panel in head["panels"]][:3] == ["runs", "loss", "total_norm"]
+    rows = json.loads(over.panel("runs")[1])["data"]["rows"]  # type: ignore[index]  # there is one
+    assert [row[:3] for row in rows] == [
+        ["run", "live", "10"],
+        ["run (2)", "live", "20"],
+        ["third", "waiting", "0"],
+    ]
+    chart = json.loads(over.panel("loss")[1])["data"]["charts"][0]  # type: ignore[index]  # there is one
+    assert [line["label"] for line in chart["lines"]] == ["run", "run (2)"]
+    values = unpack(chart["lines"][1]["values"])
+    np.testing.assert_allclose(values, 3.0 / (1 + 0.01 * np.arange(20)))
+    before = head["news"]
+    runs[0].steps(1)
+    its[0].look()
+    assert over.version == before + 1
+    for run in runs:
+        run.close()
+    for it in its:
+        it.look()
+    assert over.head()["stand"] == {"word": "ended", "detail": "All of these runs ended.", "over": True}
+
+
+def test_a_folder_that_is_none_or_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFormatError, match="there is no such folder"):
+        followed([tmp_path / "nothing"])
+    (tmp_path / "letter.txt").write_text("dear")
+    with pytest.raises(RunFormatError, match="is not a backlight run"):
+        followed([tmp_path])
+    (tmp_path / "empty").mkdir()
+    assert [run.name for run in followed([tmp_path / "empty"])] == ["empty"]
+    assert not list((tmp_path / "empty").iterdir())

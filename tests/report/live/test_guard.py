@@ -1,0 +1,168 @@
+"""Who gets something of a live page, and who gets a status and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from backlight.report.live.guard import COOKIE
+from backlight.report.live.server import LiveServer
+
+
+class Shown:
+    """A subject without a run behind it."""
+
+    name = "</title><script>alert(1)</script>"
+    version = 4
+    touched = 0
+
+    def touch(self) -> None:
+        self.touched += 1
+
+    def head(self) -> dict[str, Any]:
+        return {"news": 4, "parameters": ["much"], "table": "t"}
+
+    def panel(self, name: str, *, have: str = "", **options: Any) -> tuple[str, str] | None:
+        return None if have == "stamp" else ("stamp", json.dumps({"name": {"loss": "loss"}[name]}))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    made = LiveServer({"run-0": Shown(), "run-1": Shown()})
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    yield made
+    made.stop()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", trust_env=False) as client:
+        yield client
+
+
+def let_in(client: httpx.Client, server: LiveServer) -> str:
+    answer = client.get(f"/?token={server.guard.token}")
+    assert answer.status_code == 303
+    return answer.headers["location"]
+
+
+def test_the_token_is_taken_once_and_leaves_the_address(client: httpx.Client, server: LiveServer) -> None:
+    answer = client.get(f"/?token={server.guard.token}")
+    place = answer.headers["location"]
+    assert re.fullmatch(r"/[0-9a-f]{12}/", place)
+    assert server.guard.token not in place
+    cookie = answer.headers["set-cookie"]
+    assert {"HttpOnly", "SameSite=Lax", f"Path={place}"} <= set(cookie.split("; "))
+    assert client.get(place).headers["location"] == f"{place}run-0/"
+    page = client.get(f"{place}run-0/")
+    assert page.status_code == 200
+    assert page.headers["referrer-policy"] == "no-referrer"
+    assert page.headers["cache-control"] == "no-store"
+    assert server.guard.token not in page.text
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/?token=", "/?token=wrong", "/?token=%00%ff", "/favicon.ico", "/x/run-0/"]
+)
+def test_without_the_token_nothing_comes(client: httpx.Client, server: LiveServer, path: str) -> None:
+    answer = client.get(path)
+    assert (answer.status_code, answer.content) == (403, b"")
+    place = let_in(client, server)
+    client.cookies.clear()
+    for below in ("", "run-0/", "run-0/news", "run-0/panel/loss"):
+        answer = client.get(place + below)
+        assert (answer.status_code, answer.content) == (403, b"")
+        answer = client.get(place + below, headers={"cookie": f"{COOKIE}=wrong; {COOKIE}"})
+        assert (answer.status_code, answer.content) == (403, b"")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
+def test_nothing_but_reading_is_answered(client: httpx.Client, server: LiveServer, method: str) -> None:
+    place = let_in(client, server)
+    for path in (f"/?token={server.guard.token}", f"{place}run-0/", f"{place}run-0/panel/loss"):
+        answer = client.request(method, path)
+        assert (answer.status_code, answer.content) == (405, b"")
+        assert answer.headers["allow"] == "GET, HEAD"
+    assert client.head(f"{place}run-0/").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::1]:80"]
+)
+def test_another_host_gets_nothing(client: httpx.Client, server: LiveServer, host: str) -> None:
+    place = let_in(client, server)
+    for path in (f"/?token={server.guard.token}", f"{place}run-0/"):
+        answer = client.get(path, headers={"host": host})
+        assert (answer.status_code, answer.content) == (421, b"")
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "LOCALHOST", "127.0.0.1:80", "127.0.0.1"])
+def test_this_machine_may_be_called_by_its_names_and_any_port(
+    client: httpx.Client, server: LiveServer, host: str
+) -> None:
+    place = let_in(client, server)
+    assert client.get(f"{place}run-0/", headers={"host": host}).status_code == 200
+
+
+def test_another_page_gets_nothing_of_it(client: httpx.Client, server: LiveServer) -> None:
+    place = let_in(client, server)
+    foreign = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+    answer = client.get(f"{place}run-0/panel/loss", headers=foreign)
+    assert (answer.status_code, answer.content) == (403, b"")
+    page = client.get(f"{place}run-0/")
+    assert page.headers["x-frame-options"] == "DENY"
+    assert page.headers["cross-origin-resource-policy"] == "same-origin"
+    assert "access-control-allow-origin" not in page.headers
+
+
+def test_the_page_may_ask_its_own_server_and_nobody_else(client: httpx.Client, server: LiveServer) -> None:
+    page = client.get(f"{let_in(client, server)}run-0/")
+    policy = dict(part.split(maxsplit=1) for part in page.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["form-action"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    assert "unsafe" not in page.headers["content-security-policy"]
+    assert all(word.startswith("'sha256-") for word in policy["script-src"].split())
+    assert not re.findall(r'(?:src|href|action)="(?!#)[^"]*"', page.text.split("<script>")[0])
+    assert "<script>alert(1)" not in page.text
+    assert "backlight report RUN" in re.search(r"<noscript>(.*?)</noscript>", page.text)[1]  # type: ignore[index]
+
+
+def test_panels_and_news_come_as_they_are_asked_for(client: httpx.Client, server: LiveServer) -> None:
+    place = let_in(client, server)
+    answer = client.get(f"{place}run-0/panel/loss")
+    assert (answer.json(), answer.headers["x-stamp"]) == ({"name": "loss"}, "stamp")
+    assert client.get(f"{place}run-0/panel/loss?have=stamp").status_code == 204
+    assert client.get(f"{place}run-0/panel/nothing").status_code == 404
+    assert client.get(f"{place}run-7/").status_code == 404
+    assert client.get(f"{place}run-0/news?after=3").json() == {
+        "news": 4,
+        "parameters": ["much"],
+        "table": "t",
+    }
+    assert "parameters" not in client.get(f"{place}run-0/news?after=x&table=t").json()
+
+
+def test_a_port_in_use_is_said_with_the_way_out() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            OSError, match=rf"port {port} of 127.0.0.1 .* in use; give another one with --port"
+        ):
+            LiveServer({"run-0": Shown()}, port)
+
+
+def test_it_listens_on_this_machine_alone(server: LiveServer) -> None:
+    assert server.address.startswith(f"http://127.0.0.1:{server.port}/?token=")
+    assert server.bound == ("127.0.0.1", server.port)

@@ -1,0 +1,92 @@
+"""The frame of ``backlight top``: what it says, at any width, and what a name in a run cannot do to it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from growing import Growing
+from rich.console import Console
+from synthetic import Plan, finding
+
+from backlight.cli.live_terminal import show
+from backlight.records import Severity
+from backlight.report.live.following import Followed
+from backlight.report.live.standing import EMPTY
+from backlight.report.live.terminal import frame, sparkline
+from backlight.report.source import Source
+from backlight.session.live import followed
+from backlight.store.reader import open_run
+
+HOSTILE = "[red]\x1b[2J\u202e[/]\nname"
+
+
+def printed(source: Source | None, it: Followed, width: int) -> str:
+    text = io.StringIO()
+    Console(file=text, width=width, force_terminal=False).print(frame(it.name, it.stand, source, width))
+    return text.getvalue()
+
+
+def looked_at(path: Path, gather: object = Source) -> Followed:
+    it = Followed(path, gather, open_run)  # type: ignore[arg-type]  # a class is a function here
+    it.look()
+    return it
+
+
+@pytest.mark.parametrize("width", [30, 48, 64, 80, 200])
+def test_it_fits_and_says_the_main_things(tmp_path: Path, width: int) -> None:
+    run = Growing(tmp_path / "run", Plan(steps=60, blocks=1))
+    run.steps(50, broken=4)
+    it = looked_at(run.path, lambda of: Source(of, [finding(run.names[4], 49)]))
+    text = printed(it.source, it, width)
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    assert "● live" in text
+    assert " 49" in text
+    assert "1 error" in text
+    if width >= 64:
+        assert run.names[4] in text
+        assert "backward" in text
+        assert "32.3 steps/s" in text  # 31 ms: forward 10, backward 20 to 22
+    run.close()
+
+
+def test_a_name_in_a_run_is_plain_text(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run", Plan(steps=20, blocks=1, rename={2: HOSTILE}))
+    run.steps(12, broken=2)
+    source = Source(open_run(run.path), [finding(HOSTILE, 11, rule="[bold]x", severity=Severity.WARNING)])
+    it = looked_at(run.path)
+    text = printed(source, it, 100)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "[red]" in text
+    assert "[bold]x" in text
+    run.close()
+
+
+def test_before_the_first_step_it_waits(tmp_path: Path) -> None:
+    it = looked_at(tmp_path)
+    assert it.stand == EMPTY
+    assert "Waiting for the first step" in printed(it.source, it, 80)
+
+
+def test_where_there_is_no_terminal_one_frame_is_printed(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(5)
+    text = io.StringIO()
+    (it,) = followed([run.path])
+    show(it, Console(file=text, width=80))
+    assert text.getvalue().count("backlight run") == 1
+    assert "\x1b" not in text.getvalue()
+    run.close()
+
+
+def test_sparklines() -> None:
+    assert sparkline(np.array([0.0, 1.0]), 10) == "▁█"
+    assert sparkline(np.arange(800.0), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline(10.0 ** np.arange(8), 8) == "▁▂▃▄▅▆▇█"  # decades are even steps
+    assert sparkline(np.array([1.0, np.nan, 3.0, np.inf]), 4) == "▁x█x"
+    assert sparkline(np.array([2.0, 2.0]), 4) == "▄▄"
+    assert sparkline(np.array([np.nan]), 4) == "x"
+    assert sparkline(np.array([]), 4) == sparkline(np.array([1.0]), 0) == ""
