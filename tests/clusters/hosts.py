@@ -28,15 +28,24 @@ class Host:
     namespace: str
     interface: str
     folder: Path
+    own: Path | None
 
     def command(self, line: list[str]) -> list[str]:
         """Return what runs ``line`` on this host; its processes end with the first of them."""
         script = (
             f"hostname {self.name} && mount --bind {shlex.quote(str(self.folder / 'hosts'))} /etc/hosts"
-            f" && export GLOO_SOCKET_IFNAME={self.interface} && exec {shlex.join(line)}"
+            f" && export GLOO_SOCKET_IFNAME={self.interface}"
         )
+        if self.own is not None:
+            mine = self.storage(self.own)
+            script += f" && mount --bind {shlex.quote(str(mine))} {shlex.quote(str(self.own))}"
+        script += f" && exec {shlex.join(line)}"
         inside = ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
         return ["ip", "netns", "exec", self.namespace, *inside, "sh", "-c", script]
+
+    def storage(self, own: Path) -> Path:
+        """Return what this host alone sees at ``own``."""
+        return own.with_name(f"{own.name}-{self.name}")
 
 
 def refusal() -> str:
@@ -54,13 +63,20 @@ def refusal() -> str:
 
 
 @contextlib.contextmanager
-def pair(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Give two hosts that reach one another, and take their network away again."""
+def pair(folder: Path, own: Path | None = None) -> Iterator[tuple[Host, Host]]:
+    """Give two hosts that reach one another, and take their network away again.
+
+    They share all files, but what is below ``own``: there each has a folder of its own.
+    """
     tag = f"{os.getpid() % 100000}"
     hosts = [
-        Host(f"node{i}", f"10.77.{os.getpid() % 250}.{i + 1}", f"bl{tag}n{i}", f"bl{tag}v{i}", folder)
+        Host(f"node{i}", f"10.77.{os.getpid() % 250}.{i + 1}", f"bl{tag}n{i}", f"bl{tag}v{i}", folder, own)
         for i in range(2)
     ]
+    for host in hosts if own is not None else ():
+        assert own is not None
+        own.mkdir(exist_ok=True)
+        host.storage(own).mkdir()
     lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in hosts)]
     (folder / "hosts").write_text("\n".join(lines) + "\n")
     try:

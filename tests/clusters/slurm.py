@@ -1,4 +1,4 @@
-"""A Slurm of two hosts, as far as a batch script needs one: ``sbatch``'s environment, ``srun``, ``scontrol``."""
+"""A Slurm of two hosts, as far as a batch script needs one: its environment, ``srun`` and ``scontrol``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from clusters.hosts import Host
 
 
 def run_batch(
-    script: Path, hosts: tuple[Host, Host], folder: Path, *, restart: int = 0, timeout: float = 120.0
+    script: Path,
+    hosts: tuple[Host, Host],
+    folder: Path,
+    *,
+    restart: int = 0,
+    timeout: float = 120.0,
+    **more: str,
 ) -> tuple[int, str]:
-    """Run a batch script as Slurm would on two nodes; return its exit code and output."""
+    """Run a batch script as Slurm would on two nodes; return its exit code and output.
+
+    ``more`` stands in the environment of the job.
+    """
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
     _tool(tools / "scontrol", "\n".join(f"echo {host.name}" for host in hosts))
@@ -34,6 +43,7 @@ def run_batch(
         "SLURM_JOB_NODELIST": "node[0-1]",
         "SLURM_NNODES": "2",
         "OMP_NUM_THREADS": "1",
+        **more,
     }
     if restart:
         environment["SLURM_RESTART_COUNT"] = str(restart)

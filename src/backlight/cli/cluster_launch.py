@@ -64,7 +64,7 @@ def _options(context: typer.Context) -> list[str]:
     parameter: Any
     for parameter in context.command.params:
         value = context.params.get(parameter.name)
-        if parameter.name in _HERE_ONLY or value in {None, False} or not parameter.opts:
+        if parameter.name in _HERE_ONLY or value is None or value is False or not parameter.opts:
             continue
         flag = parameter.opts[0]
         if value is True:

@@ -1,0 +1,156 @@
+"""The parameters of a job, its batch script, and what is refused before anything is submitted."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backlight.cli import app as application
+from backlight.session.cluster import ClusterError, Job, batch_script, minutes_of, parameters, require
+
+COMMAND = ("-m", "backlight", "run", "--out", "/shared/run", "train.py", "a b", "it's")
+
+
+def job(**given: object) -> Job:
+    return Job.of(dict(given), COMMAND, Path("/shared/run"))
+
+
+def test_parameters_take_the_names_of_sbatch() -> None:
+    items = ["nodes=2", "--gpus-per-node=a100:8", "time=1-02:00:00", "partition = gpu"]
+    given = parameters(items)
+    assert given == {"nodes": 2, "gpus_per_node": "a100:8", "time": "1-02:00:00", "partition": "gpu"}
+    made = job(**given)
+    assert (made.nodes, made.per_node, made.minutes, made.local) == (2, 8, 26 * 60, False)
+    assert made.directives == {"gpus_per_node": "a100:8", "partition": "gpu"}
+    assert made.logs == Path("/shared/run.slurm")
+
+
+@pytest.mark.parametrize(
+    ("limit", "minutes"),
+    [(90, 90), ("90:30", 91), ("2:00:00", 120), ("1-0", 1440), ("1-02:30", 1590), ("0-00:00:01", 1)],
+)
+def test_time_limits(limit: int | str, minutes: int) -> None:
+    assert minutes_of(limit) == minutes
+
+
+@pytest.mark.parametrize("limit", ["soon", "0", "1:2:3:4", "-5", ""])
+def test_time_limits_that_are_none(limit: str) -> None:
+    with pytest.raises(ClusterError, match="expected minutes, H:MM:SS or D-HH:MM:SS"):
+        minutes_of(limit)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ntasks_per_node": 8}, "ntasks_per_node=8: Slurm starts one torchrun per node"),
+        ({"nodes": "two"}, "nodes=two: expected a whole number, at least 1"),
+        ({"nproc_per_node": 0}, "nproc_per_node=0: expected a whole number, at least 1"),
+        ({"gpus_per_node": "a100"}, "nproc_per_node=a100: expected a whole number"),
+        ({"max_restarts": -1}, "max_restarts=-1: expected a whole number, at least 0"),
+        ({"cluster": "local", "nodes": 2}, "one machine is one node; give nproc_per_node"),
+    ],
+)
+def test_what_a_job_cannot_be(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ClusterError, match=said):
+        job(**given)
+
+
+def test_the_script_starts_one_torchrun_per_node_and_one_run_for_all() -> None:
+    text = batch_script(job(nodes=2, gpus_per_node=8, time="2:00:00", mem_gb=64, partition="gpu"))
+    head, _, body = text.partition("\n\n")
+    assert head.splitlines() == [
+        "#!/bin/bash",
+        "#SBATCH --job-name=run",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --output=/shared/run.slurm/%j.out",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --time=120",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --mem=64G",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --requeue",
+    ]
+    assert 'BACKLIGHT_RUN_ID="slurm-${SLURM_JOB_ID}+${SLURM_RESTART_COUNT:-0}"' in body
+    assert 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1' in body
+    assert "exec srun --kill-on-bad-exit=1 bash -c 'exec " in body
+    assert f"{sys.executable} -m torch.distributed.run --nnodes=2 --nproc-per-node=8 " in body
+    assert '--rdzv-backend=c10d --rdzv-endpoint="$BACKLIGHT_ENDPOINT"' in body
+    assert "--rdzv-conf=is_host=$((SLURM_NODEID == 0))" in body
+    assert "--signals-to-handle" not in body
+
+
+def test_the_script_hands_on_signals_and_setup() -> None:
+    text = batch_script(job(signal="B:USR1@120", setup="module load cuda", max_restarts=3))
+    assert "#SBATCH --signal=B:USR1@120\n" in text
+    assert "bash -c 'module load cuda && exec " in text
+    assert "--max-restarts=3" in text
+    assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in text
+
+
+def test_arguments_reach_the_nodes_as_they_were(tmp_path: Path) -> None:
+    """The script is run by bash, with an srun that starts one node and a torchrun that prints."""
+    words = ("train.py", "a b", "it's", "$HOME", '"', "*", "--every")
+    made = Job("x", words, tmp_path / "run")
+    text = batch_script(made).replace(f"{sys.executable} -m torch.distributed.run", "printf '%s\\n' ran")
+    for name, body in {"srun": 'shift; SLURM_NODEID=0 "$@"', "scontrol": "echo node7; echo node8"}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    text = text.replace("printf '%s\\n' ran", "printf %s\\\\n ran")
+    done = subprocess.run(
+        ["bash", "-c", text],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "61234", "SLURM_JOB_NODELIST": "node[7-8]"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert lines[-len(words) :] == list(words)
+    assert "--rdzv-id=61234" in lines
+    assert "--rdzv-endpoint=node7:21234" in lines
+    assert "--rdzv-conf=is_host=1" in lines
+
+
+def test_a_machine_without_slurm_says_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(ClusterError, match=r"sbatch is not on the path.*--slurm-script FILE.*cluster=local"):
+        require(None)
+    with pytest.raises(ClusterError, match="expected slurm, which is the default, or local"):
+        require("lsf")
+    require("local")
+
+
+def test_the_command_writes_the_script_or_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as leaving:
+            application.main(["run", *arguments])
+        said = capsys.readouterr()
+        return int(leaving.value.code or 0), said.out, said.err
+
+    options = ["--slurm", "nodes=2", "--rooms", "health", "--every", "3", "--group", "a=x", "--group", "b=y"]
+    code, out, errors = call(
+        *options, "--histogram", "--out", "r", "--slurm-script", "j.sh", "train.py", "--every", "5"
+    )
+    assert (code, out) == (0, "j.sh\n")
+    text = (tmp_path / "j.sh").read_text()
+    own = f"--out {tmp_path / 'r'} --rooms health --every 3 --group a=x --group b=y --histogram"
+    assert f"-m backlight run {own} train.py --every 5" in text
+    assert "which other nodes may not see" in errors
+    code, _, errors = call("--slurm", "nodes=2", "train.py")
+    assert code == 2
+    assert errors.startswith("backlight: --slurm: sbatch is not on the path")
+    assert call("--slurm", "nodes", "train.py")[2].startswith(
+        "backlight: --slurm 'nodes': expected key=value"
+    )
+    assert "no such script" in call("--slurm", "nodes=2", "gone.py")[2]
+    assert not (tmp_path / "runs").exists()
