@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from backlight.grokking.gram.agop import input_agop
 from backlight.grokking.gram.gates import GramError
@@ -48,3 +49,47 @@ def test_agop_refuses_what_has_no_jacobian() -> None:
         input_agop(net, x, function=lambda m, b: m(b).sum())
     with pytest.raises(GramError, match="the outputs do not depend on the inputs"):
         input_agop(net, x, function=lambda m, b: m(torch.ones_like(b)))
+
+
+class Rebuilt(nn.Module):
+    """Its layer is computed again in backward, by a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self._inside, x, use_reentrant=True))
+
+    def _inside(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Plain(Rebuilt):
+    """The same without checkpointing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self._inside(x))
+
+
+def twins() -> tuple[Rebuilt, Plain, Tensor]:
+    one, other = Rebuilt(), Plain()
+    other.load_state_dict(one.state_dict())
+    return one, other, torch.randn(5, 3)
+
+
+def test_agop_of_a_reentrantly_checkpointed_model() -> None:
+    model, plain, x = twins()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 7.0)
+    assert input_agop(model, x) == pytest.approx(input_agop(plain, x), rel=1e-6)
+    assert all((p.grad == 7.0).all() for p in model.parameters())  # type: ignore[union-attr]
+
+
+def test_agop_of_a_compiled_model_compiles_nothing() -> None:
+    torch._dynamo.reset()
+    _, plain, x = twins()
+    compiled = torch.compile(plain, backend="aot_eager")
+    compiled(x[:2]).sum().backward()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert input_agop(compiled, x) == pytest.approx(input_agop(plain, x), rel=1e-6)

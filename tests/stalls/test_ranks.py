@@ -11,6 +11,7 @@ from backlight.records import Phase, Verdict
 from backlight.stalls.board import Collective, State
 from backlight.stalls.ending import Ending
 from backlight.stalls.ranks import attribute
+from backlight.stalls.stacks import Frame, ThreadStack, in_collective
 from backlight.stalls.verdict import judge
 from backlight.stalls.view import Judgement, View
 from stalls.test_verdict import LIMITS, TOP, S, board, looks, view
@@ -259,3 +260,21 @@ def test_failures_without_a_sign_leave_the_cause_open() -> None:
     assert found is not None
     assert (found.verdict, found.rank) == (Verdict.UNKNOWN, None)
     assert "undetermined" in found.claim
+
+
+def test_a_wait_for_a_functional_collective_is_no_cause() -> None:
+    """Tensor parallelism waits through an operator in Python; its user's line stands far outside."""
+    torch_at = "/site-packages/torch/"
+    inner = (
+        ("_ops.py", "OpOverload.redispatch"),
+        ("_library/autograd.py", "forward_no_grad"),
+        ("_library/autograd.py", "autograd_impl"),
+        ("_ops.py", "OpOverloadPacket.__call__"),
+        ("distributed/_functional_collectives.py", "wait_tensor"),
+        ("autograd/__init__.py", "backward"),
+    )
+    frames = (*(Frame(torch_at + file, 1, name) for file, name in inner), Frame("/u/train.py", 9, "train"))
+    assert in_collective(ThreadStack(1, frames))
+    assert not in_collective(ThreadStack(1, (Frame("/u/train.py", 9, "sleep"), *frames)[:1]))
+    deep = tuple(Frame("/u/train.py", n, "mine") for n in range(8))
+    assert not in_collective(ThreadStack(1, (*deep, *frames)))

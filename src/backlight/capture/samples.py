@@ -156,6 +156,13 @@ def gradients(
     taps.forward = False
     if not taps.without_grad:
         return list(torch.autograd.grad(loss, leaves, allow_unused=True))
+    return accumulated(loss, leaves, others=others)
+
+
+def accumulated(
+    loss: Tensor, leaves: Sequence[Tensor], *, others: Sequence[Tensor] = ()
+) -> list[Tensor | None]:
+    """Return the gradients of ``loss`` by ``backward``, and leave those of ``leaves`` and ``others`` be."""
     with _put_aside([*leaves, *others]), _unwatched():
         torch.autograd.backward(loss)
         return [leaf.grad for leaf in leaves]

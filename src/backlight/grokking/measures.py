@@ -49,6 +49,10 @@ class Measures:
         Where eigenvalues are computed: on the ``host`` or on the ``device`` of the model.
     precision:
         Type in which gradients are stored; a Gram is always in float64.
+    gather:
+        Gather what is spread over processes (FSDP2, tensor parallelism) at the steps that are measured, on
+        every rank, so that each must be watched with the same measures. Without it such a model has no
+        Gram and its gradients are not stored.
     compression, level:
         ``gzip`` with a level of 0 to 9, ``lzf`` or ``none``.
     """
@@ -72,6 +76,7 @@ class Measures:
     precision: str = "float32"
     compression: str = "gzip"
     level: int = 1
+    gather: bool = False
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -99,6 +104,12 @@ class Measures:
     def due(self, cadence: int, step: int) -> bool:
         """Tell whether a measurement of this cadence falls on ``step``."""
         return cadence > 0 and self.logs(step) and (step // self.every) % cadence == 0
+
+    def samples_at(self, step: int) -> bool:
+        """Tell whether something that needs samples falls on ``step``."""
+        return any(
+            self.due(cadence, step) for cadence in (self.mean_gradient, self.gram, self.vectors, self.agop)
+        )
 
     def logged_every(self, steps: int) -> Measures:
         """Return these measures with the training's own spacing of logged steps, where none is set."""

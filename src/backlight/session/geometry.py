@@ -6,12 +6,14 @@ never waits for the disk.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backlight.capture.gathering import full, gathered, spread
 from backlight.capture.parameters import local
 from backlight.grokking.disk import DiskWatch
 from backlight.grokking.memory import available_bytes
@@ -32,6 +34,12 @@ DISK_FREE = 1_000_000_000
 
 WINDOW_SHARE = 0.1
 """Share of the free memory that the window of past gradients may take."""
+
+IN_PART = (
+    "a sharded gradient is on this rank in part only; it is not stored. measures={'gather': True} gathers "
+    "it, on every rank"
+)
+"""What is said of a gradient that is spread over processes."""
 
 Samples = tuple[Callable[[Any, Any], torch.Tensor], Any]
 
@@ -82,6 +90,8 @@ class Geometry:
         self.queue = Queue()
         self._notices = notices
         self._sampled = -1
+        self._sampled_model = models[0] if samples is not None else None
+        self._asked = measures.logged_every(LOGGED_EVERY)
         self._told: set[str] = set()
         probe = None
         if samples is not None:
@@ -110,21 +120,30 @@ class Geometry:
             if row is None or gradient is None:
                 continue
             if local(gradient) is not gradient:
-                self._warn("gradient", "a sharded gradient is on this rank in part only; it is not stored")
-                continue
+                if not self._asked.gather:
+                    self._warn("gradient", IN_PART)
+                    continue
+                gradient = full(gradient)
             gradients.append((table.records[row].name, gradient if scale is None else gradient / scale))
         self._tracker.gradients(step, gradients)
         if self._sampled != step:
             self._sampled = step
             self._tracker.measures = self._disk.look(step, self._tracker.measures)
-            # Clipping and some optimizers call with gradients off.
-            with torch.enable_grad():
-                self._tracker.sample(step)
+            self._sample(step)
 
     def close(self, step: int) -> None:
         """Measure what the gradients of a finished step allow."""
         if self.wants(step):
             self._tracker.close(step)
+
+    def _sample(self, step: int) -> None:
+        # Clipping and some optimizers call with gradients off.
+        with torch.enable_grad(), contextlib.ExitStack() as stack:
+            # By what was asked for, not by what the disk of this rank still allows: all ranks do the same.
+            model = self._sampled_model if self._asked.gather and self._asked.samples_at(step) else None
+            if model is not None and spread(model):
+                stack.enter_context(gathered(model))
+            self._tracker.sample(step)
 
     def _bound_window(self, table: ParameterTable) -> None:
         held = sum(record.numel for record in table.records) * 4 * self._tracker.measures.window_steps

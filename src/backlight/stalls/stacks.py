@@ -209,6 +209,7 @@ _COMPILERS = ("torch/_dynamo/", "torch/_inductor/", "torch/_functorch/")
 _SAVING = ("torch/distributed/checkpoint/", "safetensors/", "torch/serialization.py")
 _LOADING = ("torch/utils/data/dataloader.py",)
 _COLLECTING = ("torch/distributed/distributed_c10d.py",)
+_FUNCTIONAL = ("torch/distributed/_functional_collectives.py",)
 _REDUCER = ("torch/nn/parallel/distributed.py",)
 
 
@@ -225,7 +226,12 @@ def in_collective(stack: ThreadStack) -> bool:
 
     The wrapper of DDP calls the model as well: only where it is innermost does it wait for others.
     """
-    return _has(stack.frames[:4], _COLLECTING) or _has(stack.frames[:1], _REDUCER)
+    return (
+        _has(stack.frames[:4], _COLLECTING)
+        # Of tensor parallelism: an operator of torch, in Python, stands between this and the wait.
+        or _has(stack.frames[:8], _FUNCTIONAL)
+        or _has(stack.frames[:1], _REDUCER)
+    )
 
 
 def phase_of(stack: ThreadStack) -> Phase | None:

@@ -11,8 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from backlight.capture.modules import unwrapped
+from backlight.capture.samples import accumulated
 from backlight.capture.untouched import untouched
 from backlight.grokking.gram.gates import GramError
+from backlight.grokking.gram.parameters import eager
 
 
 def input_agop(
@@ -46,20 +49,39 @@ def input_agop(
         )
     n = inputs.shape[0]
     x = inputs.detach().clone().requires_grad_()
-    with untouched(model), torch.enable_grad():
-        out = model(x) if function is None else function(model, x)
-        if out.shape[:1] != (n,) or not out.requires_grad:
-            raise GramError(
-                f"agop: expected outputs [{n}, ...] that depend on the inputs, got {list(out.shape)}"
-            )
-        outputs = out.reshape(n, -1)
+    model = unwrapped(model)
+    with untouched(model), torch.enable_grad(), eager(model):
+        outputs = _outputs(model, x, function)
         total = x.new_zeros(x[0].numel(), x[0].numel(), dtype=torch.float64)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        reentrant = False
         for c in range(outputs.shape[1]):
-            (found,) = torch.autograd.grad(
-                outputs[:, c].sum(), x, retain_graph=c + 1 < outputs.shape[1], allow_unused=True
-            )
+            found = None
+            if not reentrant:
+                try:
+                    found = _derived(outputs, c, x)
+                except RuntimeError:
+                    reentrant = True  # or something else, which then fails again
+            if reentrant:
+                # Re-entrant checkpointing knows only backward, and each backward uses its graph up.
+                output = _outputs(model, x, function)[:, c].sum()
+                (found,) = accumulated(output, [x], others=parameters)
             if found is None:
                 raise GramError("agop: the outputs do not depend on the inputs")
             rows = found.reshape(n, -1).double()
             total.addmm_(rows.T, rows)
     return total / n
+
+
+def _outputs(model: nn.Module, x: Tensor, function: Callable[[nn.Module, Tensor], Tensor] | None) -> Tensor:
+    out: Tensor = model(x) if function is None else function(model, x)
+    if out.shape[:1] != x.shape[:1] or not out.requires_grad:
+        raise GramError(
+            f"agop: expected outputs [{len(x)}, ...] that depend on the inputs, got {list(out.shape)}"
+        )
+    return out.reshape(len(x), -1)
+
+
+def _derived(outputs: Tensor, c: int, x: Tensor) -> Tensor | None:
+    last = c + 1 == outputs.shape[1]
+    return torch.autograd.grad(outputs[:, c].sum(), x, retain_graph=not last, allow_unused=True)[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from backlight.capture.modules import named_parameters, walk
+from backlight.capture.modules import NamedParameter, walk
 from backlight.grokking.gram.gates import GramError
 from backlight.grokking.gram.result import Place, block_of
 from backlight.measure.pieces import Piece
@@ -42,7 +42,7 @@ def trainable(model: nn.Module) -> dict[str, Measured]:
         If there is none, or one that cannot be measured.
     """
     found: dict[int, Measured] = {}
-    for named in named_parameters(model):
+    for named in _as_they_stand(model):
         tensor = named.parameter
         if not tensor.requires_grad or id(tensor) in found:
             continue
@@ -51,7 +51,7 @@ def trainable(model: nn.Module) -> dict[str, Measured]:
         if hasattr(tensor, "placements"):
             raise GramError(
                 f"gram: parameter {named.name!r} is sharded over processes (DTensor); measure an unsharded "
-                "copy of the model"
+                "copy of the model, or have a watch gather it: measures={'gather': True}"
             )
         if not tensor.is_floating_point():
             raise GramError(
@@ -62,6 +62,15 @@ def trainable(model: nn.Module) -> dict[str, Measured]:
     if not found:
         raise GramError("gram: the model has no parameter that requires a gradient")
     return {parameter.place.name: parameter for parameter in found.values()}
+
+
+def _as_they_stand(model: nn.Module) -> Iterator[NamedParameter]:
+    """Yield what the modules hold now: while a model is gathered, that is what forward computes with."""
+    for name, module in walk(model):
+        for key, parameter in (vars(module).get("_parameters") or {}).items():
+            if parameter is not None:
+                full = f"{name}.{key}" if name else key
+                yield NamedParameter(full, parameter, name, type(module).__name__)
 
 
 def modules(model: nn.Module) -> list[nn.Module]:
