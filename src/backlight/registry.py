@@ -6,10 +6,13 @@ which other distributions add to it. Nothing is imported until somebody asks for
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib
 import importlib.metadata
 import pkgutil
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,9 +23,17 @@ from backlight.records import Finding
 
 T = TypeVar("T")
 
+_REGISTRIES: list[Registry[Any]] = []
+_FAILED: dict[str, str] = {}
+"""Modules of plug-ins that raised, with what they said: a second look would half register them again."""
+
 
 class DuplicateNameError(ValueError):
     """Two entries of one registry claim the same name."""
+
+
+class PlugInWarning(UserWarning):
+    """A plug-in of another distribution that cannot be used: it is named and left out."""
 
 
 class UnknownNameError(KeyError):
@@ -31,6 +42,27 @@ class UnknownNameError(KeyError):
     def __str__(self) -> str:
         """Return the message without the quotes that KeyError adds."""
         return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class PlugIn:
+    """An entry point of another distribution: what it adds, or why it is left out."""
+
+    kind: str
+    name: str
+    value: str
+    distribution: str
+    version: str
+    entries: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def warn(text: str, category: type[Warning] = PlugInWarning) -> None:
+    """Warn, and print instead where a filter makes warnings errors: a training must not end by one."""
+    try:
+        warnings.warn(text, category, stacklevel=3)
+    except category as warning:
+        print(warning, file=sys.stderr)
 
 
 @dataclass
@@ -45,14 +77,20 @@ class Registry(Generic[T]):
         Name of the sub-package that holds such entries in every room: with ``"rules"``, each module
         of each ``backlight.<room>.rules`` is imported on the first look.
     group:
-        Entry-point group for other distributions; empty for none.
+        Entry-point group for other distributions; empty for none. An entry point names a module that
+        registers entries when it is imported, or an entry itself.
+    holds:
+        Type of the entries.
     """
 
     kind: str
     part: str = ""
     group: str = ""
+    holds: type[Any] = object
     _entries: dict[str, T] = field(default_factory=dict, repr=False)
     _discovered: bool = field(default=False, repr=False)
+    _plug_ins: list[PlugIn] = field(default_factory=list, repr=False)
+    _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def add(self, name: str, entry: T) -> T:
         """Register ``entry`` under ``name``.
@@ -61,7 +99,16 @@ class Registry(Generic[T]):
         ------
         DuplicateNameError
             If another entry has that name.
+        TypeError
+            If it is not what this registry holds, or the name is no text.
         """
+        if not isinstance(entry, self.holds):
+            raise TypeError(
+                f"{self.kind} {name!r}: expected {self.holds.__module__}.{self.holds.__qualname__}, "
+                f"got {type(entry).__name__}"
+            )
+        if not (isinstance(name, str) and name):
+            raise TypeError(f"the name of a {self.kind} must be a text that is not empty, got {name!r}")
         if name in self._entries and self._entries[name] is not entry:
             raise DuplicateNameError(
                 f"{self.kind} {name!r} is registered twice: by {_origin(self._entries[name])} "
@@ -78,24 +125,67 @@ class Registry(Generic[T]):
 
         return decorate
 
+    def __post_init__(self) -> None:
+        _REGISTRIES.append(self)
+
     def _discover(self) -> None:
+        if not self._discovered:
+            with self._lock:
+                self._fill()
+
+    def _fill(self) -> None:
         if self._discovered:
             return
         for package_name in _packages(self.part) if self.part else ():
             package = importlib.import_module(package_name)
             for module in pkgutil.iter_modules(package.__path__):
                 importlib.import_module(f"{package_name}.{module.name}")
-        if self.group:
-            for point in importlib.metadata.entry_points(group=self.group):
-                try:
-                    point.load()
-                except Exception as error:  # noqa: BLE001 - a stranger's plug-in must not stop us
-                    warnings.warn(
-                        f"backlight: the {self.kind} plug-in {point.name!r} ({point.value}) could "
-                        f"not be loaded and is left out: {type(error).__name__}: {error}",
-                        stacklevel=2,
-                    )
+        # From here on, so that a plug-in that looks into the registry sees the house's own.
         self._discovered = True
+        points = importlib.metadata.entry_points(group=self.group) if self.group else ()
+        for point in sorted(points, key=lambda p: (p.name, p.value)):
+            self._plug_ins.append(self._plugged(point))
+
+    def _plugged(self, point: importlib.metadata.EntryPoint) -> PlugIn:
+        """Load a plug-in whole, or not at all with one warning that names it."""
+        whose = (point.dist.name, point.dist.version) if point.dist is not None else ("", "")
+        module = point.value.partition(":")[0]
+        before = [(registry, set(registry._entries)) for registry in _REGISTRIES]
+        known = set(self._entries)
+        entries: tuple[str, ...] = ()
+        problem = _FAILED.get(module, "")
+        if not problem:
+            try:
+                loaded = point.load()
+                if self.holds is not object and isinstance(loaded, self.holds):
+                    self.add(getattr(loaded, "name", point.name), loaded)
+                # A module that stands in several groups registers everything when it is first imported.
+                entries = tuple(n for n, e in self._entries.items() if n not in known or _made_in(e, module))
+                if not entries:
+                    problem = f"it registers no {self.kind}, and is none: got {type(loaded).__name__}"
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's plug-in must not stop us
+                entries, problem = (), f"{type(error).__name__}: {error}"
+                _FAILED[module] = problem
+                for registry, had in before:
+                    for name, entry in list(registry._entries.items()):
+                        if name not in had and _made_in(entry, module):
+                            del registry._entries[name]
+        if problem:
+            of = f" of {' '.join(whose)}" if whose[0] else ""
+            warn(
+                f"backlight: the {self.kind} plug-in {point.name!r} ({point.value}){of} could not be "
+                f"loaded and is left out: {problem}"
+            )
+        return PlugIn(self.kind, point.name, point.value, *whose, entries, problem)
+
+    def plug_ins(self) -> tuple[PlugIn, ...]:
+        """Return what other distributions add or tried to add, by name."""
+        self._discover()
+        return tuple(self._plug_ins)
+
+    def origin(self, name: str) -> PlugIn | None:
+        """Return the plug-in that an entry is from, None for the house's own."""
+        return next((plug_in for plug_in in self.plug_ins() if name in plug_in.entries), None)
 
     def __getitem__(self, name: str) -> T:
         """Return the entry called ``name``.
@@ -143,6 +233,14 @@ def _packages(part: str) -> list[str]:
     return found
 
 
+def _made_in(entry: object, module: str) -> bool:
+    """Tell whether an entry, or a function that it holds, is written in the package of a module."""
+    held = dataclasses.fields(entry) if dataclasses.is_dataclass(entry) else ()
+    parts = [entry, *(getattr(entry, part.name, None) for part in held)]
+    package = module.partition(".")[0]
+    return any(str(getattr(p, "__module__", "")).partition(".")[0] == package for p in parts if callable(p))
+
+
 def _origin(entry: object) -> str:
     module = getattr(entry, "__module__", type(entry).__module__)
     return f"{module}.{getattr(entry, '__qualname__', type(entry).__qualname__)}"
@@ -167,8 +265,12 @@ class Rule:
     needs: tuple[str, ...] = ()
     restates: bool = False
 
+    def __post_init__(self) -> None:
+        if not callable(self.evaluate):
+            raise TypeError(f"rule {self.name!r}: evaluate must be callable, got {self.evaluate!r}")
 
-RULES: Registry[Rule] = Registry("rule", part="rules", group="backlight.rules")
+
+RULES: Registry[Rule] = Registry("rule", part="rules", group="backlight.rules", holds=Rule)
 
 
 def rule(
@@ -220,8 +322,16 @@ class Probe:
     on_request: bool = False
     spacing: int = 1
 
+    def __post_init__(self) -> None:
+        if not callable(self.make):
+            raise TypeError(f"probe {self.name!r}: make must be callable, got {self.make!r}")
+        if self.needs not in set(Needs):
+            raise TypeError(
+                f"probe {self.name!r}: needs must be one of {', '.join(Needs)}, got {self.needs!r}"
+            )
 
-PROBES: Registry[Probe] = Registry("probe", part="probes", group="backlight.probes")
+
+PROBES: Registry[Probe] = Registry("probe", part="probes", group="backlight.probes", holds=Probe)
 
 
 def probe(

@@ -122,5 +122,5 @@ class Experiment(Generic[S]):
 
 
 EXPERIMENTS: Registry[Experiment[Any]] = Registry(
-    "experiment", part="experiments", group="backlight.experiments"
+    "experiment", part="experiments", group="backlight.experiments", holds=Experiment
 )

@@ -7,10 +7,10 @@ returns either what to draw, or why there is nothing: a panel never draws an emp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from backlight.registry import Registry
+from backlight.registry import PlugIn, Registry, warn
 
 if TYPE_CHECKING:
     from backlight.report.source import Source
@@ -63,8 +63,12 @@ class Panel:
     note: str = ""
     room: str = ""
 
+    def __post_init__(self) -> None:
+        if not callable(self.render):
+            raise TypeError(f"panel {self.name!r}: render must be callable, got {self.render!r}")
 
-PANELS: Registry[Panel] = Registry("panel", part="panels", group="backlight.panels")
+
+PANELS: Registry[Panel] = Registry("panel", part="panels", group="backlight.panels", holds=Panel)
 
 
 def panel(
@@ -82,5 +86,26 @@ def panel(
 
 
 def in_order() -> list[Panel]:
-    """Return every panel in the order of the page."""
-    return sorted((entry for _, entry in PANELS.items()), key=lambda entry: (entry.order, entry.name))
+    """Return every panel in the order of the page; one of a plug-in that raises shows why it has nothing."""
+    panels = [
+        entry if (plug_in := PANELS.origin(name)) is None else _guarded(entry, plug_in)
+        for name, entry in PANELS.items()
+    ]
+    return sorted(panels, key=lambda entry: (entry.order, entry.name))
+
+
+def _guarded(panel: Panel, plug_in: PlugIn) -> Panel:
+    def render(source: Source) -> Drawn | NotMeasured:
+        try:
+            shown = panel.render(source)
+        except Exception as error:  # noqa: BLE001 - a stranger's plug-in must not take the page
+            said = f"{type(error).__name__}: {error}"
+        else:
+            if isinstance(shown, (Drawn, NotMeasured)):
+                return shown
+            said = f"it gave {type(shown).__name__}, expected Drawn or NotMeasured"
+        reason = f"the plug-in {plug_in.name!r} of {plug_in.distribution} {plug_in.version} failed: {said}"
+        warn(f"backlight: the panel {panel.name!r} is left out: {reason}")
+        return NotMeasured(f"{reason[0].upper()}{reason[1:]}.")
+
+    return replace(panel, render=render)

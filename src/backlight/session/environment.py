@@ -7,10 +7,16 @@ import importlib.util
 import os
 import platform
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from backlight.grokking.experiment import EXPERIMENTS
+from backlight.registry import PROBES, RULES, PlugInWarning, Registry
+from backlight.report.panel import PANELS
+from backlight.session.trackers import TRACKERS
 from backlight.store.database import SQLITE_VERSION
 from backlight.store.filesystem import file_system_type, is_network_type
 
@@ -31,7 +37,7 @@ class Check:
 
 def examine() -> list[Check]:
     """Run every check; none raises, and torch is imported only where it is installed."""
-    return [check() for check in _CHECKS]
+    return [*(check() for check in _CHECKS), *_plug_ins()]
 
 
 def _python() -> Check:
@@ -131,6 +137,26 @@ def _names() -> Check:
             "hooks", "limited", "not in this torch: " + ", ".join(gone), "said to be not measured in runs"
         )
     return Check("hooks", "ok", f"{len(wanted)} private names of torch found", "")
+
+
+def _plug_ins() -> list[Check]:
+    """Name what other distributions add; the registry itself warns of what is left out."""
+    checks = []
+    registries: tuple[Registry[Any], ...] = (PROBES, RULES, EXPERIMENTS, PANELS, TRACKERS)
+    for registry in registries:
+        if not importlib.metadata.entry_points(group=registry.group):
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PlugInWarning)  # it stands in the table
+            found = registry.plug_ins()
+        for plug_in in found:
+            what = f"{plug_in.kind} {', '.join(plug_in.entries) or plug_in.name}"
+            whose = f"{plug_in.distribution} {plug_in.version}".strip()
+            state, meaning = (
+                ("limited", f"left out: {plug_in.problem}") if plug_in.problem else ("ok", "plug-in")
+            )
+            checks.append(Check(what, state, whose, meaning))
+    return checks
 
 
 _CHECKS: tuple[Callable[[], Check], ...] = (

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from backlight.records import Finding, Made
-from backlight.registry import RULES, Rule
+from backlight.registry import RULES, Rule, warn
 from backlight.store.reader import Frame, Run
 
 FRAMES_KEPT = 6
@@ -67,12 +67,13 @@ def judge(
                     dataclasses.replace(finding, version=rule.version, made=made, overridden=changed)
                 )
         except Exception as error:  # noqa: BLE001 - one broken rule must not hide what the others found
-            warnings.warn(
-                f"backlight: rule {name!r} of room {rule.room!r} failed on run {run.name or run.path} and "
-                f"is left out, so that nothing is known of what it looks for: {type(error).__name__}: "
-                f"{error}",
+            plug_in = RULES.origin(name)
+            whose = f", which {plug_in.distribution} {plug_in.version} adds," if plug_in else ""
+            warn(
+                f"backlight: rule {name!r} of room {rule.room!r}{whose} failed on run "
+                f"{run.name or run.path} and is left out, so that nothing is known of what it looks for: "
+                f"{type(error).__name__}: {error}",
                 RuleFailedWarning,
-                stacklevel=2,
             )
     return in_order(findings)
 

@@ -40,6 +40,13 @@ class Notices:
         with contextlib.suppress(Exception):
             self.unmeasured(lost, reason)
 
+    def left_out(self, probe: str, error: Exception) -> None:
+        """Tell that the probe of a plug-in measures nothing more."""
+        reason = f"{type(error).__name__}: {error}"
+        self.warn(f"probe {probe}", f"the probe {probe!r} of a plug-in is left out: {reason}")
+        with contextlib.suppress(Exception):
+            self.unmeasured(f"probe {probe}", reason)
+
     def lost(self, reason: str) -> None:
         """Tell that the run can no longer be written."""
         self.warn(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from backlight.registry import PROBES, Needs, Probe
+from backlight.registry import PROBES, Needs, Probe, warn
 
 DEFAULT_ROOMS = ("health", "stalls", "steptime")
 
@@ -31,6 +31,59 @@ class Plan:
     steps: tuple[Active, ...]
 
 
+def _said(name: str, error: Exception) -> None:
+    warn(f"backlight: the probe {name!r} is left out: {type(error).__name__}: {error}")
+
+
+class Foreign:
+    """The probe of a plug-in: gives scalars below its own name, and nothing more once it has raised."""
+
+    def __init__(
+        self, probe: Probe, options: Mapping[str, Any], left_out: Callable[[str, Exception], None]
+    ) -> None:
+        self._name, self._left_out = probe.name, left_out
+        self._measuring: Any = None
+        try:
+            if probe.series or probe.needs is Needs.WEIGHTS:
+                raise TypeError("a plug-in measures gradients or steps, and gives scalars: no series")
+            self._measuring = probe.make(**options)
+        except Exception as error:  # noqa: BLE001 - a stranger's plug-in; the user's training is sacred
+            left_out(self._name, error)
+
+    def measure(self, *given: Any) -> dict[str, Any]:
+        """Return scalars, none where the plug-in raises or has raised."""
+        if self._measuring is None:
+            return {}
+        try:
+            found = self._measuring.measure(*given)
+            return {f"{self._name}/{name}": _scalar(name, value) for name, value in dict(found).items()}
+        except Exception as error:  # noqa: BLE001 - a stranger's plug-in; the user's training is sacred
+            self._measuring = None
+            self._left_out(self._name, error)
+            return {}
+
+    def before(self, *_: Any) -> None:
+        """Do nothing: what asks for weights is left out."""
+
+    def after(self, *_: Any) -> None:
+        """Do nothing: what asks for weights is left out."""
+
+
+def _scalar(name: str, value: Any) -> Any:
+    """Return a number, or a tensor with one element, which is read off the step's path.
+
+    Raises
+    ------
+    TypeError
+        If it is neither.
+    """
+    if not hasattr(value, "numel"):
+        return float(value)
+    if value.numel() != 1:
+        raise TypeError(f"{name}: expected one number, got {value.numel()}")
+    return value.detach()
+
+
 def rooms_with_probes() -> tuple[str, ...]:
     """Return the rooms that measure something of a training, by name."""
     return tuple(sorted({"stalls", "grokking", "spectra"} | {probe.room for _, probe in PROBES.items()}))
@@ -40,6 +93,7 @@ def make_plan(
     rooms: Collection[str],
     requested: Collection[str] = (),
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    left_out: Callable[[str, Exception], None] = _said,
 ) -> Plan:
     """Build the probes of ``rooms``.
 
@@ -51,6 +105,8 @@ def make_plan(
         Names of probes that are otherwise only there on request.
     options:
         Keyword arguments by probe name; ``spacing`` replaces what the probe declares.
+    left_out:
+        Called with the name of a plug-in's probe and what it raised, once.
 
     Returns
     -------
@@ -67,13 +123,17 @@ def make_plan(
     for room in rooms:
         if room not in known:
             raise ValueError(f"no room is called {room!r}; expected some of: {', '.join(known)}")
-    wanted = [p for _, p in PROBES.items() if p.room in rooms]
+    # Those of plug-ins come last: the first one of gradients is the house's.
+    named = sorted(PROBES.items(), key=lambda item: (PROBES.origin(item[0]) is not None, item[0]))
+    wanted = [p for _, p in named if p.room in rooms]
     on = [p for p in wanted if not p.on_request or p.name in requested]
     off = [p for p in wanted if p not in on and p.needs is Needs.GRADIENTS]
 
     def activate(probe: Probe) -> Active:
         given = dict((options or {}).get(probe.name, {}))
         spacing = int(given.pop("spacing", probe.spacing))
+        if PROBES.origin(probe.name) is not None:
+            return Active(probe, Foreign(probe, given, left_out), spacing)
         return Active(probe, probe.make(**given), spacing)
 
     def made(probes: list[Probe], needs: Needs) -> tuple[Active, ...]:

@@ -117,6 +117,9 @@ class Recorder:
             self._tell_partial()
         for active in probes:
             pending = active.measuring.measure(grads, scale, draft.carrier)
+            if not active.probe.series:
+                draft.scalars.update(pending)
+                continue
             draft.parts.append(Part(active.probe.series, rows, pending, part))
 
     def collect(

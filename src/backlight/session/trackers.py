@@ -95,7 +95,7 @@ class Tracker:
             raise TypeError(f"tracker {self.name!r}: open and active must be callable")
 
 
-TRACKERS: Registry[Tracker] = Registry("tracker", part="trackers", group="backlight.trackers")
+TRACKERS: Registry[Tracker] = Registry("tracker", part="trackers", group="backlight.trackers", holds=Tracker)
 
 
 def tracker(

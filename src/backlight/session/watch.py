@@ -111,7 +111,9 @@ class Watch:
         # Everything that can be refused is refused here, before anything is attached or written.
         exact = settings.exact_updates
         probes = {"update": {"per_tensor": None, "spacing": exact}} if exact is not None else {}
-        self._plan = make_plan(settings.rooms, {"histogram"} if settings.histogram else (), probes)
+        self._plan = make_plan(
+            settings.rooms, {"histogram"} if settings.histogram else (), probes, self._notices.left_out
+        )
         self._cadence = Cadence(settings.every)
         if self._models:
             table = build_table(self._models, self._optimizers, HUB.seen)

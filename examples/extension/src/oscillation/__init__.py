@@ -1,0 +1,1 @@
+"""An extension of backlight: how often gradients change their sign."""

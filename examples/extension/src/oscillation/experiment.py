@@ -1,0 +1,86 @@
+"""An experiment for ``backlight grok``: a linear student of a linear teacher, at a rate of one's choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from backlight.grokking.data.gaussian import linear_teacher
+from backlight.grokking.data.split import apply_control
+from backlight.grokking.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.grokking.tasks.supervised import SupervisedTask
+
+
+@dataclass(frozen=True)
+class Data:
+    """Gaussian inputs and their teacher."""
+
+    inputs: int = 200
+    train_size: int = 400
+    test_size: int = 1000
+
+
+@dataclass(frozen=True)
+class Training:
+    """Full-batch gradient descent."""
+
+    steps: int = 2000
+    lr: float = 0.01
+    tolerance: float = 1e-2
+    log_every: int = 20
+    thorough_every: int = 500
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What can be set: ``backlight grok run teacher --set training.lr=0.1``."""
+
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+
+
+def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the squared error of each sample, [N]."""
+    return (outputs - targets).square().mean(1)
+
+
+def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+    """Return the task; ``control`` shuffles the labels where it is ``"random-labels"``."""
+    data, training = settings.data, settings.training
+    split, _ = linear_teacher(data.inputs, 1, data.train_size, data.test_size, seed)
+    split = apply_control(split, control, seed).to(device)
+    torch.manual_seed(seed)
+    student = nn.Linear(data.inputs, 1, bias=False, dtype=torch.float64).to(device)
+    return SupervisedTask(
+        student,
+        torch.optim.SGD(student.parameters(), lr=training.lr),
+        split,
+        seed,
+        chance=0.0,
+        sample_losses=squared_error,
+        right=lambda outputs, targets: squared_error(outputs, targets) <= training.tolerance,
+        accuracy="share of samples whose squared error is at most training.tolerance",
+    )
+
+
+EXPERIMENTS.add(
+    "teacher",
+    Experiment(
+        name="teacher",
+        title="A linear student of a linear teacher",
+        paper=Paper(
+            arxiv="",
+            title="An example of an extension",
+            authors="",
+            claim="With twice as many samples as inputs the student generalises as it fits: no delay.",
+            unclear="",
+        ),
+        settings=Settings,
+        ci=Settings(Data(40, 80, 200), Training(steps=300, lr=0.1)),
+        build=build,
+        expects="",
+        ci_expects="",
+    ),
+)
