@@ -19,7 +19,6 @@ VERSION = require("torchtitan", "torchtitan")
 """The release of torchtitan that is here."""
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from backlight.records import Finding

@@ -1,0 +1,225 @@
+"""The Lightning callback in Lightning's own loop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import backlight
+
+pytestmark = [
+    # Of Lightning's imports and its use of torch; none is ours, and each is of one text.
+    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*pkg_resources:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`:UserWarning"),
+]
+
+
+def fit(folder: Path, name: str = "Net", watched: bool = True, **settings: Any) -> tuple[Any, Any, Any]:
+    from backlight.integrations.lightning import BacklightCallback
+    from integrations import lit
+
+    model = getattr(lit, name)()
+    own = {k: settings.pop(k) for k in ("every", "on_end", "rooms", "groups") if k in settings}
+    callback = BacklightCallback(folder / "run", **own)
+    trainer = lit.trainer(folder, *([callback] if watched else []), **settings)
+    trainer.fit(model, lit.data(), lit.data(16) if name == "Net" else None)
+    return model, trainer, callback
+
+
+def test_accumulation_clipping_validation_and_metrics_are_recorded_and_the_weights_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from integrations.lit import digest
+
+    ways: dict[str, Any] = {
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.2,
+        "log_every_n_steps": 2,
+    }
+    plain, _, _ = fit(tmp_path / "plain", watched=False, **ways)
+    capsys.readouterr()
+    model, trainer, callback = fit(tmp_path, every=1, groups={"body": "net.*"}, **ways)
+    assert digest(model) == digest(plain)
+
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status.value == "finished"
+    assert run.last_step() + 1 == trainer.global_step == 8
+    assert run.scalar("backwards").values.tolist() == [2.0] * 8
+    # Before clipping: the norm that clipping saw, which is above its limit.
+    total, before = run.scalar("total_norm").values, run.scalar("clip/norm").values
+    np.testing.assert_allclose(total, before, rtol=1e-5)
+    assert run.scalar("clip/limit").values.tolist() == [0.2] * 8
+    assert total.max() > 0.2
+    assert run.scalar("lr/0/0").values.tolist() == [0.01] * 4 + [0.005] * 4
+    logged = run.scalar("train_loss", source="user")
+    assert logged.steps.tolist() == [1, 3, 5, 7]
+    assert run.scalar("step", source="user").values.tolist() == [2.0, 4.0, 6.0, 8.0]
+    assert len(run.scalar("val_loss", source="user").steps) == 2
+    assert {"unused.weight", "unused.bias"} == set(run.events("no_grad_at_step")[0].payload["parameters"])
+    assert "no_gradient" in [finding.rule for finding in callback.findings]
+    said = capsys.readouterr().err
+    assert said.count("unused.weight and 1 more parameter never had a gradient") == 1
+    assert "next: backlight report" in said
+
+
+@pytest.mark.full
+def test_manual_optimization_with_two_optimizers_is_one_step_for_each_backward(tmp_path: Path) -> None:
+    from integrations.lit import digest
+
+    plain, _, _ = fit(tmp_path / "plain", "Pair", watched=False)
+    model, trainer, _ = fit(tmp_path, "Pair")
+    assert digest(model) == digest(plain)
+    run = backlight.open_run(tmp_path / "run")
+    assert run.last_step() + 1 == trainer.global_step == 32
+    assert run.scalar("clip/limit").steps.tolist() == list(range(0, 32, 2))
+    assert run.scalar("lr/0/0").steps.tolist() == list(range(0, 32, 2))
+    assert run.scalar("lr/1/0").steps.tolist() == list(range(1, 32, 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_every_precision_is_unchanged_and_measured(tmp_path: Path, precision: str) -> None:
+    from integrations.lit import digest
+
+    plain, _, _ = fit(tmp_path / "plain", watched=False, precision=precision)
+    model, trainer, _ = fit(tmp_path, precision=precision)
+    assert digest(model) == digest(plain)
+    assert len(backlight.open_run(tmp_path / "run").scalar("total_norm").steps) == trainer.global_step
+
+
+@pytest.mark.full
+def test_an_fp16_scaler_of_lightning_is_seen_and_its_skipped_steps(tmp_path: Path) -> None:
+    import torch
+    from lightning.pytorch.plugins import MixedPrecision
+
+    from integrations.lit import digest
+
+    def plugin() -> Any:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        return MixedPrecision("16-mixed", "cpu", scaler=scaler)
+
+    plain, _, _ = fit(tmp_path / "plain", watched=False, plugins=[plugin()], max_epochs=4)
+    model, trainer, _ = fit(tmp_path, plugins=[plugin()], max_epochs=4)
+    assert digest(model) == digest(plain)
+    run = backlight.open_run(tmp_path / "run")
+    assert run.last_step() + 1 == trainer.global_step
+    skipped = run.scalar("scaler/skipped").values
+    assert skipped[0] == 1.0
+    assert skipped[-1] == 0.0
+    assert run.scalar("total_norm").values[-1] < 100
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_what_ends_a_fit_closes_its_run(tmp_path: Path, kind: type[BaseException]) -> None:
+    import lightning as L
+
+    from backlight.integrations.lightning import BacklightCallback
+    from integrations import lit
+
+    class Ends(L.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 5:
+                raise kind("planted")
+
+    callback = BacklightCallback(tmp_path / "run")
+    trainer = lit.trainer(tmp_path, Ends(), callback)
+    with pytest.raises(SystemExit if kind is KeyboardInterrupt else kind):
+        trainer.fit(lit.Net(), lit.data(), lit.data(16))
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status.value == "failed"
+    assert run.last_step() == 4
+    assert run.events("exception")[0].payload["type"] == kind.__name__
+
+
+@pytest.mark.full
+def test_a_second_fit_goes_on_and_a_checkpoint_gives_the_step(tmp_path: Path) -> None:
+    from backlight.integrations.lightning import BacklightCallback
+    from integrations import lit
+
+    callback = BacklightCallback(tmp_path / "run")
+    model = lit.Net()
+    trainer = lit.trainer(tmp_path, callback, max_epochs=1)
+    trainer.fit(model, lit.data(), lit.data(16))
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, lit.data(), lit.data(16))
+    run = backlight.open_run(tmp_path / "run")
+    assert [a.step_offset for a in run.attempts] == [0, 8]
+    assert run.scalar("loss").steps.tolist() == list(range(16))
+
+    resumed = BacklightCallback(tmp_path / "resumed")
+    again = lit.trainer(tmp_path, resumed, max_epochs=3)
+    again.fit(lit.Net(), lit.data(), lit.data(16), ckpt_path=tmp_path / "c.ckpt")
+    run = backlight.open_run(tmp_path / "resumed")
+    assert run.scalar("loss").steps.tolist() == list(range(8, 24))
+
+
+@pytest.mark.full
+def test_an_error_of_ours_ends_no_fit_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backlight.integrations.lightning import BacklightCallback
+    from integrations import lit
+
+    def breaks(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    plain = lit.Net()
+    lit.trainer(tmp_path).fit(plain, lit.data(), lit.data(16))
+    (tmp_path / "taken").write_text("a file")
+    model = lit.Net()
+    with pytest.warns(RuntimeWarning, match=r"BacklightCallback.begin: not recorded: anything of this"):
+        lit.trainer(tmp_path, BacklightCallback(tmp_path / "taken")).fit(model, lit.data(), lit.data(16))
+    assert lit.digest(model) == lit.digest(plain)
+
+    monkeypatch.setattr("backlight.session.watch.Watch.log", breaks)
+    model = lit.Net()
+    callback = BacklightCallback(tmp_path / "run", on_end=breaks)
+    with pytest.warns(RuntimeWarning, match="planted") as caught:
+        lit.trainer(tmp_path, callback, log_every_n_steps=1).fit(model, lit.data(), lit.data(16))
+    assert lit.digest(model) == lit.digest(plain)
+    ours = [str(w.message) for w in caught if "backlight" in str(w.message)]
+    assert [text.split(":")[1].strip() for text in ours] == [
+        "BacklightCallback.log",
+        "BacklightCallback.on_end",
+    ]
+    assert "what test_an_error_of_ours" in ours[1]
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status.value == "finished"
+    assert run.last_step() == 15
+
+
+@pytest.mark.full
+def test_ddp_on_two_ranks_is_one_run_with_one_summary(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "lit_ddp.py"
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(backlight.__file__).parents[1])])
+    results = {}
+    for way in ("plain", "watched"):
+        done = subprocess.run(
+            [sys.executable, str(script), str(tmp_path), way],
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        results[way] = [(tmp_path / way / f"digest-{rank}").read_text() for rank in range(2)]
+        assert done.stderr.count("next: backlight report") == (way == "watched")
+    assert results["plain"] == results["watched"]
+    (path,) = (tmp_path / "watched" / "runs").iterdir()
+    assert path.name.startswith("Net-")
+    run = backlight.open_run(path)
+    assert run.attempts[0].world_size == 2
+    assert run.attempts[0].ranks == (0, 1)
+    np.testing.assert_allclose(run.scalar("total_norm").values, run.scalar("clip/norm").values, rtol=1e-5)
