@@ -1,0 +1,289 @@
+"""One small training, and the ways in which it is trained: the columns of the matrix.
+
+A way says how the model is built and how its gradients are computed; what is trained on, and for how long,
+is the same in all. A training knows nothing of backlight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+ROWS = 32
+STEPS = 4
+SCALE = 1024.0
+FEATURES, CLASSES, WIDTH = 6, 3, 8
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Net(nn.Module):
+    """A residual block between two layers, with a gate so narrow that half of two ranks hold none of it."""
+
+    def __init__(self, reentrant: bool | None = None, drop: float = 0.0) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Linear(FEATURES, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 12)
+        self.down = nn.Linear(12, WIDTH)
+        self.drop = nn.Dropout(drop)
+        self.gate = nn.Linear(WIDTH, 1)
+        self.last = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        if self.reentrant is None or not torch.is_grad_enabled():
+            h = self._block(h)
+        else:
+            h = checkpoint(self._block, h, use_reentrant=self.reentrant)
+        return self.last(h)
+
+    def _block(self, h: Tensor) -> Tensor:
+        return h + torch.sigmoid(self.gate(h)) * self.drop(self.down(torch.relu(self.up(h))))
+
+
+NAMES = tuple(name for name, _ in Net().named_parameters())
+MATRICES = tuple(name for name, p in Net().named_parameters() if p.dim() == 2)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to train.
+
+    ``wrap`` makes of a fresh net what is trained; ``micro`` backwards per step; ``layout`` is the number of
+    ranks that share the data and the number that share a layer.
+    """
+
+    name: str
+    wrap: Callable[[Net], nn.Module] = lambda net: net
+    micro: int = 1
+    autocast: torch.dtype | None = None
+    scaled: bool = False
+    clip: bool = True
+    reentrant: bool | None = None
+    layout: tuple[int, int] = (1, 1)
+    waiting: Callable[[nn.Module], Any] = field(default=lambda _model: contextlib.nullcontext())
+
+    @property
+    def whole_only(self) -> bool:
+        """Whether no rank holds whole parameters."""
+        return self.wrap in {sharded, split, sharded_and_split}
+
+    @property
+    def ranks(self) -> int:
+        """How many processes train."""
+        return self.layout[0] * self.layout[1]
+
+
+def compiled(net: Net) -> nn.Module:
+    torch._dynamo.reset()
+    return torch.compile(net, backend="aot_eager")  # type: ignore[return-value]
+
+
+def replicated(net: Net) -> nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(net)
+
+
+def sharded(net: Net, mesh: Any = None) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for part in (net.up, net.down):
+        fully_shard(part, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def split(net: Net, mesh: Any = None) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if mesh is None else mesh
+    return parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def sharded_and_split(net: Net) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "layer"))
+    return sharded(split(net, mesh["layer"]), mesh["data"])  # type: ignore[arg-type]
+
+
+WAYS: dict[str, Way] = {
+    way.name: way
+    for way in (
+        Way("plain"),
+        Way("accumulation", micro=2),
+        Way("AMP fp16", autocast=torch.float16, scaled=True),
+        Way("bf16 autocast", autocast=torch.bfloat16),
+        Way("compile", wrap=compiled),
+        Way("checkpointing", reentrant=False),
+        Way("checkpointing, re-entrant", reentrant=True),
+        Way("DDP", wrap=replicated, layout=(2, 1), waiting=lambda model: model.no_sync()),
+        Way("FSDP2", wrap=sharded, layout=(2, 1)),
+        # torch refuses to clip plain and distributed gradients together.
+        Way("TP", wrap=split, layout=(1, 2), clip=False),
+        Way("FSDP2 x TP", wrap=sharded_and_split, layout=(2, 2), clip=False),
+    )
+}
+
+
+def net(way: Way | None = None, drop: float = 0.0) -> Net:
+    """Return the same net each time."""
+    torch.manual_seed(0)
+    return Net(way.reentrant if way is not None else None, drop)
+
+
+def build(way: Way, drop: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model as it is trained, and its optimizer."""
+    model = way.wrap(net(way, drop))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def whole_batch(step: int) -> Batch:
+    """Return the batch of a step over all ranks and microbatches."""
+    draw = torch.Generator().manual_seed(1000 + step)
+    x = torch.randn(ROWS, FEATURES, generator=draw)
+    return x, torch.randint(CLASSES, (ROWS,), generator=draw)
+
+
+def share(way: Way) -> int:
+    """Return which part of the data this rank reads; ranks that share a layer read the same."""
+    return dist.get_rank() // way.layout[1] if way.ranks > 1 else 0
+
+
+def microbatches(way: Way, step: int, part: int | None = None) -> list[Batch]:
+    """Return what one part of the ranks reads in a step."""
+    x, y = whole_batch(step)
+    each = ROWS // way.layout[0] // way.micro
+    begin = (share(way) if part is None else part) * way.micro
+    return [
+        (x[at : at + each], y[at : at + each]) for at in range(begin * each, (begin + way.micro) * each, each)
+    ]
+
+
+class Data(Dataset[Batch]):
+    """The microbatches of a training, one after the other; ``pause`` seconds before each."""
+
+    def __init__(self, way: Way, steps: int, pause: float = 0.0) -> None:
+        self._all = [batch for step in range(steps) for batch in microbatches(way, step)]
+        self._pause = pause
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, index: int) -> Batch:
+        time.sleep(self._pause)
+        return self._all[index]
+
+
+class Sleepy(torch.autograd.Function):
+    """Passes the gradient on, after a while."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        time.sleep(ctx.seconds)  # at: backward
+        return grad, None
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """Seconds that a training sleeps where it loads data, computes its loss, and goes backward."""
+
+    data: float = 0.0
+    loss: float = 0.0
+    backward: float = 0.0
+    step: int | None = None
+
+    def at(self, step: int) -> Pauses:
+        """Return the pauses of one step."""
+        return self if self.step is None or step == self.step else replace(self, loss=0.0, backward=0.0)
+
+
+def train(
+    way: Way,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int = STEPS,
+    pauses: Pauses | None = None,
+    overflow_at: int = -1,
+    seen: Callable[[str, int, Tensor | None], None] = lambda _moment, _step, _loss: None,
+) -> None:
+    """Train; ``seen`` is told of ``gradients`` as backward left them and of each ``update``.
+
+    ``overflow_at`` is the step whose loss is infinite, which a gradient scaler skips.
+    """
+    pauses = pauses or Pauses()
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=way.scaled)
+    batches = iter(DataLoader(Data(way, steps, pauses.data), batch_size=None))
+    torch.manual_seed(7)
+    for step in range(steps):
+        now = pauses.at(step)
+        optimizer.zero_grad()
+        for number in range(way.micro):
+            x, y = next(batches)
+            last = number == way.micro - 1
+            with contextlib.nullcontext() if last else way.waiting(model):
+                with torch.autocast("cpu", way.autocast, enabled=way.autocast is not None):
+                    logits = model(x)
+                if now.backward:
+                    logits = Sleepy.apply(logits, now.backward)
+                time.sleep(now.loss)
+                loss = F.cross_entropy(logits.float(), y) / way.micro
+                if step == overflow_at:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        seen("gradients", step, loss.detach())
+        if way.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        seen("update", step, None)
+
+
+def replicates(way: Way, model: nn.Module, step: int) -> list[dict[str, Tensor]]:
+    """Return the gradients of each microbatch of this rank alone, without any reduction."""
+    out = []
+    for x, y in microbatches(way, step):
+        model.zero_grad()
+        with torch.autocast("cpu", way.autocast, enabled=way.autocast is not None):
+            logits = model(x)
+        scale = SCALE if way.scaled else 1.0
+        (scale * F.cross_entropy(logits.float(), y) / way.micro).backward()
+        out.append({n: p.grad / scale for n, p in named(model) if p.grad is not None})
+    model.zero_grad()
+    return out
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield parameters by their names without those of wrappers."""
+    for name, parameter in model.named_parameters():
+        yield name.removeprefix("module.").removeprefix("_orig_mod."), parameter
+
+
+def local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of what this rank holds of ``tensors``."""
+    return [(t.to_local() if hasattr(t, "to_local") else t).detach().clone() for t in tensors]
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    """Return copies of what this rank holds of a model's state."""
+    return local([*model.parameters(), *model.buffers()])
