@@ -17,7 +17,7 @@ from backlight.store import documents
 from backlight.store.attempt import document_name
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.locks import locked
-from backlight.store.manifest import AttemptEntry, Manifest, attempt_folder, read_manifest
+from backlight.store.manifest import AttemptEntry, Manifest, Progress, attempt_folder, read_manifest
 from backlight.store.opening import OpenedAttempt, open_attempt
 from backlight.store.segments import bring, parse_name
 
@@ -49,7 +49,9 @@ def join(run: str | Path, parts: list[Path]) -> Joined:
     try:
         with locked(run):
             manifest = read_manifest(run)
-            _refuse_running(run, manifest)
+            for entry in manifest.attempts:
+                for progress in open_attempt(run, entry).progress.values():
+                    _refuse_running(run, progress)
             for part in parts:
                 brought = _plan(run, manifest, Path(part))
                 for source, target in brought.files:
@@ -82,12 +84,12 @@ def _plan(run: Path, manifest: Manifest, part: Path) -> _Brought:
         If the part is of another launch, or still written.
     """
     theirs = read_manifest(part)
-    _refuse_running(part, theirs)
     if part.resolve() == run.resolve():
         raise RunExistsError(f"{part}: is the run itself; give the folders that other hosts wrote")
     launches = {entry.launch: entry for entry in manifest.attempts}
     out = _Brought()
     for entry in theirs.attempts:
+        _refuse_running(part, entry.progress)
         mine = launches.get(entry.launch)
         if mine is None:
             raise RunExistsError(
@@ -95,7 +97,10 @@ def _plan(run: Path, manifest: Manifest, part: Path) -> _Brought:
                 f"attempt (it has {', '.join(map(repr, launches)) or 'none'}); join it to the run of its "
                 "rank 0"
             )
-        _plan_attempt(run, mine, open_attempt(part, entry), out)
+        opened = open_attempt(part, entry)
+        for progress in opened.progress.values():
+            _refuse_running(part, progress)
+        _plan_attempt(run, mine, opened, out)
     return out
 
 
@@ -151,12 +156,10 @@ def _document(source: Path, theirs: OpenedAttempt, rank: int, folder: str) -> di
     return document | {"progress": stated}
 
 
-def _refuse_running(path: Path, manifest: Manifest) -> None:
-    for entry in manifest.attempts:
-        progress = entry.progress
-        if progress.status_now() is RunStatus.RUNNING:
-            who = f"process {progress.process.pid} on {progress.process.host}"
-            raise RunExistsError(f"{path}: is still being written by {who}; join it when that has ended")
+def _refuse_running(path: Path, progress: Progress) -> None:
+    if progress.status_now() is RunStatus.RUNNING:
+        who = f"process {progress.process.pid} on {progress.process.host}"
+        raise RunExistsError(f"{path}: is still being written by {who}; join it when that has ended")
 
 
 def _conflict(there: Path, source: Path) -> RunExistsError:

@@ -1,0 +1,124 @@
+"""Ranks and launches that go wrong: the training goes on, and one line says what is missing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import backlight
+from backlight.records import RunStatus
+from ranks.launching import launched
+
+pytestmark = pytest.mark.full
+HERE = Path(__file__).parent
+TRAINING = HERE / "training.py"
+ONE_IS_OTHER = """
+import os, sys, runpy
+rank = int(os.environ["RANK"])
+script, run = sys.argv[1:3]
+sys.argv = [script, *sys.argv[3:]]
+if rank == int(os.environ["OTHER"]) and os.environ["HOW"] == "unwatched":
+    runpy.run_path(script, run_name="__main__")
+else:
+    import backlight
+    other = rank == int(os.environ["OTHER"])
+    with backlight.watch(run=run, every=2 if other else 1, rooms=("health",)):
+        runpy.run_path(script, run_name="__main__")
+"""
+
+
+def watched(run: Path, *words: object, ranks: int = 2, **environment: str) -> tuple[int, str]:
+    line = ("-m", "backlight", "run", "--rooms", "health", "--every", "1", "--out", run, TRAINING, *words)
+    return launched(ranks, *line, **environment)
+
+
+def test_no_process_group_and_one_that_is_destroyed_early(tmp_path: Path) -> None:
+    for word in ("idle", "early"):
+        code, said = watched(tmp_path / word, 4, word)
+        assert code == 0, said
+        assert "Your training goes on unchanged" not in said  # as every warning of ours ends
+        run = backlight.open_run(tmp_path / word)
+        assert (run.status, run.attempts[0].ranks, run.losses) == (RunStatus.FINISHED, (0, 1), ())
+        assert run.frame("gradient", "norm", rank=1).steps.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_a_rank_without_backlight_is_named(tmp_path: Path, other: int) -> None:
+    script = tmp_path / "some.py"
+    script.write_text(ONE_IS_OTHER)
+    given = {"OTHER": str(other), "HOW": "unwatched", "BACKLIGHT_JOIN_TIMEOUT": "2"}
+    code, said = launched(3, script, TRAINING, tmp_path / "run", 3, **given)
+    assert code == 0, said
+    if other:
+        run = backlight.open_run(tmp_path / "run")
+        assert run.losses == (f"attempt 0: rank {other} of 3 left no file",)
+    else:
+        (part,) = tmp_path.glob("run.part-*")
+        run = backlight.open_run(part)
+        assert "rank 1 does not see the run of rank 0 and writes a part of it" in said
+        assert "attempt 0: rank 0 of 3 left no file" in run.losses
+    assert run.attempts[0].ranks == tuple(r for r in range(3) if r != other)
+    # Replicated by DDP: every rank has the whole, so what is there says it all.
+    assert run.frame("gradient", "norm").measured.all()
+
+
+def test_a_rank_with_other_options_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "some.py"
+    script.write_text(ONE_IS_OTHER)
+    code, said = launched(2, script, TRAINING, tmp_path / "run", 4, OTHER="1", HOW="told")
+    assert code == 0, said
+    run = backlight.open_run(tmp_path / "run")
+    assert any("rank 1 did not record what rank 0 did: every 2 instead of 1" in loss for loss in run.losses)
+    line = [sys.executable, "-m", "backlight", "findings", str(run.path)]
+    shown = subprocess.run(
+        line, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "300"}
+    )
+    assert "rank 1 did not record what rank 0 did: every 2 instead of 1" in shown.stdout + shown.stderr
+
+
+def test_a_second_launch_at_once_is_refused_and_a_later_one_is_an_attempt(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    line += ["-m", "backlight", "run", "--rooms", "health", "--every", "1", "--out", str(tmp_path / "run")]
+    words = [str(TRAINING), "2", "hang", str(mark)]
+    first = subprocess.Popen(
+        [*line, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
+    )
+    try:
+        for _ in range(1200):
+            if mark.exists():
+                break
+            assert first.poll() is None
+            time.sleep(0.1)
+        code, said = watched(tmp_path / "run", 2)
+        assert code != 0
+        assert "is still being written by process" in said
+        assert "(attempt 0); choose another --out" in said
+        assert first.poll() is None
+        assert backlight.open_run(tmp_path / "run").status is RunStatus.RUNNING
+    finally:
+        first.terminate()
+        first.communicate(timeout=60)
+    code, said = watched(tmp_path / "run", 2)
+    assert code == 0, said
+    run = backlight.open_run(tmp_path / "run")
+    assert [a.status for a in run.attempts] == [RunStatus.KILLED, RunStatus.FINISHED]
+    assert run.frame("gradient", "norm").steps.tolist() == [0, 1, 2, 3]
+
+
+def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
+    code, said = watched(tmp_path / "run", 3, ranks=3)
+    assert code == 0, said
+    folder = tmp_path / "run" / "attempt-000"
+    (folder / "rank-00001.db").unlink()
+    data = (folder / "rank-00002.db").read_bytes()
+    (folder / "rank-00002.db").write_bytes(data[: len(data) // 3])
+    run = backlight.open_run(tmp_path / "run")
+    assert run.frame("gradient", "norm").measured.all()
+    assert any("rank 1: attempt-000/rank-00001.db is missing: lost are" in loss for loss in run.losses)
+    assert any("rank-00002.db" in loss for loss in run.losses)

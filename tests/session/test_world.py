@@ -1,0 +1,123 @@
+"""Which rank this process is, whatever its environment says, and what a watch does where that is nonsense."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import backlight
+from backlight.session.ranks import launch_id, place
+from backlight.session.run_path import default_path
+from backlight.session.world import World, world
+from backlight.store.attempt import job_of
+from backlight.store.writer import RunWriter
+from cases import build, loop
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "BACKLIGHT_RUN_ID")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_what_launchers_say() -> None:
+    assert world({}) == World()
+    torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert world(torchrun) == World(3, 8, 1, 2)
+    assert world({"WORLD_SIZE": "1"}) == World()
+    srun = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
+    assert world(srun) == World(2, 4)
+    assert world(srun | torchrun) == World(3, 8, 1, 2)
+    # A batch script that starts one process is alone, however many tasks its job has.
+    assert world({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == World()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+        {"RANK": "1"},
+        {"WORLD_SIZE": "4"},
+        {"RANK": "", "WORLD_SIZE": ""},
+        {"RANK": "0", "WORLD_SIZE": "9" * 30},
+        {"RANK": "1.0", "WORLD_SIZE": "2"},
+        {"RANK": "٣", "WORLD_SIZE": "8"},
+    ],
+)
+def test_nonsense_is_one_process(given: dict[str, str]) -> None:
+    found = world(given)
+    assert (found.rank, found.size) == (0, 1)
+    assert "expected whole numbers with 0 <= RANK < WORLD_SIZE" in found.problem
+
+
+def test_a_restart_belongs_to_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = []
+    for restart in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        found.append(launch_id() or "")
+    assert found[0] != found[1]
+    assert job_of(found[0]) == job_of(found[1])
+    assert default_path("train.py", found[0]) == default_path("train.py", found[1])
+    assert default_path("train.py", found[0]) != default_path("train.py", "another+0")
+
+
+def test_a_watch_with_nonsense_around_warns_once_and_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(run: Path) -> tuple[Path, list[str], torch.Tensor]:
+        torch.manual_seed(3)
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with backlight.watch(model, optimizer, run=run, every=1) as watch:
+                loop(model, optimizer)
+        return watch.path, [str(w.message) for w in caught], model.last.weight.detach().clone()
+
+    _, _, plain = train(tmp_path / "plain")
+    monkeypatch.setenv("RANK", "seven")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "-")
+    assert place() == (0, 1)
+    path, said, weight = train(tmp_path / "run")
+    assert path == tmp_path / "run"
+    assert [
+        text for text in said if "RANK='seven', WORLD_SIZE='2'" in text and "watched alone" in text
+    ] == said
+    assert len(said) == 1
+    run = backlight.open_run(path)
+    assert (run.attempts[0].world_size, run.losses) == (1, ())
+    assert next(e.payload["what"] for e in run.events("unmeasured")) == "other ranks"
+    assert run.frame("gradient", "norm").steps.tolist() == [0, 1, 2, 3]
+    fingerprint = run.fingerprint()
+    assert fingerprint is not None
+    assert fingerprint.world_size == 1
+    # Another such process lives in the folder: this one goes beside it.
+    living = RunWriter.create(tmp_path / "taken")
+    path, said, _ = train(tmp_path / "taken")
+    living.close()
+    assert path.name.startswith("taken.process-")
+    assert f"watched alone in {path}" in said[0]
+    assert torch.equal(weight, plain)
+
+
+def test_what_a_rank_was_told_stands_in_its_document(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=2, rooms=("health",)):
+        loop(model, optimizer)
+    document = json.loads((tmp_path / "run" / "attempt-000" / "rank-00000.json").read_text())
+    assert document["options"]["every"] == 2
+    assert document["options"]["rooms"] == ["health"]
