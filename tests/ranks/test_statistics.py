@@ -70,6 +70,9 @@ def test_joined_statistics_are_those_of_the_whole_batch(way: str, ranks: int, fo
     seen = [json.loads((path.parent / f"{way}-{r}.json").read_text()) for r in range(ranks)]
     assert [one["same"] for one in seen] == [True] * ranks
     assert [one["warnings"] for one in seen] == [[]] * ranks
+    for one in seen:
+        plain, watched = one["collectives"]
+        assert plain == watched > 0
     run, expected = open_run(path), oracle(way)
     missing = {n for n, _ in expected.model.named_parameters()} ^ set(run.frame("gradient", "norm").names)
     assert missing <= {"unused.weight", "unused.bias"}  # in no stage of a pipeline

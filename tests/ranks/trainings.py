@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
@@ -309,24 +310,39 @@ def told() -> Iterator[list[str]]:
     said.extend(str(w.message) for w in caught if "backlight" in str(w.message))
 
 
+def collectives() -> int:
+    """Return how many collectives this rank has begun so far, in all groups, whoever began them."""
+    return sum(group._get_sequence_number_for_group() for group in _world.pg_map)
+
+
+def report(name: str, make: Callable[[], Training]) -> None:
+    """Run a training unwatched and watched, and write what differs."""
+    torch.manual_seed(0)
+    plain = make()
+    counts = [collectives()]
+    plain.loop()
+    counts.append(collectives())
+    torch.manual_seed(0)
+    training = make()
+    counts.append(collectives())
+    options = {"every": 1, "exact_updates": 1, **training.settings}
+    with told() as said, backlight.watch(training.model, training.optimizer, run=FOLDER / name, **options):
+        training.loop()
+    counts.append(collectives())
+    pairs = list(zip(plain.weights(), training.weights(), strict=True))
+    result = {
+        "same": bool(pairs) and all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in pairs),
+        "warnings": said,
+        "collectives": [counts[1] - counts[0], counts[3] - counts[2]],
+    }
+    (FOLDER / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.barrier()
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     for name in sys.argv[2].split(","):
-        torch.manual_seed(0)
-        plain = WAYS[name]()
-        plain.loop()
-        torch.manual_seed(0)
-        training = WAYS[name]()
-        options = {"every": 1, "exact_updates": 1, **training.settings}
-        with (
-            told() as said,
-            backlight.watch(training.model, training.optimizer, run=FOLDER / name, **options),
-        ):
-            training.loop()
-        same = [torch.equal(a, b) for a, b in zip(plain.weights(), training.weights(), strict=True)]
-        result = {"same": bool(same) and all(same), "warnings": said}
-        (FOLDER / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(result))
-        dist.barrier()
+        report(name, WAYS[name])
     dist.destroy_process_group()
 
 

@@ -291,6 +291,15 @@ class Thresholds(Limits):
     )
     underflow_window: int = _limit(20, "last recorded steps that the medians are taken over", _CHOSEN, low=1)
 
+    # replicas_differ, ranks_out_of_step
+    apart_steps: int = _limit(
+        2,
+        "recorded steps at which ranks must be apart: what is different once may be a step that one of them "
+        "was just writing",
+        _CHOSEN,
+        low=1,
+    )
+
     # scaler_skips
     skips_calibration: int = _limit(
         50,

@@ -24,13 +24,21 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One column of a series: ``values[s, p]`` is void where ``measured[s, p]`` is False (NaN, or 0)."""
+    """One column of a series: ``values[s, p]`` is void where ``measured[s, p]`` is False (NaN, or 0).
+
+    ``seen`` tells what any rank measured, also where ranks do not make up a whole; None for ``measured``.
+    """
 
     steps: Steps
     names: tuple[str, ...]
     values: Array
     measured: Mask
     unit: str
+    seen: Mask | None = None
+
+    def apart(self) -> Mask:
+        """Return what ranks measured but what does not make up a whole, ``[S, P]``."""
+        return np.zeros_like(self.measured) if self.seen is None else self.seen & ~self.measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from backlight.records import ParameterRecord
+from backlight.records import ParameterRecord, RunStatus
 from backlight.store import frames
 from backlight.store.frames import AGREED, Block
+from backlight.store.opening import OpenedAttempt
 from backlight.store.ranks import RankFile
 
 Values = dict[int, float]
@@ -62,6 +63,37 @@ class Spread:
         if not len(rows):
             return None
         return int(self.steps[rows[0]]), tuple(self.ranks[r] for r in np.flatnonzero(bad[rows[0]]))
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One rank of an attempt: ``last_step`` is the last global step of which something can be read, or -1.
+
+    ``ended`` is None where the end is not known; ``step`` is what the rank itself said last that it had
+    recorded.
+    """
+
+    rank: int
+    host: str
+    status: RunStatus
+    last_step: int
+    step: int
+    ended: float | None
+
+
+def states(opened: OpenedAttempt) -> tuple[RankState, ...]:
+    """Return how far each rank of an attempt came; of one that left nothing there is nothing."""
+    files = by_rank(opened.files)
+    out = []
+    for rank in sorted({*opened.progress, *files}):
+        last = max((file.last_step() for file in files.get(rank, ())), default=-1)
+        progress = opened.progress.get(rank)
+        if progress is None:
+            out.append(RankState(rank, "", RunStatus.UNKNOWN, last, last, None))
+            continue
+        said = opened.entry.step_offset + progress.step if progress.step >= 0 else -1
+        out.append(RankState(rank, progress.process.host, progress.status_now(), last, said, progress.ended))
+    return tuple(out)
 
 
 def by_rank(files: Sequence[RankFile]) -> dict[int, list[RankFile]]:

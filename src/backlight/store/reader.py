@@ -15,7 +15,7 @@ from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.store import frames, holdings, joining
 from backlight.store.errors import RunFormatError
 from backlight.store.frames import Block, Frame
-from backlight.store.joining import Spread
+from backlight.store.joining import RankState, Spread
 from backlight.store.manifest import read_manifest
 from backlight.store.names import storable
 from backlight.store.opening import OpenedAttempt, open_attempt
@@ -23,7 +23,18 @@ from backlight.store.pieces import ArrayInfo
 from backlight.store.ranks import RankFile
 from backlight.store.schema import SCALARS, SERIES, SeriesSchema
 
-__all__ = ["ArrayInfo", "Attempt", "Event", "Frame", "Run", "RunFormatError", "Scalar", "Spread", "open_run"]
+__all__ = [
+    "ArrayInfo",
+    "Attempt",
+    "Event",
+    "Frame",
+    "RankState",
+    "Run",
+    "RunFormatError",
+    "Scalar",
+    "Spread",
+    "open_run",
+]
 
 CACHE_BYTES = 256 * 1024 * 1024
 """Bytes of frames that a run keeps, because many rules ask for the same ones."""
@@ -139,6 +150,11 @@ class Run:
                     newest.update({p.name: p for p in table})
         return tuple(frames.whole(newest[name]) for name in self._names())
 
+    def ranks(self, attempt: int = -1) -> tuple[RankState, ...]:
+        """Return how far each rank of one attempt came, and how it ended (-1: the newest attempt)."""
+        chosen = self._opened[-1:] if attempt == -1 else [o for o in self._opened if o.entry.index == attempt]
+        return joining.states(chosen[0]) if chosen else ()
+
     def series_steps(self, series: str) -> npt.NDArray[np.int64]:
         """Return the global steps at which any rank recorded the series, in any part."""
         _schema(series)
@@ -188,7 +204,7 @@ class Run:
             blocks = [Block(np.zeros(0, dtype=np.int64), dict.fromkeys(wanted, empty), empty != 0)]
         joined = frames.join_attempts(blocks)
         values = frames.derive(column, joined.columns)
-        return self._kept(key, Frame(joined.steps, names, values, joined.measured, unit))
+        return self._kept(key, Frame(joined.steps, names, values, joined.measured, unit, joined.seen))
 
     def scalar(
         self, name: str, source: str = "backlight", *, attempt: int | None = None, rank: int | None = None
@@ -212,7 +228,7 @@ class Run:
         return Scalar(np.array(order, dtype=np.int64), values_S, _unit(name, source))
 
     def spread(self, name: str, source: str = "backlight", *, attempt: int | None = None) -> Spread:
-        """Return a scalar of every rank over global steps, as each rank logged it: its own loss, its own norm.
+        """Return a scalar of every rank over global steps, as each logged it: its own loss, its own norm.
 
         Where two attempts hold a step, the later one counts.
         """

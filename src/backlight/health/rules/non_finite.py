@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from backlight.health import wording
+from backlight.health.apart import SHOWN, blamed
 from backlight.health.scoring import skipped_steps, total_norms
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
@@ -28,11 +29,10 @@ def non_finite(run: Run, limits: Thresholds) -> Iterator[Finding]:
     loss = run.scalar("loss")
     bad_loss = [int(s) for s, v in zip(loss.steps, loss.values, strict=True) if not np.isfinite(v)]
     bad_loss = [step for step in bad_loss if step not in skipped]
-    frame = run.frame("gradient", "non_finite")
-    ill_SP = frame.measured & (frame.values > 0) & ~np.isin(frame.steps, list(skipped))[:, None]
+    frame, ill_SP, local = _first_ill(run, skipped)
     rows = np.flatnonzero(ill_SP.any(axis=1))
     if len(rows):
-        yield _in_gradients(run, frame, ill_SP, rows, loss)
+        yield _in_gradients(run, frame, ill_SP, rows, loss, local)
     elif bad_loss:
         value = float(loss.values[np.searchsorted(loss.steps, bad_loss[0])])
         yield Finding(
@@ -50,15 +50,34 @@ def non_finite(run: Run, limits: Thresholds) -> Iterator[Finding]:
         )
 
 
-def _in_gradients(run: Run, frame: Frame, ill_SP: np.ndarray, rows: np.ndarray, loss: Scalar) -> Finding:
+def _first_ill(run: Run, skipped: set[int]) -> tuple[Frame, np.ndarray, int | None]:
+    """Return gradients and where they are not finite: joined, or of the rank that had such values first."""
+    out = np.array(sorted(skipped), dtype=np.int64)
+
+    def look(rank: int | None) -> tuple[Frame, np.ndarray, int | None]:
+        frame = run.frame("gradient", "non_finite", rank=rank)
+        return frame, frame.measured & (frame.values > 0) & ~np.isin(frame.steps, out)[:, None], rank
+
+    found = look(None)
+    # What ranks do not agree on is not in the joined gradients: there they are asked one by one.
+    ranks = run.attempts[-1].ranks[:SHOWN] if run.attempts and found[0].apart().any() else ()
+    ill = [one for one in (found, *map(look, ranks)) if one[1].any()]
+    return min(ill, key=lambda one: int(one[0].steps[np.flatnonzero(one[1].any(axis=1))[0]]), default=found)
+
+
+def _in_gradients(
+    run: Run, frame: Frame, ill_SP: np.ndarray, rows: np.ndarray, loss: Scalar, local: int | None
+) -> Finding:
     row = int(rows[0])
     step = int(frame.steps[row])
     ill = np.flatnonzero(ill_SP[row])
     measured = np.flatnonzero(frame.measured[row])
     nearest = int(ill[-1])  # backward begins at the loss, so the last in model order is reached first
     name = frame.names[nearest]
-    nan, inf = (int(run.frame("gradient", column).values[row, nearest]) for column in ("nan", "inf"))
-    size = int(run.frame("gradient", "numel").values[row, nearest])
+    nan, inf, size = (
+        int(run.frame("gradient", column, rank=local).values[row, nearest])
+        for column in ("nan", "inf", "numel")
+    )
     before = f"step {int(frame.steps[row - 1])}" if row else "none"
     after = len(frame.steps) - row - 1
     later = len(rows) - 1
@@ -71,6 +90,8 @@ def _in_gradients(run: Run, frame: Frame, ill_SP: np.ndarray, rows: np.ndarray, 
         for i in ill[:-1][::-1][: wording.EVIDENCE_ROWS - 1]
     ]
     evidence += _before(run, frame, row)
+    rank, who, proof = blamed(run, step)
+    evidence += proof
     return Finding(
         rule="non_finite",
         severity=Severity.ERROR,
@@ -79,9 +100,9 @@ def _in_gradients(run: Run, frame: Frame, ill_SP: np.ndarray, rows: np.ndarray, 
             f"{before}), in {wording.share(len(ill), len(measured))} of the measured parameters. All "
             f"parameters of a step are measured together; of those, {name} lies nearest to the loss: {nan} "
             f"NaN and {inf} Inf among its {size} values. {_loss_words(loss, step, evidence)} Not finite at "
-            f"{later} of the {after} recorded steps after it."
+            f"{later} of the {after} recorded steps after it.{' ' if who else ''}{who}"
         ),
-        subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step),
+        subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step, rank=rank),
         evidence=tuple(evidence),
         next_check=_next_check(step),
         refuted_if=(

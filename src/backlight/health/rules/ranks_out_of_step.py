@@ -1,0 +1,45 @@
+"""Rule ``ranks_out_of_step``: a rank has taken fewer or more optimizer steps than the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from backlight.health import wording
+from backlight.health.apart import out_of_step
+from backlight.health.thresholds import Thresholds
+from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.reader import Run
+
+
+@rule("ranks_out_of_step", room="health", thresholds=("apart_steps",))
+def ranks_out_of_step(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Find ranks that have seen another number of backward passes at the same count of optimizer steps."""
+    found = out_of_step(run)
+    if found is None or found.steps < limits.apart_steps:
+        return
+    one = len(found.ranks) == 1
+    who = f"{'Rank' if one else 'Ranks'} {', '.join(map(str, found.ranks[:8]))}"
+    counts = ", ".join(str(found.seen[rank]) for rank in found.ranks[:8])
+    others = [rank for rank in found.seen if rank not in found.ranks]
+    yield Finding(
+        rule="ranks_out_of_step",
+        severity=Severity.ERROR,
+        claim=(
+            f"{who} had seen {counts} backward passes when step {found.step} ended, the others "
+            f"{found.common}: until then {'it has' if one else 'they have'} skipped an optimizer step that "
+            "the others took, or taken one more, or accumulated otherwise. From there on, at "
+            f"{wording.plural(found.steps, 'recorded step')}, equal step numbers are not equal steps: shards "
+            "cannot be joined, and replicas that step apart drift apart."
+        ),
+        subject=Subject(step=found.step, rank=found.ranks[0] if one else None),
+        evidence=tuple(
+            Evidence(f"scalars/backwards_seen, rank {rank}", found.step, found.seen[rank], "1")
+            for rank in (*found.ranks[:4], *others[:2])
+        ),
+        next_check=(
+            "Look for a condition around optimizer.step() that a rank decides alone (its loss, its shard of "
+            "the gradients, an empty batch): reduce it over all ranks first."
+        ),
+        refuted_if="the script lets ranks accumulate different numbers of microbatches for the same step.",
+    )

@@ -1,0 +1,134 @@
+"""Rule ``replicas_differ``: ranks that hold the same parameter have other gradients or other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.health import wording
+from backlight.health.apart import SHOWN, out_of_step
+from backlight.health.thresholds import Thresholds
+from backlight.records import Evidence, Finding, Layout, Severity, Subject
+from backlight.registry import rule
+from backlight.store.frames import placement
+from backlight.store.reader import Frame, Run
+
+Bools = NDArray[np.bool_]
+
+COLUMNS = (("gradient", "norm", "gradient"), ("update", "weight_norm", "weight"))
+"""What is compared, in this order: weights drift where gradients do."""
+
+
+class _Worst(NamedTuple):
+    """The parameter and step at which ranks are furthest apart, and what each of them had."""
+
+    name: str
+    step: int
+    by_rank: dict[int, float]
+    sizes: set[int]
+
+
+@rule("replicas_differ", room="health", thresholds=("apart_steps",), needs=("gradient",))
+def replicas_differ(run: Run, limits: Thresholds) -> Iterator[Finding]:
+    """Find whole or replicated parameters of which ranks measured different norms at the same step."""
+    if not run.attempts or len(run.attempts[-1].ranks) < 2:
+        return
+    late = out_of_step(run)
+    for series, column, unit in COLUMNS:
+        if not run.has(series):
+            continue
+        frame = run.frame(series, column, attempt=run.attempts[-1].index)
+        apart_SP = frame.apart() & _replicated(run, frame, series)
+        if late is not None:
+            apart_SP &= (frame.steps < late.step)[:, None]
+        if apart_SP.any(axis=1).sum() >= limits.apart_steps:
+            yield _finding(run, frame, apart_SP, series, column, unit)
+            return
+
+
+def _replicated(run: Run, frame: Frame, series: str) -> Bools:
+    layouts = {p.name: placement(p, series).layout for p in run.parameters()}
+    same = {Layout.WHOLE, Layout.REPLICATE}
+    return np.array([layouts.get(name) in same for name in frame.names], dtype=bool)
+
+
+def _finding(run: Run, frame: Frame, apart_SP: Bools, series: str, column: str, unit: str) -> Finding:
+    columns = np.flatnonzero(apart_SP.any(axis=0))
+    known = int((frame.measured | apart_SP).any(axis=0).sum())
+    first = int(frame.steps[np.flatnonzero(apart_SP.any(axis=1))[0]])
+    steps = int(apart_SP.any(axis=1).sum())
+    worst = _worst(run, apart_SP, frame, series, column)
+    what = "gradients" if series == "gradient" else "weights"
+    said = ", ".join(f"{wording.number(v)} on rank {r}" for r, v in list(worst.by_rank.items())[:4])
+    everything = len(columns) == known
+    if len(worst.sizes) > 1:
+        cause = "They are of different sizes, so that they only share their name."
+        check = "Give the tensors of each rank names of their own, or shard them by DTensor."
+    elif everything and series == "gradient":
+        cause = (
+            "Nothing reduces the gradients before the optimizer steps: each rank trains by its own batches."
+        )
+        check = (
+            "Check that the model that is called is the one that DistributedDataParallel returned, and that "
+            "the last backward before a step runs outside no_sync()."
+        )
+    elif series == "gradient":
+        cause = "The others agree, so that these are left out of the reduction."
+        check = (
+            "Look for parameters that wanted no gradient when DDP was built, that were added later, or that "
+            "DDP was told to ignore: build DDP after all of them want gradients."
+        )
+    else:
+        cause = (
+            "Their gradients agree, so that they began apart or something else than the gradient moved them."
+        )
+        check = (
+            "Broadcast the weights of rank 0 before the training; look for what is done on one rank only: "
+            "loading a checkpoint, an initialisation, a hook of the optimizer."
+        )
+    return Finding(
+        rule="replicas_differ",
+        severity=Severity.WARNING if everything else Severity.ERROR,
+        claim=(
+            f"Ranks that hold the same parameters have other {what}: {wording.share(len(columns), known)} of "
+            f"the parameters, at {wording.plural(steps, 'recorded step')} from step {first} on. Furthest apart "
+            f"is {worst.name} at step {worst.step}: norm {said}. {cause}"
+        ),
+        subject=Subject(parameter=worst.name, module=wording.modules_of(run).get(worst.name), step=first),
+        evidence=tuple(
+            Evidence(f"series/{series}/{column}/{worst.name}, rank {r}", worst.step, wording.plain(v), unit)
+            for r, v in list(worst.by_rank.items())[: wording.EVIDENCE_ROWS]
+        ),
+        next_check=check,
+        refuted_if="the ranks are meant to train apart, or to be brought together only now and then.",
+    )
+
+
+def _worst(run: Run, apart_SP: Bools, frame: Frame, series: str, column: str) -> _Worst:
+    ranks = run.attempts[-1].ranks[:SHOWN]
+    attempt = run.attempts[-1].index
+    found = np.full((len(ranks), *apart_SP.shape), np.nan)
+    for i, rank in enumerate(ranks):
+        local = run.frame(series, column, attempt=attempt, rank=rank)
+        _, here, there = np.intersect1d(frame.steps, local.steps, return_indices=True)
+        found[i][here] = np.where(local.measured[there], local.values[there], np.nan)
+    finite = np.isfinite(found)
+    high = np.where(finite, found, -np.inf).max(axis=0)
+    low = np.where(finite, found, np.inf).min(axis=0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.where(apart_SP & (finite.sum(axis=0) > 1), (high - low) / np.maximum(high, 1e-300), -1.0)
+    s, p = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+    if ratio[s, p] < 0:  # none of the ranks looked at has a number that can be compared
+        s, p = np.argwhere(apart_SP)[0]
+    name = frame.names[p]
+    sizes = {
+        int(local.values[row[0], p])
+        for rank in ranks
+        if (local := run.frame(series, "numel", attempt=attempt, rank=rank)).measured.any()
+        and len(row := np.flatnonzero(local.measured[:, p]))
+    }
+    by_rank = {rank: float(found[i, s, p]) for i, rank in enumerate(ranks) if not np.isnan(found[i, s, p])}
+    return _Worst(name, int(frame.steps[s]), by_rank, sizes)

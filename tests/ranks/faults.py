@@ -1,0 +1,166 @@
+"""Trainings on two ranks in which one of them does what the other does not; started by torchrun.
+
+torchrun --nproc-per-node 2 faults.py FOLDER FAULT[,FAULT...]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import backlight
+from ranks.network import batch, build, loss_of
+from ranks.trainings import FOLDER, Training, report, sharded
+
+FAULTS: dict[str, Callable[[], Training]] = {}
+BAD = 2
+"""The step at which something happens, on rank 1."""
+
+
+def fault(make: Callable[[], Training]) -> Callable[[], Training]:
+    FAULTS[make.__name__] = make
+    return make
+
+
+def wrapped(**options: Any) -> Any:
+    return DistributedDataParallel(build(), find_unused_parameters=True, **options)
+
+
+def here(step: int) -> bool:
+    return step == BAD and dist.get_rank() == 1
+
+
+class _BadBatch(Training):
+    """The loss of one batch is infinite."""
+
+    def loop(self) -> None:
+        for step in range(4):
+            self.optimizer.zero_grad()
+            tokens, target = (t.chunk(self.shares)[self.share] for t in batch(step))
+            loss = loss_of(self.model(tokens), target) * (float("inf") if here(step) else 1.0)
+            loss.backward()
+            self.optimizer.step()
+
+
+@fault
+def nan_ddp() -> Training:
+    return _BadBatch(wrapped())
+
+
+class _BadShard(Training):
+    def before_step(self, step: int) -> None:
+        if here(step):
+            self.model.block.up.weight.grad.to_local()[0, 0] = float("nan")
+
+
+@fault
+def nan_shard() -> Training:
+    return _BadShard(sharded())
+
+
+class _Skipping(Training):
+    """One rank leaves a step out."""
+
+    def loop(self) -> None:
+        for step in range(6):
+            self.optimizer.zero_grad()
+            tokens, target = (t.chunk(self.shares)[self.share] for t in batch(step))
+            loss_of(self.model(tokens), target).backward()
+            if not here(step):
+                self.optimizer.step()
+
+
+@fault
+def skip_shard() -> Training:
+    return _Skipping(sharded())
+
+
+@fault
+def skip_ddp() -> Training:
+    return _Skipping(wrapped())
+
+
+@fault
+def unreduced() -> Training:
+    """No rank knows of the others."""
+    return Training(build())
+
+
+@fault
+def nan_unreduced() -> Training:
+    return _BadBatch(build())
+
+
+@fault
+def thawed() -> Training:
+    """A layer that was frozen when DDP was built is not reduced by it."""
+    model = build()
+    model.block.up.requires_grad_(False)
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    model.block.up.requires_grad_(True)
+    return Training(ddp)
+
+
+class _Moved(Training):
+    """One rank moves a weight by itself."""
+
+    def before_step(self, step: int) -> None:
+        if dist.get_rank() == 1 and step == 0:
+            with torch.no_grad():
+                self.model.module.unused.weight.mul_(1.5)
+
+
+@fault
+def moved() -> Training:
+    training = _Moved(wrapped())
+    nn.init.ones_(training.model.module.unused.weight)
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.01)
+    return training
+
+
+@fault
+def healthy() -> Training:
+    return Training(wrapped())
+
+
+@fault
+def healthy_shard() -> Training:
+    return Training(sharded())
+
+
+class _Destroyed(Training):
+    """The process group is destroyed while the watch goes on, and each rank trains on alone."""
+
+    def loop(self) -> None:
+        super().loop()
+        if not dist.is_initialized():
+            return
+        dist.barrier()
+        dist.destroy_process_group()
+        self.model = self.model.module
+        self.shares, self.share = 1, 0
+        super().loop()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for name in sys.argv[2].split(","):
+        if name == "destroyed":
+            torch.manual_seed(0)
+            training = _Destroyed(wrapped())
+            with backlight.watch(training.model, training.optimizer, run=FOLDER / name, every=1):
+                training.loop()
+            (FOLDER / f"{name}-{training.share}-ended").write_text("")
+            return
+        report(name, FAULTS[name])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

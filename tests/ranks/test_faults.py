@@ -1,0 +1,153 @@
+"""What one rank does and the others do not: the training goes on as it would have, and the run says it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backlight.records import Finding, Severity
+from backlight.session.judge import judge
+from backlight.store.reader import Run, open_run
+from ranks.launching import HERE, torchrun
+
+DIAGONAL = ("nan_ddp", "skip_shard", "thawed", "healthy", "healthy_shard")
+REST = ("nan_shard", "skip_ddp", "unreduced", "nan_unreduced", "moved")
+WAYS = [*DIAGONAL, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all trainings that a selected test needs, in one launch."""
+    made = tmp_path_factory.mktemp("faults")
+    every = any(
+        item.get_closest_marker("full") for item in request.session.items if item.fspath == request.fspath
+    )
+    names = [*DIAGONAL, *(REST if every else ()), *(["destroyed"] if every else ())]
+    torchrun(2, HERE / "faults.py", made, ",".join(names))
+    return made
+
+
+def found(run: Run, rule: str) -> list[Finding]:
+    return [finding for finding in judge(run) if finding.rule == rule]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_training_goes_on_as_it_would_have(name: str, folder: Path) -> None:
+    for rank in range(2):
+        seen: dict[str, Any] = json.loads((folder / f"{name}-{rank}.json").read_text())
+        assert seen["same"]
+        assert not seen["warnings"]
+        assert seen["collectives"][0] == seen["collectives"][1]
+
+
+def test_a_bad_batch_is_laid_to_the_rank_that_had_it(folder: Path) -> None:
+    run = open_run(folder / "nan_ddp")
+    (finding,) = found(run, "non_finite")
+    assert (finding.subject.step, finding.subject.rank) == (2, 1)
+    assert "Only the loss of rank 1 of 2 was not finite" in finding.claim
+    assert "scalars/loss, rank 1" in {e.path for e in finding.evidence}
+    assert run.spread("loss").first_non_finite() == (2, (1,))
+    gradient = run.frame("gradient", "non_finite", rank=0)  # by then all ranks have it
+    assert gradient.values[2].sum() > 0
+
+
+@pytest.mark.full
+def test_a_nan_in_a_shard_is_counted_once_and_laid_to_its_rank(folder: Path) -> None:
+    run = open_run(folder / "nan_shard")
+    frame = run.frame("gradient", "nan")
+    assert frame.values[2, frame.names.index("block.up.weight")] == 1
+    assert np.isnan(run.frame("gradient", "norm").values[2, frame.names.index("block.up.weight")])
+    assert np.isnan(run.scalar("total_norm").values[2])
+    (finding,) = found(run, "non_finite")
+    assert (finding.subject.step, finding.subject.rank) == (2, 1)
+    assert "Only rank 1 (1) of 2 held such values" in finding.claim
+
+
+@pytest.mark.full
+def test_a_nan_that_nothing_reduces_is_found_where_it_is(folder: Path) -> None:
+    run = open_run(folder / "nan_unreduced")
+    (finding,) = found(run, "non_finite")
+    assert (finding.subject.step, finding.subject.rank) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["skip_shard", pytest.param("skip_ddp", marks=pytest.mark.full)])
+def test_a_rank_that_skips_a_step_is_named_and_nothing_of_it_is_joined(name: str, folder: Path) -> None:
+    run = open_run(folder / name)
+    (finding,) = found(run, "ranks_out_of_step")
+    assert finding.severity is Severity.ERROR
+    assert (finding.subject.step, finding.subject.rank) == (2, 1)
+    assert [e.value for e in finding.evidence] == [4, 3]
+    assert not found(run, "replicas_differ")
+    frame = run.frame("gradient", "norm")
+    trained = [p for p, name in enumerate(frame.names) if not name.startswith("unused")]
+    assert frame.measured[:2, trained].all()
+    # Rank 0 alone has the last step: whole parameters are known by it, shards are not.
+    assert not frame.measured[2:5, trained].any()
+    assert set(run.scalar("total_norm").steps) == ({0, 1} if name == "skip_shard" else {0, 1, 5})
+
+
+def test_a_parameter_that_ddp_does_not_reduce_is_found(folder: Path) -> None:
+    run = open_run(folder / "thawed")
+    (finding,) = found(run, "replicas_differ")
+    assert finding.severity is Severity.ERROR
+    assert finding.subject.parameter in {"block.up.weight", "block.up.bias"}
+    assert "2 of 8 (25 %) of the parameters, at 4 recorded steps" in finding.claim
+    assert "left out of the reduction" in finding.claim
+    one, other = (e.value for e in finding.evidence)
+    assert one != other
+    frame = run.frame("gradient", "norm")
+    measured = {name for p, name in enumerate(frame.names) if frame.measured[:, p].any()}
+    assert measured == {"embed.weight", "gate", "block.norm.weight", "block.norm.bias"} | {
+        "block.down.weight",
+        "block.down.bias",
+    }
+
+
+@pytest.mark.full
+def test_ranks_that_train_alone_are_told(folder: Path) -> None:
+    (finding,) = found(open_run(folder / "unreduced"), "replicas_differ")
+    assert finding.severity is Severity.WARNING
+    assert "Nothing reduces the gradients" in finding.claim
+
+
+@pytest.mark.full
+def test_a_weight_that_one_rank_moves_is_found(folder: Path) -> None:
+    (finding,) = found(open_run(folder / "moved"), "replicas_differ")
+    assert finding.subject.parameter == "unused.weight"
+    assert "have other weights: 1 of 10" in finding.claim
+    assert "norm 2 on rank 0, 3 on rank 1" in finding.claim
+
+
+@pytest.mark.parametrize("name", ["healthy", "healthy_shard"])
+def test_healthy_twins_are_silent(name: str, folder: Path) -> None:
+    assert not [
+        f for f in judge(open_run(folder / name)) if f.rule.startswith(("ranks", "replicas", "non_f"))
+    ]
+
+
+@pytest.mark.full
+def test_a_group_that_is_destroyed_early_costs_nothing(folder: Path) -> None:
+    assert {p.name for p in folder.glob("destroyed-*-ended")}
+    run = open_run(folder / "destroyed")
+    assert run.series_steps("gradient").tolist() == list(range(8))
+    assert not run.losses
+
+
+def test_how_far_each_rank_came_is_known(folder: Path) -> None:
+    states = open_run(folder / "skip_shard").ranks()
+    assert [(s.rank, s.status.value, s.last_step) for s in states] == [(0, "finished", 5), (1, "finished", 4)]
+
+
+def test_the_spread_of_a_number_over_ranks(folder: Path) -> None:
+    run = open_run(folder / "healthy_shard")
+    loss, norm = run.spread("loss"), run.spread("total_norm")
+    assert loss.ranks == norm.ranks == (0, 1)
+    np.testing.assert_allclose(loss.values.mean(axis=1), run.scalar("loss").values)
+    np.testing.assert_allclose(np.hypot(*norm.values.T), run.scalar("total_norm").values)
+    assert (loss.apart() > 0).all()
+    np.testing.assert_allclose(loss.apart(), np.ptp(loss.values, axis=1))
+    assert loss.first_non_finite() is None
