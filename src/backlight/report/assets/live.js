@@ -276,7 +276,7 @@ const follow = async () => {
         const head = JSON.parse(await answer.text());
         await turn();
         apply(head);
-        refreshAll().catch(lost);
+        if (head.run) refreshAll().catch(lost);
       } else if (answer.status !== 204) throw new Error(`status ${answer.status}`);
       page.silent = 0;
     } catch {

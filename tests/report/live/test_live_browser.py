@@ -1,0 +1,315 @@
+"""The live page in headless Chromium: it follows a training in place, and takes nothing from who looks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import NEEDS_CHROMIUM, wait
+from growing import Growing
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from synthetic import Plan
+
+from backlight.records import RunStatus
+from backlight.session.live import Live, followed
+from backlight.store.errors import RunFormatError
+from backlight.store.reader import open_run
+
+pytestmark = NEEDS_CHROMIUM
+
+Look = Callable[[Sequence[Path]], webdriver.Chrome]
+
+TRAINING = """
+import select, sys, time
+import torch
+import backlight
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+with backlight.watch(model, optimizer, run=sys.argv[1]):
+    for step in range(10_000):
+        optimizer.zero_grad()
+        data = torch.randn(32, 16)
+        nn.functional.cross_entropy(model(data), data[:, :4].argmax(1)).backward()
+        if step == 60:
+            model[2].weight.grad[0, 0] = float("nan")
+        optimizer.step()
+        time.sleep(0.03)
+        if select.select([sys.stdin], [], [], 0)[0]:
+            break
+"""
+
+
+@pytest.fixture
+def look(browser: webdriver.Chrome) -> Iterator[Look]:
+    """Serve runs and open their page; at the end the console is silent and no other host was asked."""
+    served: list[tuple[Live, threading.Thread]] = []
+
+    def opened(paths: Sequence[Path]) -> webdriver.Chrome:
+        live = Live(followed(paths))
+        thread = threading.Thread(target=live.run)
+        thread.start()
+        served.append((live, thread))
+        browser.get_log("browser")
+        browser.get_log("performance")
+        features = [
+            {"name": "prefers-color-scheme", "value": "light"},
+            {"name": "prefers-reduced-motion", "value": "reduce"},
+        ]
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        browser.get(live.address)
+        return browser
+
+    yield opened
+    complaints = [entry["message"] for entry in browser.get_log("browser")]
+    asked = {tuple(request["url"].split("/")[:3]) for request in requests(browser)}
+    methods = {request["method"] for request in requests(browser)}
+    browser.get("about:blank")
+    for live, thread in served:
+        live.close()
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    assert complaints == []
+    assert {host for scheme, _, host in asked if scheme.startswith("http")} <= {
+        f"127.0.0.1:{live.server.port}" for live, _ in served
+    }
+    assert methods <= {"GET"}
+
+
+def requests(driver: webdriver.Chrome) -> list[dict[str, Any]]:
+    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    return [m["params"]["request"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+
+
+def fact(driver: webdriver.Chrome, name: str) -> str:
+    return str(driver.execute_script(f"return document.documentElement.dataset.{name} ?? ''"))
+
+
+def until_version(driver: webdriver.Chrome, after: str = "") -> str:
+    """Wait until everything on the screen is as new as a version after ``after``."""
+    wait(driver, lambda d: fact(d, "ready") == "yes" and fact(d, "version") not in {"", after})
+    return fact(driver, "version")
+
+
+def figure(driver: webdriver.Chrome, label: str) -> str:
+    return str(
+        driver.execute_script(
+            "return [...document.querySelectorAll('.figures > div')]"
+            ".find((d) => d.querySelector('dt').textContent === arguments[0])"
+            "?.querySelector('dd').textContent ?? ''",
+            label,
+        )
+    )
+
+
+@pytest.mark.alone
+def test_it_follows_a_training_from_an_empty_folder_to_its_end(look: Look, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    driver = look([path])
+    wait(driver, lambda d: fact(d, "stand") == "waiting")
+    assert "no run began" in driver.find_element(By.ID, "saying").text
+    path.rmdir()
+    training = subprocess.Popen([sys.executable, "-c", TRAINING, str(path)], stdin=subprocess.PIPE)
+    try:
+        wait(driver, lambda d: fact(d, "stand") == "live", 60)
+        until_version(driver)
+        seen = int(figure(driver, "steps recorded") or 0)
+        wait(driver, lambda d: int(figure(d, "steps recorded") or 0) > seen)
+        assert driver.find_elements(By.CSS_SELECTOR, "#panel-total_norm canvas")
+        stored = stored_at(path, 60)
+        wait(driver, lambda d: d.find_elements(By.CSS_SELECTOR, "article.finding.error"), 30)
+        assert time.monotonic() - stored < 2.0
+        assert "first time at step 60" in driver.find_element(By.CSS_SELECTOR, "article.finding h3").text
+        assert "fresh" in driver.find_element(By.CSS_SELECTOR, "article.finding").get_attribute("class")
+        assert training.poll() is None
+    finally:
+        training.communicate(b"end\n", timeout=60)
+    assert training.returncode == 0
+    wait(driver, lambda d: fact(d, "stand") == "ended", 30)
+    until_version(driver)
+    time.sleep(0.5)
+    requests(driver)
+    time.sleep(1.5)
+    assert requests(driver) == []
+
+
+def stored_at(path: Path, step: int) -> float:
+    """Wait until ``step`` is in the run folder and return when it was seen there."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            if open_run(path).last_step() >= step:
+                return time.monotonic()
+        except RunFormatError:
+            pass
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was never stored")
+
+
+def test_what_somebody_does_stays_while_the_run_grows(look: Look, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run", Plan(steps=400, blocks=2))
+    run.steps(120)
+    driver = look([run.path])
+    version = until_version(driver)
+    search = driver.find_element(By.ID, "search")
+    search.send_keys("mlp")
+    driver.find_element(By.CSS_SELECTOR, "#roster tbody tr[data-row='9'] button").click()
+    driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over").send_keys("+")
+    chip = driver.find_element(By.CSS_SELECTOR, "button.range")
+    wait(driver, lambda d: chip.is_displayed())
+    said = chip.text
+    entry = driver.find_element(By.CSS_SELECTOR, "#panel-phases .legend-entry")
+    driver.execute_script(
+        "arguments[0].click(); scrollTo(0, document.querySelector('#panel-updates').offsetTop)", entry
+    )
+    place = "return document.querySelector('#panel-updates').getBoundingClientRect().top"
+    before = driver.execute_script(place)
+    nodes = driver.execute_script("return document.getElementsByTagName('*').length")
+    for _ in range(4):
+        run.steps(20)
+        version = until_version(driver, version)
+    assert abs(driver.execute_script(place) - before) <= 2
+    assert chip.text == said
+    assert search.get_attribute("value") == "mlp"
+    assert driver.find_element(By.CSS_SELECTOR, ".detail h3").text == run.names[9]
+    assert entry.get_attribute("aria-pressed") == "false"
+    assert figure(driver, "steps recorded") == "200"
+    # What is on the page is replaced, not piled up.
+    assert driver.execute_script("return document.getElementsByTagName('*').length") <= 1.05 * nodes
+    chip.click()
+    wait(driver, lambda d: not chip.is_displayed())
+    run.close()
+
+
+def test_panels_far_from_the_screen_are_brought_up_to_date_when_they_come_near(
+    look: Look, tmp_path: Path
+) -> None:
+    run = Growing(tmp_path / "run", Plan(steps=100, blocks=1))
+    run.steps(30)
+    driver = look([run.path])
+    version = until_version(driver)
+    requests(driver)
+    run.steps(10)
+    until_version(driver, version)
+    asked = " ".join(request["url"] for request in requests(driver))
+    assert "/panel/health?" in asked
+    assert "/panel/phases?" not in asked
+    driver.execute_script("document.querySelector('#panel-phases').scrollIntoView({behavior: 'instant'})")
+    wait(driver, lambda d: any("/panel/phases?" in request["url"] for request in requests(d)))
+    run.close()
+
+
+def test_the_heat_map_holds_the_column_that_is_looked_at(look: Look, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run", Plan(steps=200, blocks=1))
+    run.steps(50)
+    driver = look([run.path])
+    version = until_version(driver)
+    choice = driver.find_element(By.ID, "column")
+    for key in (Keys.ARROW_DOWN, Keys.ARROW_DOWN):
+        choice.send_keys(key)
+    wait(driver, lambda d: "exactly zero" in d.find_element(By.CSS_SELECTOR, "#panel-parameters .hint").text)
+    run.steps(20)
+    until_version(driver, version)
+    assert choice.get_attribute("value") == "zero_share"
+    driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over").send_keys(Keys.ARROW_RIGHT)
+    assert "%" in driver.find_element(By.CSS_SELECTOR, ".tip").text
+    run.close()
+
+
+def test_several_runs_and_the_page_of_each(look: Look, tmp_path: Path) -> None:
+    runs = [Growing(tmp_path / name) for name in ("small", "large")]
+    for run in runs:
+        run.steps(20)
+    driver = look([run.path for run in runs])
+    until_version(driver)
+    assert driver.find_element(By.TAG_NAME, "h1").text == "2 runs over each other"
+    legend = "#panel-loss .legend-name"
+    wait(
+        driver,
+        lambda d: [name.text for name in d.find_elements(By.CSS_SELECTOR, legend)] == ["small", "large"],
+    )
+    views = driver.find_elements(By.CSS_SELECTOR, ".views a")
+    assert [view.text for view in views] == ["2 runs", "small", "large"]
+    views[2].click()
+    wait(driver, lambda d: d.title == "● large · backlight")
+    until_version(driver)
+    runs[1].close(RunStatus.FAILED)
+    wait(driver, lambda d: fact(d, "stand") == "ended")
+    assert driver.title == "large · backlight"
+    runs[0].close()
+
+
+def test_light_and_dark(look: Look, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(10)
+    driver = look([run.path])
+    until_version(driver)
+    ground = "return getComputedStyle(document.body).backgroundColor"
+    light = driver.execute_script(ground)
+    driver.find_element(By.CSS_SELECTOR, "button.theme").click()
+    dark = driver.execute_script(ground)
+    assert light == "rgb(244, 245, 247)"
+    assert dark == "rgb(14, 17, 22)"
+    driver.execute_script("try { localStorage.clear() } catch {}")
+    run.close()
+
+
+def test_a_closed_server_is_said_and_what_was_shown_stays(look: Look, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(10)
+    live = Live(followed([run.path]))
+    thread = threading.Thread(target=live.run)
+    thread.start()
+    driver = look([run.path])  # for its checks at the end
+    driver.get(live.address)
+    until_version(driver)
+    live.close()
+    thread.join(timeout=20)
+    wait(driver, lambda d: fact(d, "stand") == "lost")
+    assert "was closed" in driver.find_element(By.ID, "saying").text
+    assert figure(driver, "steps recorded") == "10"
+    driver.get("about:blank")
+    driver.get_log("browser")  # which tells of the refused connection
+    driver.get_log("performance")
+    run.close()
+
+
+def test_a_wrong_token_shows_nothing(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(3)
+    live = Live(followed([run.path]))
+    thread = threading.Thread(target=live.run)
+    thread.start()
+    browser.get(live.address[:-1] + ("a" if live.address[-1] != "a" else "b"))
+    assert browser.find_elements(By.CSS_SELECTOR, "#report, main, noscript") == []
+    assert "403" in browser.page_source  # the browser's own words
+    live.close()
+    thread.join(timeout=20)
+    browser.get("about:blank")
+    browser.get_log("browser")
+    run.close()
+
+
+def test_without_scripts_it_says_what_else_there_is(look: Look, tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(3)
+    driver = look([run.path])
+    driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        driver.refresh()
+        assert "backlight report RUN" in driver.find_element(By.TAG_NAME, "body").text
+    finally:
+        driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    run.close()
