@@ -56,7 +56,7 @@ def test_a_failed_training_fails_the_command(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "backlight", "run", "--slurm", "cluster=local", "--out", "run", "train.py"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
-    assert "torchrun ended with exit code 1; its output is in" in done.stderr
+    assert "failed: torchrun ended with exit code 1; its output is in" in done.stderr
 
 
 @pytest.mark.full

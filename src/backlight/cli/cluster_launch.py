@@ -20,7 +20,7 @@ def launch(
     script: Path | None,
 ) -> int:
     """Submit the watched training as one job, or write its batch script; return the exit code."""
-    from backlight.session.cluster import Job, batch_script, parameters, require, submit
+    from backlight.session.cluster import ENDED, Job, batch_script, parameters, require, submit
     from backlight.session.run_path import default_path
     from backlight.store.filesystem import file_system_type, is_network_type
 
@@ -49,8 +49,9 @@ def launch(
         return 0
     problem = handle.exception()
     if problem is not None:
-        said = str(problem).strip().splitlines() or [type(problem).__name__]
-        print(f"backlight: job {handle.job_id} failed: {said[-1]}", file=sys.stderr)
+        said = [line for line in str(problem).splitlines() if ENDED in line]
+        reason = f": {ENDED}{said[-1].partition(ENDED)[2]}" if said else ""
+        print(f"backlight: job {handle.job_id} failed{reason}; its output is in {job.logs}", file=sys.stderr)
         return 2
     from backlight.cli.summary import after_run
 

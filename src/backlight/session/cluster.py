@@ -30,6 +30,10 @@ GRACE = 30.0
 """Seconds that torchrun has to end when its job is requeued, as Slurm itself waits."""
 
 
+ENDED = "torchrun ended"
+"""How the message of a failed job begins."""
+
+
 class ClusterError(ValueError):
     """A job that cannot be made or submitted; the message says why, and what else can be done."""
 
@@ -326,7 +330,7 @@ class NodeJob:
                 except subprocess.TimeoutExpired:
                     process.kill()
         if code:
-            raise RuntimeError(f"torchrun ended with exit code {code}; its output is in {here.paths.stderr}")
+            raise RuntimeError(f"{ENDED} with exit code {code}")
 
     def checkpoint(self) -> Any:
         """Return what goes on when the job is requeued: the same command, as the next attempt."""
