@@ -80,6 +80,7 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=Settings(Data(40, 80, 200), Training(steps=300, lr=0.1)),
         build=build,
+        effect="no delay",
         expects="",
         ci_expects="",
     ),

@@ -1,0 +1,96 @@
+"""The example of an extension, installed and used through the command line as its users would."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "extension"
+
+SCRIPT = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+x = torch.randn(64, 8)
+y = x.sum(1, keepdim=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+for _ in range(30):
+    optimizer.zero_grad()
+    ((model(x) - y) ** 2).mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build and install the package into a folder of its own, without a network."""
+    folder = tmp_path_factory.mktemp("extension")
+    shutil.copytree(EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    target = folder / "target"
+    done = subprocess.run(
+        [*pip, "--no-build-isolation", "--target", target, folder / "source"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (folder / "train.py").write_text(SCRIPT)
+    return folder
+
+
+def backlight(installed: Path, *arguments: object) -> str:
+    path = os.pathsep.join([str(installed / "target"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = subprocess.run(
+        [sys.executable, "-m", "backlight", *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, check=False, cwd=installed,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run(installed: Path, name: str, rate: float) -> Path:
+    out = installed / name
+    options = ("--every", 1, "--tracker", "lines", "--out", out)
+    backlight(installed, "run", *options, "train.py", rate)
+    return out
+
+
+def test_rule_and_probe_find_the_fault_and_not_the_healthy_twin(installed: Path) -> None:
+    sick, healthy = run(installed, "sick", 0.55), run(installed, "healthy", 0.01)
+    (finding,) = json.loads(backlight(installed, "findings", sick, "--json"))
+    assert finding["rule"] == "oscillating"
+    assert finding["evidence"][0]["value"] > 0.9
+    assert json.loads(backlight(installed, "findings", healthy, "--json")) == []
+    told = [json.loads(line) for line in (sick / "export" / "lines.jsonl").read_text().splitlines()]
+    assert told[29]["oscillation/flipped"] > 0.9
+    assert told[-1]["finding"] == "oscillating"
+    backlight(installed, "report", sick, "--out", installed / "sick.html")
+    assert "Gradients that change their sign" in (installed / "sick.html").read_text()
+
+
+@pytest.mark.full
+def test_doctor_names_what_it_adds_with_its_version(installed: Path) -> None:
+    checks = {check["what"]: check for check in json.loads(backlight(installed, "doctor", "--json"))}
+    for what in (
+        "probe oscillation",
+        "rule oscillating",
+        "panel oscillation",
+        "experiment teacher",
+        "tracker lines",
+    ):
+        assert checks[what]["found"] == "backlight-oscillation 0.1.0"
+        assert checks[what]["state"] == "ok"
+
+
+@pytest.mark.full
+def test_the_experiment_runs(installed: Path) -> None:
+    assert "\nteacher" in backlight(installed, "grok", "list")
+    backlight(installed, "grok", "run", "teacher", "--out", installed / "grok")
+    backlight(installed, "export", installed / "grok", installed / "grok.csv")
+    assert "train_loss" in (installed / "grok.scalars.csv").read_text()
