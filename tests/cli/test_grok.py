@@ -39,7 +39,7 @@ def test_list_and_config(command: Run, tmp_path: Path) -> None:
     assert "nanda" in out
     assert "2301.05217" in out
     found = json.loads(command("grok", "list", "--json")[1])
-    assert {"name", "title", "arxiv", "claim", "expects"} <= set(found[0])
+    assert {"name", "title", "arxiv", "claim", "effect", "expects"} <= set(found[0])
     code, out, _ = command("grok", "config", "nanda", "--preset", "paper", "--set", "training.lr=0.5")
     assert code == 0
     assert "lr: 0.5" in out

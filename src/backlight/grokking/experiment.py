@@ -106,9 +106,9 @@ class Experiment(Generic[S]):
     ``settings()`` is the published setting, ``ci`` a small one that shows the effect in seconds to
     minutes on one core. ``build(settings, seed, device, control)`` makes the task; ``control`` is ""
     or ``"random-labels"``, the same run with the training and test labels shuffled by the seed.
-    ``expects`` is the verdict that the paper's claim implies, "" where the claim is not one of late
-    accuracy; ``ci_expects`` is the verdict that the ci preset gives in most seeds, which may differ.
-    Claims that are no verdict are checked in ``bench/grokking_experiments.py``.
+    ``effect`` names what the paper claims in a few words; ``bench/grokking_experiments.py`` checks it.
+    ``expects`` is the verdict that this claim implies, "" where it is not one of late accuracy;
+    ``ci_expects`` is the verdict that the ci preset gives in most seeds, which may differ.
     """
 
     name: str
@@ -117,6 +117,7 @@ class Experiment(Generic[S]):
     settings: type[S]
     ci: S
     build: Callable[[S, int, torch.device, str], Task]
+    effect: str
     expects: str = "grokking"
     ci_expects: str = "grokking"
 

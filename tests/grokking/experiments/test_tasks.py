@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from backlight.grokking.data.gaussian import closed_form
+from backlight.grokking.data.knowledge import NO_TOKEN
 from backlight.grokking.experiment import EXPERIMENTS
 from backlight.grokking.experiments import doshi, levi, minegishi, nanda, power, thilak, wang
+from backlight.grokking.models.decoder import Decoder
+from backlight.grokking.models.gpt import Gpt
 from backlight.grokking.tasks import quadratic
 from backlight.grokking.tasks.tickets import magnitude_masks, shuffled_masks
 from backlight.grokking.verdicts import GrokkingVerdict
@@ -81,6 +84,7 @@ def test_the_ten_are_there():
         assert experiment.paper.arxiv == ARXIV[name]
         assert experiment.paper.claim
         assert experiment.paper.unclear
+        assert experiment.effect
         # A claim that is no verdict has "" for the paper; a run of the preset always has a verdict.
         assert experiment.expects == "" or GrokkingVerdict(experiment.expects)
         assert GrokkingVerdict(experiment.ci_expects)
@@ -122,6 +126,21 @@ def test_power_reads_permutations_in_the_authors_vocabulary():
     small = power.Settings(model=power.Model(vocabulary=50))
     with pytest.raises(ValueError, match=r"model.vocabulary is 50, expected at least 100"):
         EXPERIMENTS["power"].build(small, 0, CPU, "")
+
+
+def test_the_last_block_alone_at_the_answer_is_the_whole_transformer():
+    torch.manual_seed(0)
+    decoder = Decoder(30, 5, layers=2, width=16, heads=4).double()
+    tokens = torch.randint(30, (20, 5))
+    whole = decoder.blocks(decoder.embed(tokens) + decoder.positions)
+    torch.testing.assert_close(decoder(tokens), decoder.head(whole[:, -1]), rtol=1e-12, atol=1e-12)
+    gpt = Gpt(30, 3, layers=2, width=16, heads=4).double()
+    tokens = torch.randint(30, (20, 3))
+    tokens[::3, 2] = NO_TOKEN
+    whole = gpt.norm(gpt.blocks(gpt.embed(tokens.clamp(min=0)) + gpt.positions(torch.arange(3))))
+    ends = (tokens != NO_TOKEN).sum(1) - 1
+    expected = gpt.head(whole[torch.arange(20), ends])
+    torch.testing.assert_close(gpt(tokens), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,7 +13,7 @@ from rich.table import Table
 def listing(
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
-    """List the experiments: name, what it is, source, the verdicts of the paper's claim and of ci."""
+    """List the experiments: name, what it is, source, its effect, the verdicts of that claim and of ci."""
     from backlight.grokking.experiment import EXPERIMENTS
 
     found = [
@@ -24,6 +24,7 @@ def listing(
             "paper": experiment.paper.title,
             "claim": experiment.paper.claim,
             "unclear": experiment.paper.unclear,
+            "effect": experiment.effect,
             "expects": experiment.expects,
             "ci_expects": experiment.ci_expects,
         }
@@ -33,10 +34,11 @@ def listing(
         print(json.dumps(found, indent=2))
         return
     table = Table(box=None, pad_edge=False)
-    for column in ("name", "experiment", "arXiv", "expects", "ci"):
-        table.add_column(column, no_wrap=column != "experiment")
+    for column in ("name", "experiment", "arXiv", "effect", "expects", "ci"):
+        table.add_column(column, no_wrap=column not in ("experiment", "effect"))
     for one in found:
-        table.add_row(one["name"], one["title"], one["arxiv"], one["expects"] or "-", one["ci_expects"])
+        expects = one["expects"] or "-"
+        table.add_row(one["name"], one["title"], one["arxiv"], one["effect"], expects, one["ci_expects"])
     Console().print(table)
 
 

@@ -140,5 +140,6 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
+        effect="late generalisation, neurons on one wave",
     ),
 )

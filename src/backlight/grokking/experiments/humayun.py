@@ -160,5 +160,7 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
+        effect="late robustness",
+        expects="",
     ),
 )

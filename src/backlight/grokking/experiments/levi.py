@@ -117,5 +117,6 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
+        effect="late generalisation",
     ),
 )

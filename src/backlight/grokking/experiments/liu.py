@@ -60,9 +60,11 @@ class Settings:
 
 
 CI = Settings(
+    # A slow and wide decoder leaves the embedding the time to come into order before all is fitted.
     data=Data(train_size=36),
+    model=Model(hidden=400),
     training=Training(
-        steps=3000, embedding_lr=5e-3, decoder_lr=3e-4, decoder_decay=1.0, log_every=20, thorough_every=20
+        steps=7000, embedding_lr=1e-2, decoder_lr=3e-5, decoder_decay=0.3, log_every=20, thorough_every=20
     ),
 )
 
@@ -131,6 +133,7 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
+        effect="structure with generalisation",
         expects="",
         ci_expects="no-delay",
     ),

@@ -128,5 +128,6 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
+        effect="an early ticket",
     ),
 )

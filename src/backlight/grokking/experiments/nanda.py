@@ -137,5 +137,6 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
+        effect="late generalisation, restricted loss first",
     ),
 )

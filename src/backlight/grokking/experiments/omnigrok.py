@@ -108,5 +108,6 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
+        effect="late generalisation",
     ),
 )

@@ -148,6 +148,7 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
+        effect="late generalisation",
         ci_expects="unstable",
     ),
 )

@@ -137,6 +137,7 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
+        effect="slingshots",
         ci_expects="memorised",
     ),
 )

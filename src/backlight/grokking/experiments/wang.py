@@ -121,6 +121,7 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
+        effect="late in distribution, never out of it",
         ci_expects="censored",
     ),
 )

@@ -23,7 +23,7 @@ from backlight.grokking.gram.gates import Coverage, GramError
 from backlight.grokking.gram.parameters import Measured, eager, modules, refuse_mixing, trainable
 from backlight.grokking.gram.repeats import Repeats
 from backlight.grokking.gram.result import DETAILS, Gram
-from backlight.measure.gram import SCRATCH, combine
+from backlight.measure.gram import SCRATCH, combine, formed
 from backlight.measure.gram import gram as gram_of_pieces
 from backlight.measure.layers import kernel_of
 from backlight.measure.parts import joined, kept
@@ -41,7 +41,7 @@ def gram(
     fallback: bool = True,
     kernel: str = "auto",
     scratch: int = SCRATCH,
-    products: torch.dtype = torch.float64,
+    products: torch.dtype | None = None,
     at_once: int | None = None,
 ) -> Gram:
     """Measure the exact Gram of per-sample gradients, without per-sample gradients.
@@ -66,8 +66,10 @@ def gram(
     scratch
         Bytes that a kernel may have at work.
     products
-        ``torch.float64``, or ``torch.float32`` for a faster Gram of float32 models whose eigenvalues below
-        about 1e-7 of the largest are lost; sums over blocks are float64 in any case.
+        None for the type of the model where per-sample gradients have to be formed, in runs of 64 whose
+        sums go on in float64, and float64 elsewhere: of float32 models, eigenvalues below about 1e-7 of
+        the largest may be lost. ``torch.float64`` keeps them, at half the speed where gradients are
+        formed; ``torch.float32`` multiplies everything in float32.
     at_once
         How many samples go through the model in one pass; None for all. Fewer need the memory of a
         forward and backward pass of so many only, and that of inputs and output gradients, or of
@@ -87,8 +89,8 @@ def gram(
         raise GramError(f"gram: detail must be one of {', '.join(DETAILS)}, got {detail!r}")
     if kernel not in {"auto", "ghost", "chunked"}:
         raise GramError(f"gram: kernel must be auto, ghost or chunked, got {kernel!r}")
-    if products not in {torch.float64, torch.float32}:
-        raise GramError(f"gram: products must be torch.float64 or torch.float32, got {products}")
+    if products not in {None, torch.float64, torch.float32}:
+        raise GramError(f"gram: products must be None, torch.float64 or torch.float32, got {products}")
     if at_once is not None and at_once < 1:
         raise GramError(f"gram: at_once must be at least 1, got {at_once}")
     return Measurement(model, loss_fn, batch, detail, fallback, kernel, scratch, products, at_once).run()
@@ -106,7 +108,7 @@ class Measurement:
         fallback: bool,
         kernel: str,
         scratch: int,
-        products: torch.dtype,
+        products: torch.dtype | None,
         at_once: int | None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -114,6 +116,7 @@ class Measurement:
         self.model, self.loss_fn, self.batch = unwrapped(model), loss_fn, batch
         self.detail, self.fallback, self.kernel, self.scratch = detail, fallback, kernel, scratch
         self.products = products
+        self.rounding = torch.finfo(products or torch.float64).eps
         self.samples = batches.count(batch)
         self.at_once = min(self.samples, at_once or self.samples)
         self.start, self.stop = 0, self.samples
@@ -177,6 +180,8 @@ class Measurement:
         K, parameter.method = gram_of_pieces(
             pieces, kernel=self.kernel, scratch=self.scratch, products=self.products
         )
+        if parameter.method == "chunked" and self.products is None:
+            self.rounding = max(self.rounding, torch.finfo(formed(pieces)).eps)
         parameter.eps = gates.epsilon(precision(pieces), K.device)
         parameter.summands = sum(piece.size() ** 2 for piece in pieces) ** 0.5
         self._keep(parameter, K)
@@ -287,7 +292,7 @@ class Measurement:
             coverage=checks,
             mean_gradient={n: None if g is None else g.detach() / self.samples for n, g in found.items()},
             eps=max(parameter.eps for parameter in self.parameters.values()),
-            rounding=torch.finfo(self.products).eps,
+            rounding=self.rounding,
             _matrices=self._all_matrices(),
             _combine=self.combine,
         )

@@ -58,7 +58,7 @@ class Gram:
     eps:
         Machine epsilon of the coarsest type that gradients came in.
     rounding:
-        Machine epsilon of the type that gradients were multiplied in.
+        Machine epsilon of the coarsest type that gradients were multiplied in.
     """
 
     samples: int

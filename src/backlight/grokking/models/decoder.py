@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from backlight.grokking.models.attention import CausalAttention
+from backlight.grokking.models.attention import CausalAttention, at_places
 
 
 def sinusoids(length: int, width: int) -> Tensor:
@@ -26,9 +26,10 @@ class DecoderBlock(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
         self.feed_forward_norm = nn.LayerNorm(width)
 
-    def forward(self, x_NTD: Tensor) -> Tensor:
-        """Return the next residual stream, [N, T, width]."""
-        x_NTD = self.attention_norm(x_NTD + self.attention(x_NTD))
+    def forward(self, x_NTD: Tensor, places_N: Tensor | None = None) -> Tensor:
+        """Return the next residual stream, [N, T, width]; [N, 1, width] with one place of each sample."""
+        attended = self.attention(x_NTD, places_N)
+        x_NTD = self.attention_norm((x_NTD if places_N is None else at_places(x_NTD, places_N)) + attended)
         result: Tensor = self.feed_forward_norm(x_NTD + self.down(torch.relu(self.up(x_NTD))))
         return result
 
@@ -47,6 +48,11 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_NT: Tensor) -> Tensor:
         """Return the scores at the last position."""
-        x_NTD = self.blocks(self.embed(tokens_NT) + self.positions[: tokens_NT.shape[1]])
-        result: Tensor = self.head(x_NTD[:, -1])
+        n, t = tokens_NT.shape
+        x_NTD = self.embed(tokens_NT) + self.positions[:t]
+        for block in list(self.blocks)[:-1]:
+            x_NTD = block(x_NTD)
+        # The answer is read at the last position, so the last block computes no other.
+        x_N1D = self.blocks[-1](x_NTD, torch.full((n,), t - 1, device=tokens_NT.device))
+        result: Tensor = self.head(x_N1D[:, 0])
         return result

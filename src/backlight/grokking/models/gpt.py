@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from backlight.grokking.data.knowledge import NO_TOKEN
-from backlight.grokking.models.attention import CausalAttention
+from backlight.grokking.models.attention import CausalAttention, at_places
 
 
 class GptBlock(nn.Module):
@@ -20,9 +20,10 @@ class GptBlock(nn.Module):
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x_NTD: Tensor) -> Tensor:
-        """Return the next residual stream, [N, T, width]."""
-        x_NTD = x_NTD + self.attention(self.attention_norm(x_NTD))
+    def forward(self, x_NTD: Tensor, places_N: Tensor | None = None) -> Tensor:
+        """Return the next residual stream, [N, T, width]; [N, 1, width] with one place of each sample."""
+        attended = self.attention(self.attention_norm(x_NTD), places_N)
+        x_NTD = (x_NTD if places_N is None else at_places(x_NTD, places_N)) + attended
         hidden = nn.functional.gelu(self.up(self.feed_forward_norm(x_NTD)), approximate="tanh")
         result: Tensor = x_NTD + self.down(hidden)
         return result
@@ -53,8 +54,9 @@ class Gpt(nn.Module):
         """Return the scores of the answer."""
         places_NT = torch.arange(tokens_NT.shape[1], device=tokens_NT.device).expand_as(tokens_NT)
         x_NTD = self.embed(tokens_NT.clamp(min=0)) + self.positions(places_NT)
-        x_NTD = self.norm(self.blocks(x_NTD))
-        last_N = (tokens_NT != NO_TOKEN).sum(1) - 1
-        picked_ND = x_NTD[torch.arange(len(x_NTD), device=x_NTD.device), last_N]
-        result: Tensor = self.head(picked_ND)
+        for block in list(self.blocks)[:-1]:
+            x_NTD = block(x_NTD)
+        # The answer is read at one position, so the last block computes no other.
+        x_N1D = self.norm(self.blocks[-1](x_NTD, (tokens_NT != NO_TOKEN).sum(1) - 1))
+        result: Tensor = self.head(x_N1D[:, 0])
         return result

@@ -94,4 +94,5 @@ ORACLE = Experiment(
     settings=Settings,
     ci=Settings(),
     build=build,
+    effect="late generalisation",
 )
