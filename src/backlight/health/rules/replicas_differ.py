@@ -94,8 +94,8 @@ def _finding(run: Run, frame: Frame, apart_SP: Bools, series: str, column: str, 
         severity=Severity.WARNING if everything else Severity.ERROR,
         claim=(
             f"Ranks that hold the same parameters have other {what}: {wording.share(len(columns), known)} of "
-            f"the parameters, at {wording.plural(steps, 'recorded step')} from step {first} on. Furthest apart "
-            f"is {worst.name} at step {worst.step}: norm {said}. {cause}"
+            f"the parameters, at {wording.plural(steps, 'recorded step')} from step {first} on. Furthest "
+            f"apart is {worst.name} at step {worst.step}: norm {said}. {cause}"
         ),
         subject=Subject(parameter=worst.name, module=wording.modules_of(run).get(worst.name), step=first),
         evidence=tuple(
