@@ -1,0 +1,108 @@
+"""``backlight query``: SQL over a run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def query(
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    statement: Annotated[
+        str | None, typer.Argument(metavar="SQL", help="One SELECT, in the words of DuckDB.")
+    ] = None,
+    tables: Annotated[
+        bool, typer.Option("--tables", help="List tables and columns with their units.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write all rows to a file, .parquet or .csv.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Most rows of the printed table.")] = 50,
+) -> None:
+    """Ask a run in SQL: its series, scalars, events, findings and parameters are tables.
+
+    For example: backlight query RUN "select parameter, max(norm) from gradient group by all order by 2 desc".
+    The statement can read this run and nothing else, and write nothing.
+
+    Raises
+    ------
+    typer.BadParameter
+        If there is neither a statement nor --tables, or two forms of output are asked for.
+    """
+    from backlight.session import querying
+    from backlight.store.reader import open_run
+
+    if (statement is None) != tables:
+        raise typer.BadParameter("give one SELECT, or --tables for what it can ask about")
+    if as_json + as_csv + (out is not None) > 1:
+        raise typer.BadParameter("--json, --csv and --out exclude one another")
+    run = open_run(path)
+    if statement is None:
+        _print_tables(querying.tables(run), as_json=as_json)
+        return
+    with querying.query(run, statement) as answer:
+        if out is not None:
+            print(querying.write(answer, out, overwrite=overwrite))
+        elif as_csv:
+            querying.print_csv(answer, sys.stdout)
+        elif as_json:
+            listed = [dict(zip(answer.names, row, strict=True)) for row in answer.rows()]
+            print(json.dumps(listed, indent=2, default=str))
+        else:
+            _print_rows(answer, rows)
+
+
+def _print_rows(answer: Any, most: int) -> None:
+    shown = list(itertools.islice(answer.rows(), most + 1))
+    table = Table(box=None, pad_edge=False)
+    for index, name in enumerate(answer.names):
+        numbers = all(isinstance(row[index], (int, float)) for row in shown if row[index] is not None)
+        table.add_column(Text(name), overflow="fold", justify="right" if numbers else "left")
+    for row in shown[:most]:
+        table.add_row(*(_cell(value) for value in row))
+    console = Console()
+    console.print(table)
+    if len(shown) > most:
+        console.print(f"the first {most} rows; --rows N shows more, --out FILE writes all of them")
+
+
+def _cell(value: Any) -> Text:
+    if value is None:
+        return Text("-", style="dim")
+    return Text(f"{value:.6g}" if isinstance(value, float) else str(value))
+
+
+def _print_tables(tables: Any, *, as_json: bool) -> None:
+    from backlight.records import to_json
+
+    if as_json:
+        listed = [
+            {"table": t.name, "meaning": t.meaning, "columns": to_json(t.columns)} for t in tables.values()
+        ]
+        print(json.dumps(listed, indent=2))
+        return
+    console = Console()
+    for known in tables.values():
+        console.print(Text.assemble((known.name, "bold"), f"  {known.meaning}"))
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for column in known.columns:
+            table.add_row(
+                Text(f"  {column.name}"), column.kind, Text(column.unit), Text(column.meaning, style="dim")
+            )
+        console.print(table)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command("query")(query)

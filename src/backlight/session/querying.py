@@ -1,0 +1,172 @@
+"""SQL over a stored run: its tables as views of an in-memory DuckDB that can reach nothing else. No torch.
+
+A view is read when a statement scans it, and only the columns that it needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, TextIO
+
+from backlight.session.judge import findings_of
+from backlight.store import documents
+from backlight.store.arrow import batches, schema_of
+from backlight.store.errors import ExportError
+from backlight.store.reader import Run
+from backlight.store.tables import Table, tables_of
+
+_CONFIGURATION = {
+    # SQL may neither read nor write files, load code, nor look at variables of this process.
+    "enable_external_access": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "python_enable_replacements": "false",
+    "temp_directory": "",
+}
+
+
+class QueryError(ValueError):
+    """A statement that cannot be answered; the message names what there is."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The rows of a statement: names of columns, and an Arrow reader that gives the rows once."""
+
+    names: tuple[str, ...]
+    reader: Any
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows as tuples; None where there is no value."""
+        for batch in self.reader:
+            for row in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+                # Sums of whole numbers come as decimals of 38 digits.
+                yield tuple(_plain(cell) if isinstance(cell, Decimal) else cell for cell in row)
+
+
+def _plain(number: Decimal) -> int | float:
+    return int(number) if number == number.to_integral_value() else float(number)
+
+
+def tables(run: Run) -> dict[str, Table]:
+    """Return what can be asked about, by name; findings as the rules see the run now."""
+    return tables_of(run, lambda: findings_of(run))
+
+
+@contextlib.contextmanager
+def query(run: Run, statement: str) -> Iterator[Answer]:
+    """Answer one SELECT over the tables of a run; the answer can be read inside the ``with``.
+
+    Raises
+    ------
+    QueryError
+        If it is not one SELECT, or DuckDB refuses it: an unknown table or column, wrong SQL.
+    """
+    import duckdb  # noqa: PLC0415 - an optional library
+
+    known = tables(run)
+    connection = duckdb.connect(":memory:", config=_CONFIGURATION)
+    try:
+        for table in known.values():
+            connection.register(table.name, _view(table))
+        connection.execute("SET lock_configuration = true")
+        yield _answered(duckdb, connection, statement, known)
+    finally:
+        connection.close()
+
+
+def _answered(duckdb: Any, connection: Any, statement: str, known: Mapping[str, Table]) -> Answer:
+    try:
+        statements = connection.extract_statements(statement)
+        if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+            raise QueryError(
+                f"expected one SELECT over: {', '.join(known)}; nothing else can be done to a run"
+            )
+        reader = connection.sql(statement).to_arrow_reader(100_000)
+        return Answer(tuple(reader.schema.names), reader)
+    except duckdb.Error as error:
+        raise QueryError(_in_words(str(error), statement, known)) from None
+
+
+def _in_words(said: str, statement: str, known: Mapping[str, Table]) -> str:
+    """Return one line: what DuckDB says, and which names there are."""
+    first = said.strip().splitlines()[0].strip()
+    if "column" in first.casefold() or "Binder Error" in first:
+        asked = [table for name, table in known.items() if name in statement.casefold()] or list(
+            known.values()
+        )
+        there = "; ".join(f"{table.name} has {', '.join(table.names)}" for table in asked)
+    else:
+        there = f"tables: {', '.join(known)}"
+    return f"{first} - {there}"
+
+
+def _view(table: Table) -> Any:
+    """Return what DuckDB takes for an Arrow dataset; it asks for the columns and the filter of each scan."""
+    import pyarrow as pa  # noqa: PLC0415 - an optional library
+    import pyarrow.dataset as ds  # noqa: PLC0415
+
+    class View(ds.Dataset):  # type: ignore[misc]  # pyarrow has no types
+        def __init__(self) -> None:  # nothing of the base class is used but its name
+            pass
+
+        @property
+        def schema(self) -> Any:
+            return schema_of(table)
+
+        def scanner(self, columns: Any = None, filter: Any = None, **_more: Any) -> Any:
+            chosen = list(table.names if columns is None else columns)
+            # A name that stands in the filter only by chance costs a column, nothing else.
+            wanted = {n for n in table.names if n in chosen or (filter is not None and n in str(filter))}
+            schema = schema_of(table, wanted)
+            reader = pa.RecordBatchReader.from_batches(schema, batches(table, wanted))
+            return ds.Scanner.from_batches(reader, columns=chosen, filter=filter)
+
+    return View()
+
+
+def write(answer: Answer, target: Path, *, overwrite: bool = False) -> Path:
+    """Write an answer to a ``.parquet`` or ``.csv`` file and return it.
+
+    Raises
+    ------
+    ExportError
+        If the ending is not known, the file is there already, or its folder is not.
+    """
+    if target.suffix.lower() not in {".parquet", ".csv"}:
+        raise ExportError(f"{target}: the ending {target.suffix!r} is not known; use .parquet or .csv")
+    if target.exists() and not overwrite:
+        raise ExportError(f"{target}: is there already; choose another name, or overwrite it")
+    if not target.parent.is_dir():
+        raise ExportError(f"{target}: the folder {target.parent} is not there; create it first")
+    temporary = documents.temporary_name(target)
+    try:
+        if target.suffix.lower() == ".csv":
+            with temporary.open("w", encoding="utf-8", newline="") as file:
+                print_csv(answer, file)
+        else:
+            import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
+
+            with pq.ParquetWriter(temporary, answer.reader.schema) as file:
+                for batch in answer.reader:
+                    file.write_batch(batch)
+        documents.sync_file(temporary)
+        documents.publish(temporary, target)
+    except OSError as error:
+        raise ExportError(f"{target}: cannot be written: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def print_csv(answer: Answer, file: TextIO = sys.stdout) -> None:
+    """Write an answer as CSV; no value is an empty field, a measured NaN is ``nan``."""
+    rows = csv.writer(file)
+    rows.writerow(answer.names)
+    rows.writerows(answer.rows())
