@@ -146,7 +146,11 @@ class Targets:
         """Return what backward differentiates by, None where that is on several ranks."""
         if id(tensor) in self._lent:
             return None  # its memory is taken away and given back by FSDP2
-        return tensor if local(tensor) is tensor else self._whole.get(id(tensor))
+        if local(tensor) is tensor:
+            return tensor
+        whole = self._whole.get(id(tensor))
+        # Where FSDP2 meets tensor parallelism, what it makes whole is still one rank's part of a layer.
+        return whole if whole is not None and local(whole) is whole else None
 
     def _spreads(self) -> bool:
         if self._catching.ranks != "auto":
@@ -198,16 +202,14 @@ class Targets:
         Raises
         ------
         SpectraError
-            If one is sharded: its gradient cannot be taken without the hooks that reduce it.
+            If one of the model is sharded, caught here or not: its forward communicates, so that every rank
+            would have to take the extra passes.
         """
-        found = {}
-        for target in self.caught:
-            tensor = self._tensor(target)
-            if tensor is not None:
-                if local(tensor) is not tensor:
-                    raise SpectraError("parameters are sharded; accumulate instead")
-                found[target.name] = tensor
-        return found
+        held = [] if self._table is None else self._table.tensors()
+        if any(local(tensor) is not tensor for tensor in held):
+            raise SpectraError("parameters are sharded; accumulate instead")
+        tensors = ((target.name, self._tensor(target)) for target in self.caught)
+        return {name: tensor for name, tensor in tensors if tensor is not None}
 
     def alone(self) -> torch.nn.Module:
         """Return the model without a wrapper that communicates.
