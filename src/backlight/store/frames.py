@@ -34,6 +34,21 @@ class Frame:
     values: Array
     measured: Mask
     unit: str
+
+    def to_pandas(self, *, wide: bool = True) -> Any:
+        """Return it as ``pandas.DataFrame``: a column per parameter over steps, or one row for each value.
+
+        What was not measured is null; the unit stands in ``attrs["units"]``.
+        """
+        from backlight.store import dataframes  # noqa: PLC0415 - pandas and pyarrow are not everybody's
+
+        return dataframes.as_pandas(dataframes.frame_table(self, wide=wide), "step" if wide else None)
+
+    def to_polars(self, *, wide: bool = True) -> Any:
+        """Return it as ``polars.DataFrame``: ``step`` and a column per parameter, or a row for each value."""
+        from backlight.store import dataframes  # noqa: PLC0415 - polars and pyarrow are not everybody's
+
+        return dataframes.as_polars(dataframes.frame_table(self, wide=wide))
     seen: Mask | None = None
 
     def apart(self) -> Mask:

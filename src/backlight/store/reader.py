@@ -22,6 +22,7 @@ from backlight.store.opening import OpenedAttempt, open_attempt
 from backlight.store.pieces import ArrayInfo
 from backlight.store.ranks import RankFile
 from backlight.store.schema import SCALARS, SERIES, SeriesSchema
+from backlight.store.snapshot import beside, size_of
 
 __all__ = [
     "ArrayInfo",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 CACHE_BYTES = 256 * 1024 * 1024
-"""Bytes of frames that a run keeps, because many rules ask for the same ones."""
+"""Bytes of frames that a run keeps, because many rules ask for the same ones; and of rows, if all fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Run:
         self._opened: list[OpenedAttempt] = [open_attempt(path, entry) for entry in self._manifest.attempts]
         self._files: list[RankFile] = [file for opened in self._opened for file in opened.files]
         self._watchdogs: list[RankFile] = [file for opened in self._opened for file in opened.watchdogs]
+        self._keep_rows()
         self._lost: dict[str, None] = {}
         self._order: tuple[str, ...] | None = None
         self._cache: OrderedDict[tuple[Any, ...], Frame] = OrderedDict()
@@ -92,6 +94,12 @@ class Run:
             reasons = "; ".join(loss for opened in self._opened for loss in opened.losses)
             raise RunFormatError(f"{path}: nothing in this run can be read: {reasons}")
         self.attempts = tuple(_attempt(opened) for opened in self._opened)
+
+    def _keep_rows(self) -> None:
+        # Rules ask for one column after the other; a run that is small enough is read once for all of them.
+        size = sum(size_of(file.path) + size_of(beside(file.path, "-wal")) for file in self._files)
+        for file in self._files:
+            file.keeps = size <= CACHE_BYTES
 
     @property
     def name(self) -> str:
@@ -205,6 +213,23 @@ class Run:
         joined = frames.join_attempts(blocks)
         values = frames.derive(column, joined.columns)
         return self._kept(key, Frame(joined.steps, names, values, joined.measured, unit, joined.seen))
+
+    def to_pandas(self, table: str = "steps", columns: Sequence[str] | None = None) -> Any:
+        """Return a table of :mod:`backlight.store.tables` as ``pandas.DataFrame``.
+
+        ``steps`` has a column per scalar, ``gradient`` a row per step and parameter; ``scalars``, ``events``,
+        ``findings`` (those that were stored), ``parameters`` and ``attempts`` are others. What was not
+        measured is null; units stand in ``attrs["units"]``. An unknown name raises a KeyError.
+        """
+        from backlight.store import dataframes  # noqa: PLC0415 - pandas and pyarrow are not everybody's
+
+        return dataframes.as_pandas(dataframes.table_of(self, table, columns))
+
+    def to_polars(self, table: str = "steps", columns: Sequence[str] | None = None) -> Any:
+        """Return the same as ``polars.DataFrame``."""
+        from backlight.store import dataframes  # noqa: PLC0415 - polars and pyarrow are not everybody's
+
+        return dataframes.as_polars(dataframes.table_of(self, table, columns))
 
     def scalar(
         self, name: str, source: str = "backlight", *, attempt: int | None = None, rank: int | None = None
