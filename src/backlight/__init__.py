@@ -19,6 +19,7 @@ _PUBLIC = {
     "Watch": "backlight.session.watch",
     "collect": "backlight.session.collection",
     "collect_groups": "backlight.session.collection",
+    "findings_of": "backlight.session.judge",
     "gram": "backlight.grokking.gram.composition",
     "open_run": "backlight.store.reader",
     "outer_product": "backlight.measure.outer",
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "collect",
     "collect_groups",
+    "findings_of",
     "gram",
     "open_run",
     "outer_product",
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from backlight.measure.outer import outer_product
     from backlight.records import Evidence, Finding, Severity
     from backlight.session.collection import Pending, collect, collect_groups
+    from backlight.session.judge import findings_of
     from backlight.session.watch import Watch, watch
     from backlight.store.reader import Run, open_run
 

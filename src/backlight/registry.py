@@ -350,3 +350,7 @@ def probe(
         return make
 
     return decorate
+
+
+DISPLAYS: Registry[Callable[[Any], str]] = Registry("display", part="displays")
+"""How something is shown in a notebook, as HTML; by what is shown, which may lie below what shows it."""

@@ -16,8 +16,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from backlight.records import Finding, Made
-from backlight.registry import RULES, Rule, warn
+from backlight.registry import DISPLAYS, RULES, Rule, warn
+from backlight.store import dataframes
+from backlight.store.arrow import to_arrow
 from backlight.store.reader import Frame, Run
+from backlight.store.tables import findings_table
 
 FRAMES_KEPT = 6
 """Columns of series kept in memory while the rules run, since several rules read the same ones."""
@@ -27,9 +30,24 @@ class RuleFailedWarning(UserWarning):
     """A rule that raised: it is left out, the others are judged."""
 
 
+class Findings(list[Finding]):
+    """Findings in order: a list that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        return DISPLAYS["findings"](self)
+
+    def to_pandas(self) -> Any:
+        """Return one row per finding as ``pandas.DataFrame``."""
+        return dataframes.as_pandas(to_arrow(findings_table(lambda: self)))
+
+    def to_polars(self) -> Any:
+        """Return one row per finding as ``polars.DataFrame``."""
+        return dataframes.as_polars(to_arrow(findings_table(lambda: self)))
+
+
 def judge(
     run: Run, thresholds_by_room: Mapping[str, Any] | None = None, made: Made = Made.READER
-) -> list[Finding]:
+) -> Findings:
     """Evaluate every rule of the rooms that watched the run.
 
     Parameters
@@ -78,7 +96,7 @@ def judge(
     return in_order(findings)
 
 
-def findings_of(run: Run, thresholds_by_room: Mapping[str, Any] | None = None) -> list[Finding]:
+def findings_of(run: Run, thresholds_by_room: Mapping[str, Any] | None = None) -> Findings:
     """Judge a run now and join the result with the findings that were stored while it ran.
 
     A stored finding of the same rule about the same parameter and module is replaced by the fresh one,
@@ -101,7 +119,7 @@ def findings_of(run: Run, thresholds_by_room: Mapping[str, Any] | None = None) -
     return in_order([*merged, *kept.values()])
 
 
-def in_order(findings: Iterable[Finding]) -> list[Finding]:
+def in_order(findings: Iterable[Finding]) -> Findings:
     """Sort findings: the most severe first, then by step, those without a step last."""
 
     def place(finding: Finding) -> tuple[int, float, str, str]:
@@ -113,7 +131,7 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
             finding.subject.parameter or "",
         )
 
-    return sorted(findings, key=place)
+    return Findings(sorted(findings, key=place))
 
 
 def thresholds(room: str, recorded: Mapping[str, float] | None = None, given: Any = None) -> Any:

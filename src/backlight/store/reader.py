@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
+from backlight.registry import DISPLAYS
 from backlight.store import frames, holdings, joining
 from backlight.store.errors import RunFormatError
 from backlight.store.frames import Block, Frame
@@ -213,6 +214,10 @@ class Run:
         joined = frames.join_attempts(blocks)
         values = frames.derive(column, joined.columns)
         return self._kept(key, Frame(joined.steps, names, values, joined.measured, unit, joined.seen))
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: status, verdict, curves and findings as they stand."""
+        return DISPLAYS["run"](self)
 
     def to_pandas(self, table: str = "steps", columns: Sequence[str] | None = None) -> Any:
         """Return a table of :mod:`backlight.store.tables` as ``pandas.DataFrame``.

@@ -73,7 +73,7 @@ def tables_of(run: Run, findings: Callable[[], Sequence[Finding]] | None = None)
         Gives the findings of the table ``findings``; without it those that were stored.
     """
     tables = [_series(run, schema) for name, schema in SERIES.items() if run.has(name)]
-    tables += [_steps(run), _scalars(run), _events(run), _findings(findings or run.stored_findings)]
+    tables += [_steps(run), _scalars(run), _events(run), findings_table(findings or run.stored_findings)]
     tables += [_parameters(run), _attempts(run)]
     if run.events(SPECTRA_LAYER):
         tables.append(_spectra(run))
@@ -195,7 +195,8 @@ def _events(run: Run) -> Table:
     return Table("events", "one row per event", columns, lambda _wanted: _listed(columns, rows()))
 
 
-def _findings(findings: Callable[[], Sequence[Finding]]) -> Table:
+def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
+    """Return the table of what ``findings`` gives when its rows are read."""
     columns = (
         TableColumn("rule", TEXT),
         TableColumn("severity", TEXT, "", "info, warning or error"),

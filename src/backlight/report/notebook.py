@@ -1,0 +1,78 @@
+"""A run and its findings as HTML in the cell of a notebook: inline styles and SVG, no scripts, light or dark.
+
+Everything from a run is escaped: no name can become markup.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from backlight.records import Finding, Severity
+from backlight.report.curve import curve
+from backlight.report.source import Source
+from backlight.report.text import count, visible
+from backlight.report.verdict import by_severity, outcome, where
+from backlight.store.reader import Run
+
+MOST = 20
+"""Findings that a cell shows; the rest of them is counted."""
+
+# Seen on white and on black: each has a contrast of 3:1 or more against both.
+_COLOURS = {Severity.ERROR: "#e5484d", Severity.WARNING: "#b8860b", Severity.INFO: "#3b82c4"}
+_TONES = {"error": "#e5484d", "warning": "#b8860b", "info": "#3b82c4", "clear": "#2e8b57"}
+
+
+def run_html(run: Run, findings: Sequence[Finding]) -> str:
+    """Return the verdict, the curves of loss and total norm, and the findings of a run."""
+    source = Source(run, tuple(findings))
+    said = outcome(source)
+    tone = _TONES.get(said.tone, "currentColor")
+    status = " · ".join(part for part in (run.status.value, said.status) if part)
+    parts = [
+        f"<div><strong>{_safe(run.name or 'unnamed run')}</strong> <small>{_safe(status)}</small></div>",
+        f'<div><strong style="color:{tone}">{_safe(said.headline)}.</strong> {_safe(said.detail)}</div>',
+        *(f'<div style="color:{_TONES["warning"]}">Lost: {_safe(loss)}</div>' for loss in said.losses),
+    ]
+    curves = []
+    for name, log in (("loss", False), ("total_norm", True)):
+        scalar = run.scalar(name)
+        if len(scalar.steps):
+            title = name.replace("_", " ")
+            curves.append(curve(title, scalar.steps, scalar.values, unit=scalar.unit, log=log))
+    if curves:
+        parts.append(f'<div style="margin:.4em 0">{" ".join(curves)}</div>')
+    if findings:
+        parts.append(_table(findings))
+    if said.unmeasured:
+        parts.append(f"<small>{count(len(said.unmeasured), 'thing')} not measured: see the report.</small>")
+    parts.append(f"<small>backlight report {_safe(run.path)}</small>")
+    return f'<div style="line-height:1.45">{"".join(parts)}</div>'
+
+
+def findings_html(findings: Sequence[Finding]) -> str:
+    """Return findings as a table, worst first."""
+    if not findings:
+        return "<div>No findings.</div>"
+    return f'<div style="line-height:1.45">{_table(findings)}</div>'
+
+
+def _table(findings: Sequence[Finding]) -> str:
+    rows = []
+    cell = 'style="text-align:left;vertical-align:top;padding:.15em .8em .15em 0"'
+    for finding in by_severity(findings)[:MOST]:
+        place = "; ".join(f"{label} {what}" for label, what in where(finding))
+        colour = _COLOURS[finding.severity]
+        rows.append(
+            f'<tr><td {cell}><strong style="color:{colour}">{finding.severity.value}</strong>'
+            f"</td><td {cell}><code>{_safe(finding.rule)}</code></td><td {cell}>{_safe(finding.claim)}"
+            f"<br><small>{_safe(place)}</small></td><td {cell}>{_safe(finding.next_check)}</td></tr>"
+        )
+    head = "".join(f"<th {cell}>{name}</th>" for name in ("", "rule", "what", "next check"))
+    rest = len(findings) - MOST
+    more = f"<div><small>and {count(rest, 'more finding')}</small></div>" if rest > 0 else ""
+    return f'<table style="border-collapse:collapse"><tr>{head}</tr>{"".join(rows)}</table>{more}'
+
+
+def _safe(text: object) -> str:
+    return html.escape(visible(text), quote=True)

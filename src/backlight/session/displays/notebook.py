@@ -1,0 +1,23 @@
+"""What a notebook shows of a run and of findings: judged now, drawn by the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backlight.records import Finding
+from backlight.registry import DISPLAYS
+from backlight.report.notebook import findings_html, run_html
+from backlight.session.judge import findings_of
+from backlight.store.reader import Run
+
+
+@DISPLAYS.register("run")
+def show_run(run: Run) -> str:
+    """Return a run with its findings as HTML."""
+    return run_html(run, findings_of(run))
+
+
+@DISPLAYS.register("findings")
+def show_findings(findings: Sequence[Finding]) -> str:
+    """Return findings as HTML."""
+    return findings_html(findings)
