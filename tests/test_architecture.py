@@ -28,7 +28,8 @@ names = [
     for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
 ]
 names += ["backlight.session.judge", "backlight.session.comparison", "backlight.session.expression",
-          "backlight.session.reporting", "backlight.session.environment", "backlight.cli.app"]
+          "backlight.session.reporting", "backlight.session.environment", "backlight.session.live",
+          "backlight.cli.app"]
 import backlight.cli
 names += [m.name for m in pkgutil.walk_packages(backlight.cli.__path__, "backlight.cli.")]
 for name in names:

@@ -183,6 +183,23 @@ def test_what_is_sent_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: py
     run.close()
 
 
+def test_a_closer_look_shows_the_steps_as_they_were_recorded(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run", Plan(steps=300, blocks=1))
+    run.steps(300)
+    it = Followed(run.path, lambda of: Source(of, cells=48 * 15), open_run)
+    it.look()
+    whole = json.loads(it.panel("parameters")[1])["data"]  # type: ignore[index]  # there is one
+    assert (whole["exact"], whole["window"]) == (False, False)
+    close = json.loads(it.panel("parameters", between=(100, 139))[1])["data"]  # type: ignore[index]  # there is one
+    assert (close["exact"], close["window"]) == (True, True)
+    np.testing.assert_array_equal(unpack(close["first"]), np.arange(100, 140))
+    recorded = open_run(run.path).frame("gradient", "rms").values[100:140].T
+    np.testing.assert_array_equal(unpack(close["columns"][0]["high"]), recorded)
+    nothing = json.loads(it.panel("parameters", between=(900, 950))[1])  # type: ignore[index]  # there is one
+    assert "missing" in nothing
+    run.close()
+
+
 def test_several_runs_lie_over_each_other(tmp_path: Path) -> None:
     runs = [Growing(tmp_path / "one" / "run"), Growing(tmp_path / "two" / "run"), Growing(tmp_path / "third")]
     for amount, run in zip((10, 20), runs, strict=False):

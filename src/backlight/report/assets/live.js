@@ -20,9 +20,13 @@ const turn = async () => {
 
 const panelUrl = (name, options) => `panel/${encodeURIComponent(name)}?${new URLSearchParams(options)}`;
 
+// The steps that are looked at closely, where the whole run is drawn more coarsely than it was recorded.
+const closely = ({ told, coarse }) =>
+  told.name === "parameters" && coarse && view.zoomed ? { from: Math.max(0, Math.floor(view.range[0])), to: Math.ceil(view.range[1]) } : {};
+
 // A column of the heat map that the page does not hold yet.
 report.column = async (name) => {
-  const answer = await fetch(panelUrl("parameters", { column: name }), { cache: "no-store" });
+  const answer = await fetch(panelUrl("parameters", { column: name, ...closely(shown.get("parameters")) }), { cache: "no-store" });
   const { data } = await answer.json();
   return data.columns.find((column) => column.name === name);
 };
@@ -83,11 +87,12 @@ const words = (part, content) => {
 // Bring one panel to the newest version of the run, if it has news.
 const refresh = async (part) => {
   const { version } = page;
-  const answer = await fetch(panelUrl(part.told.name, { have: part.stamp, column: view.column ?? "" }), { cache: "no-store" });
+  const answer = await fetch(panelUrl(part.told.name, { have: part.stamp, column: view.column ?? "", ...closely(part) }), { cache: "no-store" });
   if (answer.status === 200) {
     const content = JSON.parse(await answer.text());
     part.stamp = answer.headers.get("x-stamp");
     if (content.missing) return;
+    if (content.kind === "parameters" && !content.data.window) part.coarse = !content.data.exact;
     await turn();
     const was = view.range;
     const taken = part.renew ? await part.renew(content.data) : false;
@@ -301,6 +306,16 @@ const open = () => {
   const main = el("main", { id: "top" }, saying, slots.verdict, slots.findings, slots.panels, slots.gaps, el("footer", {}, "Followed by backlight. Nothing here changes the run or leaves this machine."));
   slots.findings.hidden = true;
   document.body.append(top, el("div", { class: "frame" }, slots.nav, main));
+  let soon = null;
+  view.on("range", () => {
+    clearTimeout(soon);
+    soon = setTimeout(() => {
+      const map = shown.get("parameters");
+      if (!map?.coarse) return;
+      map.version = -1;
+      refreshAll().catch(lost);
+    }, 250);
+  });
   addEventListener("scroll", () => (page.scrolled = performance.now()), { passive: true });
   follow();
 };

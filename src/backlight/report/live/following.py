@@ -21,6 +21,7 @@ from backlight.report import verdict
 from backlight.report.encoding import script_json
 from backlight.report.frames import ParameterFrames
 from backlight.report.live.standing import EMPTY, READING, Stand, Standing, stand_of
+from backlight.report.live.window import window
 from backlight.report.page import head, panel_data
 from backlight.report.panel import Drawn, NotMeasured, Panel, in_order
 from backlight.report.source import Source
@@ -201,10 +202,13 @@ class Followed:
             self._head = (self.version, told)
             return told
 
-    def panel(self, name: str, *, have: str = "", column: str = "") -> tuple[str, str] | None:
+    def panel(
+        self, name: str, *, have: str = "", column: str = "", between: tuple[int, int] | None = None
+    ) -> tuple[str, str] | None:
         """Return a stamp of a panel and its content as JSON, or None where ``have`` is that stamp.
 
-        ``column`` is the one column of the heat map whose values are wanted.
+        ``column`` is the one column of the heat map whose values are wanted, ``between`` the first and the
+        last step that it is to show, so that these are shown more closely; None for the whole run.
 
         Raises
         ------
@@ -216,9 +220,13 @@ class Followed:
             if known.version != self.version and self.source is not None:
                 known = Rendered(known.panel, known.panel.render(self.source), self.version)
                 self._rendered[name] = known
-            content = panel_data(known.panel, known.result)
+            result = known.result
+            closely = isinstance(result, Drawn) and result.kind == "parameters" and between is not None
+            if closely and between is not None and self.source is not None:
+                result = known.panel.render(window(self.source, *between))
+            content = panel_data(known.panel, result)
         if content.get("kind") == "parameters":
-            content["data"] = _one_column(content["data"], column)
+            content["data"] = {**_one_column(content["data"], column), "window": closely}
         text = script_json(content)
         stamp = hashlib.sha256(text.encode("ascii")).hexdigest()[:20]
         return None if stamp == have else (stamp, text)
@@ -257,7 +265,8 @@ def _one_column(data: dict[str, Any], wanted: str) -> dict[str, Any]:
 def _files(path: Path) -> Iterator[tuple[str, int, int]]:
     """Yield what tells whether a run changed: its files with time and size."""
     try:
-        entries = list(os.scandir(path))
+        with os.scandir(path) as found:
+            entries = list(found)
     except OSError:
         return
     for entry in entries:

@@ -53,7 +53,9 @@ class Subject(Protocol):
     def head(self) -> dict[str, Any]:
         """Return everything that the page shows beside the data of its panels."""
 
-    def panel(self, name: str, *, have: str = "", column: str = "") -> tuple[str, str] | None:
+    def panel(
+        self, name: str, *, have: str = "", column: str = "", between: tuple[int, int] | None = None
+    ) -> tuple[str, str] | None:
         """Return a stamp of a panel and its content as JSON, or None where ``have`` is that stamp."""
 
 
@@ -177,6 +179,7 @@ class LiveServer:
                 request.path_params["name"],
                 have=asked.get("have", ""),
                 column=asked.get("column", ""),
+                between=_between(asked.get("from"), asked.get("to")),
             )
         except KeyError:
             return Response(status_code=404)
@@ -205,6 +208,11 @@ def _bound(port: int) -> socket.socket:
             "give another one with --port, or leave it out for one that is free"
         ) from error
     return taken
+
+
+def _between(first: str | None, last: str | None) -> tuple[int, int] | None:
+    ends = _number(first), _number(last)
+    return ends if 0 <= ends[0] <= ends[1] else None
 
 
 def _number(text: str | None) -> int:

@@ -78,7 +78,9 @@ class Several:
             ],
         }
 
-    def panel(self, name: str, *, have: str = "", column: str = "") -> tuple[str, str] | None:
+    def panel(
+        self, name: str, *, have: str = "", column: str = "", between: tuple[int, int] | None = None
+    ) -> tuple[str, str] | None:
         """Return a stamp of a panel and its content as JSON, or None where ``have`` is that stamp.
 
         Raises

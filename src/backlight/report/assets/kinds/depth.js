@@ -41,7 +41,8 @@ KINDS.depth = async (host, { spread: packed }) => {
     host.append(el("div", { class: "slider" }, el("label", { for: "depth-step" }, "Chosen step"), slider, readout));
     const { high } = await grid.planes("rms");
     const show = () => {
-      const bucket = view.bucket ?? grid.first.length - 1;
+      const bucket = Math.min(view.bucket ?? Infinity, grid.first.length - 1);
+      slider.max = String(grid.first.length - 1);
       slider.value = String(bucket);
       readout.textContent = between(grid.first[bucket], grid.last[bucket]) + (grid.exact ? "" : " (largest)");
       for (let row = 0; row < amount; row += 1) chosen[row] = high[row * grid.first.length + bucket];

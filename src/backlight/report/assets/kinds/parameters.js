@@ -97,9 +97,10 @@ KINDS.parameters = async (host, data) => {
     const fill = parameterTable(host, grid);
     return async (later) => {
       const next = await ParameterGrid.read(later);
-      if (next.amount !== grid.amount || next.columns.map(({ name }) => name).join() !== grid.columns.map(({ name }) => name).join()) return false;
+      if (next.amount !== grid.amount || next.columns.map(({ name }) => name).join() !== grid.columns.map(({ name }) => name).join()) return Boolean(later.window);
       await Promise.all(next.columns.filter(({ high }) => high).map(({ name }) => next.planes(name)));
       if (!later.window) view.reaches(next.first[0], next.last.at(-1));
+      if (later.window) next.stats = grid.stats; // the table is about the whole run
       grid.take(next);
       await renew();
       if (!later.window) fill();

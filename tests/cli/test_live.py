@@ -1,0 +1,131 @@
+"""``backlight open`` and ``backlight top`` as commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+BACKLIGHT = [sys.executable, "-m", "backlight"]
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; from backlight.cli.app import main; main(sys.argv[1:])"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
+    from growing import Growing  # found beside the tests of the report
+
+    grown = Growing(tmp_path_factory.mktemp("live") / "run")
+    grown.steps(30, broken=2)
+    grown.close()
+    return grown.path
+
+
+def told(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*BACKLIGHT, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_one_frame_is_printed_without_torch(run: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "top", "--once", str(run)],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "● ended" in done.stdout
+    assert "non finite" in done.stdout
+
+
+def test_the_terminal_is_left_by_q_and_the_last_frame_stays(tmp_path: Path) -> None:
+    pty = pytest.importorskip("pty")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [*BACKLIGHT, "top", str(folder)], stdin=follower, stdout=follower, stderr=follower,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}, start_new_session=True,
+    )  # fmt: skip
+    os.close(follower)
+    try:
+        seen = until(leader, b"Waiting for the first step")
+        assert b"\x1b[?1049h" in seen  # a screen of its own
+        os.write(leader, b"q")
+        rest = until(leader, b"Waiting for the first step")
+        assert process.wait(timeout=20) == 0
+        assert b"\x1b[?1049l" in rest
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
+
+
+def until(terminal: int, wanted: bytes) -> bytes:
+    seen = b""
+    end = time.monotonic() + 40
+    while wanted not in seen and time.monotonic() < end:
+        if select.select([terminal], [], [], 0.2)[0]:
+            try:
+                seen += os.read(terminal, 65536)
+            except OSError:
+                break  # the process left
+    assert wanted in seen
+    return seen
+
+
+def test_the_page_is_served_until_the_terminal_says_stop(run: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_TORCH, "open", "--no-browser", str(run)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", line)
+        assert address, line
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPCookieProcessor()
+        )
+        with opener.open(address[0], timeout=20) as page:
+            assert b"<title>run" in page.read()
+            assert "token" not in page.geturl()
+            news = page.geturl() + "news?after=0"
+        with opener.open(news, timeout=30) as answer:
+            assert b"non_finite" in answer.read()
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(news, timeout=20)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_what_cannot_be_opened_is_said_in_one_line(run: Path, tmp_path: Path) -> None:
+    for command in ("open", "top"):
+        done = told(command, tmp_path / "nothing")
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"backlight: {tmp_path}/nothing: there is no such folder")
+        assert done.stderr.count("\n") == 1
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = told("open", "--no-browser", "--port", port, run)
+    assert done.returncode == 2
+    assert f"port {port} of 127.0.0.1" in done.stderr
+    assert "--port" in done.stderr
