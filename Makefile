@@ -8,7 +8,7 @@ ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 TESTS := $(ONE) $(BIN)/python -m pytest -q
 BESIDE := -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-full lint coverage bench docs clean
+.PHONY: demo test test-full lint coverage ways bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo  ## install, train a small transformer on real text, show findings and report
@@ -35,6 +35,9 @@ coverage: $(VENV)/.dev  ## line and branch coverage, watched scripts included
 
 docs: $(VENV)/.dev  ## the documentation site in build/site; its examples run while it is built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+ways: $(VENV)/.dev  ## every room in every way of training; writes the tables of README and docs/ways.md
+	$(ONE) $(BIN)/python tests/ways/table.py
 
 bench: $(VENV)/.dev  ## every claim of speed, side by side with a peer
 	for file in bench/*.py; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$file || exit 1; done

@@ -208,9 +208,11 @@ def grokking(way: Way, folder: Path) -> Outcome:
     note = ""
     if way.whole_only:
         run, said = _geometry(way, folder / "without")
-        assert not [name for name in run.array_names() if name.startswith("gram/")]
+        assert not [name for name in run.array_names() if name.startswith(("gram/", "agop/"))]
         assert not any(f"gradient/{name}" in run.array_names() for name in ("up.weight", "down.weight"))
-        note = f"without measures={{'gather': True}}: {_said(run, said)}"
+        gradients, gram = _said(run, said).split(" | ")
+        assert "a sharded gradient is on this rank in part only; it is not stored" in gradients
+        note = f"without measures={{'gather': True}}: {gram}"
     run, said = _geometry(way, folder / "run", **({"gather": True} if note else {}))
     silent(run, said)
     steps, matrices = run.array("gram/model/matrix")

@@ -69,7 +69,7 @@ def launch(cells: Sequence[Cell], folder: Path) -> dict[Cell, Outcome]:
         check=False,
     )
     results = folder / "outcomes.json"
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1500:]
     return {(room, way): Outcome(word, said) for room, way, word, said in json.loads(results.read_text())}
 
 

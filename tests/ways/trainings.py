@@ -204,16 +204,20 @@ class Sleepy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Pauses:
-    """Seconds that a training sleeps where it loads data, computes its loss, and goes backward."""
+    """Seconds that a training sleeps where it loads data, computes its loss, and goes backward.
+
+    With a step, only its first microbatch sleeps in loss and backward.
+    """
 
     data: float = 0.0
     loss: float = 0.0
     backward: float = 0.0
     step: int | None = None
 
-    def at(self, step: int) -> Pauses:
-        """Return the pauses of one step."""
-        return self if self.step is None or step == self.step else replace(self, loss=0.0, backward=0.0)
+    def at(self, step: int, microbatch: int) -> Pauses:
+        """Return the pauses of one microbatch."""
+        chosen = self.step is None or (step, microbatch) == (self.step, 0)
+        return self if chosen else replace(self, loss=0.0, backward=0.0)
 
 
 def train(
@@ -235,10 +239,10 @@ def train(
     batches = iter(DataLoader(Data(way, steps, pauses.data), batch_size=None))
     torch.manual_seed(7)
     for step in range(steps):
-        now = pauses.at(step)
         optimizer.zero_grad()
         for number in range(way.micro):
             x, y = next(batches)
+            now = pauses.at(step, number)
             last = number == way.micro - 1
             with contextlib.nullcontext() if last else way.waiting(model):
                 with torch.autocast("cpu", way.autocast, enabled=way.autocast is not None):

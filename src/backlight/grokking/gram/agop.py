@@ -40,12 +40,18 @@ def input_agop(
     Raises
     ------
     GramError
-        If inputs are not real, or outputs do not have N rows that depend on them.
+        If inputs are not real, a parameter is sharded, or outputs do not have N rows that depend on inputs.
     """
     if not inputs.is_floating_point() or inputs.dim() < 2 or not inputs.shape[0]:
         raise GramError(
             f"agop: expected real inputs [N, ...] of at least one sample, got {list(inputs.shape)} of "
             f"{inputs.dtype}; of token ids take the embedded input, with function=..."
+        )
+    sharded = next((name for name, p in model.named_parameters() if hasattr(p, "placements")), None)
+    if sharded is not None:
+        raise GramError(
+            f"agop: parameter {sharded!r} is sharded over processes (DTensor), so that every process would "
+            "have to take the same passes; have a watch gather it: measures={'gather': True}"
         )
     n = inputs.shape[0]
     x = inputs.detach().clone().requires_grad_()
