@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -98,8 +99,14 @@ def to_json(record: Any) -> Any:
 
 
 def _known(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    names = {f.name for f in dataclasses.fields(cls)}
+    names = _field_names(cls)
     return {key: value for key, value in data.items() if key in names}
+
+
+@functools.cache
+def _field_names(cls: type[Any]) -> frozenset[str]:
+    # A run of many ranks holds many thousand records.
+    return frozenset(f.name for f in dataclasses.fields(cls))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ What is damaged is left out and said in ``losses``; what is readable is given.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -43,7 +44,8 @@ class Columns:
 class RankFile:
     """One database of one rank of one attempt, as far as it went when it was opened.
 
-    Rows that a living writer adds later are not seen: all that one reader says belongs together.
+    Rows that a living writer adds later are not seen: all that one reader says belongs together. With
+    ``keeps``, the rows of a series stay in memory once they are read.
     """
 
     def __init__(self, path: Path, snapshot: Snapshot, *, attempt: int, rank: int, step_offset: int) -> None:
@@ -55,6 +57,8 @@ class RankFile:
         self._snapshot = snapshot
         self._tables: dict[int, Table] | None = None
         self._positions: dict[str, dict[int, float]] = {}
+        self._sound: dict[str, list[tuple[Any, ...]]] = {}
+        self.keeps = False
         self.last = self._last_rows()
 
     def meta(self) -> dict[str, str]:
@@ -66,7 +70,8 @@ class RankFile:
         if self._tables is None:
             self._tables = {}
             for table, text in self._rows("id, json", "parameter_table", (int, str)):
-                parsed = self._parsed("parameter_table", text, _table)
+                # Ranks that hold the same have the same text: it is parsed once.
+                parsed = self._parsed("parameter_table", text, _table_of)
                 if parsed is not None:
                     self._tables[int(table)] = parsed
         return self._tables
@@ -80,24 +85,11 @@ class RankFile:
     def columns(self, series: str, names: Sequence[str], part: int) -> Columns:
         """Return the named stored columns of a series at every step of one part."""
         schema = SERIES[series]
-        # All parts are read, so that a row whose part is damaged is missed and not passed over.
-        rows = self._rows(
-            "step, parameters, crc, floats, ints, part",
-            f"series_{series}",
-            (int, int, int, bytes, bytes, int),
-        )
         sizes = {
             table: np.array([p.numel for p in records], dtype=np.int64)
             for table, records in self.tables().items()
         }
-        sound = [
-            row
-            for row in rows
-            if row[1] in sizes and row[2] == checksum(row[5], row[0], row[1], row[3], row[4])
-        ]
-        if len(sound) != len(rows):
-            self._lose(f"{len(rows) - len(sound)} rows of series {series!r} are damaged and left out")
-        good = [row for row in sound if row[5] == part]
+        good = [row for row in self._sound_rows(series) if row[5] == part]
         if any(a[0] >= b[0] for a, b in itertools.pairwise(good)):
             # A step that was written twice counts as written last.
             good = sorted({row[0]: row for row in good}.values())
@@ -118,6 +110,32 @@ class RankFile:
                     data, place = [row[3] for row in mine], floats.index(name)
                     out.values[table, name] = blobs.decode_floats(data, P, len(floats), place)
         return out
+
+    def _sound_rows(self, series: str) -> list[tuple[Any, ...]]:
+        """Return step, table, checksum, floats, integers and part of the rows that are what was written.
+
+        One column is asked for at a time, and every one is in every row: where ``keeps`` is set, the rows
+        stay in memory.
+        """
+        if series in self._sound:
+            return self._sound[series]
+        # All parts are read, so that a row whose part is damaged is missed and not passed over.
+        rows = self._rows(
+            "step, parameters, crc, floats, ints, part",
+            f"series_{series}",
+            (int, int, int, bytes, bytes, int),
+        )
+        tables = self.tables()
+        sound = [
+            row
+            for row in rows
+            if row[1] in tables and row[2] == checksum(row[5], row[0], row[1], row[3], row[4])
+        ]
+        if len(sound) != len(rows):
+            self._lose(f"{len(rows) - len(sound)} rows of series {series!r} are damaged and left out")
+        if self.keeps:
+            self._sound[series] = sound
+        return sound
 
     def scalar_names(self) -> list[tuple[int, str, str]]:
         """Return id, source and name of each scalar, in the order of their first use."""
@@ -154,7 +172,7 @@ class RankFile:
     def findings(self) -> list[Finding]:
         """Return the findings that were stored, in the order of writing."""
         rows = self._rows("json", "finding", (str,))
-        parsed = [self._parsed("finding", text, Finding.from_json) for (text,) in rows]
+        parsed = [self._parsed("finding", text, _finding) for (text,) in rows]
         return [finding for finding in parsed if finding is not None]
 
     def last_step(self) -> int:
@@ -195,9 +213,9 @@ class RankFile:
             self._lose(f"{lost} of {last} rows of table {table} are damaged and left out")
         return good
 
-    def _parsed(self, table: str, text: str, parse: Callable[[Any], T]) -> T | None:
+    def _parsed(self, table: str, text: str, parse: Callable[[str], T]) -> T | None:
         try:
-            return parse(json.loads(text))
+            return parse(text)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             self._lose(f"a row of table {table} is damaged: {type(error).__name__}: {error}")
             return None
@@ -206,8 +224,9 @@ class RankFile:
         self.losses[f"{self.path}: {what}"] = None
 
 
-def _table(data: Any) -> Table:
-    table = tuple(ParameterRecord.from_json(row) for row in data)
+@functools.lru_cache(maxsize=64)
+def _table_of(text: str) -> Table:
+    table = tuple(ParameterRecord.from_json(row) for row in json.loads(text))
     for p in table:
         shape = (*p.placement.local_shape, *p.placement.offset)
         if not (isinstance(p.name, str) and isinstance(p.numel, int) and 0 <= p.numel < 2**63):
@@ -219,5 +238,9 @@ def _table(data: Any) -> Table:
     return table
 
 
-def _mapping(data: Any) -> dict[str, Any]:
-    return dict(data)
+def _mapping(text: str) -> dict[str, Any]:
+    return dict(json.loads(text))
+
+
+def _finding(text: str) -> Finding:
+    return Finding.from_json(json.loads(text))
