@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from backlight.records import Finding, Severity
+from backlight.report.panel import PANELS, Drawn
+from backlight.report.source import Source
 from backlight.session.judge import judge
 from backlight.store.reader import Run, open_run
 from ranks.launching import HERE, torchrun
@@ -151,3 +153,14 @@ def test_the_spread_of_a_number_over_ranks(folder: Path) -> None:
     assert (loss.apart() > 0).all()
     np.testing.assert_allclose(loss.apart(), np.ptp(loss.values, axis=1))
     assert loss.first_non_finite() is None
+
+
+def test_the_report_shows_what_each_rank_says(folder: Path) -> None:
+    drawn = PANELS["ranks"].render(Source(open_run(folder / "nan_ddp")))
+    assert isinstance(drawn, Drawn)
+    titles = [chart["title"] for chart in drawn.data["charts"]]
+    assert titles == ["Loss of each rank", "Norm of what each rank holds", "Time between steps"]
+    assert "first loss that is not finite is at step 2, on rank 1" in drawn.remarks[0]
+    skipped = PANELS["ranks"].render(Source(open_run(folder / "skip_shard")))
+    assert isinstance(skipped, Drawn)
+    assert ("rank 1", "finished after step 4") in {(f.label, f.value) for f in skipped.facts}

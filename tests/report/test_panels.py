@@ -32,6 +32,9 @@ FULL = Plan(
     vanishing_rows=(3,),
     unmeasured={7: "frozen"},
 )
+ALONE = [panel for panel in in_order() if not panel.several]
+"""Panels of a run of one process; those of several ranks are drawn by tests/ranks."""
+
 ALWAYS = {"events", "fingerprint", "thresholds", "learning_rates", "health"}
 
 
@@ -87,11 +90,11 @@ def test_panels_are_found_in_their_folder_and_have_an_order_of_their_own() -> No
 def test_a_kind_of_drawing_has_a_drawer(full: Source) -> None:
     assets = Path(__file__).parents[2] / "src/backlight/report/assets/kinds"
     known = "".join(file.read_text() for file in assets.glob("*.js"))
-    for panel in in_order():
+    for panel in ALONE:
         assert f"KINDS.{drawn(full, panel.name).kind} = " in known
 
 
-@pytest.mark.parametrize("name", [panel.name for panel in in_order()])
+@pytest.mark.parametrize("name", [panel.name for panel in ALONE])
 def test_every_panel_draws_a_run_that_has_everything(full: Source, name: str) -> None:
     assert drawn(full, name).data
 

@@ -52,7 +52,8 @@ class Panel:
     ``series`` are paths inside a run, as evidence names them: ``series/gradient``, ``scalars/clip``.
     A path belongs to the panel with the longest matching beginning, in whole segments. ``room`` is the
     room whose measurements it shows, empty for what every run has: without data, a panel of a room that
-    did not watch is left out, since one line says so for all of them.
+    did not watch is left out, since one line says so for all of them; and so is one that is about
+    ``several`` ranks, where there is one process.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Panel:
     render: Callable[[Source], Drawn | NotMeasured]
     note: str = ""
     room: str = ""
+    several: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.render):
@@ -72,14 +74,21 @@ PANELS: Registry[Panel] = Registry("panel", part="panels", group="backlight.pane
 
 
 def panel(
-    name: str, *, title: str, order: int, series: Sequence[str], note: str = "", room: str = ""
+    name: str,
+    *,
+    title: str,
+    order: int,
+    series: Sequence[str],
+    note: str = "",
+    room: str = "",
+    several: bool = False,
 ) -> Callable[[Callable[[Source], Drawn | NotMeasured]], Callable[[Source], Drawn | NotMeasured]]:
     """Register the decorated function as a panel; see :class:`Panel`."""
 
     def decorate(
         render: Callable[[Source], Drawn | NotMeasured],
     ) -> Callable[[Source], Drawn | NotMeasured]:
-        PANELS.add(name, Panel(name, title, order, tuple(series), render, note, room))
+        PANELS.add(name, Panel(name, title, order, tuple(series), render, note, room, several))
         return render
 
     return decorate
