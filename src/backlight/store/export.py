@@ -214,11 +214,12 @@ def _csv(path: Path, names: tuple[str, ...], chunks: Iterator[Chunk]) -> None:
         writer = csv.writer(file)
         writer.writerow(names)
         for chunk in chunks:
-            fields = [_fields(chunk.columns[name], chunk.void[name]) for name in names]
-            writer.writerows(zip(*fields, strict=True))
+            row = [fields(chunk.columns[name], chunk.void[name]) for name in names]
+            writer.writerows(zip(*row, strict=True))
 
 
-def _fields(values: npt.NDArray[Any], void: npt.NDArray[np.bool_]) -> list[Any]:
+def fields(values: npt.NDArray[Any], void: npt.NDArray[np.bool_]) -> list[Any]:
+    """Return the fields of a column of a CSV file: empty where there is no value, 0 and 1 for truth."""
     if values.dtype == np.bool_:
         values = values.astype(np.int64)
     out: list[Any] = values.tolist()

@@ -14,6 +14,15 @@ class Table(enum.StrEnum):
 
     PARAMETERS = "parameters"
     SPECTRA = "spectra"
+    GRADIENT = "gradient"
+    UPDATE = "update"
+    HISTOGRAM = "histogram"
+    STEPS = "steps"
+    SCALARS = "scalars"
+    EVENTS = "events"
+    FINDINGS = "findings"
+    PARAMETER_TABLE = "parameter-table"
+    ATTEMPTS = "attempts"
 
 
 def export(
@@ -32,10 +41,13 @@ def export(
         Table | None,
         typer.Option(
             "--rows",
-            help="What a row is: a parameter at a step, or a direction of its spectra at a step. Without it "
-            "spectra where a run holds them and no gradients.",
+            help="What a row is: a parameter at a step, a direction of its spectra at a step, or one of a "
+            "table of that name. Without it spectra where a run holds them and no gradients.",
         ),
     ] = None,
+    whole: Annotated[
+        bool, typer.Option("--all", help="Every table of the run, each as NAME.<table>.csv or .parquet.")
+    ] = False,
     max_directions: Annotated[
         int | None, typer.Option("--max-directions", help="Most directions of a layer at a step.")
     ] = None,
@@ -45,18 +57,27 @@ def export(
     Raises
     ------
     typer.BadParameter
-        If neither a file nor a tracker is named.
+        If neither a file nor a tracker is named, or --all and --rows are.
     """
+    from backlight.session.judge import findings_of
     from backlight.session.sending import send_all
     from backlight.store.export import export as write
+    from backlight.store.export_tables import export_tables
     from backlight.store.reader import open_run
 
     if target is None and not to:
         raise typer.BadParameter("name a FILE to write, or a tracker with --to NAME=TARGET")
+    if whole and (rows or max_directions):
+        raise typer.BadParameter("--all is every table: leave --rows and --max-directions out")
     run = open_run(path)
     for sent in send_all(run, to or ()):
         print(f"{sent.tracker}: {sent.steps} steps, {sent.findings} findings")
     if target is None:
+        return
+    if whole or rows not in {None, Table.PARAMETERS, Table.SPECTRA}:
+        name = None if rows is None else "parameters" if rows is Table.PARAMETER_TABLE else rows.value
+        made = export_tables(run, target, name, findings=lambda: findings_of(run), overwrite=overwrite)
+        print(*made, sep="\n")
         return
     for written in write(run, target, overwrite=overwrite, rows=rows, max_directions=max_directions):
         print(written)

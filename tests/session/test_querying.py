@@ -1,0 +1,180 @@
+"""SQL over a run: right answers, one line for wrong statements, and no way out of the database."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import backlight
+from backlight.cli import app as application
+from backlight.session.querying import QueryError, query, tables, write
+from backlight.store.errors import ExportError
+from backlight.store.reader import Run, open_run
+from cases import CASES
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run"
+    with backlight.watch(run=path, every=1) as watch:
+        CASES["clipped_by_norm"].train()
+        watch.log(accuracy=0.5)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(path: Path) -> Run:
+    return open_run(path)
+
+
+def asked(run: Run, statement: str) -> list[tuple[Any, ...]]:
+    with query(run, statement) as answer:
+        return list(answer.rows())
+
+
+def test_answers_are_those_of_the_reader(run: Run) -> None:
+    frame = run.frame("gradient", "norm")
+    largest = asked(run, "select parameter, max(norm) m from gradient group by parameter order by m desc")
+    assert dict(largest) == pytest.approx(dict(zip(frame.names, frame.values.max(axis=0), strict=True)))
+    at = frame.steps[2]
+    zeros = run.frame("gradient", "zeros").values
+    assert asked(run, f"select sum(zeros) from gradient where step = {at}") == [(int(zeros[2].sum()),)]
+    assert asked(run, "select count(*) from gradient") == [(frame.values.size,)]
+    # A filter over a column that is not selected, a view that is scanned twice, and a join.
+    assert asked(run, f"select step from gradient where parameter = '{frame.names[0]}' and step < 2") == [
+        (0,),
+        (1,),
+    ]
+    twice = "select count(*) from gradient a join gradient b using (step, parameter) where a.norm = b.norm"
+    assert asked(run, twice) == [(int(np.isfinite(frame.values).sum()),)]
+    loss = run.scalar("loss").values
+    assert asked(run, "select loss from steps order by step") == [(value,) for value in loss]
+    ratios = asked(run, "select count(*), count(ratio) from update")
+    assert ratios == [
+        (run.frame("update", "ratio").values.size, int(run.frame("update", "ratio").measured.sum()))
+    ]
+
+
+def test_every_table_can_be_asked(run: Run) -> None:
+    for name, table in tables(run).items():
+        with query(run, f"select * from {name}") as answer:
+            assert answer.names == table.names
+            list(answer.rows())
+
+
+def test_findings_are_those_of_now(run: Run) -> None:
+    told = asked(run, "select rule, severity from findings")
+    assert told == [(f.rule, f.severity.value) for f in backlight.findings_of(run)]
+
+
+def test_only_what_is_asked_for_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[str, str]] = []
+    frame = Run.frame
+    monkeypatch.setattr(Run, "frame", lambda self, s, c, **k: read.append((s, c)) or frame(self, s, c, **k))
+    asked(run, "select max(norm) from gradient where zeros = 0")
+    assert set(read) == {("gradient", "norm"), ("gradient", "zeros")}
+    read.clear()
+    asked(run, "select count(*) from parameters")
+    assert read == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("select nrm from gradient", r"column \"nrm\" not found.* - gradient has step, attempt, .*norm"),
+        ("select * from gradients", r"gradients does not exist! - tables: gradient, update"),
+        ("selec 1", r"syntax error at or near \"selec\" - tables: gradient"),
+        ("select 1; select 2", "expected one SELECT over: gradient"),
+        ("", "expected one SELECT"),
+        ("drop view gradient", "expected one SELECT"),
+        ("create table x as select 1", "expected one SELECT"),
+        ("insert into gradient values (1)", "expected one SELECT|Catalog"),
+        ("copy (select 1) to '{outside}.csv'", "expected one SELECT"),
+        ("attach '{outside}.db'", "expected one SELECT"),
+        ("set enable_external_access = true", "expected one SELECT"),
+        ("pragma database_list", "expected one SELECT"),
+        ("install httpfs", "expected one SELECT"),
+        ("select * from read_csv('{inside}')", "file system operations are disabled"),
+        ("select * from read_text('{inside}')", "file system operations are disabled"),
+        ("select * from '{inside}'", "does not exist|disabled"),
+        ("select * from glob('/*')", "disabled"),
+        ("from run", "does not exist"),
+    ],
+)
+def test_what_is_refused(run: Run, tmp_path: Path, statement: str, said: str) -> None:
+    (tmp_path / "inside.csv").write_text("secret\n")
+    filled = statement.format(outside=tmp_path / "outside", inside=tmp_path / "inside.csv")
+    with pytest.raises(QueryError, match=said) as refused:
+        asked(run, filled)
+    assert "\n" not in str(refused.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["inside.csv"]
+
+
+def test_a_failure_while_rows_are_read_is_one_of_value(run: Run) -> None:
+    with pytest.raises(ValueError, match="Could not convert string"):
+        asked(run, "select cast(parameter as integer) from gradient")
+
+
+def test_nothing_is_kept_in_the_folder_of_the_run(run: Run) -> None:
+    before = sorted(p.name for p in run.path.rglob("*"))
+    asked(run, "select parameter, step, norm from gradient order by norm, parameter")
+    assert sorted(p.name for p in run.path.rglob("*")) == before
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as leaving:
+            application.main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return int(leaving.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_the_command(command: Command, path: Path, tmp_path: Path) -> None:
+    statement = 'select step, loss, "user/accuracy" from steps order by step'
+    code, out, _ = command("query", path, statement, "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert rows[0]["user/accuracy"] is None
+    code, out, _ = command("query", path, statement, "--csv")
+    assert list(csv.reader(out.splitlines()))[1][2] == ""
+    code, out, _ = command("query", path, statement, "--rows", 2)
+    assert "the first 2 rows" in out
+    code, out, _ = command("query", path, statement, "--out", tmp_path / "x.parquet")
+    assert out.strip() == str(tmp_path / "x.parquet")
+    import pyarrow.parquet as pq
+
+    assert pq.read_table(tmp_path / "x.parquet")["loss"].to_pylist() == [row["loss"] for row in rows]
+    assert command("query", path, statement, "--out", tmp_path / "x.parquet")[0] == 2
+    code, out, _ = command("query", path, "--tables")
+    assert "gradient  one row per step and parameter" in out
+    listed = json.loads(command("query", path, "--tables", "--json")[1])
+    norm = next(c for t in listed if t["table"] == "gradient" for c in t["columns"] if c["name"] == "norm")
+    assert norm["unit"] == "gradient"
+    code, _, errors = command("query", path, "select nrm from gradient")
+    assert code == 2
+    assert errors.startswith('backlight: Binder Error: Referenced column "nrm" not found')
+    assert errors.count("\n") == 1
+    assert "give one SELECT" in command("query", path)[2]
+    assert "exclude one another" in command("query", path, "select 1", "--json", "--csv")[2]
+
+
+def test_files_are_csv_or_parquet(run: Run, tmp_path: Path) -> None:
+    with query(run, "select norm, 'nan'::double as n from gradient") as answer:
+        with pytest.raises(ExportError, match=r"the ending '\.txt' is not known"):
+            write(answer, tmp_path / "x.txt")
+        write(answer, tmp_path / "x.csv")
+    first = (tmp_path / "x.csv").read_text().splitlines()[1]
+    assert math.isnan(float(first.split(",")[1]))
