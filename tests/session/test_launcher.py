@@ -151,6 +151,7 @@ def test_steps_ends_the_script_cleanly(tmp_path: Path) -> None:
     assert list(run.series_steps("gradient")) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_workers_started_by_spawn_run_unwatched(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -19,6 +19,7 @@ from backlight.stalls.hunt import NanHunt
 from cases import CASES
 from faults.non_finite import FAULTS, scaler_searches
 from faults.planting import Fault, Train
+from thinning import thinned
 
 
 class _Stop(BaseException):
@@ -92,7 +93,7 @@ OVERFLOWING = {"scaler_skips", "scaler_skips_with_fused"}
 """Cases that multiply the loss itself by infinity, before the scaler does anything."""
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", thinned(CASES))
 def test_cases_stay_bit_identical_and_finite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")

@@ -21,6 +21,7 @@ from backlight.session.config import Settings
 from backlight.session.tracing import traced_kinds
 from backlight.stalls.tracing import Tracer
 from cases import CASES, build
+from thinning import thinned
 
 
 def trace(kinds: tuple[str, ...], train: object) -> list[dict[str, object]]:
@@ -91,7 +92,7 @@ BY_HAND = {
 """What is traced of cases without a backward."""
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", thinned(CASES))
 def test_tracing_changes_nothing(name: str) -> None:
     case = CASES[name]
     warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
