@@ -1,0 +1,125 @@
+"""What every framework's file stands on: a watch that cannot end the training that it is in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import backlight
+from backlight.integrations.hosted import Hosted
+
+
+def hosted(run: Path | None, **more: Any) -> Hosted:
+    return Hosted("Host", run, {"rooms": ("health",), **more.pop("settings", {})}, summary=False, **more)
+
+
+class Loop:
+    """A training of two parameters."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.model(torch.ones(2, 4)).square().mean().backward()
+            self.optimizer.step()
+
+
+def test_a_folder_that_cannot_be_used_is_one_warning_and_the_training_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("no folder")
+    loop, host = Loop(), hosted(tmp_path / "taken")
+    with pytest.warns(
+        RuntimeWarning, match=r"Host.begin: not recorded: anything .* is a file.*goes on"
+    ) as told:
+        host.begin([loop.model], [loop.optimizer], name="x")
+    assert len(told) == 1
+    loop.steps(2)
+    host.log({"a": 1.0})
+    host.end()
+    assert not host.active
+    assert host.findings == []
+
+
+def test_only_numbers_are_logged_and_a_metric_may_have_any_name(tmp_path: Path) -> None:
+    loop, host = Loop(), hosted(tmp_path / "run")
+    host.begin([loop.model], [loop.optimizer], name="x", step=4)
+    loop.steps(2)
+    values = {"text": "1.5", "table": [1, 2], "step": 9, "self": 1, "val/acc": torch.tensor([0.5]), "n": 3}
+    host.log(values, step=6)
+    host.end()
+    run = backlight.open_run(tmp_path / "run")
+    assert sorted(run.scalar_names("user")) == ["n", "step", "val/acc"]
+    assert run.scalar("step", source="user").values.tolist() == [6.0]
+    assert run.scalar("val/acc", source="user").steps.tolist() == [5]
+
+
+def test_a_hook_of_the_user_that_raises_is_named(tmp_path: Path) -> None:
+    def mail_them(_findings: Any) -> None:
+        raise OSError("no mail server")
+
+    loop, host = Loop(), hosted(tmp_path / "run", on_end=mail_them)
+    host.begin([loop.model], [loop.optimizer], name="x")
+    loop.steps(1)
+    with pytest.warns(
+        RuntimeWarning, match=r"Host.on_end: .*mail_them would have done, after OSError: no mail"
+    ):
+        host.end()
+    assert backlight.open_run(tmp_path / "run").status.value == "finished"
+
+
+def test_a_training_that_was_left_is_closed_when_the_next_begins(tmp_path: Path) -> None:
+    first, second, host = Loop(), Loop(), hosted(tmp_path / "run")
+    host.begin([first.model], [first.optimizer], name="x")
+    first.steps(2)
+    host.begin([second.model], [second.optimizer], name="x")
+    second.steps(3)
+    host.end()
+    host.end()
+    run = backlight.open_run(tmp_path / "run")
+    assert [attempt.status.value for attempt in run.attempts] == ["failed", "finished"]
+
+
+def test_without_a_folder_the_name_is_the_frameworks_and_a_training_that_goes_on_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loop, host = Loop(), hosted(None)
+    for step in (0, 2, 0):
+        host.begin([loop.model], [loop.optimizer], name="Net", step=step)
+        loop.steps(2)
+        host.end()
+    first, third = sorted((tmp_path / "runs").iterdir(), key=lambda path: path.stat().st_ctime)
+    assert first.name.startswith("Net-")
+    attempts = {path: len(backlight.open_run(path).attempts) for path in (first, third)}
+    assert sorted(attempts.values()) == [1, 2]
+
+
+def test_a_process_that_ends_without_a_word_closes_its_run(tmp_path: Path) -> None:
+    program = f"""
+import torch
+from backlight.integrations.hosted import Hosted
+model = torch.nn.Linear(2, 1)
+host = Hosted("Host", {str(tmp_path / "run")!r}, {{"rooms": ("health",)}}, summary=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+host.begin([model], [optimizer], name="x")
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+raise ValueError("planted")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "planted" in done.stderr
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status.value == "failed"
+    assert run.last_step() == 0

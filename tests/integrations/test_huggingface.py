@@ -1,0 +1,157 @@
+"""The callback in the Trainer's own loop, and Accelerate under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import backlight
+from integrations.torchrun import start
+
+pytestmark = [
+    # Of what transformers imports and how it uses torch; none is ours, and each is of one text.
+    pytest.mark.filterwarnings("ignore:.*swigvarlink:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_gradients_are_taken_before_clipping_and_zeroing_and_the_weights_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from backlight.integrations.huggingface import BacklightCallback
+    from integrations import tiny
+
+    ways: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3}
+    plain = tiny.trainer(tmp_path, **ways)
+    plain.train()
+    capsys.readouterr()
+    callback = BacklightCallback(tmp_path / "run", every=1)
+    trainer = tiny.trainer(tmp_path, callback, **ways)
+    trainer.train()
+    assert tiny.digest(trainer.model) == tiny.digest(plain.model)
+
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status.value == "finished"
+    assert run.last_step() + 1 == trainer.state.global_step == 6
+    assert run.scalar("backwards").values.tolist() == [2.0] * 6
+    total = run.scalar("total_norm").values
+    assert (total > 0.2).all()
+    np.testing.assert_allclose(total, run.scalar("clip/norm").values, rtol=1e-5)
+    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    recorded = run.scalar("grad_norm", source="user")
+    assert recorded.steps.tolist() == [entry["step"] - 1 for entry in logged] == [1, 3, 5]
+    np.testing.assert_allclose(recorded.values, [entry["grad_norm"] for entry in logged], rtol=1e-6)
+    assert run.scalar("eval_loss", source="user").steps.tolist() == [2, 5]
+    names = [record.name for record in run.parameters()]
+    assert "bert.encoder.layer.0.attention.self.query.weight" in names
+    assert capsys.readouterr().err.count("next: backlight report") == 1
+
+
+@pytest.mark.full
+def test_bf16_is_unchanged_and_measured(tmp_path: Path) -> None:
+    from backlight.integrations.huggingface import BacklightCallback
+    from integrations import tiny
+
+    plain = tiny.trainer(tmp_path, bf16=True)
+    plain.train()
+    trainer = tiny.trainer(tmp_path, BacklightCallback(tmp_path / "run"), bf16=True)
+    trainer.train()
+    assert tiny.digest(trainer.model) == tiny.digest(plain.model)
+    run = backlight.open_run(tmp_path / "run")
+    assert len(run.scalar("total_norm").steps) == 6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_what_ends_a_training_closes_its_run(tmp_path: Path, kind: type[BaseException]) -> None:
+    from transformers import TrainerCallback
+
+    from backlight.integrations.huggingface import BacklightCallback
+    from integrations import tiny
+
+    class Ends(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                raise kind("planted")
+
+    callback = BacklightCallback(tmp_path / "run")
+    trainer = tiny.trainer(tmp_path, callback, Ends())
+    with pytest.raises(kind, match="planted"):
+        trainer.train()
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status.value == "failed"
+    assert run.last_step() == 2
+    assert run.events("exception")[0].payload["type"] == kind.__name__
+    # The next training is watched as if nothing had been.
+    tiny.trainer(tmp_path, callback).train()
+    assert len(backlight.open_run(tmp_path / "run").attempts) == 2
+
+
+@pytest.mark.full
+def test_a_resumed_training_goes_on_from_its_step(tmp_path: Path) -> None:
+    from backlight.integrations.huggingface import BacklightCallback
+    from integrations import tiny
+
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    tiny.trainer(tmp_path, BacklightCallback(tmp_path / "run"), **saving).train()
+    again = tiny.trainer(tmp_path, BacklightCallback(tmp_path / "run"), **saving, max_steps=8)
+    again.train(resume_from_checkpoint=True)
+    run = backlight.open_run(tmp_path / "run")
+    assert [attempt.step_offset for attempt in run.attempts] == [0, 6]
+    assert run.last_step() + 1 == again.state.global_step == 8
+
+
+@pytest.mark.full
+def test_an_error_of_ours_ends_no_training_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backlight.integrations.huggingface import BacklightCallback
+    from integrations import tiny
+
+    def breaks(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr("backlight.session.watch.Watch.log", breaks)
+    plain = tiny.trainer(tmp_path)
+    plain.train()
+    trainer = tiny.trainer(tmp_path, BacklightCallback(tmp_path / "run"))
+    with pytest.warns(
+        RuntimeWarning, match=r"BacklightCallback.log: not recorded: what the framework"
+    ) as told:
+        trainer.train()
+    assert len([w for w in told if "backlight" in str(w.message)]) == 1
+    assert tiny.digest(trainer.model) == tiny.digest(plain.model)
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status.value == "finished"
+    assert any("planted" in event.payload["reason"] for event in run.events("unmeasured"))
+
+
+def test_a_mistake_in_a_setting_is_refused_where_it_stands() -> None:
+    from backlight.integrations.huggingface import BacklightCallback
+
+    with pytest.raises(ValueError, match="unknown key 'evry'; did you mean 'every'"):
+        BacklightCallback(evry=3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loop", ["trainer", "accelerate"])
+def test_two_ranks_are_one_run_with_the_right_norms(tmp_path: Path, loop: str) -> None:
+    digests = {}
+    for way in ("plain", "watched"):
+        said = start(2, "hf_ddp.py", str(tmp_path), loop, way)
+        assert said.count("next: backlight report") == (way == "watched")
+        digests[way] = [(tmp_path / way / f"digest-{rank}").read_text() for rank in range(2)]
+    assert digests["plain"] == digests["watched"]
+    run = backlight.open_run(tmp_path / "watched" / "run")
+    assert run.attempts[0].ranks == (0, 1)
+    total, clip = run.scalar("total_norm"), run.scalar("clip/norm")
+    assert len(total.steps) == (6 if loop == "trainer" else 4)
+    np.testing.assert_allclose(total.values, clip.values, rtol=1e-5)
