@@ -242,3 +242,24 @@ def test_a_folder_that_is_none_or_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert [run.name for run in followed([tmp_path / "empty"])] == ["empty"]
     assert not list((tmp_path / "empty").iterdir())
+
+
+def test_what_breaks_is_said_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(3)
+
+    def broken(of: Run) -> Source:
+        raise ZeroDivisionError(f"in a rule about {of.name}")
+
+    it = Followed(run.path, broken, open_run)
+    it.look()
+    assert it.stand.word is Standing.UNREADABLE
+    assert it.stand.detail == "Reading it failed: ZeroDivisionError: in a rule about run"
+    it = follow(run.path)
+    monkeypatch.setattr(Source, "step_times", property(broken))
+    monkeypatch.setattr(Source, "scalar_names", broken)
+    it.look()
+    panel = next(panel for panel in it.head()["panels"] if panel["name"] == "phases")
+    assert panel["missing"].startswith("This could not be drawn: TypeError")
+    assert json.loads(it.panel("total_norm")[1])["kind"] == "lines"  # type: ignore[index]  # there is one
+    run.close()

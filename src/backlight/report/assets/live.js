@@ -2,6 +2,7 @@
 
 const NEAR = "500px"; // how far from the screen a panel is kept up to date
 const CALM = 160; // ms without scrolling before anything is drawn
+const LONGEST = 1000; // ms for which scrolling holds a drawing back
 const RETRY = [1000, 2000, 4000, 8000, 15000]; // ms until the server is asked again once it is silent
 
 const shown = new Map(); // panels by name: { told, section, body, facts, remark, stamp, version, renew, near }
@@ -12,10 +13,11 @@ Object.assign(report, { verdict: null, findings: [], panels: [], reasons: {} });
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-// One task of the page per drawing, and none while it is being scrolled: scrolling stays smooth.
+// One task of the page per drawing, and none in the midst of a short scroll: scrolling stays smooth.
 const turn = async () => {
+  const begun = performance.now();
   await pause(0);
-  while (performance.now() - page.scrolled < CALM) await pause(CALM);
+  while (performance.now() - page.scrolled < CALM && performance.now() - begun < LONGEST) await pause(CALM);
 };
 
 const panelUrl = (name, options) => `panel/${encodeURIComponent(name)}?${new URLSearchParams(options)}`;

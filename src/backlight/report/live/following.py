@@ -132,7 +132,6 @@ class Followed:
             self._files = files
             self.stand = stand
             if source is not None:
-                self._keep_frames(source)
                 self.source = source
                 self._render_missing(source)
             self.version += 1
@@ -148,10 +147,14 @@ class Followed:
         try:
             run = self._reopen(self.path)
             stand = stand_of(run)
-            return stand, self._gather(run)
+            source = self._gather(run)
+            self._keep_frames(source)
         except (RunFormatError, OSError) as error:
             # A run that was never read may be half created; one that was read stays on the screen.
             return Stand(Standing.UNREADABLE, visible(str(error))), None
+        except Exception as error:  # noqa: BLE001 - what breaks must be on the page, not end the thread silently
+            return Stand(Standing.UNREADABLE, f"Reading it failed: {_told(error)}"), None
+        return stand, source
 
     def _keep_frames(self, source: Source) -> None:
         """Reduce the series of all parameters again only where that is cheap beside the time since then."""
@@ -169,7 +172,7 @@ class Followed:
         for panel in in_order():
             known = self._rendered.get(panel.name)
             if known is None or isinstance(known.result, NotMeasured):
-                self._rendered[panel.name] = Rendered(panel, panel.render(source), self.version + 1)
+                self._rendered[panel.name] = Rendered(panel, _rendered(panel, source), self.version + 1)
 
     def head(self) -> dict[str, Any]:
         """Return everything that the page shows beside the data of its panels, as JSON types."""
@@ -218,12 +221,12 @@ class Followed:
         with self._lock:
             known = self._rendered[name]
             if known.version != self.version and self.source is not None:
-                known = Rendered(known.panel, known.panel.render(self.source), self.version)
+                known = Rendered(known.panel, _rendered(known.panel, self.source), self.version)
                 self._rendered[name] = known
             result = known.result
             closely = isinstance(result, Drawn) and result.kind == "parameters" and between is not None
             if closely and between is not None and self.source is not None:
-                result = known.panel.render(window(self.source, *between))
+                result = _rendered(known.panel, window(self.source, *between))
             content = panel_data(known.panel, result)
         if content.get("kind") == "parameters":
             content["data"] = {**_one_column(content["data"], column), "window": closely}
@@ -240,6 +243,18 @@ class Followed:
                 continue
             self.look()
             self._closed.wait(max(PAUSE, self._rest_until - time.monotonic()))
+
+
+def _rendered(panel: Panel, source: Source) -> Drawn | NotMeasured:
+    """Render a panel; one that raises says so in its place, and the others stay."""
+    try:
+        return panel.render(source)
+    except Exception as error:  # noqa: BLE001 - files may vanish under the reader while a training goes on
+        return NotMeasured(f"This could not be drawn: {_told(error)}.")
+
+
+def _told(error: Exception) -> str:
+    return visible(f"{type(error).__name__}: {error}")
 
 
 def _announced(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:

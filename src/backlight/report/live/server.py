@@ -92,7 +92,7 @@ class LiveServer:
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             self.guard,
-            log_level="error",
+            log_level="critical",  # a question that is cut off by Ctrl-C is no error
             access_log=False,
             server_header=False,
             lifespan="off",
