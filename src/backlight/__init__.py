@@ -20,6 +20,7 @@ _PUBLIC = {
     "collect": "backlight.session.collection",
     "collect_groups": "backlight.session.collection",
     "findings_of": "backlight.session.judge",
+    "gathered": "backlight.capture.gathering",
     "gram": "backlight.grokking.gram.composition",
     "open_run": "backlight.store.reader",
     "outer_product": "backlight.measure.outer",
@@ -37,6 +38,7 @@ __all__ = [
     "collect",
     "collect_groups",
     "findings_of",
+    "gathered",
     "gram",
     "open_run",
     "outer_product",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from backlight.capture.gathering import gathered
     from backlight.grokking.gram.composition import gram
     from backlight.measure.outer import outer_product
     from backlight.records import Evidence, Finding, Severity

@@ -35,6 +35,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     """Put whole parameters in place of the parts of ``model``, and take its communication off.
 
     A collective: every process that holds a part has to come here. Each then holds all parameters in memory.
+    Inside, on any rank, the model is that of one process: ``backlight.gram`` measures it as such.
     """
     wholes: dict[int, nn.Parameter] = {}
     places: list[tuple[dict[str, Any], str, nn.Parameter]] = []

@@ -1,0 +1,57 @@
+"""Exact Grams, and replicates of all ranks, of models under DDP, FSDP2 and tensor parallelism."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backlight.store import spectra as stored
+from backlight.store.reader import open_run
+from ranks.launching import HERE, torchrun
+
+pytestmark = pytest.mark.full
+
+MATRICES = {"embed.weight", "block.up.weight", "block.down.weight"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("grams")
+    torchrun(2, HERE / "grams.py", made)
+    return made
+
+
+def seen(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_the_gram_of_a_wrapped_model_is_that_of_the_plain_one_without_a_collective(folder: Path) -> None:
+    for one in seen(folder):
+        assert one["grams"]["ddp"]
+        assert one["grams"]["ddp_collectives"] == 0
+
+
+@pytest.mark.parametrize("way", ["fsdp", "tensor"])
+def test_a_sharded_model_is_refused_by_name_and_measured_once_it_is_gathered(way: str, folder: Path) -> None:
+    for one in seen(folder):
+        grams = one["grams"]
+        assert "is sharded over processes (DTensor)" in grams[f"{way}_refused"]
+        assert "with backlight.gathered(model):" in grams[f"{way}_refused"]
+        assert grams[way]
+        assert grams[f"{way}_unchanged"]
+        assert grams[f"{way}_without_gradients"]
+
+
+@pytest.mark.parametrize("way", ["sharded", "wrapped"])
+def test_an_exchange_brings_the_microbatches_of_all_ranks_together(way: str, folder: Path) -> None:
+    one, other = (result[way] for result in seen(folder))
+    assert not one["warnings"]
+    assert not other["warnings"]
+    assert {**one["layers"], **other["layers"]} == dict.fromkeys(MATRICES, True)
+    assert not set(one["layers"]) & set(other["layers"])
+    measured = stored.measurements(open_run(folder / way))
+    assert {(m.step, m.parameter) for m in measured} == {(s, name) for s in (0, 2) for name in MATRICES}
+    assert {m.replicates for m in measured} == {4}
