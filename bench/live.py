@@ -62,7 +62,7 @@ const step = (now) => {
 requestAnimationFrame(step);
 """
 
-SHOWN = "return document.documentElement.dataset.version"
+SHOWN = "return document.documentElement.dataset.drawn"
 
 READY = "return document.documentElement.dataset.ready === 'yes'"
 
@@ -134,7 +134,7 @@ def main() -> None:
             writer.start()
             before = int(browser.driver.execute_script(SHOWN))
             followed_page = browser.scrolled(options.seconds)
-            versions = int(browser.driver.execute_script(SHOWN)) - before
+            drawn = int(browser.driver.execute_script(SHOWN)) - before
         finally:
             training.set()
             browser.driver.quit()
@@ -161,7 +161,7 @@ def main() -> None:
         row("time in long tasks", sum(static["tasks"]), sum(followed_page["tasks"]), "ms")
         row("elements of the page", static["nodes"], followed_page["nodes"], "")
         Console().print(table)
-        print(f"the live page was brought up to date {versions} times meanwhile")
+        print(f"panels of the live page that were brought up to date meanwhile: {drawn}")
 
 
 if __name__ == "__main__":

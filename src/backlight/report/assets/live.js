@@ -2,12 +2,12 @@
 
 const NEAR = "500px"; // how far from the screen a panel is kept up to date
 const CALM = 160; // ms without scrolling before anything is drawn
-const LONGEST = 1000; // ms for which scrolling holds a drawing back
+const LONGEST = 400; // ms for which scrolling holds a drawing back
 const RETRY = [1000, 2000, 4000, 8000, 15000]; // ms until the server is asked again once it is silent
 
 const shown = new Map(); // panels by name: { told, section, body, facts, remark, stamp, version, renew, near }
 const cards = new Map(); // findings that are on the page, by what they say
-const page = { scrolled: 0, silent: 0, over: false, version: -1, table: "", busy: false };
+const page = { scrolled: 0, silent: 0, over: false, version: -1, table: "", busy: false, drawn: 0 };
 
 Object.assign(report, { verdict: null, findings: [], panels: [], reasons: {} });
 
@@ -19,6 +19,8 @@ const turn = async () => {
   await pause(0);
   while (performance.now() - page.scrolled < CALM && performance.now() - begun < LONGEST) await pause(CALM);
 };
+
+view.rest = () => pause(0);
 
 const panelUrl = (name, options) => `panel/${encodeURIComponent(name)}?${new URLSearchParams(options)}`;
 
@@ -106,6 +108,8 @@ const refresh = async (part) => {
     }
   }
   part.version = version;
+  page.drawn += 1;
+  document.documentElement.dataset.drawn = String(page.drawn);
 };
 
 const newest = () => [...shown.values()].filter(({ version, near, stamp }) => version !== page.version && (near || !stamp));

@@ -34,6 +34,9 @@ const view = {
     }
   },
 
+  // Between two parts of a long drawing: a live page lets the screen have its turn.
+  rest: async () => {},
+
   wake() {
     for (const [listener, owner] of this.late) {
       if (owner.isConnected && this.sleeps(owner)) continue;

@@ -99,11 +99,14 @@ KINDS.parameters = async (host, data) => {
       const next = await ParameterGrid.read(later);
       if (next.amount !== grid.amount || next.columns.map(({ name }) => name).join() !== grid.columns.map(({ name }) => name).join()) return Boolean(later.window);
       await Promise.all(next.columns.filter(({ high }) => high).map(({ name }) => next.planes(name)));
+      await view.rest();
       if (!later.window) view.reaches(next.first[0], next.last.at(-1));
       if (later.window) next.stats = grid.stats; // the table is about the whole run
       grid.take(next);
       await renew();
-      if (!later.window) fill();
+      if (later.window) return true;
+      await view.rest();
+      fill();
       return true;
     };
   };
@@ -181,7 +184,13 @@ const heatMap = async (host, grid) => {
     const planes = await grid.planes(column.name);
     const range = rangeOf(column, planes);
     const values = planes[which.value];
+    if (state) await view.rest();
     state = { column, planes, range, amount: grid.first.length, codes: codesOf(grid, column, values, range), merge: mergeBy(which.value === "high") };
+    if (map.first !== grid.first) {
+      const { cursor } = map;
+      map.cut(grid.first, grid.last);
+      if (cursor && cursor.bucket < grid.first.length) map.cursor = cursor;
+    }
     choice.value = column.name;
     meaning.textContent = column.meaning;
     const found = new Uint8Array(256);
@@ -203,9 +212,6 @@ const heatMap = async (host, grid) => {
   return async () => {
     whichLabel.hidden = grid.exact;
     if (grid.exact) which.value = "high";
-    const { cursor } = map;
-    map.cut(grid.first, grid.last);
-    if (cursor && cursor.bucket < grid.first.length) map.cursor = cursor;
     await show();
   };
 };
