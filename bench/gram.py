@@ -9,8 +9,8 @@ backlight, so that 20 means twenty times slower. Memory is how far the peak of t
 it held before the call; the last row of a model is a plain forward and backward pass, which every way that
 takes all samples at once needs at least, and the column after `of vmap` is what a way takes above that row
 over what `vmap` takes above it. Models are float32; the eigenvalues of backlight are compared with those of
-`vmap` in float64. Peers form and multiply gradients in float32; backlight multiplies in float64, and in
-float32 in the row named so; `4 at once` are samples in a pass. The check that runs two samples alone comes
+`vmap` in float64. Peers form and multiply gradients in float32. So does backlight where it forms them, in
+runs of 64 whose sums go on in float64; it multiplies everything in float64 in the row named so; `4 at once` are samples in a pass. The check that runs two samples alone comes
 at measurements 1, 2, 4, 8, ... of a model and is in the median only as often as that. Below stand the bytes
 of one snapshot.
 
@@ -125,7 +125,7 @@ def leading(gradients: list[Tensor]) -> Tensor:
 
 
 def ours(
-    model: nn.Module, batch: Batch, products: torch.dtype = torch.float64, at_once: int | None = None
+    model: nn.Module, batch: Batch, products: torch.dtype | None = None, at_once: int | None = None
 ) -> Tensor:
     found = backlight.gram(model, summed, batch, detail="model", products=products, at_once=at_once)
     return torch.from_numpy(found.spectrum(top=TOP).eigenvalues)
@@ -305,7 +305,7 @@ def main() -> None:
     for setting in settings:
         ways: dict[str, Callable[[], Tensor]] = {
             "backlight": lambda s=setting: ours(s.model, s.batch),
-            "backlight, float32": lambda s=setting: ours(s.model, s.batch, torch.float32),
+            "backlight, float64": lambda s=setting: ours(s.model, s.batch, torch.float64),
             **(
                 {"backlight, 4 at once": lambda s=setting: ours(s.model, s.batch, at_once=4)}
                 if setting.long

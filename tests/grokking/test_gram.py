@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -355,6 +356,36 @@ def test_sparse_gradients_and_complete_batches_of_one() -> None:
     assert found.samples == N
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", ["images", "sequences"])
+def test_products_in_float32_add_less_than_the_rounding_of_gradients(name: str, trained: bool) -> None:
+    torch.manual_seed(0)
+    if name == "images":
+        net = nn.Sequential(
+            nn.Conv2d(1, 8, 5, 2), nn.ReLU(), nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 5)
+        )
+        x = torch.randn(32, 1, 16, 16)
+    else:
+        net = nn.Sequential(nn.Linear(24, 96), nn.GELU(), nn.LayerNorm(96), nn.Linear(96, 48), nn.GELU())
+        net = nn.Sequential(net, nn.Linear(48, 24), nn.Flatten(), nn.Linear(24 * 64, 5))
+        x = torch.randn(24, 64, 24)
+    y = torch.randint(0, 5, (len(x),))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    for _ in range(40 if trained else 0):
+        optimizer.zero_grad()
+        labels(net, (x, y)).backward()
+        optimizer.step()
+    found = backlight.gram(net, labels, (x, y))
+    assert "chunked" in {check.method for check in found.coverage.values()}
+    assert found.rounding == torch.finfo(torch.float32).eps
+    precise = backlight.gram(net, labels, (x, y), products=torch.float64)
+    assert precise.rounding == torch.finfo(torch.float64).eps
+    true = backlight.gram(copy.deepcopy(net).double(), labels, (x.double(), y)).spectrum().eigenvalues
+    added = np.abs(found.spectrum().eigenvalues - precise.spectrum().eigenvalues)
+    had = np.abs(precise.spectrum().eigenvalues - true)
+    assert 0 < (added / true).max() <= (had / true).max()
+
+
 def test_products_in_float32_are_named_in_the_result() -> None:
     net = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
     x, y = images(7)
@@ -364,6 +395,6 @@ def test_products_in_float32_are_named_in_the_result() -> None:
     assert not torch.equal(single.matrix, double.matrix)
     assert single.spectrum().tolerance > 1e6 * double.spectrum().tolerance > 0
     with pytest.raises(
-        GramError, match=r"products must be torch.float64 or torch.float32, got torch.float16"
+        GramError, match=r"products must be None, torch.float64 or torch.float32, got torch.float16"
     ):
         backlight.gram(net, labels, (x.float(), y), products=torch.float16)

@@ -82,6 +82,32 @@ def test_small_eigenvalues_need_products_in_float64() -> None:
     assert float(off.max()) > 0.01
 
 
+def test_what_is_multiplied_in_float32_unless_asked() -> None:
+    x, d = torch.randn(8, 5, 1, 40), torch.randn(8, 5, 1, 30)
+    piece = Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40)
+    for kernel, same, other in (
+        ("chunked", torch.float32, torch.float64),  # the gradients were formed in float32
+        ("ghost", torch.float64, torch.float32),
+    ):
+        found, _ = kernels.gram([piece], kernel=kernel)
+        assert torch.equal(found, kernels.gram([piece], kernel=kernel, products=same)[0])
+        assert not torch.equal(found, kernels.gram([piece], kernel=kernel, products=other)[0])
+    wide = Factors(d.double(), lambda a, b: x[a:b].double(), lambda: x.double().norm(dim=-1), 40)
+    assert kernels.formed([wide]) is torch.float64
+    assert kernels.formed([piece]) is torch.float32
+    meta = d.to("meta")
+    assert kernels.formed([Factors(meta, lambda a, b: meta, lambda: meta, 40)]) is torch.float64
+
+
+def test_buffers_of_one_measurement_do_not_reach_the_next() -> None:
+    pieces = [factors(3, 1, 30, 40), factors(2, 1, 50, 20), factors(3, 1, 30, 40)]
+    found = [
+        kernels.gram([piece], kernel=kernel)[0] for piece, _ in pieces for kernel in ("ghost", "chunked")
+    ]
+    for K, (_, A) in zip(found, [pair for pair in pieces for _ in range(2)], strict=True):
+        torch.testing.assert_close(K, A @ A.T, rtol=1e-12, atol=1e-12)
+
+
 def test_combinations_share_one_walk() -> None:
     piece, A = factors(3, 2, 4, 10)
     weights = torch.randn(7, N, dtype=torch.float64)
@@ -96,7 +122,7 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
 
 
 def test_the_cost_rule_takes_the_cheaper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ghost_constant", lambda device, dtype: 1.0)
+    monkeypatch.setattr(kernels, "ghost_constant", lambda device, dtype, products: 1.0)
 
     def counts(t: int, i: int, o: int) -> tuple[int, int]:
         return N * N * t * t * (i + o), N * t * i * o + N * N * i * o
@@ -105,7 +131,7 @@ def test_the_cost_rule_takes_the_cheaper_kernel(monkeypatch: pytest.MonkeyPatch)
         ghost, chunked = counts(t, i, o)
         assert kernels.choose([factors(t, 1, i, o)[0]]) == ("ghost" if ghost < chunked else "chunked")
     assert kernels.choose([lookup(2, 500, 4)[0], factors(1, 1, 4, 500)[0]]) == "chunked"
-    monkeypatch.setattr(kernels, "ghost_constant", lambda device, dtype: 1e9)
+    monkeypatch.setattr(kernels, "ghost_constant", lambda device, dtype, products: 1e9)
     assert kernels.choose([factors(1, 1, 30, 30)[0]]) == "chunked"
 
 

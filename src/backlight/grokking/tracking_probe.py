@@ -59,7 +59,8 @@ class Probe:
         }
         if not any(due.values()):
             return
-        found = gram(self._model, self._sample_loss, self._given(), detail="layer")
+        # What is stored is to hold whatever is asked of it later, the smallest eigenvalues as well.
+        found = gram(self._model, self._sample_loss, self._given(), detail="layer", products=torch.float64)
         if due["gram"]:
             self._spectra(step, found, measures, sink, put)
         if due["mean_gradient"]:

@@ -3,7 +3,8 @@
 The ghost kernel multiplies inputs with inputs and deltas with deltas, ``K = sum_ts (x_nt . x_ms)(d_nt .
 d_ms)``, and never forms a gradient: N^2 T^2 (i + o). The chunked kernel forms some rows of all per-sample
 gradients at a time, ``G_c``, and adds ``G_c G_c^T``: N T i o + N^2 i o. Products are summed in float64, since
-a Gram squares the condition number.
+a Gram squares the condition number; gradients that were formed in float32 are multiplied in it on a
+processor, in runs so short that rounding them again changes eigenvalues less than it did the first time.
 
 Source: FORMULAS, section 3.
 """
@@ -11,6 +12,7 @@ Source: FORMULAS, section 3.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -27,12 +29,19 @@ from backlight.measure.pieces import (
     wide,
     working_dtype,
 )
+from backlight.measure.rows import Scratch
 
 SCRATCH = 4 << 20
 """Bytes of per-sample gradients, and of products of positions, that are there at once: what a cache holds."""
 
-RUN = 1024
+_KEPT = Scratch()
+"""Buffers that measurements of a thread share: fresh memory costs more than what is done with it."""
+
+RUN = 64
 """Most products that are added up in float32 before their sum goes on in float64."""
+
+_SUMS = 1 << 18
+"""Sums of runs that are there at once: what stays in a cache until they are added up."""
 
 
 def gram(
@@ -40,7 +49,7 @@ def gram(
     *,
     kernel: str = "auto",
     scratch: int = SCRATCH,
-    products: torch.dtype = torch.float64,
+    products: torch.dtype | None = None,
 ) -> tuple[Tensor, str]:
     """Return the Gram of the per-sample gradients of one parameter, and the kernel that gave it.
 
@@ -53,8 +62,9 @@ def gram(
     scratch
         Bytes that may be at work at once.
     products
-        The type in which gradients are multiplied. In float32, runs of at most :data:`RUN` products are
-        added up in float32 and the runs in float64; eigenvalues below about 1e-7 of the largest are lost.
+        The type in which gradients are multiplied; None for float64, and on a processor that in which they
+        were formed, where they were. In float32, runs of at most :data:`RUN` products are added up in
+        float32 and the runs in float64; eigenvalues below about 1e-7 of the largest are lost.
 
     Returns
     -------
@@ -77,15 +87,26 @@ def gram(
             for a, b in _triangle(n, 1, scratch):
                 _fill(K, values[a:b] @ values[a:].T, a, b)
             return K, "vectors"
-        chosen = kernel if kernel != "auto" else choose(pieces)
+        chosen = kernel if kernel != "auto" else choose(pieces, products)
         if chosen == "ghost" and alike(pieces):
-            return ghost(pieces, scratch, products), "ghost"
-        return chunked(pieces, scratch, products), "chunked"
+            return ghost(pieces, scratch, products or torch.float64), "ghost"
+        return chunked(pieces, scratch, products or formed(pieces)), "chunked"
+
+
+def formed(pieces: Sequence[Piece]) -> torch.dtype:
+    """Return the type in which gradients of ``pieces`` are multiplied where nothing else is asked for.
+
+    That in which they are formed on a processor; elsewhere float32 products may be those of TF32.
+    """
+    return working_dtype(pieces) if _device(pieces[0]).type == "cpu" else torch.float64
+
+
+def _device(piece: Piece) -> torch.device:
+    return piece.values.device if isinstance(piece, Vectors) else piece.delta.device
 
 
 def _no_autocast(piece: Piece) -> torch.autocast:
-    tensor = piece.values if isinstance(piece, Vectors) else piece.delta
-    return torch.autocast(tensor.device.type, enabled=False)
+    return torch.autocast(_device(piece).type, enabled=False)
 
 
 def compact(pieces: Sequence[Piece]) -> Sequence[Piece]:
@@ -102,7 +123,7 @@ def compact(pieces: Sequence[Piece]) -> Sequence[Piece]:
     ]
 
 
-def choose(pieces: Sequence[Piece]) -> str:
+def choose(pieces: Sequence[Piece], products: torch.dtype | None = None) -> str:
     """Return ``"ghost"`` or ``"chunked"``: what the cost rule expects to be faster.
 
     Ghost iff ``c T^2 N^2 (i + o) < N T i o + N^2 i o`` with T over all uses, and c the measured cost of a
@@ -115,7 +136,7 @@ def choose(pieces: Sequence[Piece]) -> str:
     if isinstance(pieces[0], Factors):
         width = pieces[0].groups * columns + rows
         chunk_cost = positions * rows * columns + n * rows * columns
-        constant = ghost_constant(pieces[0].delta.device, working_dtype(pieces))
+        constant = ghost_constant(pieces[0].delta.device, working_dtype(pieces), products)
     else:
         width = columns
         chunk_cost = positions * columns + n * rows * columns
@@ -130,29 +151,38 @@ def alike(pieces: Sequence[Piece]) -> bool:
 
 
 @functools.cache
-def ghost_constant(device: torch.device, dtype: torch.dtype) -> float:
+def ghost_constant(device: torch.device, dtype: torch.dtype, products: torch.dtype | None = None) -> float:
     """Return the time of a ghost product over that of a chunked one of equal count, measured once.
 
-    Both kernels run on a shape where they take about as long; the fastest of five turns counts.
+    Both kernels run on a shape where they take about as long; the fastest of six turns counts.
     """
     n, t, i, o = 32, 16, 128, 384
     x = torch.linspace(-1, 1, n * t * i, device=device, dtype=dtype).view(n, t, 1, i)
     d = torch.linspace(1, -1, n * t * o, device=device, dtype=dtype).view(n, t, 1, o)
     pieces = [Factors(d, lambda a, b: x[a:b], lambda: x[..., 0], i)]
-    ghost_time = _fastest(lambda: ghost(pieces, SCRATCH), device) / (n * n * t * t * (i + o))
-    chunk_time = _fastest(lambda: chunked(pieces, SCRATCH), device) / (n * t * i * o + n * n * i * o)
+    kinds = products or torch.float64, products or formed(pieces)
+    ways = (
+        lambda: ghost(pieces, SCRATCH, kinds[0]),
+        lambda: chunked(pieces, SCRATCH, kinds[1]),
+    )
+    counts = n * n * t * t * (i + o), n * t * i * o + n * n * i * o
+    ghost_time, chunk_time = (
+        took / count for took, count in zip(_fastest(ways, device), counts, strict=True)
+    )
     return min(8.0, max(0.125, ghost_time / chunk_time))
 
 
-def _fastest(work: Callable[[], Tensor], device: torch.device) -> float:
-    times = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return min(times[1:])
+def _fastest(ways: Sequence[Callable[[], Tensor]], device: torch.device) -> list[float]:
+    """Return the least time of each way; they take turns, since a machine may be busy for a while."""
+    times: list[list[float]] = [[] for _ in ways]
+    for _ in range(7):
+        for way, took in zip(ways, times, strict=True):
+            begin = time.perf_counter()
+            way()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            took.append(time.perf_counter() - begin)
+    return [min(took[1:]) for took in times]
 
 
 def ghost(pieces: Sequence[Piece], scratch: int, products: torch.dtype = torch.float64) -> Tensor:
@@ -162,16 +192,32 @@ def ghost(pieces: Sequence[Piece], scratch: int, products: torch.dtype = torch.f
     kind = torch.promote_types(products, working_dtype(pieces))
     total = None
     for group in range(pieces[0].groups):  # type: ignore[union-attr]
-        x = _in_line([wide(p.all_inputs()[:, :, group]).to(kind) for p in pieces])  # type: ignore[union-attr]
-        d = _in_line([wide(p.delta[:, :, group]).to(kind) for p in pieces])  # type: ignore[union-attr]
+        x = _in_line("x", [p.all_inputs()[:, :, group] for p in pieces], kind)  # type: ignore[union-attr]
+        d = _in_line("d", [p.delta[:, :, group] for p in pieces], kind)  # type: ignore[union-attr]
         part = _products(x, d, scratch)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
 
 
-def _in_line(uses: Sequence[Tensor]) -> Tensor:
-    return uses[0] if len(uses) == 1 else torch.cat(list(uses), 1)
+def _in_line(name: str, uses: Sequence[Tensor], kind: torch.dtype) -> Tensor:
+    """Return the values of every use one after the other along T, in that type."""
+    if len(uses) > 1:
+        return torch.cat([use.to(kind) for use in uses], 1)
+    first = uses[0]
+    return first if first.dtype == kind else _buffer(name, first.shape, kind, first.device).copy_(first)
+
+
+def _buffer(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory that is valid until the same name asks again; what is large is not kept."""
+    if math.prod(shape) * dtype.itemsize > SCRATCH:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return _KEPT.take(name, tuple(shape), dtype, device)
+
+
+def _times(name: str, a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a b^T``."""
+    return torch.mm(a, b.T, out=_buffer(name, (len(a), len(b)), a.dtype, a.device))
 
 
 def _products(x_NTi: Tensor, d_NTo: Tensor, scratch: int) -> Tensor:
@@ -179,7 +225,7 @@ def _products(x_NTi: Tensor, d_NTo: Tensor, scratch: int) -> Tensor:
     x, d = x_NTi.reshape(n * t, -1), d_NTo.reshape(n * t, -1)
     K = x.new_zeros(n, n, dtype=torch.float64)
     for a, b in _triangle(n, t, scratch):
-        part = (x[a * t : b * t] @ x[a * t :].T).mul_(d[a * t : b * t] @ d[a * t :].T)
+        part = _times("xx", x[a * t : b * t], x[a * t :]).mul_(_times("dd", d[a * t : b * t], d[a * t :]))
         _fill(K, _over_positions(part, t), a, b)
     return K
 
@@ -192,7 +238,9 @@ def _ghost_lookup(pieces: Sequence[Lookup], scratch: int, products: torch.dtype)
     d, flat = d_NTd.reshape(n * t, -1), ids.reshape(-1)
     K = d.new_zeros(n, n, dtype=torch.float64)
     for a, b in _triangle(n, t, scratch):
-        part = (d[a * t : b * t] @ d[a * t :].T).mul_(flat[a * t : b * t, None] == flat[None, a * t :])
+        part = _times("dd", d[a * t : b * t], d[a * t :]).mul_(
+            flat[a * t : b * t, None] == flat[None, a * t :]
+        )
         _fill(K, _over_positions(part, t), a, b)
     return K
 
@@ -236,7 +284,7 @@ def chunked(pieces: Sequence[Piece], scratch: int, products: torch.dtype = torch
         G_Nm = G.view(n, -1)
         if G_Nm.dtype != kind:
             if room is None:
-                room = torch.empty_like(G_Nm, dtype=kind)
+                room = _buffer("wide", G_Nm.shape, kind, G_Nm.device)
             G_Nm = room.view(-1)[: G_Nm.numel()].view(G_Nm.shape).copy_(G_Nm)
         K = G.new_zeros(n, n, dtype=torch.float64) if K is None else K
         if split:
@@ -263,9 +311,12 @@ def _add(K: Tensor, A_Nm: Tensor, B_Nm: Tensor) -> None:
         K.addmm_(A_Nm, B_Nm.T)
         return
     whole = A_Nm.shape[1] // RUN * RUN
-    if whole:
-        a, b = (G[:, :whole].view(len(G), -1, RUN).transpose(0, 1) for G in (A_Nm, B_Nm))
-        K += torch.bmm(a, b.transpose(1, 2)).sum(0, dtype=torch.float64)
+    a, b = (G[:, :whole].view(len(G), -1, RUN).transpose(0, 1) for G in (A_Nm, B_Nm))
+    some = max(1, _SUMS // K.numel())
+    for start in range(0, whole // RUN, some):
+        left, right = a[start : start + some], b[start : start + some].transpose(1, 2)
+        sums = _buffer("sums", (len(left), left.shape[1], right.shape[2]), left.dtype, left.device)
+        K += torch.bmm(left, right, out=sums).sum(0, dtype=torch.float64)
     if whole < A_Nm.shape[1]:
         K += A_Nm[:, whole:] @ B_Nm[:, whole:].T
 
@@ -293,8 +344,7 @@ def chunks(
     if len(pieces) == 1 and isinstance(first, Factors) and first.direct is not None and step == rows:
         yield 0, rows, first.direct()
         return
-    device = pieces[0].values.device if isinstance(pieces[0], Vectors) else pieces[0].delta.device
-    room = torch.empty(n * step * columns, dtype=dtype, device=device)
+    room = _buffer("rows", (n * step * columns,), dtype, _device(first))
     start = 0
     while start < rows:
         stop = min(rows, start + step)
