@@ -24,7 +24,10 @@ DUTY = 20.0
 
 
 class Ledger:
-    """Publishes the progress of one rank, not more often than it is worth."""
+    """Publishes the progress of one rank, not more often than it is worth.
+
+    ``pause`` is the least number of seconds between two times: about a flush interval.
+    """
 
     def __init__(self, path: Path, entry: Entry, rank: int, options: Mapping[str, Any] | None = None) -> None:
         self.progress = entry.progress
@@ -34,6 +37,7 @@ class Ledger:
         self._rank = rank
         self._first = rank == entry.attempt.first
         self._fingerprint = "null"
+        self.pause = entry.attempt.flush_interval * 0.9
         self._published = 0.0
         self._cost = 0.0
         self._stale = True
@@ -52,7 +56,7 @@ class Ledger:
     def publish_if_due(self) -> None:
         """Publish what was noted, or a sign of life, where it is time; an OSError passes through."""
         waited = time.monotonic() - self._published
-        pause = max(self._entry.attempt.flush_interval * 0.9, DUTY * self._cost)
+        pause = max(self.pause, DUTY * self._cost)
         if (self._stale and waited >= pause) or waited >= HEARTBEAT:
             self.publish()
 

@@ -39,6 +39,7 @@ from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.evidence import write_evidence
 from backlight.store.filters import Filters
 from backlight.store.ledger import Ledger
+from backlight.store.manifest import HEARTBEAT
 from backlight.store.names import storable
 from backlight.store.schema import SERIES
 from backlight.store.segments import SegmentedDatabase
@@ -112,6 +113,8 @@ class RunWriter:
         if filesystem.on_network(entry.folder):
             self._db = SegmentedDatabase(entry.folder, rank, meta)
             self._ledger.progress.local = str(self._db.local)
+            # Nothing of a flush is there to be read yet, and a thousand ranks share one server of names.
+            self._ledger.pause = HEARTBEAT
         else:
             self._db = RankDatabase(entry.folder / database_name(rank), meta, self._budget.log_pages())
         _writers.add(self)
