@@ -106,7 +106,7 @@ def in_order() -> list[Panel]:
 def _guarded(panel: Panel, plug_in: PlugIn) -> Panel:
     def render(source: Source) -> Drawn | NotMeasured:
         try:
-            shown = panel.render(source)
+            shown: Any = panel.render(source)
         except Exception as error:  # noqa: BLE001 - a stranger's plug-in must not take the page
             said = f"{type(error).__name__}: {error}"
         else:

@@ -21,7 +21,7 @@ from backlight.store.errors import ExportError
 from backlight.store.reader import Run
 from backlight.store.tables import Table, tables_of
 
-_CONFIGURATION = {
+_CONFIGURATION: dict[str, str | bool | int | float | list[str]] = {
     # SQL may neither read nor write files, load code, nor look at variables of this process.
     "enable_external_access": "false",
     "autoinstall_known_extensions": "false",
@@ -88,7 +88,10 @@ def _answered(duckdb: Any, connection: Any, statement: str, known: Mapping[str, 
             raise QueryError(
                 f"expected one SELECT over: {', '.join(known)}; nothing else can be done to a run"
             )
-        reader = connection.sql(statement).to_arrow_reader(100_000)
+        relation = connection.sql(statement)
+        # Named anew in 1.5.
+        read = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader
+        reader = read(100_000)
         return Answer(tuple(reader.schema.names), reader)
     except duckdb.Error as error:
         raise QueryError(_in_words(str(error), statement, known)) from None
