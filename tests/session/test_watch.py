@@ -192,6 +192,28 @@ def test_an_error_of_ours_is_one_warning(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
+def test_what_cannot_start_leaves_the_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = CASES["plain"].train()
+    listeners = len(HUB.listeners)
+
+    def broken(*_a: object, **_k: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("backlight.session.watch.Pauses.start", broken)
+    told = "not measured: this training, which is not watched, after ZeroDivisionError: ours"
+    with pytest.warns(RuntimeWarning, match=told) as warned:
+        with backlight.watch(run=tmp_path / "run", every=1) as watch:
+            watched = CASES["plain"].train()
+            watch.log(accuracy=1.0)
+            assert (watch.step, watch.findings) == (0, [])
+    assert len(warned) == 1
+    assert len(HUB.listeners) == listeners
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status == "failed"
+    assert "ZeroDivisionError" in run.events("unmeasured")[0].payload["reason"]
+
+
 def test_a_warning_made_an_error_does_not_end_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from backlight.session.launcher import launch
-from backlight.session.watch import StopTraining
+from backlight.session.limited import StopTraining
 
 
 def end_script() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -13,7 +14,6 @@ from backlight.capture.hub import HUB
 from backlight.capture.optimizers import underlying
 from backlight.capture.parameters import build_table
 from backlight.capture.scope import Scope
-from backlight.capture.steps import StepTracker
 from backlight.health.groups import GroupError, members
 from backlight.records import Finding, Made, RunStatus
 from backlight.registry import RULES
@@ -25,6 +25,7 @@ from backlight.session.entering import open_writer
 from backlight.session.fingerprints import take_fingerprint
 from backlight.session.following import Following
 from backlight.session.judge import judge
+from backlight.session.limited import LimitedTracker, StopTraining
 from backlight.session.notices import Notices
 from backlight.session.plan import make_plan
 from backlight.session.ranks import launch_id, place
@@ -43,32 +44,6 @@ if TYPE_CHECKING:
     from backlight.session.replicating import Replicating
     from backlight.stalls.tracing import Tracer
     from backlight.store.writer import RunWriter
-
-
-class StopTraining(SystemExit):
-    """Ends a script cleanly after the number of steps that was asked for; exit code 0."""
-
-
-class _Tracker(StepTracker):
-    """A tracker that asks its watch whether to go on, and tells it when it has been taken off."""
-
-    check_limit: Callable[[], None]
-    trouble: Callable[[Exception], None]
-
-    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
-        """End the script instead, if it has had the steps that were asked for."""
-        self.check_limit()
-        super().backward_begin(roots)
-
-    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """End the script instead, where no backward was seen that could have."""
-        if not self.in_step:
-            self.check_limit()
-        super().optimizer_begin(optimizer, has_closure=has_closure)
-
-    def dropped(self, error: Exception) -> None:
-        """Say once that nothing is measured any more."""
-        self.trouble(error)
 
 
 class Watch:
@@ -99,6 +74,7 @@ class Watch:
         self._models = list(models)
         self._optimizers = list(optimizers)
         self._depth = 0
+        self._abandoned = False
         self._notices = Notices(self.path)
         self._fingerprinted = False
         self._writer: RunWriter | None = None
@@ -131,10 +107,14 @@ class Watch:
         self._depth += 1
         if self._depth == 1:
             try:
-                self._start()
+                self._open()  # what this refuses is an error, before anything is attached
             except BaseException:
                 self._depth = 0
                 raise
+            try:
+                self._attach()
+            except Exception as error:  # noqa: BLE001 - a fault of ours must not cost anybody a training
+                self._abandon(error)
         return self
 
     def __exit__(
@@ -150,12 +130,15 @@ class Watch:
         failed = error if error is not None and not _clean(error) else None
         self._end(failed)
 
-    def _start(self) -> None:
-        settings = self.settings
+    def _open(self) -> None:
         self._writer = open_writer(
-            self.path, settings, self._notices, script=self._script, arguments=self._arguments
+            self.path, self.settings, self._notices, script=self._script, arguments=self._arguments
         )
         self.path = self._writer.path
+
+    def _attach(self) -> None:
+        assert self._writer is not None
+        settings = self.settings
         self._scope = Scope(self._models, self._optimizers)
         self._recorder = Recorder(self._scope, self._plan, self._cadence, self._notices.event, self._at_step)
         if "grokking" in settings.rooms:
@@ -175,8 +158,12 @@ class Watch:
         self._drain = Drain(
             self._recorder, self._writer, settings.flush_interval, self._alarm, self._notices.trouble
         )
+        if settings.reduce:
+            from backlight.session.reducing import Reducing  # noqa: PLC0415 - others need not pay for it
+
+            self._drain.reducing = Reducing(settings.every or 1, self._notices)
         self._drain.tracking = self._tracking = Tracking(settings, self._writer, self._notices)
-        self._tracker = _Tracker(self._scope, self._recorder, per_backward=settings.per_backward)
+        self._tracker = LimitedTracker(self._scope, self._recorder, per_backward=settings.per_backward)
         self._tracker.check_limit, self._tracker.trouble = self.check_limit, self._trouble
         self._recorder.spent = lambda: (
             self._tracker.spent
@@ -219,6 +206,25 @@ class Watch:
             with self._notices.shield():
                 self._tracing = start_tracing(settings.trace, self._writer, lambda: self._tracker.index)
 
+    def _abandon(self, error: Exception) -> None:
+        """Take off what was attached before ``error``, and let the training go on unwatched."""
+        self._notices.trouble(error, "this training, which is not watched")
+        for name in ("_tracker", "_replicating"):
+            part = getattr(self, name, None)
+            if part is not None:
+                HUB.remove(getattr(part, "listener", part))
+        for name in ("_following", "_pauses", "_drain"):
+            with contextlib.suppress(Exception):
+                if (part := getattr(self, name, None)) is not None:
+                    part.stop()
+        with contextlib.suppress(Exception):
+            if self._stalling is not None:
+                self._stalling.stop(error)
+        with contextlib.suppress(Exception):
+            if self._writer is not None:
+                self._writer.close(RunStatus.FAILED)
+        self._writer, self._abandoned = None, True
+
     def _end(self, error: BaseException | None) -> None:
         writer = self._writer
         if writer is None or os.getpid() != self._pid:
@@ -246,6 +252,8 @@ class Watch:
                 self._notices.event(CIRCUMSTANCES, facts, max(self._tracker.done - 1, 0))
         with self._notices.shield():
             self._drain.stop()
+            if self._drain.reducing is not None:
+                self._drain.reducing.stop(failed=error is not None)
             self._take_fingerprint()
             self._say_if_nothing()
             if error is not None:
@@ -298,6 +306,8 @@ class Watch:
         TypeError
             If a value is neither a number nor a tensor with one element.
         """
+        if self._abandoned:
+            return
         if self._writer is None or not self._depth:
             raise RuntimeError(
                 "watch.log: this watch is not entered; call it inside `with backlight.watch(...)`"
@@ -318,6 +328,12 @@ class Watch:
     def step(self) -> int:
         """Number of optimizer steps seen so far."""
         return self._tracker.done if self._writer is not None else 0
+
+    @property
+    def total_norm(self) -> tuple[int, float] | None:
+        """Step and total norm over all ranks that ``reduce=True`` joined last; None on other ranks than 0."""
+        reducing = self._drain.reducing if self._writer is not None else None
+        return None if reducing is None else reducing.latest
 
     @property
     def findings(self) -> list[Finding]:
@@ -354,6 +370,8 @@ class Watch:
         self._tracking.meet()
         if index:
             self._take_fingerprint()
+            if self._drain.reducing is not None:
+                self._drain.reducing.begin()  # every rank comes here when its first step is over
 
     def _take_fingerprint(self) -> None:
         if self._writer is not None and self._scope.table.records and not self._fingerprinted:
