@@ -129,8 +129,8 @@ def watch(
         If a setting is unknown or out of range.
     """
     hosted = Hosted("accelerate.watch", run, settings, samples=samples, on_end=on_end, summary=summary)
-    models = list(model) if isinstance(model, (list, tuple)) else [model]
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     name = Path(sys.argv[0] if sys.argv else "").stem or type(models[0]).__name__
     return AcceleratedWatch(accelerator, models, optimizers, hosted, name, step)
 

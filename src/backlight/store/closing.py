@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from backlight.records import RunStatus
-from backlight.store.attempt import attempt_folder, document_name
+from backlight.store.attempt import document_name
 from backlight.store.errors import RunFormatError
-from backlight.store.manifest import Progress, read_manifest
+from backlight.store.manifest import Progress, attempt_folder, read_manifest
 
 _PAUSE = 0.05
 

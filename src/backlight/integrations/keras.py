@@ -1,0 +1,184 @@
+"""Keras 3 on torch: ``model.fit(..., callbacks=[BacklightCallback(run="runs/first")])``.
+
+Keras has optimizers of its own, which torch's hooks do not see: for the time of a fit their ``apply`` is
+called from inside the step of a torch optimizer that does nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backlight.integrations.hosted import Hosted, OnEnd
+from backlight.integrations.versions import FrameworkError, require
+
+VERSION = require("keras", "keras")
+"""The release of Keras that is here."""
+
+import keras  # noqa: E402 - only once it is known to be recent enough
+import torch  # noqa: E402
+
+if keras.backend.backend() != "torch":
+    raise FrameworkError(
+        f"backlight.integrations.keras: expected Keras on torch, got {keras.backend.backend()}; "
+        "set KERAS_BACKEND=torch before keras is imported"
+    )
+
+if TYPE_CHECKING:
+    from backlight.records import Finding
+    from backlight.session.geometry import Samples
+    from backlight.session.watch import Watch
+
+
+class BacklightCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+    """Watches every ``fit`` that it is given to.
+
+    Gradients are taken as backward left them, before Keras clips or accumulates them inside its optimizer.
+    The logs of an epoch are recorded at its end.
+
+    Parameters
+    ----------
+    run:
+        The run folder; None for ``runs/<name of the model>-<time>``. A folder that holds a run gets a new
+        attempt of it.
+    samples:
+        For the rooms grokking and spectra; see :func:`backlight.watch`.
+    on_end:
+        Called with the list of findings when a fit has ended.
+    summary:
+        Print the findings once at the end.
+    **settings:
+        Settings of :func:`backlight.watch`: ``rooms``, ``every``, ``groups``, ``thresholds`` and others.
+
+    Raises
+    ------
+    ValueError
+        If a setting is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | None = None,
+        *,
+        samples: Samples | None = None,
+        on_end: OnEnd | None = None,
+        summary: bool = True,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._hosted = Hosted(
+            "BacklightCallback", run, settings, samples=samples, on_end=on_end, summary=summary
+        )
+        self._shadow: _Shadow | None = None
+        _tell_of_fits()
+
+    @property
+    def watch(self) -> Watch | None:
+        """The watch of the fit that is under way, else of the last one; None before the first."""
+        return self._hosted.watch
+
+    @property
+    def run(self) -> Path | None:
+        """The run folder; None before the first fit."""
+        return None if self.watch is None else self.watch.path
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the rules say of the run as it stands."""
+        return self._hosted.findings
+
+    # Hooks, called by Keras
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Attach."""
+        self._detach()
+        with self._hosted.shield("on_train_begin", "anything of this training"):
+            optimizer = self.model.optimizer
+            trained = [variable.value for variable in self.model.trainable_variables]
+            kind = type(type(optimizer).__name__, (_Shadow,), {})  # the name is recorded
+            self._shadow = kind(trained, optimizer)
+            step = int(optimizer.iterations.numpy())
+            self._hosted.begin([self.model], [self._shadow], name=self.model.name, step=step)
+            self._shadow.attach()
+            _FITTING.add(self)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Record what Keras logs."""
+        step = None if self.watch is None else self.watch.step
+        self._hosted.log(logs or {}, step=step)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Close the run."""
+        self._detach()
+        self._hosted.end()
+
+    def failed(self, error: BaseException) -> None:
+        """Close the run of a fit that failed or was interrupted."""
+        self._detach()
+        self._hosted.end(error)
+
+    def _detach(self) -> None:
+        _FITTING.discard(self)
+        if self._shadow is not None:
+            self._shadow.detach()
+            self._shadow = None
+
+
+_FITTING: weakref.WeakSet[BacklightCallback] = weakref.WeakSet()
+
+
+def _tell_of_fits() -> None:
+    """Let ``Model.fit`` tell our callbacks when it raises: no event of Keras does."""
+    original = keras.Model.fit
+    if getattr(original, "tells_backlight", False):
+        return
+
+    @functools.wraps(original)
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException as error:
+            for callback in [c for c in _FITTING if c.model is self]:
+                callback.failed(error)
+            raise
+
+    fit.tells_backlight = True  # type: ignore[attr-defined]
+    keras.Model.fit = fit
+
+
+class _Shadow(torch.optim.Optimizer):
+    """An optimizer in whose step that of Keras is taken, so that torch's hooks see it."""
+
+    def __init__(self, parameters: list[torch.Tensor], optimizer: Any) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+        self._optimizer = optimizer
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def attach(self) -> None:
+        """Take the place of the optimizer's ``apply``."""
+        self._optimizer.apply = self._apply
+
+    def detach(self) -> None:
+        """Give ``apply`` back."""
+        self._optimizer.__dict__.pop("apply", None)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it is given none
+        """Let Keras take its step."""
+        arguments, keywords = self._call
+        type(self._optimizer).apply(self._optimizer, *arguments, **keywords)
+
+    def _apply(self, *arguments: Any, **keywords: Any) -> None:
+        self._call = arguments, keywords
+        rate = getattr(self._optimizer, "learning_rate", None)
+        value = getattr(rate, "value", rate)
+        self.param_groups[0]["lr"] = value.detach() if isinstance(value, torch.Tensor) else value
+        scale = getattr(self._optimizer, "dynamic_scale", None)
+        if scale is not None:
+            self.grad_scale = scale.value  # gradients of a scaled loss are divided by it inside apply
+        try:
+            self.step()
+        finally:
+            self._call = ((), {})
