@@ -1,18 +1,18 @@
 """Top-10 eigenvalues of the second moment of per-sample gradients, against what users would pick.
 
-Models are an MLP 784-256-256-10 with 128 and 512 samples, a GPT of four layers with 8 to 256 positions,
-and a small CNN. Every way computes the 10 largest eigenvalues of A^T A / N, A holding the gradients of N
+Models are an MLP 784-256-256-10 with 128 and 512 samples, a GPT of four layers with 8 to 256 positions, and
+a small CNN. Every way computes the 10 largest eigenvalues of A^T A / N, A holding the gradients of N
 samples: `torch.func.vmap`, BackPACK, ViViT's Gram of BackPACK's gradients, Opacus, and Lanczos with
 curvlinops' empirical Fisher (extra `peers`). All ways take turns in one process on one thread, and every
-figure is the median of their processor time, which a busy machine stretches least; ratios are to
-backlight, so that 20 means twenty times slower. Memory is how far the peak of the process rose above what
-it held before the call; the last row of a model is a plain forward and backward pass, which every way that
-takes all samples at once needs at least, and the column after `of vmap` is what a way takes above that row
-over what `vmap` takes above it. Models are float32; the eigenvalues of backlight are compared with those of
-`vmap` in float64. Peers form and multiply gradients in float32. So does backlight where it forms them, in
-runs of 64 whose sums go on in float64; it multiplies everything in float64 in the row named so; `4 at once` are samples in a pass. The check that runs two samples alone comes
-at measurements 1, 2, 4, 8, ... of a model and is in the median only as often as that. Below stand the bytes
-of one snapshot.
+figure is the median of their processor time, which a busy machine stretches least; ratios are to backlight,
+so that 20 means twenty times slower. Memory is how far the peak of the process rose above what it held
+before the call; the last row of a model is a plain forward and backward pass, which every way that takes all
+samples at once needs at least, and the column after `of vmap` is what a way takes above that row over what
+`vmap` takes above it. Models are float32; the eigenvalues of backlight are compared with those of `vmap` in
+float64. Peers form and multiply gradients in float32. So does backlight where it forms them, in runs of 64
+whose sums go on in float64; it multiplies everything in float64 in the row named so; `4 at once` are samples
+in a pass. The check that runs two samples alone comes at measurements 1, 2, 4, 8, ... of a model and is in
+the median only as often as that. Below stand the bytes of one snapshot.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python bench/gram.py
 """

@@ -75,7 +75,7 @@ def test_small_eigenvalues_need_products_in_float64() -> None:
     d = torch.ones(40, 1, 1, 1)
     piece = Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 64)
     exact = torch.linalg.eigvalsh(x.double().flatten(1) @ x.double().flatten(1).T)
-    double, _ = kernels.gram([piece])
+    double, _ = kernels.gram([piece], products=torch.float64)
     single, _ = kernels.gram([piece], products=torch.float32)
     torch.testing.assert_close(torch.linalg.eigvalsh(double)[5:], exact[5:], rtol=1e-6, atol=0)
     off = (torch.linalg.eigvalsh(single)[5:] - exact[5:]).abs() / exact[5:]

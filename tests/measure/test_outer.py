@@ -180,6 +180,28 @@ def test_sketches_merge() -> None:
         one.merge(FrequentDirections(5, 3))
 
 
+@pytest.mark.parametrize("taken", [3, 9, 14])
+def test_a_sketch_goes_on_from_its_state_as_if_it_had_not_stopped(taken: int) -> None:
+    rows = torch.randn(40, 15, dtype=torch.float64)
+    whole = FrequentDirections(5, 15)
+    whole.add(rows[:taken])
+    state = whole.state()
+    resumed = FrequentDirections.from_state(state)
+    for sketch in (whole, resumed):
+        sketch.add(rows[taken:])
+    assert torch.equal(whole.rows(), resumed.rows())
+    assert (whole.shrinkage, whole.seen) == (resumed.shrinkage, resumed.seen) == (whole.shrinkage, 40)
+    assert len(state["rows"]) == (taken if taken < 11 else 9)  # what was taken is a copy
+
+
+def test_a_state_that_is_not_one_is_refused() -> None:
+    state = FrequentDirections(2, 3).state()
+    with pytest.raises(ValueError, match="the state lacks seen, shrinkage"):
+        FrequentDirections.from_state({"size": 2, "rows": state["rows"]})
+    with pytest.raises(ValueError, match=r"expected at most 4 rows, got \[5, 3\]"):
+        FrequentDirections.from_state({**state, "rows": torch.zeros(5, 3)})
+
+
 def test_a_sketch_refuses() -> None:
     sketch = FrequentDirections(2, 3)
     with pytest.raises(ValueError, match=r"expected rows of 3 numbers, got \[4\]"):

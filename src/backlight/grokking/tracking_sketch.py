@@ -61,24 +61,14 @@ class Sketch:
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed training needs."""
-        made = self._made
-        if made is None:
+        if self._made is None:
             return {}
-        held = FrequentDirections(self._rows, made.columns, dtype=torch.float64)
-        held.merge(made)
-        # Taken before rows() brings anything down: resuming must not shrink where going on would not.
-        return {
-            "sizes": dict(self._sizes),
-            "rows": held._buffer[: held._filled].clone(),
-            "shrinkage": made.shrinkage,
-            "seen": made.seen,
-        }
+        return {"sizes": dict(self._sizes), **self._made.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state` gave."""
         if not state:
             return
         self._sizes = {str(name): int(size) for name, size in state["sizes"].items()}
-        self._made = FrequentDirections(self._rows, sum(self._sizes.values()), dtype=torch.float64)
-        self._made.add(state["rows"])
-        self._made.shrinkage, self._made.seen = float(state["shrinkage"]), int(state["seen"])
+        # Checkpoints of earlier versions did not say how many rows.
+        self._made = FrequentDirections.from_state({"size": self._rows, **state})

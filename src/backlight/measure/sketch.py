@@ -7,6 +7,9 @@ Source: Ghashami, Liberty, Phillips, Woodruff, 1501.01711.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -114,3 +117,40 @@ class FrequentDirections:
         if self._filled > self.size:
             self._shrink()
         return self._buffer[: self._filled].clone()
+
+    def state(self) -> dict[str, Any]:
+        """Return what :meth:`from_state` needs to go on exactly as this sketch would.
+
+        Unlike :meth:`rows` it brings nothing down: ``rows`` are those in memory ``[r, M]``, up to twice
+        ``size`` of them, next to ``size``, ``shrinkage`` and ``seen``.
+        """
+        return {
+            "size": self.size,
+            "rows": self._buffer[: self._filled].clone(),
+            "shrinkage": self.shrinkage,
+            "seen": self.seen,
+        }
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, Any], *, device: torch.device | str = "cpu"
+    ) -> FrequentDirections:
+        """Return the sketch that gave ``state``, in the type of its rows.
+
+        Raises
+        ------
+        ValueError
+            If something is missing, or more rows are there than such a sketch holds.
+        """
+        missing = {"size", "rows", "shrinkage", "seen"} - state.keys()
+        if missing:
+            raise ValueError(
+                f"sketch: the state lacks {', '.join(sorted(missing))}; give what state() returned"
+            )
+        size, rows = int(state["size"]), torch.as_tensor(state["rows"])
+        if rows.dim() != 2 or len(rows) > 2 * size:
+            raise ValueError(f"sketch: expected at most {2 * size} rows, got {list(rows.shape)}")
+        made = cls(size, rows.shape[1], dtype=rows.dtype, device=device)
+        made._append(rows)
+        made.shrinkage, made.seen = float(state["shrinkage"]), int(state["seen"])
+        return made
