@@ -211,7 +211,12 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
 def rendered(source: Source) -> list[tuple[Panel, Drawn | NotMeasured]]:
     """Return every panel in order; those without data of rooms that did not watch are left out."""
     results = [(panel, panel.render(source)) for panel in in_order()]
-    return [(p, r) for p, r in results if isinstance(r, Drawn) or source.watched(p.room)]
+    return [(panel, result) for panel, result in results if belongs(panel, result, source)]
+
+
+def belongs(panel: Panel, result: Drawn | NotMeasured, source: Source) -> bool:
+    """Tell whether a panel stands on the page: with data always, without where it would be missed."""
+    return isinstance(result, Drawn) or (source.watched(panel.room) and not panel.several)
 
 
 def _unmeasured(

@@ -183,6 +183,28 @@ def test_what_is_sent_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: py
     run.close()
 
 
+def test_what_is_dear_to_reduce_follows_later_but_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "PACE", 1e9)
+    run = Growing(tmp_path / "run")
+    run.steps(10)
+    it = follow(run.path)
+    it.look()
+    run.steps(5)
+    assert it.look()
+    figures = {f["label"]: f["value"] for f in it.head()["verdict"]["figures"]}
+    assert figures["steps recorded"] == "15"
+    assert it.source is not None
+    assert len(it.source.frames.buckets) == 10
+    assert not it.look()
+    monkeypatch.setattr(following, "PACE", 0.0)
+    assert it.look()  # although no file changed
+    assert len(it.source.frames.buckets) == 15
+    assert not it.look()
+    run.close()
+
+
 def test_a_closer_look_shows_the_steps_as_they_were_recorded(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run", Plan(steps=300, blocks=1))
     run.steps(300)

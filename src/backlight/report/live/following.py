@@ -22,7 +22,7 @@ from backlight.report.encoding import script_json
 from backlight.report.frames import ParameterFrames
 from backlight.report.live.standing import EMPTY, READING, Stand, Standing, stand_of
 from backlight.report.live.window import window
-from backlight.report.page import head, panel_data
+from backlight.report.page import belongs, head, panel_data
 from backlight.report.panel import Drawn, NotMeasured, Panel, in_order
 from backlight.report.source import Source
 from backlight.report.text import visible
@@ -93,6 +93,7 @@ class Followed:
             0,
             0,
         )
+        self._behind = False
         self._files: frozenset[tuple[str, int, int]] | None = None
         self._looked = 0.0
         self._rest_until = 0.0
@@ -122,12 +123,13 @@ class Followed:
         """Read the run again if anything changed; return whether there is a new version."""
         files = frozenset(_files(self.path))
         now = time.monotonic()
-        if files == self._files and not self._may_have_died(now):
+        late = self._behind and not self._too_soon(now)
+        if files == self._files and not late and not self._may_have_died(now):
             return False
         self._looked = now
         with self._lock:
             stand, source = self._read()
-            if files == self._files and stand == self.stand:
+            if files == self._files and stand == self.stand and not late:
                 return False
             self._files = files
             self.stand = stand
@@ -156,10 +158,17 @@ class Followed:
             return Stand(Standing.UNREADABLE, f"Reading it failed: {_told(error)}"), None
         return stand, source
 
+    def _too_soon(self, now: float) -> bool:
+        _, _, at, cost = self._frames
+        return now - at < PACE * cost
+
     def _keep_frames(self, source: Source) -> None:
         """Reduce the series of all parameters again only where that is cheap beside the time since then."""
-        frames, parameters, at, cost = self._frames
-        if frames is not None and parameters == source.parameters and time.monotonic() - at < PACE * cost:
+        frames, parameters, _, _ = self._frames
+        self._behind = (
+            frames is not None and parameters == source.parameters and self._too_soon(time.monotonic())
+        )
+        if frames is not None and self._behind:
             source.frames = frames
             return
         begun = time.monotonic()
@@ -193,7 +202,7 @@ class Followed:
                     (known.panel, known.result)
                     for panel in in_order()
                     if (known := self._rendered[panel.name])
-                    and (isinstance(known.result, Drawn) or source.watched(panel.room))
+                    and belongs(panel, known.result, source)
                 ]
                 told |= head(source, drawn)
                 words = told["verdict"]["status"].split(verdict.PARTED)
