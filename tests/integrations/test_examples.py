@@ -1,0 +1,46 @@
+"""The examples of the frameworks run, and say what is to be seen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import backlight
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "arguments", "steps"),
+    [
+        ("with_lightning.py", ("--epochs", "1"), 16),
+        ("with_huggingface.py", ("--steps", "6"), 6),
+        ("with_accelerate.py", ("--epochs", "1"), 8),
+    ],
+)
+def test_example(tmp_path: Path, script: str, arguments: tuple[str, ...], steps: int) -> None:
+    own = {
+        "PYTHONPATH": str(Path(backlight.__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), "--out", str(tmp_path / "run"), *arguments],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("next: backlight report") == 1
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status.value == "finished"
+    assert run.last_step() + 1 == steps
+    assert ("sign.weight and 1 more parameter never had a gradient" in done.stderr) == ("lightning" in script)
