@@ -59,6 +59,7 @@ def test_it_says_how_the_run_stands_from_an_empty_folder_to_its_end(tmp_path: Pa
     it.look()
     assert it.stand.word is Standing.WAITING
     assert "the run began" in it.stand.detail
+    assert "verdict" not in it.head()  # which would say that nothing was measured
     run.steps(4)
     it.look()
     assert (it.stand.word, it.stand.detail) == (

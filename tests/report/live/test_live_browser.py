@@ -119,7 +119,7 @@ def test_it_follows_a_training_from_an_empty_folder_to_its_end(look: Look, tmp_p
     path.mkdir()
     driver = look([path])
     wait(driver, lambda d: fact(d, "stand") == "waiting")
-    assert "no run began" in driver.find_element(By.ID, "saying").text
+    assert "No run began" in driver.find_element(By.CSS_SELECTOR, ".verdict").text
     path.rmdir()
     training = subprocess.Popen([sys.executable, "-c", TRAINING, str(path)], stdin=subprocess.PIPE)
     try:

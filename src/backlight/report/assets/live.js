@@ -225,11 +225,27 @@ const changed = (what, value) => {
   return true;
 };
 
+// What stands on the page before there is anything to draw.
+const FIRST = { reading: "Reading the run", waiting: "Waiting for the first step", unreadable: "This cannot be read" };
+
+const before = ({ word, detail }) =>
+  el(
+    "section",
+    { class: `verdict ${word}`, "aria-labelledby": "headline" },
+    el("div", { class: "headline" }, el("span", { class: `glyph pulse ${word === "unreadable" ? "warning" : "info"}`, "aria-hidden": "true" }, word === "unreadable" ? "!" : "…"), el("div", {}, el("h1", { id: "headline" }, FIRST[word] ?? "Nothing to show"), el("p", {}, (word === "waiting" ? detail.split(": ").at(-1) : detail).replace(/^./, (first) => first.toUpperCase())))),
+    word === "waiting" ? el("p", { class: "status" }, "Start it with ", el("code", {}, "backlight run --out FOLDER train.py"), " or ", el("code", {}, "with backlight.watch(model, optimizer, run=FOLDER):"), " and leave this page open.") : null,
+  );
+
 const apply = (head) => {
   page.version = head.news;
   page.over = head.stand.over;
   say(head.stand);
-  if (!head.run) return;
+  if (!head.run) {
+    slots.verdict.replaceChildren(before(head.stand));
+    saying.hidden = true; // the same words stand there
+    return;
+  }
+  saying.hidden = false;
   const others = head.parameters && head.table !== page.table;
   page.table = head.table;
   Object.assign(report, head);
@@ -268,6 +284,7 @@ const apply = (head) => {
 
 const lost = () => {
   if (page.over) return;
+  saying.hidden = false;
   say({ word: "lost", detail: "backlight open does not answer: it was closed, or the connection broke. What is shown stays." });
 };
 
@@ -309,8 +326,10 @@ const open = () => {
   bar.search.hidden = true;
   top.querySelector(".search").before(stand);
   say({ word: "reading", detail: "The run is being read." });
+  saying.hidden = true;
   const main = el("main", { id: "top" }, saying, slots.verdict, slots.findings, slots.panels, slots.gaps, el("footer", {}, "Followed by backlight. Nothing here changes the run or leaves this machine."));
   slots.findings.hidden = true;
+  slots.verdict.append(before({ word: "reading", detail: "This takes a moment where a run is long." }));
   document.body.append(top, el("div", { class: "frame" }, slots.nav, main));
   let soon = null;
   view.on("range", () => {

@@ -197,7 +197,7 @@ class Followed:
                 },
             }
             source = self.source
-            if source is not None:
+            if source is not None and self.stand.word is not Standing.WAITING:
                 drawn = [
                     (known.panel, known.result)
                     for panel in in_order()
