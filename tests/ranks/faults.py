@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import backlight
+from backlight.session import reducing
 from ranks.network import batch, build, loss_of
 from ranks.trainings import FOLDER, Training, report, sharded
 
@@ -132,6 +133,28 @@ def healthy() -> Training:
 @fault
 def healthy_shard() -> Training:
     return Training(sharded())
+
+
+def _reduced(training: Training) -> Training:
+    training.settings = {"reduce": True}
+    return training
+
+
+@fault
+def reduced_shard() -> Training:
+    return _reduced(Training(sharded()))
+
+
+@fault
+def reduced_ddp() -> Training:
+    return _reduced(Training(wrapped()))
+
+
+@fault
+def reduced_skip() -> Training:
+    """Rank 1 has a step less to hand over: rank 0 gives up on it, and has trained on."""
+    reducing.PATIENCE = 3.0
+    return _reduced(_Skipping(sharded()))
 
 
 class _Destroyed(Training):

@@ -326,13 +326,17 @@ def report(name: str, make: Callable[[], Training]) -> None:
     training = make()
     counts.append(collectives())
     options = {"every": 1, "exact_updates": 1, **training.settings}
-    with told() as said, backlight.watch(training.model, training.optimizer, run=FOLDER / name, **options):
+    with (
+        told() as said,
+        backlight.watch(training.model, training.optimizer, run=FOLDER / name, **options) as watch,
+    ):
         training.loop()
     counts.append(collectives())
     pairs = list(zip(plain.weights(), training.weights(), strict=True))
     result = {
         "same": bool(pairs) and all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in pairs),
         "warnings": said,
+        "total_norm": watch.total_norm,
         "collectives": [counts[1] - counts[0], counts[3] - counts[2]],
     }
     (FOLDER / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(result))

@@ -49,6 +49,9 @@ class Settings:
         Measure updates over all weights, at every Nth recorded step; None for a sample at every 4th.
     per_backward:
         Also record the gradients after every single backward of an accumulation.
+    reduce:
+        Join the total norm over all ranks while the training runs, for ``watch.total_norm`` on rank 0:
+        collectives of ours, beside the training; needs ``every``, so that all ranks record the same steps.
     detail:
         Steps recorded in full after a finding.
     stall:
@@ -82,6 +85,7 @@ class Settings:
     histogram: bool = False
     exact_updates: int | None = None
     per_backward: bool = False
+    reduce: bool = False
     detail: int = 20
     stall: float | None = None
     trace: tuple[str, ...] = ()
@@ -106,6 +110,11 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: expected {least} or more")
+        if self.reduce and (self.every is None or "health" not in self.rooms):
+            raise ValueError(
+                f"reduce=True with every={self.every} and rooms={self.rooms}: expected every=N, without "
+                "which each rank chooses its own steps, and the room health, which measures the norms"
+            )
         if not self.rooms:
             raise ValueError("rooms is empty: name at least one room")
         for given in self.trackers:

@@ -20,6 +20,7 @@ from backlight.store.schema import GRADIENT
 
 if TYPE_CHECKING:
     from backlight.session.recorder import Recorder
+    from backlight.session.reducing import Reducing
     from backlight.session.tracking import Tracking
     from backlight.store.writer import RunWriter
 
@@ -64,6 +65,7 @@ class Drain:
         self._tables: dict[int, tuple[Any, int]] = {}
         self._dropped = 0
         self.spent = 0.0
+        self.reducing: Reducing | None = None
         self.tracking: Tracking | None = None
         self._thread = threading.Thread(target=self._run, name="backlight-drain", daemon=True)
 
@@ -152,6 +154,9 @@ class Drain:
         scalars.update(_clipping(draft))
         if ("gradient", 0) in blobs:
             self._look(draft.step, *blobs["gradient", 0], scalars)
+            if self.reducing is not None:
+                place = scalars.get("backwards_seen", math.nan)
+                self.reducing.submit(draft.step, draft.records, *blobs["gradient", 0], place)
         self._writer.scalars(draft.step, scalars)
         if self.tracking is not None:
             self.tracking.stored(draft.step, draft.records, scalars, blobs)

@@ -30,6 +30,7 @@ from backlight.session.notices import Notices
 from backlight.session.plan import make_plan
 from backlight.session.ranks import launch_id, place
 from backlight.session.recorder import Recorder
+from backlight.session.reducing import Reducing
 from backlight.session.run_path import default_path
 from backlight.session.stalling import Stalling
 from backlight.session.tracing import start_tracing
@@ -76,6 +77,7 @@ class Watch:
         self._depth = 0
         self._abandoned = False
         self._notices = Notices(self.path)
+        self._reducing = Reducing(settings, self._notices, launched=bool(script))
         self._fingerprinted = False
         self._writer: RunWriter | None = None
         self._following: Following | None = None
@@ -131,6 +133,7 @@ class Watch:
         self._end(failed)
 
     def _open(self) -> None:
+        self._reducing.check()
         self._writer = open_writer(
             self.path, self.settings, self._notices, script=self._script, arguments=self._arguments
         )
@@ -158,10 +161,7 @@ class Watch:
         self._drain = Drain(
             self._recorder, self._writer, settings.flush_interval, self._alarm, self._notices.trouble
         )
-        if settings.reduce:
-            from backlight.session.reducing import Reducing  # noqa: PLC0415 - others need not pay for it
-
-            self._drain.reducing = Reducing(settings.every or 1, self._notices)
+        self._drain.reducing = self._reducing
         self._drain.tracking = self._tracking = Tracking(settings, self._writer, self._notices)
         self._tracker = LimitedTracker(self._scope, self._recorder, per_backward=settings.per_backward)
         self._tracker.check_limit, self._tracker.trouble = self.check_limit, self._trouble
@@ -252,8 +252,7 @@ class Watch:
                 self._notices.event(CIRCUMSTANCES, facts, max(self._tracker.done - 1, 0))
         with self._notices.shield():
             self._drain.stop()
-            if self._drain.reducing is not None:
-                self._drain.reducing.stop(failed=error is not None)
+            self._reducing.stop(failed=error is not None)
             self._take_fingerprint()
             self._say_if_nothing()
             if error is not None:
@@ -332,8 +331,7 @@ class Watch:
     @property
     def total_norm(self) -> tuple[int, float] | None:
         """Step and total norm over all ranks that ``reduce=True`` joined last; None on other ranks than 0."""
-        reducing = self._drain.reducing if self._writer is not None else None
-        return None if reducing is None else reducing.latest
+        return self._reducing.latest
 
     @property
     def findings(self) -> list[Finding]:
@@ -370,8 +368,7 @@ class Watch:
         self._tracking.meet()
         if index:
             self._take_fingerprint()
-            if self._drain.reducing is not None:
-                self._drain.reducing.begin()  # every rank comes here when its first step is over
+            self._reducing.begin()  # every rank comes here when its first step is over
 
     def _take_fingerprint(self) -> None:
         if self._writer is not None and self._scope.table.records and not self._fingerprinted:

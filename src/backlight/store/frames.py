@@ -217,6 +217,18 @@ def join_ranks(
     return Block(steps, out, measured, seen)
 
 
+def total(joined: Block) -> dict[int, float]:
+    """Return the norm over all parameters, each once, at the steps at which all of them are known."""
+    norm_SP = np.where(joined.measured, joined.columns["norm"], 0.0)
+    seen = joined.measured if joined.seen is None else joined.seen
+    known = ~(seen & ~joined.measured).any(axis=1) & joined.measured.any(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        # To hypot an infinity hides a NaN.
+        undefined = np.isnan(norm_SP).any(axis=1)
+        total_S = np.where(undefined, np.nan, np.hypot.reduce(norm_SP, axis=1, initial=0.0))
+    return dict(zip(joined.steps[known].tolist(), total_S[known].tolist(), strict=True))
+
+
 def join_attempts(blocks: Sequence[Block]) -> Block:
     """Put attempts one after the other; where two hold a step, the later one counts."""
     if len(blocks) == 1:

@@ -167,15 +167,7 @@ def mean(values: Mapping[int, Values]) -> Values:
 
 def total_norm(files: Sequence[RankFile], names: Sequence[str]) -> Values:
     """Return the norm over all parameters, each once, at the steps at which all of them are known."""
-    joined = block(files, "gradient", ("norm",), names, 0, local=False)
-    norm_SP = np.where(joined.measured, joined.columns["norm"], 0.0)
-    seen = joined.measured if joined.seen is None else joined.seen
-    known = ~(seen & ~joined.measured).any(axis=1) & joined.measured.any(axis=1)
-    with np.errstate(over="ignore", invalid="ignore"):
-        # To hypot an infinity hides a NaN.
-        undefined = np.isnan(norm_SP).any(axis=1)
-        total_S = np.where(undefined, np.nan, np.hypot.reduce(norm_SP, axis=1, initial=0.0))
-    return dict(zip(joined.steps[known].tolist(), total_S[known].tolist(), strict=True))
+    return frames.total(block(files, "gradient", ("norm",), names, 0, local=False))
 
 
 def from_total(files: Sequence[RankFile], names: Sequence[str], name: str) -> Values:

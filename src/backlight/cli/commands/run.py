@@ -40,6 +40,10 @@ def run(
     per_backward: Annotated[
         bool, typer.Option("--per-backward", help="Also record after every backward of an accumulation.")
     ] = False,
+    reduce: Annotated[
+        bool,
+        typer.Option("--reduce", help="Join the total norm over all ranks while they run; needs --every."),
+    ] = False,
     stall: Annotated[
         float | None,
         typer.Option("--stall", min=0.5, help="Seconds without progress after which a verdict is due."),
@@ -89,6 +93,7 @@ def run(
         "histogram": histogram or None,
         "exact_updates": exact_updates,
         "per_backward": per_backward or None,
+        "reduce": reduce or None,
         "stall": stall,
         "trace": trace,
         "trackers": tuple(tracker) if tracker else None,
