@@ -7,6 +7,7 @@ nothing of ours may therefore count: the newest numbers ride along with the next
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -66,6 +67,12 @@ def _open_run() -> Any:
     return getattr(wandb, "run", None)
 
 
+def _has_credentials(wandb: Any) -> bool:
+    if "prompt" in inspect.signature(wandb.login).parameters:  # from 0.29 on
+        return bool(wandb.login(prompt=False, verify=False))
+    return wandb.api.api_key is not None
+
+
 @tracker("wandb", active=_open_run)
 def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
     """Send to the user's run, else to a new one in the project ``target`` (``[ENTITY/]PROJECT``).
@@ -81,7 +88,7 @@ def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
         return _Run(wandb, active, own=False)
     mode = os.environ.get("WANDB_MODE", "online")
     # W&B would ask at the terminal for a key, in the middle of a training.
-    if mode in {"online", "shared"} and not wandb.login(prompt=False):
+    if mode in {"online", "shared"} and not _has_credentials(wandb):
         raise TrackerError("no credentials of W&B: run wandb login, or set WANDB_MODE=offline")
     entity, _, project = target.rpartition("/")
     # A run that is not the global one: what the script itself opens later is its own.
