@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 STEPS = 4
+NO_LOSS = ("loss and backward",)
 
 Train = Callable[[], list[Tensor]]
 
@@ -29,7 +30,8 @@ Train = Callable[[], list[Tensor]]
 class Case:
     """A training and what is to be recorded of it.
 
-    ``steps`` optimizer steps; parameters by name that are never measured; scalars that must be there.
+    ``steps`` optimizer steps; parameters by name that are never measured; scalars that must be there; what is
+    ``said`` not to be measured.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Case:
     scalars: tuple[str, ...] = ("lr/0/0",)
     events: tuple[str, ...] = ()
     backwards: int = 1
+    said: tuple[str, ...] = ()
 
 
 CASES: dict[str, Case] = {}
@@ -599,7 +602,7 @@ def saved_tensor_hooks() -> list[Tensor]:
         return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@case(backwards=0)
+@case(backwards=0, said=NO_LOSS)
 def functional_gradients() -> list[Tensor]:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -616,7 +619,7 @@ def functional_gradients() -> list[Tensor]:
     return ends(model)
 
 
-@case(backwards=0)
+@case(backwards=0, said=NO_LOSS)
 def gradients_by_grad() -> list[Tensor]:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

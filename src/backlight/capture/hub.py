@@ -6,9 +6,11 @@ fork the child is switched off for good: data-loader workers must not see anythi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ class Hub:
         self.listeners: tuple[Listener, ...] = ()
         self.backward_depth = 0
         self.grad_depth = 0
+        self.own_passes = 0
         self.seen = modules.SeenModules()
         self.optimizers = optimizers.SeenOptimizers()
         self._patches = Patches()
@@ -34,7 +37,16 @@ class Hub:
     @property
     def active(self) -> bool:
         """Whether events are wanted, and this is not a forked child."""
-        return bool(self.listeners)
+        return bool(self.listeners) and not self.own_passes
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Report nothing meanwhile: what the model does is asked for by us and no part of the training."""
+        self.own_passes += 1
+        try:
+            yield
+        finally:
+            self.own_passes -= 1
 
     def add(self, listener: Listener) -> None:
         """Report to ``listener`` from now on; installs the hooks if it is the first."""
@@ -54,6 +66,8 @@ class Hub:
 
     def emit(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method ``event`` of every listener, shielding the training from their errors."""
+        if self.own_passes:
+            return
         for listener in self.listeners:
             begin = time.perf_counter()
             try:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from backlight.capture.hub import HUB
+
 
 class Untouched:
     """What a model was before a pass, and whether the pass drew random numbers."""
@@ -53,9 +55,10 @@ class Untouched:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[Untouched]:
-    """Restore buffers, training modes and random state of ``model`` at the end."""
+    """Restore buffers, training modes and random state of ``model`` at the end; nobody is told of passes."""
     state = Untouched(model)
     try:
-        yield state
+        with HUB.aside():
+            yield state
     finally:
         state.restore()

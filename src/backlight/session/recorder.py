@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
 from backlight.capture.steps import StepSummary
 from backlight.records import Layout
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
 
 QUEUE = 512
 """Drafts that may wait for a slow disk before the oldest is dropped."""
+
+TWICE = 2
+"""Steps in a row with gradients and without a backward, from which on that is said."""
+
+NO_BACKWARD = (
+    "gradients were there at the step, but no backward pass was seen: they came from torch.autograd.grad, "
+    "torch.func, or a backward inside a compiled function; loss and time of backward are not recorded"
+)
+"""What is said where gradients come by a way that has no hooks."""
 
 
 class Recorder:
@@ -57,6 +67,8 @@ class Recorder:
         self._draft: Draft | None = None
         self._started = time.perf_counter()
         self._told_by_hand = False
+        self._has_gradients = False
+        self._without_backward = 0
         self._told_missing: set[int] = set()
         self._sampled: list[int] = []
         self._updating: list[Active] = []
@@ -130,6 +142,8 @@ class Recorder:
         if self._cadence.in_detail(self._step):
             probes = (*probes, *self._plan.detailed)
         self._measure(probes, parameters, scale)
+        if not HUB.backward_depth:
+            self._has_gradients = self._has_gradients or any(p.grad is not None for p in parameters)
         if self.geometry is not None:
             self.geometry.collect(self._step, self._scope.table, parameters, scale)
         if self.replicating is not None:
@@ -189,12 +203,21 @@ class Recorder:
             scalars.update(active.measuring.measure(summary))
         draft.depart()
         self._tell_missing(summary.without_gradient)
+        self._tell_without_backward(summary.backwards)
         if len(self.queue) >= QUEUE:
             self.queue.popleft()
             self.dropped += 1
         self.queue.append(draft)
         self._recorded += 1
         self._draft = None
+
+    def _tell_without_backward(self, backwards: int) -> None:
+        # The first of all steps may have had its backward before anybody watched.
+        alone, self._has_gradients = self._has_gradients and not backwards, False
+        if self._without_backward < TWICE:
+            self._without_backward = self._without_backward + 1 if alone else 0
+            if self._without_backward == TWICE:
+                self._notice("unmeasured", {"what": "loss and backward", "reason": NO_BACKWARD}, self._step)
 
     def _tell_by_hand(self, count: int) -> None:
         if not self._told_by_hand:
