@@ -91,6 +91,30 @@ def test_eigenvectors_are_those_of_the_second_moment(name: str, centred: bool) -
     )
 
 
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("scope", ["layer/1.0", "block/1", "parameter/0.weight"])
+def test_eigenvectors_of_a_layer_a_block_and_a_parameter(scope: str, centred: bool) -> None:
+    net = nn.Sequential(nn.Linear(7, 6), nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))).double()
+    members = {
+        "layer/1.0": {"1.0.weight", "1.0.bias"},
+        "block/1": {"1.0.weight", "1.0.bias", "1.2.weight", "1.2.bias"},
+        "parameter/0.weight": {"0.weight"},
+    }[scope]
+    setup = gram_models.Setup(net, labels, images(7), frozenset())
+    A = flat({name: gradients for name, gradients in rows(setup).items() if name in members})
+    B = A - A.mean(0) if centred else A
+    found = backlight.gram(net, labels, setup.batch)
+    values, vectors = found.eigenvectors(2, centred=centred, scope=scope)
+    assert set(vectors) == members
+    assert all(part.shape[1:] == net.get_parameter(name).shape for name, part in vectors.items())
+    torch.testing.assert_close(values, torch.linalg.svdvals(B)[:2] ** 2 / len(A), rtol=1e-9, atol=0)
+    V = torch.cat([vectors[name].flatten(1) for name in rows(setup) if name in members], 1)
+    residual = (V @ B.T) @ B / len(A) - values[:, None] * V
+    assert float(residual.norm()) < 1e-8 * float(values[0])
+    spectrum = found.spectrum(centred=centred, scope=scope, top=2).eigenvalues
+    torch.testing.assert_close(spectrum, values.numpy(), rtol=1e-9, atol=0)
+
+
 def test_layers_and_blocks_are_sums_of_parameters() -> None:
     setup = MODELS["gpt"]()
     found = backlight.gram(setup.model, setup.loss, setup.batch)

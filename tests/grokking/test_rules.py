@@ -124,6 +124,37 @@ def test_the_control_is_found_by_what_it_says(tmp_path: Path) -> None:
     assert stated(mine).control == "random-labels"
 
 
+def test_chance_and_sizes_may_be_logged(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    writer.scalars(0, {"chance": 0.25, "test_size": 400.0}, source="user")
+    for step in range(0, 400, 2):
+        accuracies = {
+            "train_accuracy": 1.0 if step > 20 else 0.3,
+            "test_accuracy": 0.98 if step > 300 else 0.25,
+        }
+        writer.scalars(step, accuracies, source="user")
+    writer.close()
+    run = open_run(tmp_path / "run")
+    assert (stated(run).chance, stated(run).test_size, stated(run).train_size) == (0.25, 400, None)
+    detection = detect_run(run)
+    assert detection.chance == 0.25
+    assert not any("chance is not known" in note or "size of the test" in note for note in detection.notes)
+    assert detect_run(run, chance=0.1).chance == 0.1
+    (found,) = judge(run)
+    assert found.subject.verdict == "grokking"
+
+
+def test_without_chance_the_verdict_says_how_to_state_it(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    for step in range(0, 400, 10):
+        value = 1.0 if step > 20 else 0.3
+        writer.scalars(step, {"train_accuracy": value, "test_accuracy": value}, source="user")
+    writer.close()
+    notes = " ".join(detect_run(open_run(tmp_path / "run")).notes)
+    assert "watch.log(chance=...) or backlight grok detect RUN --chance" in notes
+    assert "watch.log(test_size=...)" in notes
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_names_each_threshold_with_its_default(name: str) -> None:
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")

@@ -133,6 +133,30 @@ def test_the_gram_is_that_of_the_weights_before_the_step(tmp_path: Path) -> None
         assert np.allclose(matrix, truth, rtol=1e-5, atol=1e-7 * np.abs(truth).max())
 
 
+def test_accumulation_is_measured_once_a_step_and_whole(tmp_path: Path) -> None:
+    model, optimizer = build()
+    model.eval()
+    x, y = data()
+    wanted: dict[int, np.ndarray] = {}
+    with backlight.watch(
+        model, optimizer, run=tmp_path / "run", rooms=("grokking",), samples=(sample_loss, (x, y)),
+        measures=MEASURES,
+    ):  # fmt: skip
+        for step in range(4):
+            optimizer.zero_grad()
+            for start in range(0, 20, 5):
+                part = slice(start, start + 5)
+                (sample_loss(model, (x[part], y[part])) / 20).backward()
+            wanted[step] = model.head.weight.grad.numpy().copy()
+            optimizer.step()
+    run = backlight.open_run(tmp_path / "run")
+    for name in ("gradient/head.weight", "mean_gradient/head.weight"):
+        steps, stored = run.array(name)
+        assert steps.tolist() == [0, 2]
+        for step, values in zip(steps.tolist(), stored, strict=True):
+            np.testing.assert_allclose(values, wanted[step], rtol=1e-4, atol=1e-7)
+
+
 def test_without_samples_the_run_says_what_is_missing(tmp_path: Path) -> None:
     model, optimizer = build()
     with backlight.watch(

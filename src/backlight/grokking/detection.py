@@ -113,11 +113,14 @@ class _Judge:
         self.size_known = test_size is not None
         self.size = test_size if test_size is not None else curves.least_size(test)
         if chance is None:
-            self.notes.append("chance is not known and is taken as 0, which asks for the longest way")
+            self.notes.append(
+                "chance is not known and is taken as 0, which asks for the longest way; "
+                "watch.log(chance=...) or backlight grok detect RUN --chance states it"
+            )
         if test_size is None:
             self.notes.append(
                 f"the size of the test set is not known; {self.size + 1} different accuracies need at "
-                f"least {self.size} samples"
+                f"least {self.size} samples; watch.log(test_size=...) or --test-size states it"
             )
         self.train, _ = self._trusted(train, train_size, "train accuracy")
         self.test, self.doubted = self._trusted(test, test_size, "test accuracy")

@@ -21,7 +21,8 @@ class Stated:
     """What the run says of itself; None or empty where it says nothing.
 
     ``control`` is ``"random-labels"`` in a control run, and ``control_of`` names the run that it is the
-    control of: by run id, by name, or by folder.
+    control of: by run id, by name, or by folder. ``chance`` and both sizes may also have been logged as
+    scalars of the user, as there is no such event in a loop of one's own.
     """
 
     experiment: str = ""
@@ -34,9 +35,11 @@ class Stated:
 
 
 def stated(run: Run) -> Stated:
-    """Return what the newest event ``grokking`` of the run holds."""
+    """Return what the newest event ``grokking`` of the run holds, and what the user logged of it."""
     events = run.events("grokking")
-    told: Mapping[str, Any] = events[-1].payload if events else {}
+    logged = {*run.scalar_names("user")} & {"chance", "train_size", "test_size"}
+    last = {name: run.scalar(name, source="user").values[-1].item() for name in logged}
+    told: Mapping[str, Any] = {**last, **(events[-1].payload if events else {})}
 
     def number(name: str, kind: type[float] | type[int]) -> Any:
         value = told.get(name)
