@@ -100,6 +100,8 @@ def to_json(record: Any) -> Any:
 
 def _known(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
     names = _field_names(cls)
+    if data.keys() <= names:
+        return dict(data)
     return {key: value for key, value in data.items() if key in names}
 
 

@@ -130,7 +130,11 @@ class Later(RankFile):
 
     def __init__(self, file: RankFile, after: int) -> None:
         self.__dict__.update(file.__dict__)
-        self._sound, self.keeps = {}, False  # all rows, kept for the columns to come: not these alone
+        self._sound, self._steps, self.keeps = (
+            {},
+            {},
+            False,
+        )  # all rows, kept for the columns to come: not these alone
         self._after = after
 
     def scalars(self) -> Iterator[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.float64]]]:

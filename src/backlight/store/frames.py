@@ -49,6 +49,7 @@ class Frame:
         from backlight.store import dataframes  # noqa: PLC0415 - polars and pyarrow are not everybody's
 
         return dataframes.as_polars(dataframes.frame_table(self, wide=wide))
+
     seen: Mask | None = None
 
     def apart(self) -> Mask:
@@ -135,12 +136,19 @@ def model_order(tables: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(order)
 
 
-def rank_block(file: RankFile, series: str, columns: Sequence[str], names: Sequence[str], part: int) -> Block:
-    """Return the stored columns of one rank over the parameters ``names``."""
+def rank_block(
+    file: RankFile,
+    series: str,
+    columns: Sequence[str],
+    names: Sequence[str],
+    part: int,
+    window: tuple[int, int] | None = None,
+) -> Block:
+    """Return the stored columns of one rank over the parameters ``names``, within a window of steps."""
     schema = SERIES[series]
     place = {name: i for i, name in enumerate(names)}
     wanted = list(dict.fromkeys((*columns, "measured")))
-    stored = file.columns(series, wanted, part)
+    stored = file.columns(series, wanted, part, window)
     S, P = len(stored.steps), len(names)
     out: dict[str, Array] = {}
     for name in wanted:

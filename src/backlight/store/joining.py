@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,9 @@ MEANS = frozenset({"loss"})
 
 FROM_TOTAL = frozenset({"total_norm", "clip/norm", "clip/factor"})
 """Scalars that follow from the joined gradients where several ranks hold parts of them."""
+
+WINDOW_BYTES = 512 * 1024 * 1024
+"""Bytes of columns of all ranks that are joined at once: of a thousand ranks, a few steps after the other."""
 
 _TINY = 1e-6  # torch adds it to the norm before it divides by it
 
@@ -127,15 +131,38 @@ def block(
     wanted = list(columns)
     if len(ranks) > 1 and not local and series in AGREED:
         wanted = list(dict.fromkeys((*columns, AGREED[series])))
-    blocks = [
-        frames.join_attempts([frames.rank_block(file, series, wanted, names, part) for file in mine])
-        for mine in ranks.values()
-    ]
-    if local:
-        return frames.join_attempts(blocks)
-    records = [_records(mine) for mine in ranks.values()]
-    positions = [_position(mine) for mine in ranks.values()] if len(ranks) > 1 else []
-    return frames.join_ranks(blocks, records, series, names, positions)
+    if local or len(ranks) == 1:
+        windows: list[tuple[int, int] | None] = [None]
+    else:
+        windows = _windows(ranks, series, len(names) * 8 * (len(wanted) + 2))
+    records = [] if local else [_records(mine) for mine in ranks.values()]
+    positions = [_position(mine) for mine in ranks.values()] if len(ranks) > 1 and not local else []
+    out = []
+    for window in windows:
+        blocks = [
+            frames.join_attempts(
+                [frames.rank_block(file, series, wanted, names, part, window) for file in mine]
+            )
+            for mine in ranks.values()
+        ]
+        if local:
+            return frames.join_attempts(blocks)
+        out.append(frames.join_ranks(blocks, records, series, names, positions))
+    return frames.join_attempts(out)
+
+
+def _windows(
+    ranks: Mapping[int, Sequence[RankFile]], series: str, row_bytes: int
+) -> list[tuple[int, int] | None]:
+    """Return windows of steps, so that what all ranks recorded in one fits into :data:`WINDOW_BYTES`."""
+    rows = sum(file.last[f"series_{series}"] for mine in ranks.values() for file in mine)
+    count = -(-rows * row_bytes // WINDOW_BYTES)
+    if count <= 1:
+        return [None]
+    steps = np.unique(np.concatenate([file.steps(series) for file in next(iter(ranks.values()))]))
+    cuts = sorted({int(part[0]) for part in np.array_split(steps, count) if len(part)})
+    edges = [-(2**62), *cuts[1:], 2**62]
+    return list(itertools.pairwise(edges))
 
 
 def scalars(files: Sequence[RankFile], source: str, name: str) -> dict[int, Values]:

@@ -58,6 +58,7 @@ class RankFile:
         self._tables: dict[int, Table] | None = None
         self._positions: dict[str, dict[int, float]] = {}
         self._sound: dict[str, list[tuple[Any, ...]]] = {}
+        self._steps: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         self.keeps = False
         self.last = self._last_rows()
 
@@ -82,14 +83,19 @@ class RankFile:
         rows = self._rows("step", f"series_{series}", (int,), where)
         return np.unique(np.array([step for (step,) in rows], dtype=np.int64)) + self.step_offset
 
-    def columns(self, series: str, names: Sequence[str], part: int) -> Columns:
-        """Return the named stored columns of a series at every step of one part."""
+    def columns(
+        self, series: str, names: Sequence[str], part: int, window: tuple[int, int] | None = None
+    ) -> Columns:
+        """Return the named stored columns of a series at every step of one part.
+
+        ``window`` leaves out what lies before its first global step, and from its second one on.
+        """
         schema = SERIES[series]
         sizes = {
             table: np.array([p.numel for p in records], dtype=np.int64)
             for table, records in self.tables().items()
         }
-        good = [row for row in self._sound_rows(series) if row[5] == part]
+        good = [row for row in self._sound_rows(series, window) if row[5] == part]
         if any(a[0] >= b[0] for a, b in itertools.pairwise(good)):
             # A step that was written twice counts as written last.
             good = sorted({row[0]: row for row in good}.values())
@@ -111,20 +117,31 @@ class RankFile:
                     out.values[table, name] = blobs.decode_floats(data, P, len(floats), place)
         return out
 
-    def _sound_rows(self, series: str) -> list[tuple[Any, ...]]:
+    def _sound_rows(self, series: str, window: tuple[int, int] | None = None) -> list[tuple[Any, ...]]:
         """Return step, table, checksum, floats, integers and part of the rows that are what was written.
 
         One column is asked for at a time, and every one is in every row: where ``keeps`` is set, the rows
         stay in memory.
         """
-        if series in self._sound:
+        if window is None and series in self._sound:
             return self._sound[series]
+        between, first, end = "", 0, 0
+        if window is not None:
+            first, end = window[0] - self.step_offset, window[1] - self.step_offset
+            ids, steps = self._ids(series)
+            inside = ids[(steps >= first) & (steps < end)]
+            if not len(inside):
+                return []
+            between = f" AND id BETWEEN {inside.min()} AND {inside.max()}"
         # All parts are read, so that a row whose part is damaged is missed and not passed over.
         rows = self._rows(
             "step, parameters, crc, floats, ints, part",
             f"series_{series}",
             (int, int, int, bytes, bytes, int),
+            between,
         )
+        if window is not None:
+            rows = [row for row in rows if first <= row[0] < end]
         tables = self.tables()
         sound = [
             row
@@ -133,9 +150,17 @@ class RankFile:
         ]
         if len(sound) != len(rows):
             self._lose(f"{len(rows) - len(sound)} rows of series {series!r} are damaged and left out")
-        if self.keeps:
+        if self.keeps and window is None:
             self._sound[series] = sound
         return sound
+
+    def _ids(self, series: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return id and local step of the rows of a series; asked for once."""
+        if series not in self._steps:
+            rows = self._rows("id, step", f"series_{series}", (int, int))
+            both = np.array(rows, dtype=np.int64).reshape(-1, 2)
+            self._steps[series] = both[:, 0], both[:, 1]
+        return self._steps[series]
 
     def scalar_names(self) -> list[tuple[int, str, str]]:
         """Return id, source and name of each scalar, in the order of their first use."""

@@ -1,0 +1,61 @@
+"""Ranks whose columns together do not fit into memory are joined a few steps after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backlight.records import Layout, ParameterRecord, Placement
+from backlight.store import frames, joining
+from backlight.store.reader import open_run
+from backlight.store.writer import RunWriter
+
+COLUMNS = ("norm", "max_abs", "nan", "rms", "measured")
+
+
+def record(path: Path, ranks: int, steps: dict[int, range], launch: str) -> None:
+    """Record ranks that hold a row each of one parameter, at the steps of each, the last one twice."""
+    writers = [RunWriter.create(path, rank=r, world_size=ranks, run_id=launch) for r in range(ranks)]
+    for rank, writer in enumerate(writers):
+        place = Placement(Layout.SHARD, (ranks, 4), (1, 4), (rank, 0))
+        identifier = writer.parameter_table(
+            (ParameterRecord("w", (ranks, 4), "float32", "cpu", 4, placement=place),)
+        )
+        source = np.random.default_rng(rank)
+        for step in [*steps.get(rank, range(12)), 3]:
+            ints = np.array([[1, 4, 0, int(step == 5), 0]])
+            writer.append("gradient", step, identifier, np.exp(source.standard_normal((1, 3))), ints)
+        writer.close()
+
+
+def test_windows_give_what_the_whole_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    record(path, 3, {1: range(0, 12, 2), 2: range(4, 15)}, "a")
+    record(path, 3, {}, "b")
+    whole = open_run(path)
+    assert len(whole.series_steps("gradient")) > 20
+    calls: list[tuple[int, int] | None] = []
+    original = frames.rank_block
+
+    def counting(*arguments: object) -> frames.Block:
+        calls.append(arguments[5])  # type: ignore[arg-type]  # handed on as they came
+        return original(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(frames, "rank_block", counting)
+    for limit in (1, 300, 1000):
+        monkeypatch.setattr(joining, "WINDOW_BYTES", limit)
+        parts = open_run(path)
+        for column in COLUMNS:
+            mine, theirs = parts.frame("gradient", column), whole.frame("gradient", column)
+            np.testing.assert_array_equal(mine.steps, theirs.steps)
+            np.testing.assert_array_equal(mine.values, theirs.values)
+            np.testing.assert_array_equal(mine.measured, theirs.measured)
+            assert theirs.measured.any()
+        assert parts.losses == whole.losses
+    assert len({window for window in calls if window is not None}) > 10
+    monkeypatch.setattr(joining, "WINDOW_BYTES", 10**9)
+    calls.clear()
+    open_run(path).frame("gradient", "norm")
+    assert set(calls) == {None}
