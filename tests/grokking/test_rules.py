@@ -130,7 +130,7 @@ def test_chance_and_sizes_may_be_logged(tmp_path: Path) -> None:
     for step in range(0, 400, 2):
         accuracies = {
             "train_accuracy": 1.0 if step > 20 else 0.3,
-            "test_accuracy": 0.98 if step > 300 else 0.25,
+            "test_accuracy": 0.98 if step > 300 else 0.25 + step % 10 / 400,
         }
         writer.scalars(step, accuracies, source="user")
     writer.close()
