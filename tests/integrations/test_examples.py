@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import backlight
+from integrations.torchrun import environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -24,14 +24,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ],
 )
 def test_example(tmp_path: Path, script: str, arguments: tuple[str, ...], steps: int) -> None:
-    own = {
-        "PYTHONPATH": str(Path(backlight.__file__).parents[1]),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / script), "--out", str(tmp_path / "run"), *arguments],
-        env={**os.environ, **own},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=240,

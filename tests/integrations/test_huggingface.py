@@ -43,7 +43,7 @@ def test_gradients_are_taken_before_clipping_and_zeroing_and_the_weights_stay(
     assert run.last_step() + 1 == trainer.state.global_step == 6
     assert run.scalar("backwards").values.tolist() == [2.0] * 6
     total = run.scalar("total_norm").values
-    assert (total > 0.2).all()
+    assert (total > 0.05).all()
     np.testing.assert_allclose(total, run.scalar("clip/norm").values, rtol=1e-5)
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     recorded = run.scalar("grad_norm", source="user")

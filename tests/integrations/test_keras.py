@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,19 +10,15 @@ import numpy as np
 import pytest
 
 import backlight
+from integrations.torchrun import environment
 
 HERE = Path(__file__).parent
 
 
 def fit(run: Path | str, way: str) -> tuple[list[str], str]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(backlight.__file__).parents[1]),
-        "OMP_NUM_THREADS": "1",
-    }
     done = subprocess.run(
         [sys.executable, str(HERE / "keras_fit.py"), str(run), way],
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=200,

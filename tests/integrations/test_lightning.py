@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 import backlight
+from integrations.torchrun import environment
 
 pytestmark = [
     # Of Lightning's imports and its use of torch; none is ours, and each is of one text.
@@ -202,12 +202,11 @@ def test_an_error_of_ours_ends_no_fit_and_is_told_once(
 @pytest.mark.full
 def test_ddp_on_two_ranks_is_one_run_with_one_summary(tmp_path: Path) -> None:
     script = Path(__file__).parent / "lit_ddp.py"
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(backlight.__file__).parents[1])])
     results = {}
     for way in ("plain", "watched"):
         done = subprocess.run(
             [sys.executable, str(script), str(tmp_path), way],
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            env=environment(),
             capture_output=True,
             text=True,
             timeout=200,

@@ -38,7 +38,7 @@ def trainer(folder: Path, *callbacks: Any, kind: type[Trainer] = Trainer, **sett
         "max_steps": 6,
         "logging_steps": 2,
         "learning_rate": 1e-3,
-        "max_grad_norm": 0.2,
+        "max_grad_norm": 0.05,
         "use_cpu": True,
         "report_to": "none",
         "save_strategy": "no",

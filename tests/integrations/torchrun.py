@@ -12,14 +12,19 @@ import backlight
 HERE = Path(__file__).parent
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of a child: our sources and tests, after releases of a framework given here."""
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    paths = os.pathsep.join([*given, str(HERE.parent), str(Path(backlight.__file__).parents[1])])
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
 def start(ranks: int, script: str, *arguments: str, timeout: float = 240) -> str:
     """Run ``script`` under torchrun; return what it wrote to standard error."""
-    paths = os.pathsep.join([str(HERE.parent), str(Path(backlight.__file__).parents[1])])
-    own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [sys.executable, *command, str(HERE / script), *arguments],
-        env={**os.environ, **own},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=timeout,
