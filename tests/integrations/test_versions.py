@@ -16,7 +16,7 @@ FAKED = [
     ("lightning", "lightning", "2.4", r"'backlight\[lightning\]'"),
     ("huggingface", "transformers", "4.50", r"'backlight\[huggingface\]'"),
     ("accelerate", "accelerate", "1.2", r"'backlight\[huggingface\]'"),
-    ("torchtitan", "torchtitan", "0.1", "torchtitan"),
+    ("torchtitan", "torchtitan", "0.3", "torchtitan"),
     ("keras", "keras", "3.8", r"'backlight\[keras\]'"),
 ]
 

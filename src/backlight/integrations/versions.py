@@ -10,7 +10,7 @@ LEAST = {
     "pytorch-lightning": "2.4",
     "transformers": "4.50",
     "accelerate": "1.2",
-    "torchtitan": "0.1",
+    "torchtitan": "0.3",
     "keras": "3.8",
 }
 """Oldest release that each integration takes, by distribution; pyproject.toml states the same."""
