@@ -3,7 +3,8 @@
 A run of many steps and parameters is written; its static page is opened in headless Chromium and scrolled
 from top to bottom, frame by frame. Then the same is done with the live page, while further steps are written
 and the page follows them. Frame times are those that ``requestAnimationFrame`` sees while the page is
-scrolled; a long task is one that holds the page for more than 50 ms.
+scrolled; a long task is one that holds the page for more than 50 ms. Last a NaN is written, and the time
+until the page shows the finding is taken.
 
     python bench/live.py --blocks 42 --steps 10000
 """
@@ -89,6 +90,21 @@ class Browser:
             time.sleep(0.02)
         return time.perf_counter() - begun
 
+    def shows(self, selector: str) -> float:
+        """Return the seconds until an element is on the page.
+
+        Raises
+        ------
+        TimeoutError
+            If it does not come.
+        """
+        begun = time.perf_counter()
+        while not self.driver.find_elements("css selector", selector):
+            if time.perf_counter() - begun > 60:
+                raise TimeoutError(f"{selector} did not come within 60 s")
+            time.sleep(0.02)
+        return time.perf_counter() - begun
+
     def scrolled(self, seconds: float) -> dict[str, Any]:
         """Scroll up and down and return what the page's clock saw."""
         time.sleep(1)
@@ -135,6 +151,10 @@ def main() -> None:
             before = int(browser.driver.execute_script(SHOWN))
             followed_page = browser.scrolled(options.seconds)
             drawn = int(browser.driver.execute_script(SHOWN)) - before
+            training.set()
+            writer.join()
+            run.steps(1, broken=5)
+            found = browser.shows("article.finding.error")
         finally:
             training.set()
             browser.driver.quit()
@@ -161,6 +181,7 @@ def main() -> None:
         row("time in long tasks", sum(static["tasks"]), sum(followed_page["tasks"]), "ms")
         row("elements of the page", static["nodes"], followed_page["nodes"], "")
         Console().print(table)
+        print(f"a NaN that was just written is a finding on the page after {found:.2f} s")
         print(f"panels of the live page that were brought up to date meanwhile: {drawn}")
 
 

@@ -188,6 +188,7 @@ def test_what_is_dear_to_reduce_follows_later_but_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "PACE", 1e9)
+    monkeypatch.setattr(following, "QUICK", -1.0)
     run = Growing(tmp_path / "run")
     run.steps(10)
     it = follow(run.path)

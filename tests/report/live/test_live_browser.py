@@ -42,10 +42,10 @@ with backlight.watch(model, optimizer, run=sys.argv[1]):
         optimizer.zero_grad()
         data = torch.randn(32, 16)
         nn.functional.cross_entropy(model(data), data[:, :4].argmax(1)).backward()
-        if step == 60:
+        if step == 40:
             model[2].weight.grad[0, 0] = float("nan")
         optimizer.step()
-        time.sleep(0.03)
+        time.sleep(0.02)
         if select.select([sys.stdin], [], [], 0)[0]:
             break
 """
@@ -128,10 +128,10 @@ def test_it_follows_a_training_from_an_empty_folder_to_its_end(look: Look, tmp_p
         seen = int(figure(driver, "steps recorded") or 0)
         wait(driver, lambda d: int(figure(d, "steps recorded") or 0) > seen)
         assert driver.find_elements(By.CSS_SELECTOR, "#panel-total_norm canvas")
-        stored = stored_at(path, 60)
+        stored = stored_at(path, 40)
         wait(driver, lambda d: d.find_elements(By.CSS_SELECTOR, "article.finding.error"), 30)
         assert time.monotonic() - stored < 2.0
-        assert "first time at step 60" in driver.find_element(By.CSS_SELECTOR, "article.finding h3").text
+        assert "first time at step 40" in driver.find_element(By.CSS_SELECTOR, "article.finding h3").text
         assert "fresh" in driver.find_element(By.CSS_SELECTOR, "article.finding").get_attribute("class")
         assert training.poll() is None
     finally:
@@ -193,6 +193,7 @@ def test_what_somebody_does_stays_while_the_run_grows(look: Look, tmp_path: Path
     run.close()
 
 
+@pytest.mark.full
 def test_panels_far_from_the_screen_are_brought_up_to_date_when_they_come_near(
     look: Look, tmp_path: Path
 ) -> None:
@@ -251,6 +252,7 @@ def test_several_runs_and_the_page_of_each(look: Look, tmp_path: Path) -> None:
     runs[0].close()
 
 
+@pytest.mark.full
 def test_light_and_dark(look: Look, tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.steps(10)
@@ -266,6 +268,7 @@ def test_light_and_dark(look: Look, tmp_path: Path) -> None:
     run.close()
 
 
+@pytest.mark.full
 def test_a_closed_server_is_said_and_what_was_shown_stays(look: Look, tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.steps(10)

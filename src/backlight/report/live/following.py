@@ -7,6 +7,7 @@ report's.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import threading
@@ -37,6 +38,9 @@ REST = 0.5
 
 PACE = 4.0
 """Rest between two reductions of all parameters, as a multiple of what one takes."""
+
+QUICK = 0.25
+"""Seconds up to which findings wait for the reduction of all parameters."""
 
 PATIENCE = 30.0
 """Seconds without a question after which nobody is taken to look."""
@@ -112,7 +116,7 @@ class Followed:
         self._closed.set()
         self._wanted.set()
         if self._thread is not None:
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=2)
 
     def touch(self) -> None:
         """Say that somebody looks."""
@@ -123,20 +127,22 @@ class Followed:
         """Read the run again if anything changed; return whether there is a new version."""
         files = frozenset(_files(self.path))
         now = time.monotonic()
-        late = self._behind and not self._too_soon(now)
-        if files == self._files and not late and not self._may_have_died(now):
-            return False
+        if files == self._files and not self._may_have_died(now):
+            return self._catch_up()
         self._looked = now
+        # Without the lock: whoever asks meanwhile gets what was read before.
+        stand, source = self._read()
+        if files == self._files and stand == self.stand:
+            return False
+        drawn = self._undrawn(source)
         with self._lock:
-            stand, source = self._read()
-            if files == self._files and stand == self.stand and not late:
-                return False
             self._files = files
             self.stand = stand
-            if source is not None:
-                self.source = source
-                self._render_missing(source)
+            self.source = source or self.source
             self.version += 1
+            for panel, result in drawn:
+                self._rendered[panel.name] = Rendered(panel, result, self.version)
+        self._catch_up()
         self._rest_until = time.monotonic() + REST * (time.monotonic() - now)
         return True
 
@@ -158,30 +164,46 @@ class Followed:
             return Stand(Standing.UNREADABLE, f"Reading it failed: {_told(error)}"), None
         return stand, source
 
-    def _too_soon(self, now: float) -> bool:
-        _, _, at, cost = self._frames
-        return now - at < PACE * cost
-
     def _keep_frames(self, source: Source) -> None:
-        """Reduce the series of all parameters again only where that is cheap beside the time since then."""
-        frames, parameters, _, _ = self._frames
-        self._behind = (
-            frames is not None and parameters == source.parameters and self._too_soon(time.monotonic())
-        )
+        """Reduce the series of all parameters again where that is quick; else it is done later."""
+        frames, parameters, _, cost = self._frames
+        self._behind = frames is not None and parameters == source.parameters and cost > QUICK
         if frames is not None and self._behind:
             source.frames = frames
-            return
+        else:
+            self._reduce(source)
+
+    def _catch_up(self) -> bool:
+        """Reduce what findings did not wait for; return whether there is a new version."""
+        _, _, at, cost = self._frames
+        if not self._behind or self.source is None or time.monotonic() - at < PACE * cost:
+            return False
+        try:
+            # A reading of its own: the one that is shown may be read from meanwhile.
+            newest = dataclasses.replace(self.source, run=self._reopen(self.path))
+            self._reduce(newest)
+        except (RunFormatError, OSError):
+            return False  # said by the next look
+        with self._lock:
+            if newest.parameters == self.source.parameters:
+                self.source.frames = newest.frames
+                self._behind = False
+                self.version += 1
+        return True
+
+    def _reduce(self, source: Source) -> None:
         begun = time.monotonic()
         frames = source.frames
         now = time.monotonic()
         self._frames = (frames, source.parameters, now, now - begun)
 
-    def _render_missing(self, source: Source) -> None:
+    def _undrawn(self, source: Source | None) -> list[tuple[Panel, Drawn | NotMeasured]]:
         """Render what had nothing to show so far; what is drawn already waits until somebody asks."""
-        for panel in in_order():
-            known = self._rendered.get(panel.name)
-            if known is None or isinstance(known.result, NotMeasured):
-                self._rendered[panel.name] = Rendered(panel, _rendered(panel, source), self.version + 1)
+        if source is None:
+            return []
+        known = {name: one.result for name, one in list(self._rendered.items())}
+        wanted = [panel for panel in in_order() if not isinstance(known.get(panel.name), Drawn)]
+        return [(panel, _rendered(panel, source)) for panel in wanted]
 
     def head(self) -> dict[str, Any]:
         """Return everything that the page shows beside the data of its panels, as JSON types."""
@@ -201,8 +223,7 @@ class Followed:
                 drawn = [
                     (known.panel, known.result)
                     for panel in in_order()
-                    if (known := self._rendered[panel.name])
-                    and belongs(panel, known.result, source)
+                    if (known := self._rendered[panel.name]) and belongs(panel, known.result, source)
                 ]
                 told |= head(source, drawn)
                 words = told["verdict"]["status"].split(verdict.PARTED)
