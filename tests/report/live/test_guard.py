@@ -163,6 +163,18 @@ def test_a_port_in_use_is_said_with_the_way_out() -> None:
             LiveServer({"run-0": Shown()}, port)
 
 
+def test_who_comes_before_it_is_up_waits() -> None:
+    made = LiveServer({"run-0": Shown()})
+    with socket.create_connection(made.bound, timeout=5) as early:
+        thread = threading.Thread(target=made.run)
+        thread.start()
+        early.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert early.recv(64).startswith(b"HTTP/1.1 403")
+    made.stop()
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
 def test_it_listens_on_this_machine_alone(server: LiveServer) -> None:
     assert server.address.startswith(f"http://127.0.0.1:{server.port}/?token=")
     assert server.bound == ("127.0.0.1", server.port)

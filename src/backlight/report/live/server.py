@@ -201,6 +201,7 @@ def _bound(port: int) -> socket.socket:
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         taken.bind((LOOPBACK, port))
+        taken.listen(128)  # a browser that comes before the server is up waits, and is not refused
     except OSError as error:
         taken.close()
         raise OSError(
