@@ -16,11 +16,14 @@ ROOMS = ("health", "steptime")
 class Growing:
     """Writes ``plan.steps`` steps at most, as many at a time as are asked for."""
 
-    def __init__(self, path: Path, plan: Plan | None = None) -> None:
+    def __init__(self, path: Path, plan: Plan | None = None, *, rank: int = 0, world_size: int = 1) -> None:
         self.plan = plan or Plan(steps=600, blocks=1)
         self.path = path
         self.done = 0
-        self.writer = RunWriter.create(path, name=path.name, script="train.py", rooms=ROOMS)
+        self.writer = RunWriter.create(
+            path, name=path.name, script="train.py", rooms=ROOMS, rank=rank, world_size=world_size,
+            run_id="grown" if world_size > 1 else None,
+        )  # fmt: skip
         table = records(self.plan)
         self.names = [record.name for record in table]
         self.writer.fingerprint(fingerprint(table))

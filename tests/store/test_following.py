@@ -101,6 +101,18 @@ def test_attempts_and_a_step_that_was_written_twice_are_read_as_a_whole(tmp_path
     run.close()
 
 
+def test_ranks_are_joined_as_they_are_for_everybody(tmp_path: Path) -> None:
+    plan = Plan(steps=80, blocks=1)
+    ranks = [Growing(tmp_path / "run", plan, rank=rank, world_size=2) for rank in range(2)]
+    follow = Follower()
+    for first, second in ((10, 7), (5, 8)):
+        ranks[0].steps(first)
+        ranks[1].steps(second)
+        same(follow(tmp_path / "run"), open_run(tmp_path / "run"))
+    for rank in ranks:
+        rank.close()
+
+
 def test_what_has_no_room_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "CARRIED_BYTES", 1)
     run = Growing(tmp_path / "run")
