@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import backlight
+from backlight.session.environment import examine
 from backlight.session.ranks import launch_id, place
 from backlight.session.run_path import default_path
 from backlight.session.world import World, world
@@ -121,3 +122,24 @@ def test_what_a_rank_was_told_stands_in_its_document(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "run" / "attempt-000" / "rank-00000.json").read_text())
     assert document["options"]["every"] == 2
     assert document["options"]["rooms"] == ["health"]
+
+
+def test_doctor_says_what_works_for_clusters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def found(what: str) -> tuple[str, str]:
+        (check,) = [check for check in examine() if check.what == what]
+        return check.state, check.meaning
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    state, meaning = found("Slurm")
+    assert state == "limited"
+    assert "--slurm-script" in meaning
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    pytest.importorskip("submitit")
+    assert found("Slurm") == ("ok", "backlight run --slurm nodes=2 submits a job")
+    assert found("ranks")[0] == "ok"
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    state, meaning = found("ranks")
+    assert state == "limited"
+    assert "WORLD_SIZE='x'" in meaning

@@ -17,6 +17,7 @@ from backlight.grokking.experiment import EXPERIMENTS
 from backlight.registry import PROBES, RULES, PlugInWarning, Registry
 from backlight.report.panel import PANELS
 from backlight.session.trackers import TRACKERS
+from backlight.session.world import world
 from backlight.store.database import SQLITE_VERSION
 from backlight.store.filesystem import file_system_type, is_network_type
 
@@ -115,8 +116,40 @@ def _disk() -> Check:
 def _folder() -> Check:
     kind = file_system_type(Path.cwd()) or "unknown"
     safe = not is_network_type(kind)
-    meaning = "runs are written in place" if safe else "a network file system: see docs/format.md"
+    meaning = "runs are written in place" if safe else "runs appear in closed segments: see docs/clusters.md"
     return Check("file system", "ok" if safe else "limited", kind, meaning)
+
+
+def _ranks() -> Check:
+    """Check what starts several ranks, and what the environment says of this process."""
+    if importlib.util.find_spec("torch") is None:
+        return Check("ranks", "limited", "no torch", "")
+    import torch.distributed as dist  # noqa: PLC0415 - reading needs no torch
+
+    if not dist.is_available():
+        return Check("ranks", "limited", "torch without distributed", "one process at a time")
+    here = world()
+    backends = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
+    found = f"torchrun, {', '.join(backends) or 'no backend'}"
+    if here.problem:
+        return Check("ranks", "limited", found, f"{here.problem}: a process here is watched alone")
+    return Check("ranks", "ok", found, f"this is rank {here.rank} of {here.size}" if here.size > 1 else "")
+
+
+def _cluster() -> Check:
+    try:
+        submitit = f"submitit {importlib.metadata.version('submitit')}"
+    except importlib.metadata.PackageNotFoundError:
+        submitit = "no submitit"
+    sbatch = shutil.which("sbatch")
+    found = f"{submitit}, {sbatch or 'no sbatch'}"
+    if sbatch and submitit.startswith("submitit"):
+        return Check("Slurm", "ok", found, "backlight run --slurm nodes=2 submits a job")
+    if sbatch:
+        remedy = "pip install 'backlight[slurm]', or write the script with --slurm-script"
+    else:
+        remedy = "--slurm-script writes the script, --slurm cluster=local runs the job here"
+    return Check("Slurm", "limited", found, remedy)
 
 
 def _names() -> Check:
@@ -160,5 +193,6 @@ def _plug_ins() -> list[Check]:
 
 
 _CHECKS: tuple[Callable[[], Check], ...] = (
-    _python, _torch, _device, _names, _compiler, _sqlite, _hdf5, _parquet, _folder, _disk
+    _python, _torch, _device, _names, _compiler, _sqlite, _hdf5, _parquet, _folder, _disk,
+    _ranks, _cluster,
 )  # fmt: skip
