@@ -83,6 +83,8 @@ def gram(
             total = pieces[0].values if len(pieces) == 1 else sum(piece.values for piece in pieces)  # type: ignore[union-attr, misc]
             values = wide(total).double()  # type: ignore[arg-type]
             n = len(values)
+            if n <= 64:
+                return values @ values.T, "vectors"
             K = values.new_zeros(n, n)
             for a, b in _triangle(n, 1, scratch):
                 _fill(K, values[a:b] @ values[a:].T, a, b)

@@ -126,6 +126,7 @@ class Measurement:
         refuse_mixing(self.model)
         self.matrices: dict[str, Tensor] = {}
         self.pair: list[int] = []
+        self.entries = torch.zeros(3, dtype=torch.int64)
         self.weights: Mapping[str, Tensor] | None = None
         self.combined: dict[str, Tensor] = {}
         self.random: list[Tensor] = []
@@ -194,12 +195,15 @@ class Measurement:
         self.combined[name] = self.combined[name] + found if name in self.combined else found
 
     def _keep(self, parameter: Measured, K: Tensor) -> None:
-        parameter.total, parameter.magnitude = float(K.sum()), float(K.abs().sum())
+        parameter.total, parameter.magnitude = float(K.sum()), float(torch.linalg.vector_norm(K, 1))
         if not self.pair:  # the samples with the largest gradients say most when they are run alone
             count = 2 if self.samples > 2 else 1
             self.pair = K.diagonal().topk(count).indices.sort().values.tolist()
-        a, b = self.pair[0], self.pair[-1]
-        parameter.pair = (float(K[a, a]), float(K[a, b]), float(K[b, b]))
+            first, last = self.pair[0], self.pair[-1]
+            n = self.samples
+            self.entries = torch.tensor([first * n + first, first * n + last, last * n + last]).to(K.device)
+        aa, ab, bb = K.take(self.entries).tolist()
+        parameter.pair = aa, ab, bb
         key = parameter.place.at(self.detail)
         if self.detail != "parameter" and key in self.matrices:
             self.matrices[key] += K
