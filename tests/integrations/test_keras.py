@@ -53,3 +53,19 @@ def test_a_fit_that_raises_leaves_a_failed_run(tmp_path: Path) -> None:
     run = backlight.open_run(tmp_path / "run")
     assert run.status.value == "failed"
     assert run.last_step() == 5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["tensorflow", "numpy"])
+def test_another_backend_is_refused_with_the_way_out(backend: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import backlight.integrations.keras"],
+        env={**environment(), "KERAS_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "FrameworkError: backlight.integrations.keras: expected Keras on torch, " in done.stderr
+    assert "set KERAS_BACKEND=torch before keras is imported" in done.stderr

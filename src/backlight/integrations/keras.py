@@ -18,8 +18,15 @@ from backlight.integrations.versions import FrameworkError, require
 VERSION = require("keras", "keras")
 """The release of Keras that is here."""
 
-import keras  # noqa: E402 - only once it is known to be recent enough
-import torch  # noqa: E402
+import torch  # noqa: E402 - only once Keras is known to be recent enough
+
+try:
+    import keras
+except ImportError as error:  # the backend that Keras was told to use, or uses without being told, is missing
+    raise FrameworkError(
+        f"backlight.integrations.keras: expected Keras on torch, but keras cannot be imported ({error}); "
+        "set KERAS_BACKEND=torch before keras is imported"
+    ) from error
 
 if keras.backend.backend() != "torch":
     raise FrameworkError(
