@@ -174,6 +174,7 @@ def test_the_surface_is_frozen() -> None:
         "doctor": ["--json"],
         "export": ["--all", "--max-directions", "--overwrite", "--rows", "--to"],
         "findings": ["--fail-on", "--json"],
+        "join": [],
         "memory": ["--batch-setting", "--budget", "--checkpointing", "--fake", "--json", "--out", "--set",
                    "--steps", "--warmup"],
         "open": ["--browser", "--port"],
@@ -182,7 +183,7 @@ def test_the_surface_is_frozen() -> None:
         "spectra": ["--budget", "--checkpoints", "--device", "--dtype", "--exclude", "--include", "--json",
                     "--max-directions", "--method", "--out", "--replicates", "--seed", "--set"],
         "run": ["--config", "--every", "--exact-updates", "--group", "--histogram", "--max-disk", "--out",
-                "--per-backward", "--reduce", "--rooms", "--stall", "--steps", "--trace", "--tracker"],
+                "--per-backward", "--reduce", "--rooms", "--slurm", "--slurm-script", "--stall", "--steps", "--trace", "--tracker"],
         "sweep": ["--at", "--fake", "--json", "--limit", "--max-memory", "--set", "--steps"],
         "top": ["--once"],
     }  # fmt: skip
