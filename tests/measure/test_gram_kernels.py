@@ -235,7 +235,11 @@ def test_wide_matrices_are_walked_transposed() -> None:
     torch.testing.assert_close(K, 4 * A @ A.T, rtol=1e-12, atol=1e-12)
 
 
-def test_long_runs_of_float32_products_are_summed_in_float64() -> None:
+@pytest.mark.parametrize("sums", [1 << 16, 70])
+def test_long_runs_of_float32_products_are_summed_in_float64(
+    sums: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_SUMS", sums)
     n, m = 3, 64 * kernels.RUN + 5
     A = 1 + 1e-3 * torch.randn(n, m)  # partial sums grow far beyond what is added
     d, x = torch.ones(n, 1, 1, 1), A.view(n, 1, 1, m)
