@@ -183,7 +183,8 @@ def test_the_surface_is_frozen() -> None:
         "spectra": ["--budget", "--checkpoints", "--device", "--dtype", "--exclude", "--include", "--json",
                     "--max-directions", "--method", "--out", "--replicates", "--seed", "--set"],
         "run": ["--config", "--every", "--exact-updates", "--group", "--histogram", "--max-disk", "--out",
-                "--per-backward", "--reduce", "--rooms", "--slurm", "--slurm-script", "--stall", "--steps", "--trace", "--tracker"],
+                "--per-backward", "--reduce", "--rooms", "--slurm", "--slurm-script", "--stall",
+                "--steps", "--trace", "--tracker"],
         "sweep": ["--at", "--fake", "--json", "--limit", "--max-memory", "--set", "--steps"],
         "top": ["--once"],
     }  # fmt: skip
