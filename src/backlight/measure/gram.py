@@ -40,7 +40,7 @@ _KEPT = Scratch()
 RUN = 64
 """Most products that are added up in float32 before their sum goes on in float64."""
 
-_SUMS = 1 << 18
+_SUMS = 1 << 16
 """Sums of runs that are there at once: what stays in a cache until they are added up."""
 
 
