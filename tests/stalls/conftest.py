@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Iterator
 
 import pytest
 from torch import nn
@@ -22,6 +23,15 @@ class LaterModules(SeenModules):
         earlier = self._earlier.get(id(module))
         if earlier is None or earlier() is not module:
             super()._meet(module)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> Iterator[None]:
+    """What is there already is looked through once a file, not once a test: torch alone is a lot."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
