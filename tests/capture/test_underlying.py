@@ -1,0 +1,53 @@
+"""The optimizers inside what frameworks hand out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from backlight.capture.optimizers import underlying
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+
+
+class Passive(torch.optim.Optimizer):
+    """As Accelerate's: an optimizer by its type, which was never initialised as one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """One that calls another, and steps itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_a_wrapper_stands_for_the_one_inside_and_a_container_for_all() -> None:
+    one, two = sgd(), sgd()
+    assert underlying(one) == [one]
+    assert underlying(Passive(Passive(one))) == [one]
+    container = SimpleNamespace(optimizers=[Passive(one), two], param_groups=[])
+    assert underlying(container) == [one, two]
+
+
+def test_a_wrapper_that_is_an_optimizer_in_its_own_right_stays() -> None:
+    outer = Lookahead(sgd())
+    assert underlying(outer) == [outer]

@@ -1,0 +1,76 @@
+"""Which rank a process is, by the process group where there is one, and the folder that ranks agree on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from backlight.session.ranks import launch_id, local_rank, place
+from backlight.session.run_path import default_path
+
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_LOCALID",
+)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*NAMES, "TORCHELASTIC_RUN_ID", "BACKLIGHT_RUN_ID", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def grouped(monkeypatch: pytest.MonkeyPatch, rank: int, world: int) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+
+
+def test_a_process_that_is_alone() -> None:
+    assert place() == (0, 1)
+    assert local_rank() == 0
+    assert launch_id() is None
+
+
+def test_variables_of_a_launcher_are_taken_before_there_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert place() == (3, 8)
+    assert local_rank() == 1
+
+
+def test_a_group_that_is_up_wins_where_no_variable_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As Lightning starts its processes: RANK is never set.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    grouped(monkeypatch, 1, 2)
+    assert place() == (1, 2)
+    assert "1234" in (launch_id() or "")
+    monkeypatch.delenv("LOCAL_RANK")
+    assert local_rank() == 1
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    assert local_rank() == 0
+
+
+def test_ranks_of_one_launch_get_one_folder_and_another_launch_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = default_path("train.py", "a-1")
+    assert first.parent == Path("runs")
+    assert first.name.startswith("train-")
+    first.mkdir(parents=True)  # rank 0 has made it
+    assert default_path("train.py", "a-1") == first
+    assert default_path("train.py", "a-2") != first
+    alone = default_path("train.py")
+    alone.mkdir(parents=True)
+    assert default_path("train.py") != alone

@@ -1,0 +1,34 @@
+"""Waiting for the other ranks of a run, by their files."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from backlight.records import RunStatus
+from backlight.store.closing import wait_for_ranks
+from backlight.store.writer import RunWriter
+
+
+def writers(path: Path) -> tuple[RunWriter, RunWriter]:
+    first = RunWriter.create(path, rank=0, world_size=2, run_id="together")
+    return first, RunWriter.create(path, rank=1, world_size=2, run_id="together")
+
+
+def test_a_rank_that_still_writes_is_waited_for(tmp_path: Path) -> None:
+    first, second = writers(tmp_path / "run")
+    first.close(RunStatus.FINISHED)
+    assert not wait_for_ranks(tmp_path / "run", 0.2)
+    later = threading.Timer(0.3, second.close, [RunStatus.FINISHED])
+    later.start()
+    begin = time.monotonic()
+    assert wait_for_ranks(tmp_path / "run", 20)
+    assert time.monotonic() - begin >= 0.2
+    later.join()
+
+
+def test_a_run_of_one_rank_is_not_waited_for_and_none_is_not_found(tmp_path: Path) -> None:
+    RunWriter.create(tmp_path / "one").close(RunStatus.FINISHED)
+    assert wait_for_ranks(tmp_path / "one", 0)
+    assert not wait_for_ranks(tmp_path / "nothing", 0)
