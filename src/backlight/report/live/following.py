@@ -36,6 +36,9 @@ PAUSE = 0.3
 REST = 0.5
 """Rest after a reading, as a multiple of what the reading took."""
 
+LONGEST_REST = 1.0
+"""Seconds of rest at most: a finding must not wait for long."""
+
 PACE = 4.0
 """Rest between two reductions of all parameters, as a multiple of what one takes."""
 
@@ -143,7 +146,7 @@ class Followed:
             for panel, result in drawn:
                 self._rendered[panel.name] = Rendered(panel, result, self.version)
         self._catch_up()
-        self._rest_until = time.monotonic() + REST * (time.monotonic() - now)
+        self._rest_until = time.monotonic() + min(LONGEST_REST, REST * (time.monotonic() - now))
         return True
 
     def _may_have_died(self, now: float) -> bool:

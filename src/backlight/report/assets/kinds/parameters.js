@@ -185,7 +185,9 @@ const heatMap = async (host, grid) => {
     const range = rangeOf(column, planes);
     const values = planes[which.value];
     if (state) await view.rest();
-    state = { column, planes, range, amount: grid.first.length, codes: codesOf(grid, column, values, range), merge: mergeBy(which.value === "high") };
+    const codes = codesOf(grid, column, values, range);
+    if (state) await view.rest();
+    state = { column, planes, range, amount: grid.first.length, codes, merge: mergeBy(which.value === "high") };
     if (map.first !== grid.first) {
       const { cursor } = map;
       map.cut(grid.first, grid.last);
