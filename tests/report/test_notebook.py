@@ -96,3 +96,11 @@ def test_a_long_curve_keeps_its_peaks() -> None:
     (line,) = points(curve("loss", np.arange(100_000), values))
     assert len(line) <= POINTS + 2
     assert min(y for _, y in line) == pytest.approx(20.0)
+
+
+def test_ipython_shows_it(tmp_path: Path) -> None:
+    formatters = pytest.importorskip("IPython.core.formatters")
+    run = open_run(write_run(tmp_path / "run", Plan(steps=30)).path)
+    shown, _ = formatters.DisplayFormatter().format(run)
+    assert shown["text/html"].startswith("<div")
+    assert shown["text/plain"] == f"Run({str(tmp_path / 'run')!r}, finished, last step 29)"

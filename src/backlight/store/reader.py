@@ -215,6 +215,10 @@ class Run:
         values = frames.derive(column, joined.columns)
         return self._kept(key, Frame(joined.steps, names, values, joined.measured, unit, joined.seen))
 
+    def __repr__(self) -> str:
+        """Return where the run is and how it stands."""
+        return f"Run({str(self.path)!r}, {self.status.value}, last step {self.last_step()})"
+
     def _repr_html_(self) -> str:
         """Return what a notebook shows: status, verdict, curves and findings as they stand."""
         return DISPLAYS["run"](self)
