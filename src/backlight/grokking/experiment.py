@@ -117,7 +117,7 @@ class Experiment(Generic[S]):
     settings: type[S]
     ci: S
     build: Callable[[S, int, torch.device, str], Task]
-    effect: str
+    effect: str = "late generalisation"
     expects: str = "grokking"
     ci_expects: str = "grokking"
 

@@ -66,9 +66,10 @@ class Settings:
 
 
 CI = Settings(
-    data=Data(operation="add", p=29, train_share=0.8),
+    # With fewer residues or a smaller share there are slingshots without generalisation.
+    data=Data(operation="add", p=59, train_share=0.9),
     model=Model(kind="pairs", width=128),
-    training=Training(steps=5000, batch_size=0, lr=5e-3, log_every=10, thorough_every=100),
+    training=Training(steps=9000, batch_size=0, lr=5e-3, log_every=20, thorough_every=200),
 )
 
 
@@ -137,7 +138,6 @@ EXPERIMENTS.add(
         settings=Settings,
         ci=CI,
         build=build,
-        effect="slingshots",
-        ci_expects="memorised",
+        effect="slingshots, and generalisation with them",
     ),
 )
