@@ -68,6 +68,8 @@ def test_gradients_and_what_accelerator_log_is_given_are_recorded(tmp_path: Path
     assert run.scalar("step", source="user").values.tolist() == [102.0, 104.0, 106.0, 107.0]
     assert len(run.scalar("train_loss", source="user").steps) == 4
     assert "note" not in run.scalar_names("user")
+    # Accelerate holds one batch back to know which is the last: recorded is the one that was trained on.
+    assert run.scalar("batch").values.tolist() == [1.0, 3.0, 5.0, 7.0]
     assert found == [context.findings]
 
 

@@ -42,6 +42,7 @@ def test_gradients_are_taken_before_clipping_and_zeroing_and_the_weights_stay(
     assert run.status.value == "finished"
     assert run.last_step() + 1 == trainer.state.global_step == 6
     assert run.scalar("backwards").values.tolist() == [2.0] * 6
+    assert run.scalar("batch").values.tolist() == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
     total = run.scalar("total_norm").values
     assert (total > 0.05).all()
     np.testing.assert_allclose(total, run.scalar("clip/norm").values, rtol=1e-5)

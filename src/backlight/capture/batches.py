@@ -6,7 +6,9 @@ Only torch's own DataLoader says so; any other source of data is part of "betwee
 from __future__ import annotations
 
 import functools
+import sys
 import time
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import dataloader
@@ -14,6 +16,9 @@ from torch.utils.data import dataloader
 if TYPE_CHECKING:
     from backlight.capture.hub import Hub
     from backlight.capture.patching import Patches
+
+
+_AHEAD = "accelerate.data_loader"
 
 
 def install(hub: Hub, patches: Patches) -> None:
@@ -28,15 +33,29 @@ def install(hub: Hub, patches: Patches) -> None:
             if not hub.active:
                 return original(self)
             hub.emit("batch_begin", id(getattr(self, "_dataset", None)))
+            ahead = _fetches_ahead(sys._getframe(1))
             begin = time.perf_counter()
             try:
                 item = original(self)
-            except BaseException:
-                hub.emit("batch_missing")
+            except BaseException as error:
+                last = int(getattr(self, "_num_yielded", 0)) - 1
+                if ahead and last >= 0 and isinstance(error, StopIteration):
+                    hub.emit("batch", last, time.perf_counter() - begin)  # the one that was held back
+                else:
+                    hub.emit("batch_missing")
                 raise
-            hub.emit("batch", int(getattr(self, "_num_yielded", 0)) - 1, time.perf_counter() - begin)
+            index = int(getattr(self, "_num_yielded", 0)) - 1 - ahead
+            if index < 0:
+                hub.emit("batch_missing")  # the loop gets none of this call
+            else:
+                hub.emit("batch", index, time.perf_counter() - begin)
             return item
 
         return __next__
 
     patches.replace(base, "__next__", wrap)
+
+
+def _fetches_ahead(caller: FrameType) -> int:
+    """Return how many batches the caller holds back: Accelerate, and so the Trainer, gives the one before."""
+    return int(caller.f_code.co_name == "__iter__" and caller.f_globals.get("__name__") == _AHEAD)
