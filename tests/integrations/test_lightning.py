@@ -222,3 +222,49 @@ def test_ddp_on_two_ranks_is_one_run_with_one_summary(tmp_path: Path) -> None:
     assert run.attempts[0].world_size == 2
     assert run.attempts[0].ranks == (0, 1)
     np.testing.assert_allclose(run.scalar("total_norm").values, run.scalar("clip/norm").values, rtol=1e-5)
+
+
+@pytest.mark.full
+def test_steps_that_were_asked_for_end_the_script_cleanly(tmp_path: Path) -> None:
+    from backlight.integrations.lightning import BacklightCallback
+    from integrations import lit
+
+    callback = BacklightCallback(tmp_path / "run", steps=5)
+    with pytest.raises(SystemExit) as ended:
+        lit.trainer(tmp_path, callback).fit(lit.Net(), lit.data(), lit.data(16))
+    assert ended.value.code == 0
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status.value == "finished"
+    assert run.last_step() == 4
+
+
+@pytest.mark.full
+def test_a_script_of_pytorch_lightning_gets_a_callback_of_that_package(tmp_path: Path) -> None:
+    program = f"""
+import sys, pytorch_lightning as L, torch
+from torch.utils.data import DataLoader, TensorDataset
+from backlight.integrations.lightning import BacklightCallback
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        return self.net(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+callback = BacklightCallback({str(tmp_path / "run")!r})
+trainer = L.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **quiet)
+trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(32, 4)), 8))
+assert issubclass(BacklightCallback, L.Callback) and "lightning.pytorch" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert backlight.open_run(tmp_path / "run").last_step() == 3
