@@ -28,7 +28,7 @@ from backlight.store import spectra as stored
 from backlight.store.reader import Run
 from ways import trainings
 from ways.ranks import gathered, rank, together, wait
-from ways.trainings import CLASSES, FEATURES, MATRICES, NAMES, STEPS, WAYS, Batch, Pauses, Way
+from ways.trainings import CLASSES, FEATURES, MATRICES, NAMES, OTHERS, STEPS, WAYS, Batch, Pauses, Way
 
 TESTED, IN_PART, REFUSED = "tested", "in part", "refused"
 
@@ -384,4 +384,4 @@ CHECKS = {**ROOMS, "identical": identical}
 def measure(room: str, way: str, folder: Path) -> Outcome:
     """Run one cell."""
     folder.mkdir(parents=True, exist_ok=True)
-    return CHECKS[room](WAYS[way], folder)
+    return CHECKS[room]({**WAYS, **OTHERS}[way], folder)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ways.cells import CHECKS, IN_PART, TESTED, Outcome, measure
-from ways.trainings import WAYS
+from ways.trainings import OTHERS, WAYS
 
 Cell = tuple[str, str]
 """A room (or ``identical``) and a way."""
@@ -54,7 +54,7 @@ def launch(cells: Sequence[Cell], folder: Path) -> dict[Cell, Outcome]:
     AssertionError
         If a cell failed, with its traceback.
     """
-    (size,) = {WAYS[way].ranks for _, way in cells}
+    (size,) = {{**WAYS, **OTHERS}[way].ranks for _, way in cells}
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     command += [__file__, str(folder), json.dumps(list(cells))]

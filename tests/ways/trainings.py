@@ -78,7 +78,7 @@ class Way:
     @property
     def whole_only(self) -> bool:
         """Whether no rank holds whole parameters."""
-        return self.wrap in {sharded, split, sharded_and_split}
+        return self.wrap in {sharded, split, sharded_and_split, offloaded, mixed}
 
     @property
     def ranks(self) -> int:
@@ -97,12 +97,26 @@ def replicated(net: Net) -> nn.Module:
     return DistributedDataParallel(net)
 
 
-def sharded(net: Net, mesh: Any = None) -> nn.Module:
+def sharded(net: Net, mesh: Any = None, **policies: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     for part in (net.up, net.down):
-        fully_shard(part, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
+        fully_shard(part, mesh=mesh, **policies)
+    return fully_shard(net, mesh=mesh, **policies)
+
+
+def offloaded(net: Net) -> nn.Module:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return sharded(net, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def mixed(net: Net) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return sharded(
+        net, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    )
 
 
 def split(net: Net, mesh: Any = None) -> nn.Module:
@@ -137,6 +151,15 @@ WAYS: dict[str, Way] = {
         Way("FSDP2 x TP", wrap=sharded_and_split, layout=(2, 2), clip=False),
     )
 }
+
+OTHERS: dict[str, Way] = {
+    way.name: way
+    for way in (
+        Way("FSDP2, offloaded", wrap=offloaded, layout=(2, 1)),
+        Way("FSDP2, bf16", wrap=mixed, layout=(2, 1)),
+    )
+}
+"""Ways that are no column of the matrix."""
 
 
 def net(way: Way | None = None, drop: float = 0.0) -> Net:
