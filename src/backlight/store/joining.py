@@ -58,7 +58,9 @@ class Spread:
         highest = np.where(finite, self.values, -np.inf).max(axis=1, initial=-np.inf)
         lowest = np.where(finite, self.values, np.inf).min(axis=1, initial=np.inf)
         several = finite.sum(axis=1) > 1
-        return np.subtract(highest, lowest, out=np.full(len(several), np.nan), where=several)
+        out = np.full(len(several), np.nan)
+        out[several] = highest[several] - lowest[several]
+        return out
 
     def first_non_finite(self) -> tuple[int, tuple[int, ...]] | None:
         """Return the first step at which a rank logged NaN or infinity, and the ranks that did; else None."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import numpy as np
 
@@ -50,7 +50,7 @@ def non_finite(run: Run, limits: Thresholds) -> Iterator[Finding]:
         )
 
 
-def _first_ill(run: Run, skipped: set[int]) -> tuple[Frame, np.ndarray, int | None]:
+def _first_ill(run: Run, skipped: Set[int]) -> tuple[Frame, np.ndarray, int | None]:
     """Return gradients and where they are not finite: joined, or of the rank that had such values first."""
     out = np.array(sorted(skipped), dtype=np.int64)
 
