@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -99,16 +98,16 @@ def to_json(record: Any) -> Any:
 
 
 def _known(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    names = _field_names(cls)
+    # Asked for once: a run of many ranks holds many thousand records.
+    names = _NAMES.get(cls)
+    if names is None:
+        names = _NAMES[cls] = frozenset(f.name for f in dataclasses.fields(cls))
     if data.keys() <= names:
         return dict(data)
     return {key: value for key, value in data.items() if key in names}
 
 
-@functools.cache
-def _field_names(cls: type[Any]) -> frozenset[str]:
-    # A run of many ranks holds many thousand records.
-    return frozenset(f.name for f in dataclasses.fields(cls))
+_NAMES: dict[type[Any], frozenset[str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
