@@ -61,6 +61,7 @@ def run(installed: Path, name: str, rate: float) -> Path:
     return out
 
 
+@pytest.mark.full
 def test_rule_and_probe_find_the_fault_and_not_the_healthy_twin(installed: Path) -> None:
     sick, healthy = run(installed, "sick", 0.55), run(installed, "healthy", 0.01)
     (finding,) = json.loads(backlight(installed, "findings", sick, "--json"))

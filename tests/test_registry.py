@@ -197,7 +197,7 @@ def train(path: Path) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=path, every=1):
+    with backlight.watch(model, optimizer, run=path, every=1, rooms=("health",)):
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.ones(2, 3)).sum().backward()

@@ -25,6 +25,9 @@ from backlight.session.sending import points_of, send
 from backlight.session.trackers import TRACKERS, Point, Tracked, Tracker, TrackerError
 from backlight.store.reader import open_run
 
+ROOMS = ("health", "steptime")
+"""Without the watchdog of stalls, which is a process and says nothing of trackers."""
+
 Opening = Callable[[str, Tracked, Any], Any]
 
 
@@ -65,7 +68,7 @@ def train(run: Path, trackers: Sequence[str] = (), *, steps: int = 6, fail: bool
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=run, every=1, trackers=trackers) as watch:
+    with backlight.watch(model, optimizer, run=run, every=1, rooms=ROOMS, trackers=trackers) as watch:
         for step in range(steps):
             optimizer.zero_grad()
             loss = model(torch.randn(16, 4)).square().mean()
@@ -143,7 +146,7 @@ def test_findings_and_how_it_ended_are_sent(tmp_path: Path, register: Callable[.
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.raises(KeyError, match="own"):
-        with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, trackers="kept"):
+        with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, rooms=ROOMS, trackers="kept"):
             for _ in range(3):
                 model(torch.full((2, 2), float("nan"))).sum().backward()
                 optimizer.step()

@@ -24,6 +24,7 @@ from backlight.session.trackers import TRACKERS, Tracked, TrackerError
 from backlight.store.reader import open_run
 
 STEPS = 6
+ROOMS = ("health", "steptime")
 
 
 def train(run: Path, tracker: str, *, poisoned: bool = True) -> list[float]:
@@ -32,7 +33,7 @@ def train(run: Path, tracker: str, *, poisoned: bool = True) -> list[float]:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    with backlight.watch(model, optimizer, run=run, every=1, trackers=[tracker]) as watch:
+    with backlight.watch(model, optimizer, run=run, every=1, rooms=ROOMS, trackers=[tracker]) as watch:
         for step in range(STEPS):
             optimizer.zero_grad()
             loss = model(torch.randn(16, 4)).square().mean()
@@ -134,7 +135,10 @@ def test_prometheus_is_scraped_while_the_training_runs(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pause = threading.Event()
-    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, trackers=[f"prometheus={port}"]):
+    watch = backlight.watch(
+        model, optimizer, run=tmp_path / "run", every=1, rooms=ROOMS, trackers=[f"prometheus={port}"]
+    )
+    with watch:
         for _ in range(400):
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
