@@ -27,7 +27,14 @@ class SeenOptimizers:
     """Weak references to the optimizers of this process, in the order in which they were met.
 
     One that a scan found may belong to a training that is over: it counts as soon as it is used.
+
+    Attributes
+    ----------
+    goes_on:
+        Whether the closure of the step under way adds the last microbatch to gradients that are there.
     """
+
+    goes_on = False
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -120,6 +127,7 @@ def install(hub: Hub, patches: Patches) -> list[Any]:
         if not callable(closure):
             hub.emit("optimizer_begin", optimizer, has_closure=False)
             return None
+        hub.optimizers.goes_on = _goes_on(closure)
         hub.emit("optimizer_begin", optimizer, has_closure=True)
         reporting = _reporting(hub, optimizer, closure)
         if "closure" in kwargs:
@@ -132,6 +140,16 @@ def install(hub: Hub, patches: Patches) -> list[Any]:
             hub.emit("optimizer_end", optimizer)
 
     return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+
+
+def _goes_on(closure: Any) -> bool:
+    """Tell whether the backward in ``closure`` belongs to those before the step, as Lightning's does.
+
+    Its loop runs the last backward of an accumulation inside the step. Elsewhere gradients that are there
+    when a step with a closure begins are whole, and the closure is for other weights (SAM).
+    """
+    inner = getattr(closure, "func", closure)  # a partial
+    return (getattr(inner, "__module__", None) or "").startswith(("lightning.", "pytorch_lightning."))
 
 
 def _reporting(hub: Hub, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:

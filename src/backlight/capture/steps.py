@@ -273,7 +273,8 @@ class StepTracker(Listener):
                 rate = rate.detach().clone() if isinstance(rate, torch.Tensor) else float(rate)
                 self._summary.rates.append((f"lr/{number}/{index}", rate))
         parameters = self._scope.parameters_of(optimizer)
-        if not has_closure or self._summary.backwards:  # else they come with the first evaluation
+        whole = self._summary.backwards and not HUB.optimizers.goes_on
+        if not has_closure or whole:  # else they come with the first evaluation
             self._collect([*parameters, *self._scope.orphans()], self._scale_inside(optimizer), "step")
         self._sink.update_begins(parameters)
 
