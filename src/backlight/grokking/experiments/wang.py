@@ -66,7 +66,7 @@ CI = Settings(
     data=Data(entities=100, relations=10, degree=10, inferred_ratio=8.0),
     model=Model(layers=2, width=64, heads=4),
     training=Training(
-        steps=15_000, lr=1.5e-3, weight_decay=0.6, warmup=50, log_every=100, thorough_every=500
+        steps=18_000, lr=1.5e-3, weight_decay=0.3, warmup=50, log_every=200, thorough_every=600
     ),
 )
 
@@ -122,6 +122,6 @@ EXPERIMENTS.add(
         ci=CI,
         build=build,
         effect="late in distribution, never out of it",
-        ci_expects="censored",
+        ci_expects="unstable",
     ),
 )
