@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from backlight.records import Finding
 from backlight.report.live.following import Followed
 from backlight.report.live.server import LiveServer, Subject
 from backlight.report.live.several import Several
 from backlight.report.source import Source
+from backlight.session.judge import findings_of
 from backlight.session.reporting import source_of
 from backlight.store.following import Follower
 from backlight.store.manifest import MANIFEST
@@ -30,11 +32,11 @@ def followed(paths: Sequence[Path]) -> list[Followed]:
     for path in paths:
         if not path.is_dir() or ((path / MANIFEST).is_file() or any(path.iterdir())):
             open_run(path)  # says what is wrong with it
-    return [Followed(path, _gathered, Follower()) for path in paths]
+    return [Followed(path, findings_of, _gathered, Follower()) for path in paths]
 
 
-def _gathered(run: Run) -> Source:
-    return dataclasses.replace(source_of(run), cells=CELLS)
+def _gathered(run: Run, findings: Sequence[Finding]) -> Source:
+    return dataclasses.replace(source_of(run, findings), cells=CELLS)
 
 
 class Live:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from backlight.grokking.verdicts import Detection
 from backlight.health.groups import GroupError, group_rms
 from backlight.health.scoring import health_series
 from backlight.measure.shrinkage import muon
+from backlight.records import Finding
 from backlight.report.learning import Followed, Learning, Row
 from backlight.report.markdown import render_markdown
 from backlight.report.page import render_page, write_page
@@ -41,8 +43,11 @@ def write_pictures(path: Path, folder: Path, *, animate: bool = False) -> Writte
     return dataclasses.replace(written, files=(*written.files, *write_animations(source, folder)))
 
 
-def source_of(run: Run) -> Source:
-    """Return what a report shows of ``run``: judged, scored, with its groups and its verdict on grokking."""
+def source_of(run: Run, findings: Sequence[Finding] | None = None) -> Source:
+    """Return what a report shows of ``run``: judged, scored, with its groups and its verdict on grokking.
+
+    ``findings`` are those of the caller, who judged it already.
+    """
     health = health_series(run)
     in_use = {
         room: dataclasses.asdict(limits)
@@ -51,7 +56,7 @@ def source_of(run: Run) -> Source:
     }
     return Source(
         run,
-        tuple(findings_of(run)),
+        tuple(findings_of(run) if findings is None else findings),
         (health.steps, health.score) if len(health.steps) else None,
         thresholds=in_use,
         groups=_groups(run),

@@ -7,15 +7,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from growing import Growing
 from packed import unpack
-from synthetic import Plan
+from synthetic import Plan, finding
 
-from backlight.records import RunStatus
+from backlight.records import Finding, RunStatus
 from backlight.report.live import following
 from backlight.report.live.following import Followed
 from backlight.report.live.several import Several
@@ -36,13 +37,17 @@ os._exit(9)
 """
 
 
+def none(run: Run) -> list[Finding]:
+    return []
+
+
 def follow(path: Path, calls: list[Run] | None = None) -> Followed:
-    def gather(run: Run) -> Source:
+    def judge(run: Run) -> list[Finding]:
         if calls is not None:
             calls.append(run)
-        return Source(run)
+        return []
 
-    return Followed(path, gather, open_run)
+    return Followed(path, judge, Source, open_run)
 
 
 def test_it_says_how_the_run_stands_from_an_empty_folder_to_its_end(tmp_path: Path) -> None:
@@ -128,7 +133,7 @@ def test_nothing_is_read_while_nobody_looks(tmp_path: Path, monkeypatch: pytest.
         time.sleep(0.01)
     assert len(calls) > amount
     it.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "follow run"]
+    assert not [thread for thread in threading.enumerate() if thread.name in {"follow run", "reduce run"}]
     run.close()
 
 
@@ -171,7 +176,7 @@ def test_what_is_sent_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: py
     sizes = []
     for amount in (1000, 2000):
         run.steps(amount)
-        it = Followed(run.path, lambda of: Source(of, cells=3000), open_run)
+        it = Followed(run.path, none, lambda of, found: Source(of, found, cells=3000), open_run)
         it.look()
         _, text = it.panel("parameters", column="ratio")  # type: ignore[misc]  # there is one
         data = json.loads(text)["data"]
@@ -199,18 +204,39 @@ def test_what_is_dear_to_reduce_follows_later_but_follows(
     assert figures["steps recorded"] == "15"
     assert it.source is not None
     assert len(it.source.frames.buckets) == 10
-    assert not it.look()
+    assert not it.catch_up()  # too soon
     monkeypatch.setattr(following, "PACE", 0.0)
-    assert it.look()  # although no file changed
+    assert it.catch_up()
     assert len(it.source.frames.buckets) == 15
-    assert not it.look()
+    assert not it.catch_up()
+    run.close()
+
+
+def test_findings_are_told_before_the_rest_is_read(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(5)
+    told: list[tuple[int, str]] = []
+    found: list[Finding] = []
+
+    def gather(of: Run, findings: Sequence[Finding]) -> Source:
+        if it.source is not None:
+            told.append((it.version, it.head()["verdict"]["headline"]))
+        return Source(of, findings)
+
+    it = Followed(run.path, lambda of: list(found), gather, open_run)
+    it.look()
+    run.steps(5, broken=2)
+    found.append(finding(run.names[2], 9))
+    it.look()
+    assert told == [(2, "1 error")]
+    assert it.version == 3
     run.close()
 
 
 def test_a_closer_look_shows_the_steps_as_they_were_recorded(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run", Plan(steps=300, blocks=1))
     run.steps(300)
-    it = Followed(run.path, lambda of: Source(of, cells=48 * 15), open_run)
+    it = Followed(run.path, none, lambda of, found: Source(of, found, cells=48 * 15), open_run)
     it.look()
     whole = json.loads(it.panel("parameters")[1])["data"]  # type: ignore[index]  # there is one
     assert (whole["exact"], whole["window"]) == (False, False)
@@ -272,10 +298,10 @@ def test_what_breaks_is_said_on_the_page(tmp_path: Path, monkeypatch: pytest.Mon
     run = Growing(tmp_path / "run")
     run.steps(3)
 
-    def broken(of: Run) -> Source:
+    def broken(of: Run) -> list[Finding]:
         raise ZeroDivisionError(f"in a rule about {of.name}")
 
-    it = Followed(run.path, broken, open_run)
+    it = Followed(run.path, broken, Source, open_run)
     it.look()
     assert it.stand.word is Standing.UNREADABLE
     assert it.stand.detail == "Reading it failed: ZeroDivisionError: in a rule about run"

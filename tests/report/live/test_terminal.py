@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from rich.console import Console
 from synthetic import Plan, finding
 
 from backlight.cli.live_terminal import show
-from backlight.records import Severity
+from backlight.records import Finding, Severity
 from backlight.report.live.following import Followed
 from backlight.report.live.standing import EMPTY
 from backlight.report.live.terminal import frame, sparkline
@@ -29,8 +30,8 @@ def printed(source: Source | None, it: Followed, width: int) -> str:
     return text.getvalue()
 
 
-def looked_at(path: Path, gather: object = Source) -> Followed:
-    it = Followed(path, gather, open_run)  # type: ignore[arg-type]  # a class is a function here
+def looked_at(path: Path, findings: Sequence[Finding] = ()) -> Followed:
+    it = Followed(path, lambda run: findings, Source, open_run)
     it.look()
     return it
 
@@ -39,7 +40,7 @@ def looked_at(path: Path, gather: object = Source) -> Followed:
 def test_it_fits_and_says_the_main_things(tmp_path: Path, width: int) -> None:
     run = Growing(tmp_path / "run", Plan(steps=60, blocks=1))
     run.steps(50, broken=4)
-    it = looked_at(run.path, lambda of: Source(of, [finding(run.names[4], 49)]))
+    it = looked_at(run.path, [finding(run.names[4], 49)])
     text = printed(it.source, it, width)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     assert "● live" in text

@@ -188,15 +188,21 @@ const tellFindings = () => {
     rules.set(key, [...(rules.get(key) ?? []), finding]);
   }
   const first = cards.size === 0 && !page.told;
-  const kept = new Set();
+  const kept = new Set(report.findings.map((finding) => JSON.stringify(finding)));
   const boxes = [...rules].map(([key, alikes]) => {
     const nodes = alikes.map((finding) => {
       const says = JSON.stringify(finding);
-      kept.add(says);
       if (!cards.has(says)) {
         const subject = `${finding.rule} ${finding.where.map(({ value }) => value)}`;
-        const known = [...cards.values()].some((card) => card.dataset.subject === subject);
-        const card = findingCard(finding);
+        const [before, known] = [...cards].find(([key, card]) => card.dataset.subject === subject && !kept.has(key)) ?? [];
+        const next = findingCard(finding);
+        // What says more of the same subject stays the same element.
+        if (known) {
+          known.replaceChildren(...next.childNodes);
+          known.className = `${next.className}${known.classList.contains("fresh") ? " fresh" : ""}`;
+        }
+        const card = known ?? next;
+        cards.delete(before);
         card.dataset.subject = subject;
         if (!first && !known) card.classList.add("fresh");
         cards.set(says, card);

@@ -1,8 +1,8 @@
 """A run that is followed while it is written: read again where something came, rendered where somebody looks.
 
-One thread reads, judges and scores; it rests at least as long as that took, and altogether while nobody
-looks. What the screen shows is rendered when it is asked for, panel by panel, from the same panels as the
-report's.
+One thread reads, judges and scores, and rests after that, altogether while nobody looks; another one
+reduces the series of all parameters where that takes long. What the screen shows is rendered when it is
+asked for, panel by panel, from the same panels as the report's.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backlight.records import ParameterRecord, RunStatus
+from backlight.records import Finding, ParameterRecord, RunStatus
 from backlight.report import verdict
 from backlight.report.encoding import script_json
 from backlight.report.frames import ParameterFrames
@@ -54,8 +54,11 @@ LIFE = 2.0
 WRITTEN = verdict.STATUS[RunStatus.RUNNING]
 """What a written report says of a run that goes on; here the standing says it."""
 
-Gather = Callable[[Run], Source]
-"""Judges and scores a run: what a report shows of it."""
+Judge = Callable[[Run], Sequence[Finding]]
+"""Says what the rules find in a run."""
+
+Gather = Callable[[Run, Sequence[Finding]], Source]
+"""Scores a run that was judged: what a report shows of it."""
 
 Reopen = Callable[[Path], Run]
 """Opens the run as it stands now."""
@@ -77,18 +80,21 @@ class Followed:
     ----------
     path:
         The run folder; it may still be empty.
+    judge:
+        Says what the rules find in a run.
     gather:
-        Judges and scores a run.
+        Scores a run that was judged.
     reopen:
         Opens it; one that remembers what it read makes each reading cheap.
     """
 
-    def __init__(self, path: Path, gather: Gather, reopen: Reopen) -> None:
+    def __init__(self, path: Path, judge: Judge, gather: Gather, reopen: Reopen) -> None:
         self.path = path
         self.name = path.resolve().name
         self.version = 0
         self.stand = READING
         self.source: Source | None = None
+        self._judge = judge
         self._gather = gather
         self._reopen = reopen
         self._lock = threading.RLock()
@@ -107,19 +113,24 @@ class Followed:
         self._asked = time.monotonic()
         self._closed = threading.Event()
         self._wanted = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Follow the run in a thread of its own until :meth:`close`."""
-        self._thread = threading.Thread(target=self._follow, name=f"follow {self.name}", daemon=True)
-        self._thread.start()
+        """Follow the run in threads of its own until :meth:`close`."""
+        jobs = {"follow": self._follow, "reduce": self._reduce_late}
+        self._threads = [
+            threading.Thread(target=job, name=f"{what} {self.name}", daemon=True)
+            for what, job in jobs.items()
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Stop following."""
         self._closed.set()
         self._wanted.set()
-        if self._thread is not None:
-            self._thread.join(timeout=2)
+        for thread in self._threads:
+            thread.join(timeout=2)
 
     def touch(self) -> None:
         """Say that somebody looks."""
@@ -131,7 +142,7 @@ class Followed:
         files = frozenset(_files(self.path))
         now = time.monotonic()
         if files == self._files and not self._may_have_died(now):
-            return self._catch_up()
+            return False
         self._looked = now
         # Without the lock: whoever asks meanwhile gets what was read before.
         stand, source = self._read()
@@ -145,7 +156,6 @@ class Followed:
             self.version += 1
             for panel, result in drawn:
                 self._rendered[panel.name] = Rendered(panel, result, self.version)
-        self._catch_up()
         self._rest_until = time.monotonic() + min(LONGEST_REST, REST * (time.monotonic() - now))
         return True
 
@@ -158,7 +168,9 @@ class Followed:
         try:
             run = self._reopen(self.path)
             stand = stand_of(run)
-            source = self._gather(run)
+            findings = tuple(self._judge(run))
+            self._tell(findings)
+            source = self._gather(run, findings)
             self._keep_frames(source)
         except (RunFormatError, OSError) as error:
             # A run that was never read may be half created; one that was read stays on the screen.
@@ -166,6 +178,18 @@ class Followed:
         except Exception as error:  # noqa: BLE001 - what breaks must be on the page, not end the thread silently
             return Stand(Standing.UNREADABLE, f"Reading it failed: {_told(error)}"), None
         return stand, source
+
+    def _tell(self, findings: tuple[Finding, ...]) -> None:
+        """Show new findings at once: of a long run there is more to read."""
+        if self.source is None or findings == tuple(self.source.findings):
+            return
+        frames = self.source.__dict__.get("frames")
+        told = dataclasses.replace(self.source, findings=findings)
+        if frames is not None:
+            told.frames = frames
+        with self._lock:
+            self.source = told
+            self.version += 1
 
     def _keep_frames(self, source: Source) -> None:
         """Reduce the series of all parameters again where that is quick; else it is done later."""
@@ -176,7 +200,7 @@ class Followed:
         else:
             self._reduce(source)
 
-    def _catch_up(self) -> bool:
+    def catch_up(self) -> bool:
         """Reduce what findings did not wait for; return whether there is a new version."""
         _, _, at, cost = self._frames
         if not self._behind or self.source is None or time.monotonic() - at < PACE * cost:
@@ -189,7 +213,7 @@ class Followed:
             return False  # said by the next look
         with self._lock:
             if newest.parameters == self.source.parameters:
-                self.source.frames = newest.frames
+                self.source.frames = newest.frames  # also where it was read again meanwhile
                 self._behind = False
                 self.version += 1
         return True
@@ -276,6 +300,10 @@ class Followed:
                 continue
             self.look()
             self._closed.wait(max(PAUSE, self._rest_until - time.monotonic()))
+
+    def _reduce_late(self) -> None:
+        while not self._closed.wait(PAUSE):
+            self.catch_up()
 
 
 def _rendered(panel: Panel, source: Source) -> Drawn | NotMeasured:
