@@ -125,6 +125,21 @@ def moved() -> Training:
     return training
 
 
+class _Cut(Training):
+    """Tensors of two sizes under one name, as of stages that number their layers from 0."""
+
+    def loop(self) -> None:
+        for step in range(3):
+            self.optimizer.zero_grad()
+            self.model(torch.full((2, 3 + dist.get_rank()), 1.0 + step)).square().sum().backward()
+            self.optimizer.step()
+
+
+@fault
+def cut() -> Training:
+    return _Cut(nn.Linear(3 + dist.get_rank(), 2))
+
+
 @fault
 def healthy() -> Training:
     return Training(wrapped())

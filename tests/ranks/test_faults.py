@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from ranks.launching import HERE, torchrun
 
 DIAGONAL = ("nan_ddp", "skip_shard", "thawed", "healthy", "healthy_shard")
 REDUCED = ("reduced_shard", "reduced_ddp", "reduced_skip")
-REST = ("nan_shard", "skip_ddp", "unreduced", "nan_unreduced", "moved")
+REST = ("nan_shard", "skip_ddp", "unreduced", "nan_unreduced", "moved", "cut")
 WAYS = [*DIAGONAL, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
 
 
@@ -211,6 +212,7 @@ def test_a_reduction_without_a_process_group_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_script_that_makes_no_process_group_is_told(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text(
@@ -231,3 +233,29 @@ def test_a_script_that_makes_no_process_group_is_told(tmp_path: Path) -> None:
     done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0
     assert "no process group is initialised. Your training goes on unchanged" in done.stderr
+
+
+@pytest.mark.full
+def test_tensors_that_only_share_their_name_are_not_joined(folder: Path) -> None:
+    run = open_run(folder / "cut")
+    (finding,) = found(run, "replicas_differ")
+    assert "of different sizes, so that they only share their name" in finding.claim
+    frame = run.frame("gradient", "norm")
+    assert not frame.measured[:, frame.names.index("weight")].any()
+    assert run.frame("gradient", "numel", rank=1).values[0, frame.names.index("weight")] == 8
+
+
+def test_a_part_is_not_taken_for_the_whole_where_a_rank_is_missing(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "healthy_shard", tmp_path / "run")
+    for file in (tmp_path / "run").rglob("rank-00001*"):
+        file.unlink()
+    run = open_run(tmp_path / "run")
+    assert any("rank 1 of 2 left no file" in loss for loss in run.losses)
+    frame = run.frame("gradient", "norm")
+    assert not frame.measured.any()
+    assert not len(run.scalar("total_norm").steps)
+    trained = frame.names.index("block.up.weight")
+    assert frame.apart()[:, trained].all()
+    assert run.frame("gradient", "norm", rank=0).measured[:, trained].all()
+    reasons = Source(run).unmeasured_parameters
+    assert "block.up.weight" in reasons["ranks measured gradients that do not make up a whole"]

@@ -24,10 +24,14 @@ GEOMETRY = ("gram/", "window/", "agop/", "product/", "gradient/")
 
 @dataclass(frozen=True)
 class Coverage:
-    """Recorded steps [S] of the gradient, and for each of the parameters [P] whether it ever was measured."""
+    """Recorded steps [S] of the gradient, and for each of the parameters [P] whether it ever was measured.
+
+    ``apart`` tells which of them ranks measured without making up a whole.
+    """
 
     steps: NDArray[np.int64]
     measured: NDArray[np.bool_]
+    apart: NDArray[np.bool_]
 
 
 @dataclass
@@ -92,13 +96,16 @@ class Source:
     @cached_property
     def coverage(self) -> Coverage:
         """What was measured of the gradient at all; cheap beside :attr:`frames`."""
-        nothing = Coverage(np.empty(0, np.int64), np.zeros(len(self.parameters), np.bool_))
+        none = np.zeros(len(self.parameters), np.bool_)
+        nothing = Coverage(np.empty(0, np.int64), none, none)
         if not self.run.has("gradient"):
             return nothing
         frame = self.run.frame("gradient", "measured", attempt=self.attempt)
         seen = {name for i, name in enumerate(frame.names) if frame.measured[:, i].any()}
         ever = np.array([record.name in seen for record in self.parameters], np.bool_)
-        return Coverage(frame.steps, ever)
+        split = dict(zip(frame.names, frame.apart().any(axis=0).tolist(), strict=True))
+        apart = np.array([split.get(record.name, False) for record in self.parameters], np.bool_)
+        return Coverage(frame.steps, ever, apart)
 
     def scalar(self, name: str, source: str = "backlight") -> Scalar:
         """Return a scalar of this attempt, or of all of them joined; empty where never logged."""
@@ -131,10 +138,13 @@ class Source:
         for event in self.run.events("unmeasured"):
             for name in event.payload.get("parameters") or ():
                 told.setdefault(str(name), str(event.payload.get("reason", "")))
-        seen = self.coverage.measured
+        known = self.coverage
         reasons: dict[str, list[str]] = {}
-        for record, measured in zip(self.parameters, seen, strict=True):
+        for record, measured, apart in zip(self.parameters, known.measured, known.apart, strict=True):
             if not measured:
-                reason = record.unmeasured or told.get(record.name) or "no gradient at any recorded step"
+                otherwise = "no gradient at any recorded step"
+                if apart:
+                    otherwise = "ranks measured gradients that do not make up a whole"
+                reason = record.unmeasured or told.get(record.name) or otherwise
                 reasons.setdefault(reason, []).append(record.name)
         return reasons
