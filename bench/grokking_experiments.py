@@ -145,14 +145,15 @@ def robustness(outcome: Outcome) -> tuple[bool, str]:
 
 
 def slingshots(outcome: Outcome) -> tuple[bool, str]:
-    """Check for at least two loss spikes, with a last layer that grew by a quarter since it was fitted."""
+    """Check for two loss spikes or more, a last layer that grew by a quarter since, and a test half right."""
     fitted = outcome.verdict.memorised
     if fitted is None:
         return False, "not fitted"
     count = spikes(outcome.series("train_loss"), 5 * fitted.by)
     norms = [value for step, value in outcome.series("progress/last_layer_norm") if step >= 5 * fitted.by]
-    text = f"{count} spikes, last layer {norms[0]:.1f} to {norms[-1]:.1f}"
-    return count >= 2 and norms[-1] > 1.25 * norms[0], f"{text}, test {outcome.last('test_accuracy'):.2f}"
+    test = outcome.last("test_accuracy")
+    shown = count >= 2 and norms[-1] > 1.25 * norms[0] and test >= 0.5
+    return shown, f"{count} spikes, last layer {norms[0]:.1f} to {norms[-1]:.1f}, test {test:.2f}"
 
 
 def participation(outcome: Outcome) -> tuple[bool, str]:
@@ -243,7 +244,8 @@ def main() -> None:
                 console.print(" | ".join(row), highlight=False)
     console.print(table)
     for key, effects in shown.items():
-        console.print(f"{key}: shows in {sum(effects)} of {len(effects)}", highlight=False)
+        what = EXPERIMENTS[key.split(",")[0]].effect
+        console.print(f"{key}: {what} shows in {sum(effects)} of {len(effects)}", highlight=False)
 
 
 if __name__ == "__main__":
