@@ -156,11 +156,18 @@ def phases(run: backlight.Run) -> dict[str, int]:
     return {name.removeprefix("phase/"): len(run.scalar(name).steps) for name in names}
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["compiled while watched", "compiled before"])
 @pytest.mark.parametrize(
-    "make",
-    [pytest.param(m, marks=() if m in {in_place, step} else pytest.mark.full) for m in CASES],
-    ids=lambda m: m.__name__,
+    ("make", "warm"),
+    [
+        pytest.param(
+            make,
+            warm,
+            id=f"{make.__name__}-compiled {'before' if warm else 'while watched'}",
+            marks=() if make is in_place and warm else pytest.mark.full,
+        )
+        for make in CASES
+        for warm in (False, True)
+    ],
 )
 def test_a_compiled_training_is_measured(make: Callable[[str], Made], warm: bool, tmp_path: Path) -> None:
     run, graphs = watched(make, tmp_path / "run", warm=warm)

@@ -61,8 +61,6 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
 
 OPTIMIZERS: dict[str, Make] = {
     "bitsandbytes Adam8bit": bits("Adam8bit"),
-    "pytorch_optimizer SOAP": ecosystem("SOAP"),
-    "pytorch_optimizer ScheduleFreeAdamW": ecosystem("ScheduleFreeAdamW"),
     "torch Muon": muon,
 }
 MORE: dict[str, Make] = {
@@ -71,6 +69,8 @@ MORE: dict[str, Make] = {
     "torchao AdamW8bit": ao("AdamW8bit"),
     "torchao AdamW4bit": ao("AdamW4bit"),
     "torchao AdamWFp8": ao("AdamWFp8"),
+    "pytorch_optimizer SOAP": ecosystem("SOAP"),
+    "pytorch_optimizer ScheduleFreeAdamW": ecosystem("ScheduleFreeAdamW"),
     "pytorch_optimizer Shampoo": ecosystem("Shampoo"),
     "pytorch_optimizer ScalableShampoo": ecosystem("ScalableShampoo"),
     "pytorch_optimizer ScheduleFreeSGD": ecosystem("ScheduleFreeSGD"),

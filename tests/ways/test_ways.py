@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ways.cells import Outcome, measure
+from ways.cells import TESTED, Outcome, measure
 from ways.matrix import ALL, Cell, expected, launch
-from ways.trainings import WAYS
+from ways.trainings import OTHERS, WAYS
 
 ALONE = {cell for cell in ALL if WAYS[cell[1]].ranks == 1}
 DIAGONAL: tuple[Cell, ...] = (
@@ -21,7 +21,7 @@ DIAGONAL: tuple[Cell, ...] = (
     ("grokking", "compile"),
     ("stalls", "checkpointing"),
     ("grokking", "checkpointing, re-entrant"),
-    ("identical", "AMP fp16"),
+    ("identical", "bf16 autocast"),
 )
 RANKS: tuple[Cell, ...] = (
     ("health", "DDP"),
@@ -63,3 +63,14 @@ def test_several_ranks(way: str, tmp_path: Path) -> None:
     assert list(found) == cells
     for cell, outcome in found.items():
         check(cell, outcome)
+
+
+@pytest.mark.full
+@pytest.mark.alone
+def test_combinations_on_two_ranks(tmp_path: Path) -> None:
+    rooms = ("health", "grokking", "spectra", "identical")
+    names = [name for name in OTHERS if "offloaded" not in name and "bf16" not in name]
+    cells = [(room, name) for name in names for room in rooms]
+    found = launch(cells, tmp_path)
+    assert list(found) == cells
+    assert {outcome.word for outcome in found.values()} == {TESTED}

@@ -91,7 +91,11 @@ def compiled(net: Net) -> nn.Module:
     return torch.compile(net, backend="aot_eager")  # type: ignore[return-value]
 
 
-def replicated(net: Net) -> nn.Module:
+def without_sync(model: Any) -> Any:
+    return model.no_sync()
+
+
+def replicated(net: nn.Module) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel(net)
@@ -144,7 +148,7 @@ WAYS: dict[str, Way] = {
         Way("compile", wrap=compiled),
         Way("checkpointing", reentrant=False),
         Way("checkpointing, re-entrant", reentrant=True),
-        Way("DDP", wrap=replicated, layout=(2, 1), waiting=lambda model: model.no_sync()),
+        Way("DDP", wrap=replicated, layout=(2, 1), waiting=without_sync),
         Way("FSDP2", wrap=sharded, layout=(2, 1)),
         # torch refuses to clip plain and distributed gradients together.
         Way("TP", wrap=split, layout=(1, 2), clip=False),
@@ -157,9 +161,14 @@ OTHERS: dict[str, Way] = {
     for way in (
         Way("FSDP2, offloaded", wrap=offloaded, layout=(2, 1)),
         Way("FSDP2, bf16", wrap=mixed, layout=(2, 1)),
+        Way("FSDP2, accumulation", wrap=sharded, layout=(2, 1), micro=2),
+        Way("FSDP2, checkpointing", wrap=sharded, layout=(2, 1), reentrant=False),
+        Way("DDP, compiled", wrap=lambda net: replicated(compiled(net)), layout=(2, 1), waiting=without_sync),
+        Way("DDP, re-entrant", wrap=replicated, layout=(2, 1), reentrant=True, waiting=without_sync),
+        Way("DDP, accumulation", wrap=replicated, layout=(2, 1), micro=2, waiting=without_sync),
     )
 }
-"""Ways that are no column of the matrix."""
+"""Combinations, which are no columns of the matrix."""
 
 
 def net(way: Way | None = None, drop: float = 0.0) -> Net:
