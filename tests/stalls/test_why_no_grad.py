@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from backlight.capture.hub import HUB
 from backlight.stalls.missing import Missing, Row, WhyNoGrad
@@ -217,3 +218,19 @@ def test_a_script_that_does_not_train(
     errors = capfd.readouterr().err
     assert message in errors
     assert errors.count("\n") == 1
+
+
+def test_a_branch_cut_inside_a_reentrant_checkpoint_is_not_called_unused() -> None:
+    def train(_planted: bool) -> None:
+        first, cut, last = (torch.nn.Linear(4, 4) for _ in range(3))
+        model = torch.nn.ModuleList([first, cut, last])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            hidden = checkpoint(lambda h: h + cut(h).detach(), first(torch.ones(2, 4)), use_reentrant=True)
+            last(hidden).sum().backward()
+            optimizer.step()
+
+    answer, _ = observe(train, planted=True, steps=3)
+    assert {row.name for row in answer.rows} == {"1.weight", "1.bias"}
+    assert all("re-entrant checkpoint" in row.reason.text for row in answer.rows), answer.rows

@@ -259,9 +259,9 @@ class WhyNoGrad(Listener):
             if hasattr(parameter, "_local_tensor"):
                 reason = Reason(Cause.UNDETERMINED, "sharded: the graph holds another tensor in its place")
             elif reasons.pending_checkpoint(flow, use):
-                reason = Reason(
-                    Cause.UNDETERMINED, "inside a re-entrant checkpoint: known after recomputation"
-                )
+                # A later step that sees less must not call it unused.
+                text = "inside a re-entrant checkpoint: known after recomputation"
+                reason = Reason(Cause.UNDETERMINED, text, weight=3)
             else:
                 reason = reasons.before_backward(
                     flow,
