@@ -76,17 +76,17 @@ class ParameterFrames:
 
 
 def read_frames(
-    run: Run, parameters: tuple[ParameterRecord, ...], attempt: int | None, cells: int = CELLS
+    run: Run, parameters: tuple[ParameterRecord, ...], attempt: int | None, cells: int | None = None
 ) -> ParameterFrames:
     """Read every column of :data:`COLUMNS` once and reduce it; one frame is in memory at a time.
 
-    A column is reduced to ``cells`` (parameters x buckets) at most.
+    A column is reduced to ``cells`` (parameters x buckets) at most, by default :data:`CELLS`.
     """
     present = [series for series in ("gradient", "update") if run.has(series)]
     every = [_steps(run, series, attempt) for series in present]
     steps = np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)
     amount = len(parameters)
-    most = min(MOST_BUCKETS, max(FEWEST_BUCKETS, cells // max(1, amount)))
+    most = min(MOST_BUCKETS, max(FEWEST_BUCKETS, (CELLS if cells is None else cells) // max(1, amount)))
     frames = ParameterFrames(cut(steps, most))
     for shown, at, values, measured in _columns(run, parameters, attempt, present):
         frames.steps.setdefault(shown.series, at)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.records import Finding, ParameterRecord
-from backlight.report.frames import CELLS, ParameterFrames, read_frames
+from backlight.report.frames import ParameterFrames, read_frames
 from backlight.report.learning import Learning
 from backlight.report.spectra import Curve, Spectra, read_spectra
 from backlight.store.reader import Run, Scalar
@@ -42,7 +42,7 @@ class Source:
     ``thresholds`` are those in use, by room and name. ``groups`` is the rms over steps of each named
     group, all at the same steps. ``learning`` is the verdict on grokking, with its control. ``muon`` is
     the curve by which Muon maps singular values. ``attempt`` limits everything to one attempt. ``cells`` are
-    those that a heat map may have.
+    those that a heat map may have, None for as many as a written report has.
     """
 
     run: Run
@@ -53,7 +53,7 @@ class Source:
     groups: Mapping[str, Series] = field(default_factory=dict)
     learning: Learning | None = None
     muon: Curve | None = None
-    cells: int = CELLS
+    cells: int | None = None
 
     def watched(self, room: str) -> bool:
         """Tell whether ``room`` watched; a run that names no rooms is taken to have had all."""
