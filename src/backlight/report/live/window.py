@@ -23,7 +23,13 @@ class Windowed:
         """Return a column of a series at the steps of the window."""
         whole = self._run.frame(series, column, **where)
         part = self._part(whole.steps)
-        return Frame(whole.steps[part], whole.names, whole.values[part], whole.measured[part], whole.unit)
+        return dataclasses.replace(
+            whole,
+            steps=whole.steps[part],
+            values=whole.values[part],
+            measured=whole.measured[part],
+            seen=None if whole.seen is None else whole.seen[part],
+        )
 
     def scalar(self, name: str, source: str = "backlight", **where: Any) -> Scalar:
         """Return a scalar at the steps of the window."""
