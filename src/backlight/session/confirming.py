@@ -26,6 +26,7 @@ from backlight.steptime.profile.controls import (
 )
 from backlight.steptime.profile.optimizations import OFF
 from backlight.steptime.steady import paired_difference
+from backlight.world import world
 
 if TYPE_CHECKING:
     from backlight.session.profiling import Plan, Profile
@@ -149,7 +150,7 @@ def confirm(
     """
     if pairs < 3:
         raise ValueError(f"--pairs {pairs}: expected 3 or more, an interval takes as many")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world().size > 1:
         raise ValueError("--confirm: controls are run by one process; profile several ranks without it")
     wanted = suspicions(profile)
     outcomes = []

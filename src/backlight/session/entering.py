@@ -9,11 +9,11 @@ from typing import Any
 from backlight.session.config import Settings
 from backlight.session.notices import Notices
 from backlight.session.ranks import launch_id, place
-from backlight.session.world import world
 from backlight.store.attempt import JOIN_TIMEOUT
 from backlight.store.errors import RunExistsError
 from backlight.store.filters import Filters
 from backlight.store.writer import RunWriter
+from backlight.world import world
 
 
 def open_writer(

@@ -17,9 +17,9 @@ from backlight.grokking.experiment import EXPERIMENTS
 from backlight.registry import PROBES, RULES, PlugInWarning, Registry
 from backlight.report.panel import PANELS
 from backlight.session.trackers import TRACKERS
-from backlight.session.world import world
 from backlight.store.database import SQLITE_VERSION
 from backlight.store.filesystem import file_system_type, is_network_type
+from backlight.world import world
 
 OLDEST_TORCH = (2, 9)
 """Oldest release of torch that can be watched."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backlight.records import to_json
+from backlight.world import world
 
 if TYPE_CHECKING:
     from backlight.session.profiling import Profile
@@ -24,7 +25,7 @@ def document(profile: Profile) -> dict[str, Any]:
         "script": profile.script,
         "arguments": list(profile.arguments),
         "rank": profile.rank,
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "world_size": world().size,
         "exit_code": profile.code,
         "step": None
         if steps.step is None

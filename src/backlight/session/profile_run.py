@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from backlight.steptime.wording import CIRCUMSTANCES
 from backlight.store.errors import RunWriteError
 from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter
+from backlight.world import world
 
 PROFILE = "profile.json"
 TRACE = "trace.json.gz"
@@ -38,7 +38,7 @@ def profile_run(path: Path | None, script: str, arguments: list[str]) -> Iterato
         If it cannot be written; RunExistsError where it holds something else.
     """
     with contextlib.ExitStack() as stack:
-        if path is None and os.environ.get("RANK", "0") != "0":
+        if path is None and world().rank != 0:
             yield None
             return
         if path is None:
@@ -59,8 +59,8 @@ def _open(path: Path, script: str, arguments: list[str]) -> RunWriter:
         script=script,
         arguments=arguments,
         rooms=("steptime",),
-        rank=int(os.environ.get("RANK", "0")),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        rank=world().rank,
+        world_size=world().size,
         run_id=launch_id(),
     )
 

@@ -30,6 +30,7 @@ from backlight.steptime.profile.throughput import Throughput, peak_of, throughpu
 from backlight.steptime.steady import SeriesError
 from backlight.steptime.trace.errors import TraceError
 from backlight.steptime.trace.reader import read_trace
+from backlight.world import world
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = Fal
     """
     # Kineto reports its own starts and stops on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    rank = int(os.environ.get("RANK", "0"))
+    rank = world().rank
     with tempfile.TemporaryDirectory(prefix="backlight-profile-") as folder:
         wanted = plan.traced > 0 and rank == 0
         path = (plan.trace or Path(folder) / "trace.json.gz").absolute() if wanted else None
@@ -239,9 +240,8 @@ def _throughput(
     if peak is None and torch.cuda.is_available():
         device = torch.cuda.get_device_name()
         peak = peak_of(device)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     # Shapes are those of one rank.
-    each = calls.operations * world / plan.tokens if calls is not None and plan.tokens else None
+    each = calls.operations * world().size / plan.tokens if calls is not None and plan.tokens else None
     outermost = [m for m in modules.modules if m.recomputed] if modules is not None else []
     inner = {m.name for m in outermost}
     return throughput(
@@ -250,7 +250,7 @@ def _throughput(
         parameters=count,
         attention=each,
         peak=peak,
-        world=world,
+        world=world().size,
         device=device,
         recomputed=sum(m.recomputed for m in outermost if m.name.rpartition(".")[0] not in inner),
     )

@@ -9,8 +9,8 @@ import os
 
 import torch.distributed as dist
 
-from backlight.session.world import world
 from backlight.store.attempt import JOB_SEPARATOR
+from backlight.world import world
 
 
 def place() -> tuple[int, int]:

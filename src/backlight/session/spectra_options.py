@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from backlight.measure.decomposition import Method
 from backlight.spectra.errors import SpectraError
 from backlight.spectra.team import CHUNK
+from backlight.world import world
 
 BUDGET = 2 * 10**9
 """Bytes of replicates on a rank, unless told otherwise."""
@@ -71,7 +71,7 @@ class Asked:
         try:
             device = torch.device(name)
             if name == "cuda":
-                local = int(os.environ.get("LOCAL_RANK", "0"))
+                local = world().local_rank
                 device = torch.device("cuda", local % max(1, torch.cuda.device_count()))
             torch.empty(1, device=device)
         except (RuntimeError, AssertionError) as error:

@@ -6,7 +6,6 @@ before any of them would wait for it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backlight.spectra.errors import SpectraError
+from backlight.world import world
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ def replicates_of(rank: int, size: int, replicates: int) -> range:
 @contextmanager
 def assembled() -> Iterator[Team]:
     """Give the team that the environment describes, as torchrun sets it; over gloo, on the host."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = world().size
     if size == 1:
         yield Team()
         return

@@ -6,7 +6,6 @@ share of them comes from the second, whose overhead is known from both.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +26,7 @@ from backlight.steptime.profile.lines import LineRanges, lines_possible
 from backlight.steptime.profile.optimizations import Live, look
 from backlight.steptime.profile.ranges import ModuleRanges, PhaseRanges, compiled, is_compiled
 from backlight.steptime.steady import WINDOW, find_steady
+from backlight.world import world
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Observer(AbstractContextManager["Observer"]):
         self._steps = steps
         self._wanted = traced
         # Ranks wait for each other: all of them take the same number of steps, and then leave.
-        self._several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        self._several = world().size > 1
         self._total = steps + (traced + 2 if traced else 0) if self._several else 0
         self._seen = 0
         self._over = False

@@ -21,6 +21,7 @@ from backlight.records import Phase
 from backlight.steptime.profile.attribution import Attribution
 from backlight.steptime.profile.operations import Operations
 from backlight.steptime.profile.ranges import compiled, is_compiled
+from backlight.world import world
 
 ON, OFF, UNKNOWN = "on", "off", "not measured"
 
@@ -227,6 +228,6 @@ def _workers(live: Live) -> Optimization:
 
 
 def _threads(live: Live) -> Optimization:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = world().local_size
     told = f"{live.threads} on {live.cores} cores" + (f", {local} ranks" if local > 1 else "")
     return Optimization("threads within operations", ON if live.threads > 1 else OFF, told)
