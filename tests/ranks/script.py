@@ -20,9 +20,17 @@ from torch.distributed.fsdp import fully_shard
 from ranks.network import STEPS, adam, batch, build, loss_of
 
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
-RANK, FOLDER = dist.get_rank(), Path(sys.argv[1])
-kill = "kill" in sys.argv and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+FOLDER, START = Path(sys.argv[1]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+FOLDER.mkdir(parents=True, exist_ok=True)
+# A store of its own for each start: in that of the launcher, ranks may find addresses of the last one.
+dist.init_process_group(
+    "gloo",
+    init_method=f"file://{FOLDER.resolve()}/meeting-{START}",
+    rank=int(os.environ["RANK"]),
+    world_size=int(os.environ["WORLD_SIZE"]),
+)
+RANK = dist.get_rank()
+kill = "kill" in sys.argv and START == "0"
 
 model = fully_shard(build())
 optimizer = adam(model)
@@ -36,6 +44,5 @@ for step in range(6 if "kill" in sys.argv else STEPS):
         if RANK == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
-FOLDER.mkdir(parents=True, exist_ok=True)
 torch.save([p.to_local().detach() for p in model.parameters()], FOLDER / f"{RANK}.pt")
 dist.destroy_process_group()
