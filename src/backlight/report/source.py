@@ -103,9 +103,11 @@ class Source:
         frame = self.run.frame("gradient", "measured", attempt=self.attempt)
         seen = {name for i, name in enumerate(frame.names) if frame.measured[:, i].any()}
         ever = np.array([record.name in seen for record in self.parameters], np.bool_)
-        split = dict(zip(frame.names, frame.apart().any(axis=0).tolist(), strict=True))
-        apart = np.array([split.get(record.name, False) for record in self.parameters], np.bool_)
-        return Coverage(frame.steps, ever, apart)
+        apart = frame.apart()
+        split = {name for i, name in enumerate(frame.names) if apart[:, i].any()}
+        return Coverage(
+            frame.steps, ever, np.array([record.name in split for record in self.parameters], np.bool_)
+        )
 
     def scalar(self, name: str, source: str = "backlight") -> Scalar:
         """Return a scalar of this attempt, or of all of them joined; empty where never logged."""
