@@ -79,6 +79,14 @@ def on_files(files: Files, config: Any) -> Files:
             )
         )
         index.append(f"- [{path.name}]({path.stem}.md): {_summary(text)}")
+    for readme in sorted((ROOT / "examples").glob("*/README.md")):
+        package = readme.parent
+        parts = [readme.read_text().replace("](../../docs/", "](../")]
+        for path in sorted([*package.rglob("*.toml"), *package.rglob("*.py")]):
+            kind = "toml" if path.suffix == ".toml" else "python"
+            parts.append(f"## {path.relative_to(package)}\n\n```{kind}\n{path.read_text()}```\n")
+        files.append(File.generated(config, f"examples/{package.name}.md", content="\n".join(parts)))
+        index.append(f"- [{package.name}]({package.name}.md), a package")
     files.append(File.generated(config, "examples/index.md", content="\n".join(index)))
     lines = ["# Gallery", "", "Made while this site was built, each by the commands above it.", ""]
     for exhibit in EXHIBITS:
@@ -92,8 +100,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let links to example programs lead to their pages."""
-    return re.sub(r"\]\((?:\.\./)+examples/(\w+)\.py\)", rf"]({_up(page)}examples/\1.md)", markdown)
+    """Let links to example programs and packages lead to their pages."""
+    to = rf"]({_up(page)}examples/\1.md)"
+    return re.sub(r"\]\((?:\.\./)+examples/(\w+)(?:\.py|/README\.md)\)", to, markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
