@@ -6,13 +6,22 @@ a value that is not finite never enters a history.
 
 from __future__ import annotations
 
+import bisect
 import collections
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Integers = NDArray[np.int64]
+
+Marks = Callable[[slice, Integers], tuple[Bools, Bools]]
+"""Hits and what was measured, at a stretch of rows and for some columns."""
+
+TAIL = 4
+"""Windows at the end of a run that are looked at first: few columns need what lies before them."""
 
 MAD_TO_DEVIATION = 1.4826
 """Factor from the median absolute deviation to the standard deviation of a normal distribution."""
@@ -48,13 +57,57 @@ def running_median(values_SP: Floats, window: int, refresh: int, minimum: int) -
     -------
     Array of the shape of ``values_SP``.
     """
-    steps = values_SP.shape[0]
     medians_SP = np.full(values_SP.shape, np.nan)
     columns_PS = np.ascontiguousarray(values_SP.T)
-    rows = [*range(min(refresh, steps)), *range(refresh, steps, refresh)]
-    for row, following in zip(rows, [*rows[1:], steps], strict=True):
+    for row, following in _constant(len(values_SP), refresh):
         medians_SP[row:following] = finite_median(columns_PS[:, max(0, row - window) : row], minimum)
     return medians_SP
+
+
+def _constant(steps: int, refresh: int) -> list[tuple[int, int]]:
+    """Return the stretches of rows within which a running median holds."""
+    rows = [*range(min(refresh, steps)), *range(refresh, steps, refresh)]
+    return list(zip(rows, [*rows[1:], steps], strict=True)) if rows else []
+
+
+def medians_outrun(
+    values_SP: Floats, window: int, refresh: int, minimum: int, factor: float
+) -> tuple[Integers, Floats]:
+    """Compute the running medians that a value may exceed ``factor`` times, and no others.
+
+    A median that is not 0 is at least half the least positive value of its history. So where no value of
+    a stretch exceeds ``factor`` times that, none exceeds as much of the median, which nobody needs to know.
+
+    Parameters
+    ----------
+    values_SP, window, refresh, minimum:
+        As for :func:`running_median`; values are not negative.
+    factor:
+        How far a value must lie above its median, 0 or more.
+
+    Returns
+    -------
+    The columns that may hold such a value, in order, of shape [C], and their running medians, of shape
+    [S, C]: NaN where no value of the stretch is as large.
+    """
+    stretches_B = _constant(len(values_SP), refresh)
+    begins = [row for row, _ in stretches_B]
+    lows_BP = np.full((len(begins), values_SP.shape[1]), np.inf)
+    outrun: list[Integers] = []
+    for b, (row, following) in enumerate(stretches_B):
+        part = values_SP[row:following]
+        low_P = lows_BP[bisect.bisect_right(begins, row - window) - 1 if row > window else 0 : b]
+        with np.errstate(invalid="ignore", over="ignore"):
+            lows_BP[b] = np.where(part > 0, part, np.inf).min(axis=0)
+            bound_P = factor * (low_P.min(axis=0, initial=np.inf) / 2)
+            outrun.append(np.flatnonzero(np.fmax.reduce(part, axis=0) > bound_P))
+    columns = np.unique(np.concatenate(outrun)) if outrun else np.zeros(0, dtype=np.int64)
+    medians_SC = np.full((len(values_SP), len(columns)), np.nan)
+    for (row, following), mine in zip(stretches_B, outrun, strict=True):
+        if len(mine):
+            history = np.ascontiguousarray(values_SP[max(0, row - window) : row, mine].T)
+            medians_SC[row:following, np.searchsorted(columns, mine)] = finite_median(history, minimum)
+    return columns, medians_SC
 
 
 class RunningMedian:
@@ -87,6 +140,24 @@ def median_and_deviation(history: Floats, minimum: int = 1) -> tuple[Floats, Flo
     return median, MAD_TO_DEVIATION * finite_median(np.abs(history - median[..., None]), minimum)
 
 
+def present(values_SP: Floats, measured_SP: Bools) -> Floats:
+    """Return values that are NaN where nothing was measured; not a copy where everything was."""
+    return values_SP if measured_SP.all() else np.where(measured_SP, values_SP, np.nan)
+
+
+def ending(measured_SP: Bools, window: int) -> int:
+    """Return a row from which on each column has its last ``window`` measured rows, or all that it has."""
+    steps = len(measured_SP)
+    size = window
+    while size < steps:
+        start = steps - size
+        lacking = np.flatnonzero(np.sum(measured_SP[start:], axis=0) < window)
+        if not measured_SP[:start, lacking].any():
+            return start
+        size *= TAIL
+    return 0
+
+
 def ending_share(hits_SP: Bools, measured_SP: Bools, window: int) -> Floats:
     """Return the share of hits among the last ``window`` measured rows of each column, of shape [P].
 
@@ -100,14 +171,29 @@ def ending_share(hits_SP: Bools, measured_SP: Bools, window: int) -> Floats:
     return shares_P
 
 
-def ending_streak(hits_SP: Bools, measured_SP: Bools) -> NDArray[np.int64]:
+def ending_streak(hits_SP: Bools, measured_SP: Bools) -> Integers:
     """Count, per column, the hits in a row up to its last measured row; of shape [P]."""
-    lengths_P = np.zeros(hits_SP.shape[1], dtype=np.int64)
-    for column in range(hits_SP.shape[1]):
-        mine = hits_SP[measured_SP[:, column], column]
-        misses = np.flatnonzero(~mine)
-        lengths_P[column] = len(mine) if len(misses) == 0 else len(mine) - 1 - misses[-1]
-    return lengths_P
+    steps = len(hits_SP)
+    if steps == 0:
+        return np.zeros(hits_SP.shape[1], dtype=np.int64)
+    misses_SP = measured_SP & ~hits_SP
+    after_P = np.where(misses_SP.any(axis=0), steps - np.argmax(misses_SP[::-1], axis=0), 0)
+    return np.sum(measured_SP & (np.arange(steps)[:, None] >= after_P), axis=0, dtype=np.int64)
+
+
+def ending_streaks(marks: Marks, steps: int, columns: int, window: int) -> tuple[Integers, Bools]:
+    """Return :func:`ending_streak` and whether a column was measured at all, each of shape [P].
+
+    ``marks`` is asked for the last rows first, and for those before only where a column has no miss there.
+    """
+    start = max(0, steps - TAIL * window)
+    hits_TP, measured_TP = marks(slice(start, steps), np.arange(columns))
+    lengths_P, ever_P = ending_streak(hits_TP, measured_TP), measured_TP.any(axis=0)
+    open_O = np.flatnonzero(~(measured_TP & ~hits_TP).any(axis=0))
+    if start and len(open_O):
+        hits_SO, measured_SO = marks(slice(0, steps), open_O)
+        lengths_P[open_O], ever_P[open_O] = ending_streak(hits_SO, measured_SO), measured_SO.any(axis=0)
+    return lengths_P, ever_P
 
 
 def ending_median(values_SP: Floats, measured_SP: Bools, window: int) -> Floats:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.health.history import at_steps, finite_median, running_median
+from backlight.health.history import at_steps, finite_median, medians_outrun, present
 from backlight.health.thresholds import Thresholds
 from backlight.store.reader import Run
 
@@ -70,11 +70,21 @@ def health(
     0 where ``finite`` (one per step) is False, NaN where no parameter was measured. The weights are
     ``penalty_vanishing`` and ``penalty_exploding``.
     """
-    count = np.sum(measured, axis=-1)
-    lost = limits.penalty_vanishing * np.sum(vanishes & measured, axis=-1)
-    lost = lost + limits.penalty_exploding * np.sum(explodes & measured, axis=-1)
-    score = np.clip(1.0 - lost / np.maximum(count, 1), 0.0, 1.0)
-    return np.where(count == 0, np.nan, np.where(finite, score, 0.0))
+    counts = (np.sum(marks, axis=-1) for marks in (measured, vanishes & measured, explodes & measured))
+    return _score(*counts, finite, limits)
+
+
+def _score(
+    measured: Integers,
+    vanishing: Integers,
+    exploding: Integers,
+    finite: Bools | np.bool_ | bool,
+    limits: Thresholds,
+) -> Floats:
+    """Return :func:`health` from numbers of parameters, one per step."""
+    lost = limits.penalty_vanishing * vanishing + limits.penalty_exploding * exploding
+    score = np.clip(1.0 - lost / np.maximum(measured, 1), 0.0, 1.0)
+    return np.where(measured == 0, np.nan, np.where(finite, score, 0.0))
 
 
 @dataclass(frozen=True)
@@ -116,23 +126,50 @@ def health_series(run: Run, limits: Thresholds | None = None) -> Health:
         return Health(none, np.zeros(0), none, none, none, none)
     frame = run.frame("gradient", "rms")
     ill_SP = np.asarray(run.frame("gradient", "non_finite").values > 0) & frame.measured
-    rms_SP = np.where(frame.measured, frame.values, np.nan)
-    vanishes_SP = vanishing(rms_SP, frame.measured, limits)
-    explodes_SP = exploding(
-        rms_SP,
-        frame.measured,
-        running_median(rms_SP, limits.history_window, limits.history_refresh, limits.history_minimum),
-        limits,
-        total_norm=total_norms(run, frame.steps),
-        clip_norm=clip_norms(run, frame.steps),
-    )
+    measured_S, ill_S = frame.measured.sum(axis=1), ill_SP.sum(axis=1)
+    rms_SP = present(frame.values, frame.measured)
+    vanishing_S = _vanishing_counts(rms_SP, frame.measured, limits)
+    clipped = total_norms(run, frame.steps), clip_norms(run, frame.steps)
+    exploding_S = _exploding_counts(rms_SP, frame.measured, limits, *clipped)
     return Health(
         steps=frame.steps,
-        score=health(frame.measured, vanishes_SP, explodes_SP, ~ill_SP.any(axis=1), limits),
-        measured=frame.measured.sum(axis=1),
-        vanishing=vanishes_SP.sum(axis=1),
-        exploding=explodes_SP.sum(axis=1),
-        non_finite=ill_SP.sum(axis=1),
+        score=_score(measured_S, vanishing_S, exploding_S, ill_S == 0, limits),
+        measured=measured_S,
+        vanishing=vanishing_S,
+        exploding=exploding_S,
+        non_finite=ill_S,
+    )
+
+
+def _vanishing_counts(rms_SP: Floats, measured_SP: Bools, limits: Thresholds) -> Integers:
+    """Count what :func:`vanishing` marks, per step; it looks only at steps with a small value."""
+    counts_S = np.zeros(len(rms_SP), dtype=np.int64)
+    with np.errstate(invalid="ignore"):
+        small_S = ((rms_SP < limits.vanishing_rms) | (rms_SP == 0)).any(axis=1)
+    rows = np.flatnonzero(small_S)
+    counts_S[rows] = vanishing(rms_SP[rows], measured_SP[rows], limits).sum(axis=1)
+    return counts_S
+
+
+def _exploding_counts(
+    rms_SP: Floats, measured_SP: Bools, limits: Thresholds, total_norm_S: Floats, clip_norm_S: Floats
+) -> Integers:
+    """Count what :func:`exploding` marks, per step."""
+    columns, medians_SC = outrun(rms_SP, limits)
+    own_S = exploding(rms_SP[:, columns], measured_SP[:, columns], medians_SC, limits).sum(axis=1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        whole_S = total_norm_S > limits.exploding_clip_factor * clip_norm_S
+    return np.where(whole_S, measured_SP.sum(axis=1), own_S)
+
+
+def outrun(rms_SP: Floats, limits: Thresholds) -> tuple[Integers, Floats]:
+    """Return the columns that may explode against their own past, with the medians that tell."""
+    return medians_outrun(
+        rms_SP,
+        limits.history_window,
+        limits.history_refresh,
+        limits.history_minimum,
+        limits.exploding_factor,
     )
 
 
@@ -143,7 +180,8 @@ def total_norms(run: Run, steps_S: Integers) -> Floats:
     """
     known = run.scalar("total_norm")
     norms_S = at_steps(steps_S, known.steps, known.values)
-    if not np.isnan(norms_S).any() or not run.has("gradient"):
+    recorded_S = np.isin(steps_S, known.steps)
+    if recorded_S.all() or not run.has("gradient"):
         return norms_S
     frame = run.frame("gradient", "norm")
     present_S = frame.measured.sum(axis=1)
@@ -151,7 +189,6 @@ def total_norms(run: Run, steps_S: Integers) -> Floats:
     with np.errstate(over="ignore"):
         sums_S = np.sqrt(np.sum(np.where(frame.measured, frame.values, 0.0) ** 2, axis=1))
     joined_S = at_steps(steps_S, frame.steps, np.where(whole_S & (present_S > 0), sums_S, np.nan))
-    recorded_S = np.isin(steps_S, known.steps)
     return np.where(recorded_S, norms_S, joined_S)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
 
 from backlight.health import wording
-from backlight.health.history import running_median, stretches
-from backlight.health.scoring import clip_norms, total_norms
+from backlight.health.history import present, running_median, stretches
+from backlight.health.scoring import clip_norms, outrun, total_norms
 from backlight.health.scoring import exploding as exploding_mask
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
@@ -34,16 +35,23 @@ from backlight.store.reader import Frame, Run
 def exploding(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find parameters, else the total norm, that explode for several steps or right up to Inf or NaN."""
     frame = run.frame("gradient", "rms")
-    rms_SP = np.where(frame.measured, frame.values, np.nan)
-    medians_SP = running_median(rms_SP, limits.history_window, limits.history_refresh, limits.history_minimum)
-    hits_SP = exploding_mask(rms_SP, frame.measured, medians_SP, limits) & np.isfinite(rms_SP)
+    columns, medians_SC = outrun(present(frame.values, frame.measured), limits)
+    part = dataclasses.replace(
+        frame,
+        names=tuple(frame.names[c] for c in columns),
+        values=frame.values[:, columns],
+        measured=frame.measured[:, columns],
+        seen=None,
+    )
+    rms_SC = np.where(part.measured, part.values, np.nan)
+    hits_SC = exploding_mask(rms_SC, part.measured, medians_SC, limits) & np.isfinite(rms_SC)
     begins = {}
-    for column in np.flatnonzero(hits_SP.any(axis=0)):
-        begin = _lasting(hits_SP[:, column], rms_SP[:, column], frame.measured[:, column], limits)
+    for column in np.flatnonzero(hits_SC.any(axis=0)):
+        begin = _lasting(hits_SC[:, column], rms_SC[:, column], part.measured[:, column], limits)
         if begin is not None:
             begins[int(column)] = begin
     if begins:
-        yield _of_parameters(run, frame, medians_SP, hits_SP, begins, limits)
+        yield _of_parameters(run, part, medians_SC, hits_SC, begins, limits)
         return
     yield from _of_total(run, frame, limits)
 
