@@ -98,6 +98,7 @@ def test_a_control_that_fails_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="--confirm: controls are run by one process"):
         confirm(profile({}), Plan(), module=False, pairs=5)
