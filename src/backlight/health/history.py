@@ -178,7 +178,8 @@ def ending_streak(hits_SP: Bools, measured_SP: Bools) -> Integers:
         return np.zeros(hits_SP.shape[1], dtype=np.int64)
     misses_SP = measured_SP & ~hits_SP
     after_P = np.where(misses_SP.any(axis=0), steps - np.argmax(misses_SP[::-1], axis=0), 0)
-    return np.sum(measured_SP & (np.arange(steps)[:, None] >= after_P), axis=0, dtype=np.int64)
+    after_SP = np.arange(steps)[:, None] >= after_P
+    return np.asarray(np.sum(measured_SP & after_SP, axis=0, dtype=np.int64))
 
 
 def ending_streaks(marks: Marks, steps: int, columns: int, window: int) -> tuple[Integers, Bools]:
@@ -188,7 +189,7 @@ def ending_streaks(marks: Marks, steps: int, columns: int, window: int) -> tuple
     """
     start = max(0, steps - TAIL * window)
     hits_TP, measured_TP = marks(slice(start, steps), np.arange(columns))
-    lengths_P, ever_P = ending_streak(hits_TP, measured_TP), measured_TP.any(axis=0)
+    lengths_P, ever_P = ending_streak(hits_TP, measured_TP), np.asarray(measured_TP.any(axis=0))
     open_O = np.flatnonzero(~(measured_TP & ~hits_TP).any(axis=0))
     if start and len(open_O):
         hits_SO, measured_SO = marks(slice(0, steps), open_O)

@@ -70,8 +70,10 @@ def health(
     0 where ``finite`` (one per step) is False, NaN where no parameter was measured. The weights are
     ``penalty_vanishing`` and ``penalty_exploding``.
     """
-    counts = (np.sum(marks, axis=-1) for marks in (measured, vanishes & measured, explodes & measured))
-    return _score(*counts, finite, limits)
+    count, vanishing, exploding = (
+        np.sum(marks, axis=-1) for marks in (measured, vanishes & measured, explodes & measured)
+    )
+    return _score(count, vanishing, exploding, finite, limits)
 
 
 def _score(
@@ -159,7 +161,7 @@ def _exploding_counts(
     own_S = exploding(rms_SP[:, columns], measured_SP[:, columns], medians_SC, limits).sum(axis=1)
     with np.errstate(invalid="ignore", over="ignore"):
         whole_S = total_norm_S > limits.exploding_clip_factor * clip_norm_S
-    return np.where(whole_S, measured_SP.sum(axis=1), own_S)
+    return np.asarray(np.where(whole_S, measured_SP.sum(axis=1), own_S))
 
 
 def outrun(rms_SP: Floats, limits: Thresholds) -> tuple[Integers, Floats]:

@@ -68,7 +68,11 @@ def large_update(run: Run, limits: Thresholds) -> Iterator[Finding]:
     columns = [m.column for m in matrices if not m.from_zero]
     if len(columns) < 2:  # the median of one is no median
         return
-    medians_S = finite_median(np.where(usable_SP[:, columns], frame.values[:, columns], np.nan), minimum=2)
+    # A median above the limit takes values above it.
+    some = np.flatnonzero((usable_SP & (frame.values > limits.update_ratio_once)).any(axis=1))
+    part = np.ix_(some, np.array(columns))
+    medians_S = np.full(len(frame.steps), np.nan)
+    medians_S[some] = finite_median(np.where(usable_SP[part], frame.values[part], np.nan), minimum=2)
     rows = np.flatnonzero(medians_S > limits.update_ratio_once)
     if len(rows):
         yield _once(run, frame, columns, medians_S, int(rows[0]), len(rows))

@@ -61,7 +61,9 @@ def no_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
     rows = np.flatnonzero(frame.measured.any(axis=1))
     if len(rows) == 0:
         return
-    seen = {frame.names[i] for i in np.flatnonzero(frame.measured.any(axis=0))}
+    # What one rank measured has a gradient, also where the ranks do not make up a whole.
+    measured_SP = frame.measured if frame.seen is None else frame.seen
+    seen = {frame.names[i] for i in np.flatnonzero(measured_SP.any(axis=0))}
     records = run.parameters()
     missing = [p for p in records if p.name not in seen and p.numel > 0]
     told = _told(run)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from backlight.health import wording
-from backlight.health.history import ending_streak, finite_median
+from backlight.health.history import Bools, Integers, ending_streaks, finite_median
 from backlight.health.scoring import skipped_steps
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
@@ -49,31 +49,30 @@ def _still(run: Run, records: dict[str, ParameterRecord], limits: Thresholds) ->
     steps, rows_u, rows_g = np.intersect1d(update.steps, rms.steps, return_indices=True)
     taken = ~np.isin(steps, list(skipped_steps(run)))
     rows_u, rows_g = rows_u[taken], rows_g[taken]
-    numel_SP = run.frame("update", "numel").values[rows_u]
-    sure_SP = (sampled.values[rows_u] == numel_SP) | (zeros.values[rows_g] < SPARSE)
-    judged_SP = (
-        update.measured[rows_u]
-        & rms.measured[rows_g]
-        & (rms.values[rows_g] >= limits.vanishing_rms)
-        & sure_SP
-    )
-    still_SP = judged_SP & (update.values[rows_u] == 0)
-    streaks_P = ending_streak(still_SP, judged_SP)
-    return {
-        name: int(streaks_P[i])
-        for i, name in enumerate(update.names)
-        if judged_SP[:, i].any() and name in records
-    }
+    numel = run.frame("update", "numel")
+
+    def marks(rows: slice, columns: Integers) -> tuple[Bools, Bools]:
+        at_u, at_g = np.ix_(rows_u[rows], columns), np.ix_(rows_g[rows], columns)
+        sure = (sampled.values[at_u] == numel.values[at_u]) | (zeros.values[at_g] < SPARSE)
+        large = rms.values[at_g] >= limits.vanishing_rms
+        judged = update.measured[at_u] & rms.measured[at_g] & large & sure
+        return judged & (update.values[at_u] == 0), judged
+
+    streaks_P, ever_P = ending_streaks(marks, len(rows_u), len(update.names), limits.no_update_window)
+    return {name: int(streaks_P[i]) for i, name in enumerate(update.names) if ever_P[i] and name in records}
 
 
 def _without_optimizer(run: Run, records: dict[str, ParameterRecord], window: int) -> list[ParameterRecord]:
     """Return trainable parameters with gradients that no watched optimizer holds, while it holds others."""
     if not any(p.group for p in records.values()):
         return []
+    outside = [p for p in records.values() if not p.group and p.requires_grad]
+    if not outside:
+        return []
     frame = run.frame("gradient", "norm")
-    counts_P = np.sum(frame.measured & (frame.values > 0), axis=0)
-    enough = {name for name, count in zip(frame.names, counts_P, strict=True) if count >= window}
-    return [p for p in records.values() if not p.group and p.requires_grad and p.name in enough]
+    columns = [frame.names.index(p.name) for p in outside]
+    counts = np.sum(frame.measured[:, columns] & (frame.values[:, columns] > 0), axis=0)
+    return [p for p, count in zip(outside, counts, strict=True) if count >= window]
 
 
 def _last_rate(run: Run, record: ParameterRecord) -> float | None:

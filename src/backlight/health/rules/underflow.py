@@ -10,7 +10,7 @@ from backlight.health import wording
 from backlight.health.history import at_steps, finite_median
 from backlight.health.scoring import skipped_steps
 from backlight.health.thresholds import Thresholds
-from backlight.records import Finding, Severity, Subject
+from backlight.records import Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
 from backlight.store.reader import Run
 
@@ -28,19 +28,19 @@ def underflow(run: Run, limits: Thresholds) -> Iterator[Finding]:
     them. fp32 parameters are judged only under a gradient scaler: autocast computes their gradient in
     fp16 and casts it afterwards.
     """
+    scale = run.scalar("scaler/scale")
+    scaled = len(scale.steps) > 0
+    suspects = [record for record in run.parameters() if _suspect(record, scaled)]
+    if not suspects:
+        return
     norm = run.frame("gradient", "norm")
     zeros, sizes = run.frame("gradient", "zeros"), run.frame("gradient", "numel")
-    scale = run.scalar("scaler/scale")
     scale_S = at_steps(norm.steps, scale.steps, scale.values)
-    scaled = len(scale.steps) > 0
     scale_S = np.where(np.isfinite(scale_S), scale_S, 1.0)
     taken_S = ~np.isin(norm.steps, list(skipped_steps(run)))
     found: dict[int, tuple[float, float, int]] = {}
     judged = 0
-    for record in run.parameters():
-        suspect = record.dtype == "float16" or (scaled and record.dtype == "float32")
-        if not suspect or len(record.shape) < 2 or "Embedding" in record.module_type:
-            continue
+    for record in suspects:
         column = norm.names.index(record.name)
         rows = np.flatnonzero(norm.measured[:, column] & np.isfinite(norm.values[:, column]) & taken_S)
         rows = rows[-limits.underflow_window :]
@@ -97,3 +97,9 @@ def underflow(run: Run, limits: Thresholds) -> Iterator[Finding]:
             "the share of zeros is the same when the same step is computed in fp32 or at a larger scale."
         ),
     )
+
+
+def _suspect(record: ParameterRecord, scaled: bool) -> bool:
+    """Tell whether the gradient of a parameter was computed in fp16, and is expected to have no zeros."""
+    half = record.dtype == "float16" or (scaled and record.dtype == "float32")
+    return half and len(record.shape) >= 2 and "Embedding" not in record.module_type

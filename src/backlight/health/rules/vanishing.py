@@ -7,11 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from backlight.health import scoring, wording
-from backlight.health.history import ending_median, ending_share, finite_median
+from backlight.health.history import Bools, Integers, ending, ending_median, ending_share, finite_median
 from backlight.health.thresholds import Thresholds
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.reader import Frame, Run
+
+CHUNK = 256
+"""Steps with a small value that are looked at at once for the first one that vanishes."""
 
 
 @rule(
@@ -34,14 +37,16 @@ def vanishing(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """
     frame = run.frame("gradient", "rms")
     measured_SP = frame.measured & np.isfinite(frame.values)
-    hits_SP = scoring.vanishing(frame.values, measured_SP, limits) & (frame.values > 0)
-    shares_P = ending_share(hits_SP, measured_SP, limits.vanishing_window)
-    found = np.flatnonzero(shares_P >= limits.vanishing_share)
+    start = ending(measured_SP, limits.vanishing_window)
+    hits_TP = _hits(frame, measured_SP, slice(start, None), limits)
+    shares_P = ending_share(hits_TP, measured_SP[start:], limits.vanishing_window)
+    found = np.flatnonzero((shares_P >= limits.vanishing_share) & (shares_P > 0))
     if len(found) == 0:
         return
-    alive_SP = np.where(measured_SP & (frame.values > 0), frame.values, np.nan)
-    medians_P = ending_median(alive_SP, measured_SP, limits.vanishing_window)
-    usual = float(finite_median(finite_median(alive_SP)[-limits.vanishing_window :]))
+    values_TP, measured_TP = frame.values[start:], measured_SP[start:]
+    alive_TP = np.where(measured_TP & (values_TP > 0), values_TP, np.nan)
+    medians_P = ending_median(alive_TP, measured_TP, limits.vanishing_window)
+    usual = float(finite_median(finite_median(alive_TP[-limits.vanishing_window :])))
     shapes = {p.name: p.shape for p in run.parameters()}
     matrices = [i for i in found if len(shapes[frame.names[i]]) >= 2]
     worst = int(min(matrices or found, key=lambda i: (medians_P[i], i)))
@@ -55,13 +60,13 @@ def vanishing(run: Run, limits: Thresholds) -> Iterator[Finding]:
     rows = wording.loudest(found.tolist(), lambda i: -float(medians_P[i]))
     evidence = []
     for row in rows:
-        last = int(np.flatnonzero(hits_SP[:, row])[-1])
+        last = start + int(np.flatnonzero(hits_TP[:, row])[-1])
         evidence.append(
             wording.series(
                 "gradient/rms", frame.names[row], int(frame.steps[last]), float(frame.values[last, row])
             )
         )
-    first = int(frame.steps[np.flatnonzero(hits_SP[:, worst])[0]])
+    first = int(frame.steps[_first(frame, measured_SP, worst, limits)])
     yield Finding(
         rule="vanishing",
         severity=severity,
@@ -84,3 +89,20 @@ def vanishing(run: Run, limits: Thresholds) -> Iterator[Finding]:
             "as others (series update/ratio): an optimizer such as Adam rescales small gradients."
         ),
     )
+
+
+def _hits(frame: Frame, measured_SP: Bools, rows: slice | Integers, limits: Thresholds) -> Bools:
+    """Mark what vanishes without being zero at some rows."""
+    values = frame.values[rows]
+    return scoring.vanishing(values, measured_SP[rows], limits) & (values > 0)
+
+
+def _first(frame: Frame, measured_SP: Bools, column: int, limits: Thresholds) -> int:
+    """Return the first row at which a parameter vanishes that does so somewhere."""
+    values_S = frame.values[:, column]
+    small = np.flatnonzero(measured_SP[:, column] & (values_S < limits.vanishing_rms))
+    hits = (
+        rows[_hits(frame, measured_SP, rows, limits)[:, column]]
+        for rows in np.split(small, range(CHUNK, len(small), CHUNK))
+    )
+    return int(next(rows[0] for rows in hits if len(rows)))

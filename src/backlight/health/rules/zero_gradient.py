@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from backlight.health import wording
-from backlight.health.history import ending_streak
+from backlight.health.history import Bools, Integers, ending_streaks
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
@@ -18,18 +18,23 @@ from backlight.store.reader import Run
 def zero_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find parameters whose gradient is exactly zero up to the end of the run."""
     zeros, sizes = run.frame("gradient", "zeros"), run.frame("gradient", "numel")
-    measured_SP = zeros.measured & (sizes.values > 0)
-    dead_SP = measured_SP & (zeros.values == sizes.values)
-    streaks_P = ending_streak(dead_SP, measured_SP)
+
+    def marks(rows: slice, columns: Integers) -> tuple[Bools, Bools]:
+        size, zero = sizes.values[rows][:, columns], zeros.values[rows][:, columns]
+        measured = zeros.measured[rows][:, columns] & (size > 0)
+        return measured & (zero == size), measured
+
+    streaks_P, ever_P = ending_streaks(marks, len(zeros.steps), len(zeros.names), limits.zero_window)
     found = np.flatnonzero(streaks_P >= limits.zero_window)
     if len(found) == 0:
         return
-    whole = int(measured_SP.any(axis=0).sum())
-    scalars_P = sizes.values.max(axis=0)
-    order = wording.loudest(found.tolist(), lambda i: float(scalars_P[i]))
+    whole = int(ever_P.sum())
+    scalars = {i: int(sizes.values[:, i].max()) for i in found.tolist()}
+    order = wording.loudest(scalars, lambda i: float(scalars[i]))
     worst = order[0]
     name = zeros.names[worst]
-    rows = np.flatnonzero(measured_SP[:, worst])
+    lasts = {i: int(np.flatnonzero(marks(slice(None), np.array([i]))[0][:, 0])[-1]) for i in order}
+    rows = np.flatnonzero(zeros.measured[:, worst] & (sizes.values[:, worst] > 0))
     begin = int(rows[-int(streaks_P[worst])])
     since = int(zeros.steps[begin])
     alive_before = begin > rows[0]
@@ -37,7 +42,7 @@ def zero_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
     subject = (
         f"Every measured gradient ({whole} parameters) is"
         if everything
-        else f"The gradient of {name} ({int(scalars_P[worst])} values){wording.others(len(found) - 1)} is"
+        else f"The gradient of {name} ({scalars[worst]} values){wording.others(len(found) - 1)} is"
     )
     history = "after it had been alive" if alive_before else "as long as it was recorded"
     yield Finding(
@@ -51,9 +56,9 @@ def zero_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
         evidence=tuple(
             Evidence(
                 f"series/gradient/zeros/{zeros.names[row]}",
-                int(zeros.steps[np.flatnonzero(dead_SP[:, row])[-1]]),
-                int(zeros.values[np.flatnonzero(dead_SP[:, row])[-1], row]),
-                f"zeros of {int(scalars_P[row])}",
+                int(zeros.steps[lasts[row]]),
+                int(zeros.values[lasts[row], row]),
+                f"zeros of {scalars[row]}",
             )
             for row in order
         ),
