@@ -157,6 +157,52 @@ def test_findings_and_how_it_ended_are_sent(tmp_path: Path, register: Callable[.
     assert all(np.isnan(point.values["loss"]) for point in kept.points)
 
 
+def test_a_finding_is_sent_while_the_training_runs(tmp_path: Path, register: Callable[..., None]) -> None:
+    live: list[tuple[str, int]] = []
+    seen = threading.Event()
+
+    class Live(Kept):
+        def findings(self, findings: Sequence[Finding], step: int) -> None:
+            live.extend((finding.rule, step) for finding in findings)
+            seen.set()
+            self.found = list(findings)
+
+    kept = Live()
+    register("kept", lambda *_: kept)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, rooms=ROOMS, trackers="kept"):
+        for step in range(5):
+            model(torch.full((2, 2), float("nan") if step == 2 else 1.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert seen.wait(30), "nothing was sent before the end"
+        assert live == [("non_finite", 2)]
+    assert [finding.rule for finding in kept.found].count("non_finite") == 1
+
+
+def test_an_alarm_that_cannot_be_judged_leaves_the_training_unharmed(
+    tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, tried = Kept(), threading.Event()
+    register("kept", lambda *_: kept)
+
+    def broken(path: Path) -> Any:
+        tried.set()
+        raise OSError("gone")
+
+    monkeypatch.setattr(tracking, "open_run", broken)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with pytest.warns(RuntimeWarning, match="not measured: findings for trackers before .* OSError: gone"):
+        with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, rooms=ROOMS, trackers="kept"):
+            model(torch.full((2, 2), float("nan"))).sum().backward()
+            optimizer.step()
+            assert tried.wait(30)
+    assert "non_finite" in {finding.rule for finding in kept.found}
+    assert kept.closed == [False]
+
+
 class Raises(Kept):
     """A sink that raises where it is told to."""
 

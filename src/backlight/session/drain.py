@@ -96,6 +96,8 @@ class Drain:
                     self._wake.clear()
                 self._write(wait=asked)
                 self._writer.flush()
+                if self.tracking is not None:
+                    self.tracking.flushed()
             except Exception as error:  # noqa: BLE001 - the user's training is sacred
                 self._on_error(error)
                 return
@@ -171,12 +173,17 @@ class Drain:
         if bad:
             # A skipped step is how a loss scale finds its size, not an alarm.
             if not scalars.get("scaler/skipped"):
-                self._on_alarm(step, "non_finite")
+                self._alarm(step, "non_finite")
             return
         if len(self._totals) >= _HISTORY // 4 and total > _SPIKE * float(np.median(self._totals)):
-            self._on_alarm(step, "spike")
+            self._alarm(step, "spike")
         if math.isfinite(total):
             self._totals.append(total)
+
+    def _alarm(self, step: int, cause: str) -> None:
+        self._on_alarm(step, cause)
+        if self.tracking is not None:
+            self.tracking.alarmed(step, cause)
 
 
 def _number(value: Any) -> float:

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from backlight.records import Finding, Made
@@ -46,7 +46,10 @@ class Findings(list[Finding]):
 
 
 def judge(
-    run: Run, thresholds_by_room: Mapping[str, Any] | None = None, made: Made = Made.READER
+    run: Run,
+    thresholds_by_room: Mapping[str, Any] | None = None,
+    made: Made = Made.READER,
+    only: Collection[str] | None = None,
 ) -> Findings:
     """Evaluate every rule of the rooms that watched the run.
 
@@ -59,6 +62,8 @@ def judge(
         that replaces both.
     made:
         Who judges: the watched process or a reader.
+    only:
+        Names of rules; the others are not asked. None asks all.
 
     Returns
     -------
@@ -71,6 +76,8 @@ def judge(
     remembered = _Remembering(run)
     findings: list[Finding] = []
     for name, rule in RULES.items():
+        if only is not None and name not in only:
+            continue
         if run.rooms and rule.room not in run.rooms:
             continue
         if not all(remembered.has(series) for series in rule.needs):

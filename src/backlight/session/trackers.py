@@ -64,7 +64,7 @@ class Sink(Protocol):
         """Take points, in the order of their steps."""
 
     def findings(self, findings: Sequence[Finding], step: int) -> None:
-        """Take what the rules say of the run, up to ``step``."""
+        """Take what the rules say of the run, up to ``step``; a later call takes the place of the last."""
 
     def close(self, *, failed: bool) -> None:
         """Write what is left; ``failed`` tells how the training ended."""

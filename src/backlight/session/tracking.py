@@ -2,6 +2,9 @@
 
 The thread that writes the run hands over what it has just stored. A tracker that is slow loses the oldest
 points; one that raises is named once and left out. The training never waits for one.
+
+What the thread that stores is alarmed about (a gradient that is not finite, a spike) is judged at once by the
+rule of that name, on one more thread, so that the finding is sent while the training runs.
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from backlight.records import Finding, ParameterRecord
+from backlight.records import Finding, Made, ParameterRecord
+from backlight.registry import RULES
+from backlight.session.judge import judge
 from backlight.session.points import Naming, is_split, point_of_blobs
 from backlight.session.trackers import Point, Sink, Tracked, Tracker, chosen
+from backlight.store.reader import open_run
 
 if TYPE_CHECKING:
     from backlight.session.config import Settings
@@ -31,6 +37,9 @@ INTERVAL = 1.0
 
 PATIENCE = 30.0
 """Seconds that the end of a training waits for its trackers, all of them together."""
+
+REST = 100.0
+"""Times what a judgement took that pass before the next: a hundredth of the time goes into it."""
 
 
 class Feed:
@@ -148,6 +157,13 @@ class Tracking:
         self._naming: tuple[Sequence[ParameterRecord], Naming] | None = None
         self._held: dict[int, Point] = {}
         self._met = False
+        self._path = writer.path
+        self._alarms: dict[str, int] = {}
+        self._told: dict[str, list[Finding]] = {}
+        self._judging: threading.Thread | None = None
+        self._resting = 0.0
+        self._ended = False
+        self._lock = threading.Lock()
 
     def meet(self) -> None:
         """Begin, at the first recorded step; called on the training's thread."""
@@ -179,8 +195,42 @@ class Tracking:
         if self._held:
             self._release(before=max(self._held))
 
+    def alarmed(self, step: int, cause: str) -> None:
+        """Note what is to be judged once it is stored; called, as the next, on the thread that stores."""
+        if self._feeds and cause in RULES:
+            self._alarms[cause] = step
+
+    def flushed(self) -> None:
+        """Judge what was alarming, now that a reader can see it; on a thread of its own."""
+        busy = self._judging is not None and self._judging.is_alive()
+        if self._alarms and not busy and time.monotonic() >= self._resting:
+            alarms, self._alarms = self._alarms, {}
+            self._judging = threading.Thread(
+                target=self._judge, args=(alarms,), name="backlight-judge", daemon=True
+            )
+            self._judging.start()
+
+    def _judge(self, alarms: Mapping[str, int]) -> None:
+        """Send what the rules of ``alarms`` say; each later sending repeats what was said before it."""
+        begin = time.monotonic()
+        try:
+            fresh = judge(open_run(self._path), made=Made.LIVE, only=alarms)
+        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            self._notices.trouble(error, "findings for trackers before the training ends")
+            return
+        self._resting = time.monotonic() + REST * (time.monotonic() - begin)
+        before = _subjects(self._told)
+        self._told |= {rule: [f for f in fresh if f.rule == rule] for rule in alarms}
+        told = [finding for findings in self._told.values() for finding in findings]
+        with self._lock:
+            if not self._ended and _subjects(self._told) != before:
+                for feed in self._feeds:
+                    feed.findings(told, max(alarms.values()) + self._offset)
+
     def end(self, findings: Sequence[Finding], step: int, *, failed: bool) -> None:
         """Send what is left, and what the rules say; waits for the trackers, but not for ever."""
+        with self._lock:
+            self._ended = True
         with self._notices.shield():
             self._release(before=None)
             for feed in self._feeds:
@@ -210,3 +260,7 @@ class Tracking:
                 values = {name: value for name, value in point.values.items() if name != "user/step"}
                 for feed in self._feeds:
                     feed.take(replace(point, values=values))
+
+
+def _subjects(told: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Any]]:
+    return [(rule, finding.subject) for rule, findings in told.items() for finding in findings]

@@ -59,6 +59,7 @@ def export(
     typer.BadParameter
         If neither a file nor a tracker is named, or --all and --rows are.
     """
+    from backlight.report.text import count
     from backlight.session.judge import findings_of
     from backlight.session.sending import send_all
     from backlight.store.export import export as write
@@ -71,7 +72,7 @@ def export(
         raise typer.BadParameter("--all is every table: leave --rows and --max-directions out")
     run = open_run(path)
     for sent in send_all(run, to or ()):
-        print(f"{sent.tracker}: {sent.steps} steps, {sent.findings} findings")
+        print(f"{sent.tracker}: {count(sent.steps, 'step')}, {count(sent.findings, 'finding')}")
     if target is None:
         return
     if whole or rows not in {None, Table.PARAMETERS, Table.SPECTRA}:

@@ -77,7 +77,7 @@ def open_mlflow(target: str, run: Tracked, active: Any) -> _Run:
     client = MlflowClient(tracking_uri=_uri(target) if target else None)
     known = client.get_experiment_by_name(EXPERIMENT)
     experiment = known.experiment_id if known is not None else client.create_experiment(EXPERIMENT)
-    tags = {f"{PREFIX}run": str(run.path)}
+    tags = {f"{PREFIX}run": str(run.path.absolute())}
     return _Run(client, client.create_run(experiment, run_name=run.name, tags=tags).info.run_id, own=True)
 
 

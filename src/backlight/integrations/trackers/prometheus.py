@@ -70,6 +70,7 @@ class _Gauges:
             self._time.labels(self._run).set(point.time)
 
     def found(self, findings: Sequence[Finding]) -> None:
+        self._found.clear()
         for (rule, severity), count in Counter((f.rule, f.severity.value) for f in findings).items():
             self._found.labels(self._run, rule, severity).set(count)
 

@@ -7,10 +7,12 @@ nothing of ours may therefore count: the newest numbers ride along with the next
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from backlight.records import Finding
@@ -22,6 +24,7 @@ class _Run:
 
     def __init__(self, wandb: Any, run: Any, *, own: bool) -> None:
         self._wandb, self._run, self._own = wandb, run, own
+        self._before: dict[str, str | None] = {}
         run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
 
     def send(self, points: Sequence[Point]) -> None:
@@ -35,12 +38,16 @@ class _Run:
             self._run.log(newest, commit=False)
 
     def findings(self, findings: Sequence[Finding], step: int) -> None:
-        """Put the findings into the summary, and their rules among the tags."""
+        """Put the findings into the summary, below those of another watch, and their rules among the tags."""
         del step
+        claims: dict[str, list[str]] = {}
         for finding in findings:
-            told = self._run.summary.get(f"{PREFIX}findings/{finding.rule}")
-            claim = f"{finding.severity}: {finding.claim}"
-            self._run.summary[f"{PREFIX}findings/{finding.rule}"] = f"{told}\n{claim}" if told else claim
+            claims.setdefault(f"{PREFIX}findings/{finding.rule}", []).append(
+                f"{finding.severity}: {finding.claim}"
+            )
+        for name, said in claims.items():
+            before = self._before.setdefault(name, self._run.summary.get(name))
+            self._run.summary[name] = "\n".join([*([before] if before else []), *said])
         rules = sorted({f"{PREFIX}{finding.rule}" for finding in findings})
         if rules:
             self._run.tags = tuple(dict.fromkeys((*(self._run.tags or ()), *rules)))
@@ -91,14 +98,17 @@ def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
     if mode in {"online", "shared"} and not _has_credentials(wandb):
         raise TrackerError("no credentials of W&B: run wandb login, or set WANDB_MODE=offline")
     entity, _, project = target.rpartition("/")
+    folder = os.environ.get("WANDB_DIR", str(run.path / "export"))
+    with contextlib.suppress(OSError):  # it says so itself, and takes another
+        Path(folder).mkdir(parents=True, exist_ok=True)
     # A run that is not the global one: what the script itself opens later is its own.
     opened = wandb.init(
         entity=entity or None,
         project=project or "backlight",
         name=run.name,
-        dir=os.environ.get("WANDB_DIR", str(run.path / "export")),
+        dir=folder,
         reinit="create_new",
-        config={"backlight/run": str(run.path)},
+        config={"backlight/run": str(run.path.absolute())},
         settings=wandb.Settings(console="off", silent=True),
     )
     return _Run(wandb, opened, own=True)
