@@ -44,7 +44,7 @@ def check(faults: list[Fault], out: Path, **options: float) -> str:
     return log
 
 
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_faults_of_one_process(half: int, tmp_path: Path) -> None:
     faults = TOGETHER[: len(TOGETHER) // 2] if half == 0 else TOGETHER[len(TOGETHER) // 2 :]
     log = check(faults, tmp_path / "run")
@@ -75,7 +75,12 @@ def test_a_first_backward_of_many_nodes_is_slow_and_not_hung(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "fault", [f for f in RANKS if f.name in {"broadcast", "kill", "raise", "ends"}], ids=lambda f: f.name
+    "fault",
+    [
+        pytest.param(f, id=f.name, marks=() if f.name == "kill" else pytest.mark.full)
+        for f in RANKS
+        if f.name in {"broadcast", "kill", "raise", "ends"}
+    ],
 )
 def test_a_rank_that_ends_the_run(fault: Fault, tmp_path: Path) -> None:
     check([fault], tmp_path / "run")

@@ -104,6 +104,7 @@ def test_a_kill_leaves_a_readable_run(tmp_path: Path) -> None:
     assert len(run.series_steps("gradient")) >= 49
 
 
+@pytest.mark.full
 def test_a_module_and_a_package_import_of_its_own(tmp_path: Path) -> None:
     package = tmp_path / "mine"
     package.mkdir()

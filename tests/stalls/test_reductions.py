@@ -66,6 +66,7 @@ def test_documents_that_are_not_understood_are_none() -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.full
 def test_the_bucket_is_named_in_a_real_launch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
