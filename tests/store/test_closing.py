@@ -32,3 +32,8 @@ def test_a_run_of_one_rank_is_not_waited_for_and_none_is_not_found(tmp_path: Pat
     RunWriter.create(tmp_path / "one").close(RunStatus.FINISHED)
     assert wait_for_ranks(tmp_path / "one", 0)
     assert not wait_for_ranks(tmp_path / "nothing", 0)
+
+
+def test_a_rank_that_left_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    RunWriter.create(tmp_path / "run", rank=0, world_size=2, run_id="alone")
+    assert wait_for_ranks(tmp_path / "run", 0)

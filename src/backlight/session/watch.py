@@ -16,11 +16,11 @@ from backlight.capture.parameters import build_table
 from backlight.capture.scope import Scope
 from backlight.health.groups import GroupError, members
 from backlight.records import Finding, Made, RunStatus
-from backlight.registry import RULES
 from backlight.session.cadence import Cadence
 from backlight.session.circumstances import CIRCUMSTANCES, CoreWait, Pauses, circumstances, ways_of
 from backlight.session.config import Settings
 from backlight.session.drain import Drain
+from backlight.session.ending import final_findings
 from backlight.session.entering import open_writer
 from backlight.session.fingerprints import take_fingerprint
 from backlight.session.following import Following
@@ -262,11 +262,7 @@ class Watch:
                     {"type": type(error).__name__, "message": str(error)[:2000]},
                 )
             writer.flush()
-            if writer.lost is None and writer.rank == 0:  # one rank reads what all of them wrote
-                findings = judge(open_run(self.path), made=Made.LIVE)
-                for finding in findings:
-                    if not RULES[finding.rule].restates:  # else it is stored already
-                        writer.finding(finding)
+            findings = final_findings(writer, failed=error is not None)
         self._tracking.end(findings, self._tracker.done - 1, failed=error is not None)
         with self._notices.shield():
             writer.close(RunStatus.FINISHED if error is None else RunStatus.FAILED)

@@ -17,6 +17,9 @@ _PAUSE = 0.05
 def wait_for_ranks(path: str | Path, timeout: float) -> bool:
     """Wait until every rank above 0 of the newest attempt has ended; return whether that came to be.
 
+    A rank that has left nothing in this folder, not watched or on a host that does not see it, is not waited
+    for.
+
     Parameters
     ----------
     path:
@@ -37,6 +40,8 @@ def _ended(path: Path) -> bool:
         attempt = read_manifest(path).attempts[-1]
         for rank in range(1, attempt.world_size):
             document = path / attempt_folder(attempt.index) / document_name(rank)
+            if not document.exists():
+                continue
             progress = json.loads(document.read_text(encoding="utf-8")).get("progress") or {}
             if Progress.from_json(progress).status_now() is RunStatus.RUNNING:
                 return False

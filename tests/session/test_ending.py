@@ -1,0 +1,74 @@
+"""What rank 0 stores of a run when its own training is over: nothing that the rows of the others refute."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from backlight.records import Layout, ParameterRecord, Placement
+from backlight.session import ending
+from backlight.store.reader import open_run
+from backlight.store.writer import RunWriter
+
+STEPS = 12
+
+
+def ranks(path: Path, trains: int | None = 1) -> list[RunWriter]:
+    """Two ranks that hold ``w`` half each; one trains ``late``; the second has not flushed."""
+    writers = [RunWriter.create(path, rank=r, world_size=2, run_id="x", flush_interval=60) for r in range(2)]
+    for rank, writer in enumerate(writers):
+        half = Placement(Layout.SHARD, (2,), (1,), (rank,))
+        records = [
+            ParameterRecord("bias", (2,), "float32", "cpu", 2, group="0/0"),
+            ParameterRecord("w", (2,), "float32", "cpu", 1, group="0/0", placement=half),
+            ParameterRecord("late", (2,), "float32", "cpu", 2, group="0/0"),
+        ]
+        table = writer.parameter_table(tuple(records))
+        for step in range(STEPS):
+            floats, integers = [[1.0, 1.0, 1.0]] * 3, [[1, 1, 0, 0, 0]] * 3
+            if rank != trains:
+                floats[2], integers[2] = [0.0] * 3, [0] * 5
+            writer.append("gradient", step, table, floats, integers)
+    writers[0].flush()
+    return writers
+
+
+def test_rows_that_another_rank_is_about_to_write_are_waited_for(tmp_path: Path) -> None:
+    first, second = ranks(tmp_path / "run")
+    later = threading.Timer(0.3, second.close)
+    later.start()
+    assert not ending.final_findings(first, failed=False)
+    later.join()
+    first.close()
+    assert open_run(tmp_path / "run").frame("gradient", "norm").measured.all()
+
+
+def test_what_is_seen_of_ranks_that_still_write_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "PATIENCE", 0.0)
+    first, second = ranks(tmp_path / "run")
+    # A shard of "w" alone has a gradient all the same; of "late" nothing is known here.
+    (found,) = ending.final_findings(first, failed=False)
+    assert (found.rule, found.subject.parameter) == ("no_gradient", "late")
+    second.close()
+    first.close()
+    assert open_run(tmp_path / "run").stored_findings() == ()
+
+
+def test_what_is_found_in_the_whole_run_is_stored(tmp_path: Path) -> None:
+    first, second = ranks(tmp_path / "run", trains=None)
+    second.close()
+    found = ending.final_findings(first, failed=False)
+    assert [(f.rule, f.subject.parameter) for f in found] == [("no_gradient", "late")]
+    first.close()
+    assert open_run(tmp_path / "run").stored_findings() == tuple(found)
+
+
+def test_other_ranks_judge_nothing(tmp_path: Path) -> None:
+    first, second = ranks(tmp_path / "run")
+    assert ending.final_findings(second, failed=False) == []
+    for writer in (first, second):
+        writer.close()
