@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -84,6 +85,41 @@ def test_what_was_given_out_stays_what_it_was(tmp_path: Path) -> None:
     np.testing.assert_array_equal(frame.values, kept)
     assert len(early.frame("gradient", "rms").steps) == 20
     run.close()
+
+
+def test_an_older_reading_is_served_from_what_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Growing(tmp_path / "run")
+    follow = Follower()
+    run.steps(20)
+    early, whole = follow(run.path), open_run(run.path)
+    same(whole, whole)  # read before the run goes on
+    early.scalar("loss")
+    run.steps(100, broken=1)
+    newest = follow(run.path)
+    same(newest, open_run(run.path))
+
+    def decoding(*_: object) -> frames.Block:
+        raise AssertionError("decoded again")
+
+    monkeypatch.setattr(frames, "rank_block", decoding)
+    same(early, whole)
+    same(newest, newest)
+    monkeypatch.undo()
+    run.steps(5)
+    same(follow(run.path), open_run(run.path))
+    run.close()
+
+
+def test_a_run_in_the_place_of_another_is_read_anew(tmp_path: Path) -> None:
+    follow = Follower()
+    for amount, blocks in ((60, 1), (15, 1)):
+        run = Growing(tmp_path / "run", Plan(steps=amount, blocks=blocks))
+        run.steps(amount, broken=amount % 4)
+        run.close()
+        same(follow(run.path), open_run(run.path))
+        shutil.rmtree(run.path)
 
 
 def test_attempts_and_a_step_that_was_written_twice_are_read_as_a_whole(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ from backlight.store.schema import SERIES
 CARRIED_BYTES = 512 * 1024 * 1024
 """Bytes of columns that are remembered between two readings; the one that was not used longest goes first."""
 
+MARKS = 16
+"""Readings whose numbers of scalars are remembered: what is shown is a little older than what is read."""
+
 
 class Grown:
     """An array whose first axis grows: rows are added in place, and what was given out stays what it was.
@@ -46,13 +49,17 @@ class Grown:
         """Return the bytes that are held."""
         return self._room.nbytes
 
-    def rows(self) -> npt.NDArray[Any]:
-        """Return all rows, not to be written into."""
-        view = self._room[: self._length]
+    def rows(self, length: int | None = None) -> npt.NDArray[Any]:
+        """Return the first ``length`` rows, or all, not to be written into."""
+        view = self._room[: self._length if length is None else length]
         if view.dtype != self._kind:
             view = view.astype(self._kind)
         view.flags.writeable = False
         return view
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self._length
 
     def add(self, rows: npt.NDArray[Any]) -> None:
         """Put ``rows`` behind the others."""
@@ -86,9 +93,13 @@ def _narrow(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 @dataclass(slots=True)
 class Column:
-    """A column of a file as far as it was decoded: up to the row ``last``, for parameters ``names``."""
+    """A column of a file as far as it was decoded: up to the row ``last``, for parameters ``names``.
+
+    ``by`` is the reading that came as far.
+    """
 
     last: int
+    by: int
     names: tuple[str, ...]
     steps: Grown
     values: Grown
@@ -102,11 +113,22 @@ class Column:
 
 @dataclass(slots=True)
 class Logged:
-    """The scalars of a file as far as they were read: steps and values by the id of their name."""
+    """The scalars of a file as far as they were read: steps and values by the id of their name.
+
+    ``marks`` tells how many values each had at the last few readings, by the last row of these.
+    """
 
     last: int
+    by: int
     steps: dict[int, Grown]
     values: dict[int, Grown]
+    marks: OrderedDict[int, dict[int, int]]
+
+    def mark(self) -> None:
+        """Remember how many values there are."""
+        self.marks[self.last] = {name: len(steps) for name, steps in self.steps.items()}
+        while len(self.marks) > MARKS:
+            self.marks.popitem(last=False)
 
 
 class Memory:
@@ -115,6 +137,7 @@ class Memory:
     def __init__(self) -> None:
         self.columns: OrderedDict[tuple[Any, ...], Column] = OrderedDict()
         self.logged: dict[tuple[Path, int], Logged] = {}
+        self.readings = 0
         self.lock = threading.Lock()
 
     def keep(self, key: tuple[Any, ...], column: Column) -> None:
@@ -160,6 +183,9 @@ class FollowedRun(Run):
 
     def __init__(self, path: Path, memory: Memory) -> None:
         self._memory = memory
+        with memory.lock:
+            memory.readings += 1
+            self._reading = memory.readings
         super().__init__(path)
 
     def frame(
@@ -198,6 +224,10 @@ class FollowedRun(Run):
         whole = len(self.attempts) == 1 and self.attempts[0].world_size == 1
         return chosen[0][0] if whole and len(chosen) == 1 and len(chosen[0]) == 1 else None
 
+    def _replaced(self, held: Column | Logged, last: int) -> bool:
+        """Tell whether a file that ends at ``last`` is another one than what is held was read from."""
+        return held.last > last and self._reading > held.by
+
     def _grown(self, file: RankFile, series: str, column: str, part: int) -> Frame | None:
         """Return a column from what is remembered and the rows after it, None where those do not fit."""
         schema = SERIES[series]
@@ -206,14 +236,23 @@ class FollowedRun(Run):
         key = (file.path, file.attempt, series, column, part)
         held = self._memory.columns.get(key)
         last = file.last[f"series_{series}"]
-        if held is not None and (held.names != names or held.last > last):
+        unit = frames.unit(schema, column) or "1"
+        if held is not None and (held.names != names or self._replaced(held, last)):
             held = None
+        if held is not None and held.last > last:
+            # This reading is older than what is remembered, which begins with it.
+            known = file.steps(series)
+            length = int(np.searchsorted(held.steps.rows(), known[-1], side="right")) if len(known) else 0
+            before, values, measured = (g.rows(length) for g in (held.steps, held.values, held.measured))
+            return Frame(before, names, values, measured, unit)
         after = 0 if held is None else held.last
         if held is None or last > after:
             block = frames.rank_block(Later(file, after), series, wanted, names, part)
             values = frames.derive(column, block.columns)
             if held is None:
-                held = Column(last, names, Grown(block.steps), Grown(values), Grown(block.measured))
+                held = Column(
+                    last, self._reading, names, Grown(block.steps), Grown(values), Grown(block.measured)
+                )
             else:
                 before = held.steps.rows()
                 if len(block.steps) and len(before) and block.steps[0] <= before[-1]:
@@ -222,9 +261,8 @@ class FollowedRun(Run):
                 held.steps.add(block.steps)
                 held.values.add(values)
                 held.measured.add(block.measured)
-                held.last = last
+                held.last, held.by = last, self._reading
         self._memory.keep(key, held)
-        unit = frames.unit(schema, column) or "1"
         return Frame(held.steps.rows(), names, held.values.rows(), held.measured.rows(), unit)
 
     def _logged(
@@ -233,8 +271,10 @@ class FollowedRun(Run):
         """Return steps and values of a scalar, None where they are not in the order of their steps."""
         held = self._memory.logged.get((file.path, file.attempt))
         last = file.last["scalar"]
-        if held is None or held.last > last:
-            held = self._memory.logged[file.path, file.attempt] = Logged(0, {}, {})
+        if held is None or self._replaced(held, last):
+            held = self._memory.logged[file.path, file.attempt] = Logged(
+                0, self._reading, {}, {}, OrderedDict()
+            )
         if last > held.last:
             for name, steps, values in Later(file, held.last).scalars():
                 if name in held.steps:
@@ -242,13 +282,17 @@ class FollowedRun(Run):
                     held.values[name].add(values)
                 else:
                     held.steps[name], held.values[name] = Grown(steps), Grown(values)
-            held.last = last
-        if identifier not in held.steps:
+            held.last, held.by = last, self._reading
+            held.mark()
+        if last and last not in held.marks:  # older than what is remembered, and not marked
+            return None
+        length = held.marks[last].get(identifier, 0) if last else 0
+        if not length:
             return np.zeros(0, np.int64), np.zeros(0)
-        steps = held.steps[identifier].rows()
+        steps = held.steps[identifier].rows(length)
         if len(steps) > 1 and not bool((np.diff(steps) > 0).all()):
             return None
-        return steps, held.values[identifier].rows()
+        return steps, held.values[identifier].rows(length)
 
 
 class Follower:
