@@ -112,6 +112,36 @@ def test_an_older_reading_is_served_from_what_is_remembered(
     run.close()
 
 
+def test_one_step_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(30, broken=2)
+    run.close()
+    decoded: list[int] = []
+    whole = frames.rank_block
+
+    def counting(*arguments: object) -> frames.Block:
+        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        decoded.append(len(block.steps))
+        return block
+
+    known = open_run(run.path).frame("gradient", "nan")
+    follow = Follower()
+    monkeypatch.setattr(frames, "rank_block", counting)
+    for read in (False, True):  # also where the column is remembered already
+        for step, row in ((29, slice(29, 30)), (4, slice(4, 5)), (300, slice(0, 0))):
+            alone = follow(run.path).frame_at("gradient", "nan", step)
+            assert (alone.names, alone.unit) == (known.names, known.unit)
+            np.testing.assert_array_equal(alone.steps, known.steps[row])
+            np.testing.assert_array_equal(alone.values, known.values[row])
+            np.testing.assert_array_equal(alone.measured, known.measured[row])
+        if not read:
+            assert decoded == [1, 1, 0]
+            follow(run.path).frame("gradient", "nan")
+    assert decoded == [1, 1, 0, 30]
+    with pytest.raises(KeyError, match="no column"):
+        follow(run.path).frame_at("gradient", "nothing", 3)
+
+
 def test_a_run_in_the_place_of_another_is_read_anew(tmp_path: Path) -> None:
     follow = Follower()
     for amount, blocks in ((60, 1), (15, 1)):

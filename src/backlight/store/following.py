@@ -202,6 +202,18 @@ class FollowedRun(Run):
                 return self._kept(key, found)
         return super().frame(series, column, attempt=attempt, rank=rank, part=part)
 
+    def frame_at(self, series: str, column: str, step: int, *, rank: int | None = None) -> Frame:
+        """Return one step of a column; see :meth:`backlight.store.reader.Run.frame_at`."""
+        file = self._alone(None, rank)
+        held = file is not None and (file.path, file.attempt, series, column, 0) in self._memory.columns
+        if file is None or held or series not in SERIES or frames.unit(SERIES[series], column) is None:
+            return super().frame_at(series, column, step, rank=rank)
+        # Nobody asked for the column yet: the one row is decoded, not all of them.
+        wanted, names = frames.needs(SERIES[series], column), self._names()
+        block = frames.rank_block(file, series, wanted, names, 0, (step, step + 1))
+        unit = frames.unit(SERIES[series], column) or "1"
+        return Frame(block.steps, names, frames.derive(column, block.columns), block.measured, unit)
+
     def scalar(
         self, name: str, source: str = "backlight", *, attempt: int | None = None, rank: int | None = None
     ) -> Scalar:

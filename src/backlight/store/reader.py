@@ -215,6 +215,20 @@ class Run:
         values = frames.derive(column, joined.columns)
         return self._kept(key, Frame(joined.steps, names, values, joined.measured, unit, joined.seen))
 
+    def frame_at(self, series: str, column: str, step: int, *, rank: int | None = None) -> Frame:
+        """Return :meth:`frame` at one step alone: of one row, or none where nothing was recorded."""
+        whole = self.frame(series, column, rank=rank)
+        row = whole.steps == step
+        seen = None if whole.seen is None else whole.seen[row]
+        return Frame(
+            step + np.zeros(row.sum(), np.int64),
+            whole.names,
+            whole.values[row],
+            whole.measured[row],
+            whole.unit,
+            seen,
+        )
+
     def __repr__(self) -> str:
         """Return where the run is and how it stands."""
         return f"Run({str(self.path)!r}, {self.status.value}, last step {self.last_step()})"
