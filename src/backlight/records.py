@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -237,6 +238,17 @@ class Finding:
         known["subject"] = Subject.from_json(known.get("subject", {}))
         known["evidence"] = tuple(Evidence.from_json(e) for e in known.get("evidence", ()))
         return cls(**known)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows of one finding; a list of them is a table of the report's."""
+        head = f"{self.severity.value} · {self.rule.replace('_', ' ')}"
+        where = [self.subject.parameter or self.subject.module, self.subject.line]
+        if self.subject.step is not None:
+            where.append(f"step {self.subject.step}")
+        lines = {"where": ", ".join(part for part in where if part), "check": self.next_check}
+        lines["refuted if"] = self.refuted_if
+        rows = "".join(f"<div><small>{k}: {html.escape(v)}</small></div>" for k, v in lines.items() if v)
+        return f"<div><strong>{html.escape(head)}</strong><div>{html.escape(self.claim)}</div>{rows}</div>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,10 @@ def test_nothing_in_it_runs_or_is_fetched(tmp_path: Path) -> None:
 def test_names_stay_text() -> None:
     evil = "<script>alert(1)</script>&\"'"
     finding = Finding(evil, Severity.ERROR, evil, Subject(parameter=evil, step=1), (), evil, evil)
+    alone = finding._repr_html_()
+    assert "<script" not in alone
+    assert alone.count("&lt;script&gt;") == 5  # rule, claim, where, check, refuted if
+    ET.fromstring(alone)
     shown = findings_html([finding])
     assert "<script" not in shown
     assert "&lt;script&gt;alert(1)" in shown

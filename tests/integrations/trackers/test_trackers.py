@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 import backlight
+from backlight.records import Finding, Severity, Subject
 from backlight.session.sending import send
 from backlight.session.trackers import TRACKERS, Tracked, TrackerError
 from backlight.store.reader import open_run
@@ -271,6 +273,22 @@ def test_wandb_makes_a_run_of_its_own(tmp_path: Path, offline: Any) -> None:
     assert rows[0]["backlight/user/accuracy"] == 0.5
     assert summary["backlight/findings/non_finite"].startswith("error: ")
     assert "backlight/non_finite" in summary["tags"]
+
+
+def test_wandb_is_told_findings_again_and_keeps_those_of_another_watch() -> None:
+    from backlight.integrations.trackers.wandb import _Run
+
+    theirs = SimpleNamespace(
+        summary={"backlight/findings/spike": "warning: of before"},
+        tags=None,
+        define_metric=lambda *_, **__: None,
+    )
+    sink = _Run(None, theirs, own=False)
+    finding = Finding("spike", Severity.WARNING, "a spike", Subject(step=3), (), "", "")
+    for _ in range(2):  # while it runs, and at the end
+        sink.findings([finding], 3)
+    assert theirs.summary == {"backlight/findings/spike": "warning: of before\nwarning: a spike"}
+    assert theirs.tags == ("backlight/spike",)
 
 
 @pytest.mark.full
