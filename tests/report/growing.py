@@ -10,6 +10,9 @@ from synthetic import Plan, fingerprint, gradient_row, records, rms_of, update_r
 from backlight.records import RunStatus
 from backlight.store.writer import RunWriter
 
+FLUSH = 200
+"""Steps that are written at once."""
+
 ROOMS = ("health", "steptime")
 
 
@@ -47,6 +50,8 @@ class Growing:
                 "phase/forward": 0.010, "phase/backward": 0.020 + 0.001 * (step % 3),
             })  # fmt: skip
             self.writer.scalars(step, {"train_accuracy": step / self.plan.steps}, source="user")
+            if step % FLUSH == FLUSH - 1:
+                self.writer.flush()  # rows that the disk does not keep up with would be left out
         self.done += amount
         self.writer.flush()
 
