@@ -45,8 +45,10 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
     if findings:
         parts.append(_table(findings))
     if said.unmeasured:
-        parts.append(f"<small>{count(len(said.unmeasured), 'thing')} not measured: see the report.</small>")
-    parts.append(f"<small>backlight report {_safe(run.path)}</small>")
+        parts.append(
+            f"<div><small>{count(len(said.unmeasured), 'thing')} not measured: see the report.</small></div>"
+        )
+    parts.append(f"<div><small><code>backlight report {_safe(run.path)}</code></small></div>")
     return f'<div style="line-height:1.45">{"".join(parts)}</div>'
 
 
