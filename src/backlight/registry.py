@@ -242,6 +242,10 @@ def _made_in(entry: object, module: str) -> bool:
 
 
 def _origin(entry: object) -> str:
+    """Return where an entry comes from: of a rule or a panel the function that it calls."""
+    if dataclasses.is_dataclass(entry) and not isinstance(entry, type):
+        held = (getattr(entry, part.name) for part in dataclasses.fields(entry))
+        entry = next((value for value in held if callable(value)), entry)
     module = getattr(entry, "__module__", type(entry).__module__)
     return f"{module}.{getattr(entry, '__qualname__', type(entry).__qualname__)}"
 
