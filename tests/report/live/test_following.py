@@ -7,8 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from packed import unpack
 from synthetic import Plan, finding
 
 from backlight.records import Finding, RunStatus
+from backlight.report import verdict
 from backlight.report.live import following
 from backlight.report.live.following import Followed
 from backlight.report.live.several import Several
 from backlight.report.live.standing import Standing
+from backlight.report.panel import Drawn, Panel, in_order
 from backlight.report.source import Source
 from backlight.session.live import followed
 from backlight.store.errors import RunFormatError
@@ -310,6 +313,121 @@ def test_what_breaks_is_said_on_the_page(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Source, "scalar_names", broken)
     it.look()
     panel = next(panel for panel in it.head()["panels"] if panel["name"] == "phases")
-    assert panel["missing"].startswith("This could not be drawn: TypeError")
+    assert panel["missing"].startswith("Panel 'phases' could not be drawn: TypeError")
     assert json.loads(it.panel("total_norm")[1])["kind"] == "lines"  # type: ignore[index]  # there is one
     run.close()
+
+
+def drawing(name: str, render: Callable[[Source], Any], room: str = "") -> Panel:
+    return Panel(name, f"Panel {name}", 5, (), render, room=room)
+
+
+def failing(source: Source) -> Drawn:
+    raise LookupError(f"no such column in {source.run.name}")
+
+
+def test_a_panel_that_fails_is_named_and_the_run_is_followed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "PAUSE", 0.01)
+    known = in_order()
+    wrong = [
+        drawing("raises", failing),
+        drawing("raises_elsewhere", failing, room="spectra"),  # a room that did not watch
+        drawing("returns_a_list", lambda source: []),
+        drawing("draws_an_object", lambda source: Drawn("lines", {"values": object()})),
+    ]
+    monkeypatch.setattr(following, "in_order", lambda: [*wrong, *known])
+    run = Growing(tmp_path / "run")
+    run.steps(3)
+    it = follow(run.path)
+    it.start()
+    until = time.monotonic() + 30
+    for steps in ("3", "8"):
+        while time.monotonic() < until:
+            figures = {f["label"]: f["value"] for f in it.head().get("verdict", {}).get("figures", ())}
+            if figures.get("steps recorded") == steps:
+                break
+            time.sleep(0.02)
+        assert figures["steps recorded"] == steps
+        panels = {panel["name"]: panel for panel in it.head()["panels"]}
+        said = "Panel 'raises' could not be drawn: LookupError: no such column in run."
+        assert panels["raises"]["missing"] == said
+        assert panels["raises_elsewhere"]["missing"] == said.replace("raises", "raises_elsewhere")
+        assert "returned list, not Drawn" in panels["returns_a_list"]["missing"]
+        _, text = it.panel("draws_an_object") or ("", "{}")
+        assert "TypeError" in json.loads(text)["missing"]
+        assert "missing" not in panels["total_norm"]
+        assert said in [gap["reason"] for gap in it.head()["verdict"]["unmeasured"]]
+        run.steps(5)
+    assert it.stand.word is Standing.LIVE
+    it.close()
+    run.close()
+
+
+def test_a_thread_outlives_what_breaks_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PAUSE", 0.01), ("LONGEST_REST", 0.05), ("PACE", 0.0), ("QUICK", -1.0)):
+        monkeypatch.setattr(following, name, value)
+    run = Growing(tmp_path / "run")
+    run.steps(3)
+    broken = threading.Event()
+    whole = following._files
+
+    def files(path: Path) -> Any:
+        if broken.is_set():
+            raise ZeroDivisionError("in the files")
+        return whole(path)
+
+    monkeypatch.setattr(following, "_files", files)
+    it = follow(run.path)
+    it.start()
+
+    def comes(wanted: Callable[[], bool]) -> None:
+        until = time.monotonic() + 20
+        while not wanted():
+            assert time.monotonic() < until, it.stand
+            time.sleep(0.01)
+
+    comes(lambda: it.stand.word is Standing.LIVE)
+    broken.set()
+    comes(lambda: it.stand.detail == "Following the run failed: ZeroDivisionError: in the files")
+    version = it.version
+    time.sleep(0.3)
+    assert it.version == version  # said once
+    broken.clear()
+    comes(lambda: it.stand.word is Standing.LIVE)
+    late = it._reduce
+
+    def reducing(source: Source) -> None:
+        raise KeyError("in the frames")
+
+    it._reduce = reducing  # type: ignore[method-assign]  # as a column would fail that is read late
+    run.steps(3)
+    comes(lambda: "Reducing the run failed: KeyError" in it.stand.detail)
+    it._reduce = late  # type: ignore[method-assign]  # it is whole again
+    run.steps(3)
+    comes(lambda: it.stand.word is Standing.LIVE)
+    comes(lambda: it.source is not None and len(it.source.frames.buckets) == 9)
+    assert all(thread.is_alive() for thread in it._threads)
+    it.close()
+    run.close()
+
+
+def test_an_answer_that_breaks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(3)
+    run.close()
+    it = follow(run.path)
+    it.look()
+
+    def outcome(source: Source) -> None:
+        raise OSError("the disk went away")
+
+    monkeypatch.setattr(verdict, "outcome", outcome)
+    told = it.head()
+    assert "run" not in told
+    assert told["stand"] == {
+        "word": "unreadable",
+        "detail": "Showing it failed: OSError: the disk went away",
+        "over": told["stand"]["over"],
+    }

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ PATIENCE = 30.0
 LIFE = 2.0
 """Seconds between two looks whether the writer still lives, where its files say nothing new."""
 
+READ_ONCE = frozenset(name for name, held in vars(Source).items() if isinstance(held, cached_property))
+"""What a source remembers of its run; none of it depends on the findings."""
+
 WRITTEN = verdict.STATUS[RunStatus.RUNNING]
 """What a written report says of a run that goes on; here the standing says it."""
 
@@ -71,6 +75,10 @@ class Rendered:
     panel: Panel
     result: Drawn | NotMeasured
     version: int
+
+
+class Failed(NotMeasured):
+    """A panel that raised: it is named on the page, also where its room did not watch."""
 
 
 class Followed:
@@ -183,10 +191,9 @@ class Followed:
         """Show new findings at once: of a long run there is more to read."""
         if self.source is None or findings == tuple(self.source.findings):
             return
-        frames = self.source.__dict__.get("frames")
         told = dataclasses.replace(self.source, findings=findings)
-        if frames is not None:
-            told.frames = frames
+        for name in READ_ONCE & self.source.__dict__.keys():  # of the same run, so not read again
+            setattr(told, name, getattr(self.source, name))
         with self._lock:
             self.source = told
             self.version += 1
@@ -211,6 +218,9 @@ class Followed:
             self._reduce(newest)
         except (RunFormatError, OSError):
             return False  # said by the next look
+        except Exception:
+            self._behind = False  # not again before there is more to read
+            raise
         with self._lock:
             if newest.parameters == self.source.parameters:
                 self.source.frames = newest.frames  # also where it was read again meanwhile
@@ -245,22 +255,29 @@ class Followed:
                     "over": self.stand.over,
                 },
             }
-            source = self.source
-            if source is not None and self.stand.word is not Standing.WAITING:
-                drawn = [
-                    (known.panel, known.result)
-                    for panel in in_order()
-                    if (known := self._rendered[panel.name]) and belongs(panel, known.result, source)
-                ]
-                told |= head(source, drawn)
-                words = told["verdict"]["status"].split(verdict.PARTED)
-                told["verdict"]["status"] = verdict.PARTED.join(w for w in words if w != WRITTEN)
-                told["panels"] = [_announced(panel, result) for panel, result in drawn]
-                told["table"] = hashlib.sha256(script_json(told["parameters"]).encode("ascii")).hexdigest()[
-                    :20
-                ]
+            if self.source is not None and self.stand.word is not Standing.WAITING:
+                try:
+                    told |= self._shown(self.source)
+                except Exception as error:  # noqa: BLE001 - an answer that says so, instead of none
+                    detail = f"Showing it failed: {_told(error)}"
+                    told["stand"] |= {"word": Standing.UNREADABLE.value, "detail": detail}
             self._head = (self.version, told)
             return told
+
+    def _shown(self, source: Source) -> dict[str, Any]:
+        """Return what the page shows of a run that was read."""
+        drawn = [
+            (known.panel, known.result)
+            for panel in in_order()
+            if (known := self._rendered[panel.name])
+            and (isinstance(known.result, Failed) or belongs(panel, known.result, source))
+        ]
+        told = head(source, drawn)
+        words = told["verdict"]["status"].split(verdict.PARTED)
+        told["verdict"]["status"] = verdict.PARTED.join(w for w in words if w != WRITTEN)
+        told["panels"] = [_announced(panel, result) for panel, result in drawn]
+        told["table"] = hashlib.sha256(script_json(told["parameters"]).encode("ascii")).hexdigest()[:20]
+        return told
 
     def panel(
         self, name: str, *, have: str = "", column: str = "", between: tuple[int, int] | None = None
@@ -284,10 +301,18 @@ class Followed:
             closely = isinstance(result, Drawn) and result.kind == "parameters" and between is not None
             if closely and between is not None and self.source is not None:
                 result = _rendered(known.panel, window(self.source, *between))
+        try:
             content = panel_data(known.panel, result)
-        if content.get("kind") == "parameters":
-            content["data"] = {**_one_column(content["data"], column), "window": closely}
-        text = script_json(content)
+            if content.get("kind") == "parameters":
+                content["data"] = {**_one_column(content["data"], column), "window": closely}
+            text = script_json(content)
+        except Exception as error:  # noqa: BLE001 - of what somebody else's panel drew
+            failed = _failed(known.panel, error)
+            text = script_json(panel_data(known.panel, failed))
+            with self._lock:
+                if self._rendered[name] is known:
+                    self._rendered[name] = Rendered(known.panel, failed, known.version)
+                    self.version += 1
         stamp = hashlib.sha256(text.encode("ascii")).hexdigest()[:20]
         return None if stamp == have else (stamp, text)
 
@@ -298,20 +323,41 @@ class Followed:
                 if time.monotonic() - self._asked > PATIENCE:
                     self._wanted.wait()
                 continue
-            self.look()
+            self._unharmed("Following", self.look)
             self._closed.wait(max(PAUSE, self._rest_until - time.monotonic()))
 
     def _reduce_late(self) -> None:
         while not self._closed.wait(PAUSE):
-            self.catch_up()
+            self._unharmed("Reducing", self.catch_up)
+
+    def _unharmed(self, what: str, job: Callable[[], bool]) -> None:
+        """Do a job of a thread; what breaks stands on the page, and the thread goes on."""
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001 - a page that no thread follows any more would look alive
+            stand = Stand(Standing.UNREADABLE, f"{what} the run failed: {_told(error)}")
+            with self._lock:
+                self.version += stand != self.stand
+                self.stand = stand
+            if job == self.look:
+                self._files = None  # to be read again, changed or not
+            self._rest_until = time.monotonic() + LONGEST_REST
 
 
 def _rendered(panel: Panel, source: Source) -> Drawn | NotMeasured:
     """Render a panel; one that raises says so in its place, and the others stay."""
     try:
-        return panel.render(source)
+        result: object = panel.render(source)  # of a plug-in, which may be anything
     except Exception as error:  # noqa: BLE001 - files may vanish under the reader while a training goes on
-        return NotMeasured(f"This could not be drawn: {_told(error)}.")
+        return _failed(panel, error)
+    if not isinstance(result, Drawn | NotMeasured):
+        wrong = TypeError(f"it returned {type(result).__name__}, not Drawn or NotMeasured")
+        return _failed(panel, wrong)
+    return result
+
+
+def _failed(panel: Panel, error: Exception) -> Failed:
+    return Failed(f"Panel {panel.name!r} could not be drawn: {_told(error)}.")
 
 
 def _told(error: Exception) -> str:
