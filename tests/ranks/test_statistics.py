@@ -18,11 +18,11 @@ from ranks.network import Whole
 PARTIAL = {"block.norm.weight", "block.norm.bias"}
 """Gradients that tensor parallelism leaves unreduced in the way ``sequence``."""
 
-DIAGONAL = (("ddp_no_sync", 2), ("fsdp_clipped", 2), ("fsdp_whole", 2), ("sequence", 2), ("pipeline", 2))
+DIAGONAL = (*((w, 2) for w in ("ddp_no_sync", "fsdp_clipped", "fsdp_whole", "flat", "sequence", "pipeline")),)
 REST = (
     *((w, 2) for w in ("ddp", "ddp_static", "ddp_clipped", "ddp_join", "fsdp", "fsdp_kept")),
     *((w, 2) for w in ("fsdp_accumulated", "tensor", "pipeline_1f1b", "fsdp_float32")),
-    *((w, 4) for w in ("ddp", "fsdp", "fsdp_clipped", "hybrid", "fsdp_tensor")),
+    *((w, 4) for w in ("ddp", "fsdp", "fsdp_clipped", "flat", "hybrid", "fsdp_tensor")),
 )
 SEVERAL_LOSSES = {"ddp_no_sync", "fsdp_accumulated", "pipeline", "pipeline_1f1b"}
 """Ways whose recorded loss is that of the last microbatch."""
@@ -99,6 +99,11 @@ def test_joined_statistics_are_those_of_the_whole_batch(way: str, ranks: int, fo
     if way not in SEVERAL_LOSSES:
         loss = run.scalar("loss").values[: len(steps)]
         np.testing.assert_allclose(loss, expected.loss[: len(steps)], rtol=tolerance)
+    if "pipeline" not in way:  # of which rank 0 has one stage
+        elements = sum(p.numel() for p in expected.model.parameters())
+        fingerprint = run.fingerprint()
+        assert fingerprint is not None
+        assert fingerprint.parameter_count == elements
     if "clipped" in way:
         np.testing.assert_allclose(run.scalar("clip/norm").values, expected.total, rtol=tolerance)
         assert set(run.scalar("clip/factor").values) == {1.0}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _world
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -165,6 +165,14 @@ def fsdp_clipped() -> Training:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1e30)
 
     return Clipped(sharded())
+
+
+@way
+def flat() -> Training:
+    """FSDP1: parameters one behind the other, cut into equal pieces; some ranks hold nothing of some."""
+    model, options = build(), {"device_id": torch.device("cpu"), "use_orig_params": True}
+    model.block = FullyShardedDataParallel(model.block, **options)
+    return Training(FullyShardedDataParallel(model, **options))
 
 
 class _Accumulated(Training):

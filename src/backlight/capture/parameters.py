@@ -5,6 +5,7 @@ A table holds weak references only, so that a model the user drops is freed as i
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backlight.capture.flat_sharding import flat_places
 from backlight.capture.modules import Prefixes, SeenModules, holding, named_parameters
 from backlight.records import Layout, ParameterRecord, Placement
 
@@ -105,10 +107,14 @@ def build_table(
         for named in named_parameters(root, prefix):
             rows.setdefault(id(named.parameter), [named.parameter, []])[1].append(named)
     records, tensors = [], []
+    flat = flat_places(roots)
     for key, (tensor, names) in rows.items():
         first, *others = names
         group = groups[key][0] if key in groups else ""
         record = _record(tensor, first.name, group, first.module, first.kind, [n.name for n in others])
+        if (place := flat.get(key)) is not None:
+            numel = math.prod(place.placement.local_shape)
+            record = replace(record, shape=place.shape, numel=numel, placement=place.placement)
         records.append(record)
         tensors.append(tensor)
     for key, (group, tensor) in groups.items():

@@ -17,6 +17,7 @@ from backlight.capture.hub import HUB
 from backlight.capture.modules import holding, walk
 from backlight.records import Fingerprint
 from backlight.session.ranks import place
+from backlight.store.frames import whole
 
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope
@@ -34,7 +35,7 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...], batch: str = "") 
     )
     shape = repr([modules, [(r.name, r.shape) for r in records]])
     dtypes = Counter[str]()
-    for record in records:
+    for record in map(whole, records):  # a shard is not less of a model
         dtypes[record.dtype] += record.numel
     return Fingerprint(
         script=sys.argv[0] if sys.argv else "",
@@ -44,7 +45,7 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...], batch: str = "") 
         host=platform.node(),
         module_hash=hashlib.sha256(shape.encode(errors="replace")).hexdigest()[:16],
         modules=modules,
-        parameter_count=sum(record.numel for record in records),
+        parameter_count=sum(dtypes.values()),
         dtypes=dict(dtypes),
         batch=batch,
         optimizers=tuple(type(o).__name__ for o in scope.optimizers()),

@@ -240,7 +240,7 @@ class Recorder:
 
     def _tell_missing(self, parameters: Sequence[torch.Tensor]) -> None:
         table = self._scope.table
-        rows = [row for p in parameters if (row := table.row(p)) is not None]
+        rows = [row for p in parameters if (row := table.row(p)) is not None and table.records[row].numel]
         fresh = [row for row in rows if row not in self._told_missing and table.records[row].requires_grad]
         if fresh:
             self._told_missing.update(fresh)

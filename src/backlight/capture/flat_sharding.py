@@ -1,0 +1,62 @@
+"""Where the parameters of FSDP1 belong; torch has it under private names, read here alone.
+
+FSDP1 lays the parameters of a module one behind the other and cuts the line into equal pieces, so that a rank
+holds a run of elements of some parameters and nothing of the others. With ``use_orig_params=True`` the names
+and the parameters stay, each as a view of its run; else there is one parameter, the line itself.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from backlight.records import Layout, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPlace:
+    """The shape of a parameter before it was cut, and which run of its elements this process holds."""
+
+    shape: tuple[int, ...]
+    placement: Placement
+
+
+def flat_places(roots: Sequence[nn.Module]) -> dict[int, FlatPlace]:
+    """Return the places of the parameters that FSDP1 manages below ``roots``, by ``id``.
+
+    In a release that names it otherwise there is nothing.
+    """
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if fsdp is None:
+        return {}
+    found: dict[int, FlatPlace] = {}
+    for root in roots:
+        for module in root.modules():
+            # type() first: isinstance() on a stranger may run its __class__ property.
+            if issubclass(type(module), fsdp) and (handle := getattr(module, "_handle", None)) is not None:
+                found.update(_places(handle))
+    return found
+
+
+def _places(handle: Any) -> Iterator[tuple[int, FlatPlace]]:
+    line: Any = getattr(handle, "flat_param", None)
+    own, infos = getattr(line, "_params", None), getattr(line, "_shard_param_infos", None)
+    world, rank = int(getattr(handle, "world_size", 1)), int(getattr(handle, "rank", 0))
+    if own is None or infos is None:
+        if line is not None and getattr(handle, "uses_sharded_strategy", False):
+            size = int(line._sharded_size.numel())  # the last pieces are filled up with zeros
+            yield id(line), FlatPlace((world * size,), _run(world * size, rank * size, size))
+        return
+    for parameter, info, shape in zip(own, infos, line._shapes, strict=True):
+        size = int(info.numel_in_shard or 0) if info.in_shard else 0
+        place = _run(math.prod(shape), int(info.intra_param_start_idx or 0), size)
+        yield id(parameter), FlatPlace(tuple(shape), place)
+
+
+def _run(whole: int, start: int, size: int) -> Placement:
+    return Placement(Layout.SHARD, (whole,), (size,), (start if size else 0,))
