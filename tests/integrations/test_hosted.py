@@ -42,11 +42,17 @@ def test_a_folder_that_cannot_be_used_is_one_warning_and_the_training_goes_on(tm
     ) as told:
         host.begin([loop.model], [loop.optimizer], name="x")
     assert len(told) == 1
+    assert told[0].filename == __file__  # the line that called, none of backlight's
     loop.steps(2)
     host.log({"a": 1.0})
     host.end()
     assert not host.active
     assert host.findings == []
+
+
+def test_a_room_that_does_not_exist_is_refused_where_it_stands(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no room is called 'helth'; expected some of: .*health"):
+        hosted(tmp_path / "run", settings={"rooms": ("helth",)})
 
 
 def test_only_numbers_are_logged_and_a_metric_may_have_any_name(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from backlight.report.terminal import print_findings
 from backlight.session.config import Settings
 from backlight.session.judge import findings_of
 from backlight.session.notices import Notices
+from backlight.session.plan import check_rooms
 from backlight.session.ranks import launch_id, place
 from backlight.session.run_path import default_path
 from backlight.session.watch import Watch, watch
@@ -60,7 +61,7 @@ class Hosted:
     Raises
     ------
     ValueError
-        If a setting is unknown or out of range.
+        If a setting is unknown or out of range, or a room does not exist.
 
     Attributes
     ----------
@@ -78,7 +79,8 @@ class Hosted:
         on_end: OnEnd | None = None,
         summary: bool = True,
     ) -> None:
-        Settings.of(settings)  # a mistake in the script is refused where it stands, not in the training
+        # A mistake in the script is refused where it stands, not in the training.
+        check_rooms(Settings.of(settings).rooms)
         self._host = host
         self._run = None if run is None else Path(run)
         self._settings = dict(settings)

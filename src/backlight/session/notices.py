@@ -15,6 +15,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from backlight.store.writer import RunWriter
 
+_OURS = (str(Path(__file__).parent.parent), contextlib.__file__)
+
+
+def _frames_of_ours() -> int:
+    """Return the ``stacklevel`` with which the caller's warning shows the line that called backlight."""
+    level, frame = 1, sys._getframe(1)
+    torch = getattr(sys.modules.get("torch"), "__file__", None)  # hooks are called from within it
+    passed = (*_OURS, str(Path(torch).parent)) if torch else _OURS
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(passed):
+        level, frame = level + 1, frame.f_back
+    return level
+
 
 class Notices:
     """The voice of one watch; silent towards the run until ``writer`` is set."""
@@ -62,7 +74,9 @@ class Notices:
         # Not through the warnings module alone: a filter that makes them errors must not end a training.
         try:
             warnings.warn(
-                f"backlight: {text}. Your training goes on unchanged.", RuntimeWarning, stacklevel=3
+                f"backlight: {text}. Your training goes on unchanged.",
+                RuntimeWarning,
+                stacklevel=_frames_of_ours(),
             )
         except RuntimeWarning as warning:
             print(warning, file=sys.stderr)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,20 @@ def rooms_with_probes() -> tuple[str, ...]:
     return tuple(sorted({"stalls", "grokking", "spectra"} | {probe.room for _, probe in PROBES.items()}))
 
 
+def check_rooms(rooms: Iterable[str]) -> None:
+    """Refuse what is no room.
+
+    Raises
+    ------
+    ValueError
+        If one of ``rooms`` does not exist.
+    """
+    known = rooms_with_probes()
+    for room in rooms:
+        if room not in known:
+            raise ValueError(f"no room is called {room!r}; expected some of: {', '.join(known)}")
+
+
 def make_plan(
     rooms: Collection[str],
     requested: Collection[str] = (),
@@ -119,10 +133,7 @@ def make_plan(
     ValueError
         If a room does not exist.
     """
-    known = rooms_with_probes()
-    for room in rooms:
-        if room not in known:
-            raise ValueError(f"no room is called {room!r}; expected some of: {', '.join(known)}")
+    check_rooms(rooms)
     # Those of plug-ins come last: the first one of gradients is the house's.
     named = sorted(PROBES.items(), key=lambda item: (PROBES.origin(item[0]) is not None, item[0]))
     wanted = [p for _, p in named if p.room in rooms]

@@ -145,7 +145,7 @@ def write(answer: Answer, target: Path, *, overwrite: bool = False) -> Path:
     if target.suffix.lower() not in {".parquet", ".csv"}:
         raise ExportError(f"{target}: the ending {target.suffix!r} is not known; use .parquet or .csv")
     if target.exists() and not overwrite:
-        raise ExportError(f"{target}: is there already; choose another name, or overwrite it")
+        raise ExportError(f"{target}: is there already; choose another name, or overwrite it (--overwrite)")
     if not target.parent.is_dir():
         raise ExportError(f"{target}: the folder {target.parent} is not there; create it first")
     temporary = documents.temporary_name(target)

@@ -114,7 +114,7 @@ def export(
     made = (target, _beside(target)) if chosen is Rows.PARAMETERS and write is not _write_h5 else (target,)
     for path in made:
         if path.exists() and not overwrite:
-            raise ExportError(f"{path}: is there already; choose another name, or overwrite it")
+            raise ExportError(f"{path}: is there already; choose another name, or overwrite it (--overwrite)")
     temporary = tuple(documents.temporary_name(path) for path in made)
     try:
         if chosen is Rows.SPECTRA and write is not _write_h5:

@@ -63,7 +63,7 @@ def export_tables(
         made = {target.with_name(f"{target.stem}.{t.name}{target.suffix}"): t for t in tables.values()}
     for path in made:
         if path.exists() and not overwrite:
-            raise ExportError(f"{path}: is there already; choose another name, or overwrite it")
+            raise ExportError(f"{path}: is there already; choose another name, or overwrite it (--overwrite)")
     for path, table in made.items():
         temporary = documents.temporary_name(path)
         try:
