@@ -222,7 +222,7 @@ def test_only_columns_without_a_miss_are_looked_at_further_back() -> None:
 def test_steps_that_replace_the_weights_are_those_of_the_median(seed: int, tmp_path: Path) -> None:
     draw = np.random.default_rng(seed)
     names = ["a.weight", "b.weight", "c.weight"]
-    ratios = np.exp(draw.normal(-4, 2.5, (60, 3)))
+    ratios = Thresholds().update_ratio_once * np.exp(draw.normal(-0.3, 0.4, (60, 3)))
     run = write_synthetic(
         tmp_path / "run",
         dict.fromkeys(names, [0.1] * 60),
