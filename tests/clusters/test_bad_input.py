@@ -99,6 +99,7 @@ def test_a_second_launch_at_once_is_refused_and_a_later_one_is_an_attempt(tmp_pa
         assert code != 0
         assert "is still being written by process" in said
         assert "(attempt 0); choose another --out" in said
+        assert "next: backlight report" not in said  # nothing of the other launch's run
         assert first.poll() is None
         assert backlight.open_run(tmp_path / "run").status is RunStatus.RUNNING
     finally:

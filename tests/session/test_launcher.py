@@ -42,6 +42,17 @@ def watched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return python(folder, "-m", "backlight", "run", "--out", "run", *arguments)
 
 
+def test_a_folder_that_is_refused_is_one_line_before_the_script_begins(tmp_path: Path) -> None:
+    write(tmp_path, "print('begun')\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    refused = watched(tmp_path, "train.py")
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    assert refused.stderr.startswith("backlight: run: ")
+    assert refused.stderr.count("\n") == 1
+
+
 def test_output_arguments_and_exit_code_are_the_scripts_own(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 import types
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 
@@ -48,13 +48,16 @@ def launch(watch: AbstractContextManager[object], target: str, arguments: list[s
     """Run ``target`` under ``watch``, or another context, and return its exit code.
 
     An exception that nobody caught is printed as Python prints it, without frames of ours. An
-    interrupt ends this process by the same signal, after the run is closed.
+    interrupt ends this process by the same signal, after the run is closed. What ``watch`` refuses when it
+    is entered is no error of the script's, which has not begun: it is raised as it is.
     """
     sys.argv = [target, *arguments]
     code = 0
     interrupted = False
+    entered = ExitStack()
+    entered.enter_context(watch)
     try:
-        with watch:
+        with entered:
             _execute(target, module=module)
     except SystemExit as leaving:
         code = _exit_code(leaving)
