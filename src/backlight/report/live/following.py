@@ -37,7 +37,7 @@ PAUSE = 0.3
 REST = 0.5
 """Rest after a reading, as a multiple of what the reading took."""
 
-LONGEST_REST = 1.0
+LONGEST_REST = 0.5
 """Seconds of rest at most: a finding must not wait for long."""
 
 PACE = 4.0
