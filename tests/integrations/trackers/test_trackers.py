@@ -378,6 +378,28 @@ def test_mlflow_uses_the_open_run(tmp_path: Path, mlflow: Any) -> None:
     assert client.get_experiment_by_name("backlight") is None
 
 
+@pytest.mark.full
+@QUIET
+def test_an_mlflow_server_that_is_not_there_is_said_soon(
+    tmp_path: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backlight.integrations.trackers import mlflow as ours
+
+    losses = train(tmp_path / "run")
+    assert losses
+    monkeypatch.setattr(ours, "ATTEMPTS", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "7")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")  # set by us: gone again after the test
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"  # taken, and nobody listens
+        with pytest.raises(
+            TrackerError, match=f"the tracker 'mlflow={address}' failed: MlflowException: API"
+        ):
+            send(open_run(tmp_path / "run"), f"mlflow={address}")
+    assert mlflow.environment_variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get() == 1
+
+
 def test_a_package_that_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if re.match(r"tensorboard(\.|$)", name)]:
         monkeypatch.delitem(sys.modules, name)

@@ -5,6 +5,7 @@ Only the client with explicit run ids is used: the active run of a thread is the
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ EXPERIMENT = "backlight"
 
 BATCH = 1000
 """Metrics that a call may carry at most, by MLflow's own limit."""
+
+ATTEMPTS = "3"
+"""How often a server is asked again when a stored run is sent, unless MLflow is set otherwise."""
 
 _TAG = 5000
 
@@ -74,6 +78,9 @@ def open_mlflow(target: str, run: Tracked, active: Any) -> _Run:
 
     if active is not None:
         return _Run(MlflowClient(), str(active), own=False)
+    if not run.live:
+        # Somebody waits at a terminal: MLflow's own seven attempts at an absent server take minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", ATTEMPTS)
     client = MlflowClient(tracking_uri=_uri(target) if target else None)
     known = client.get_experiment_by_name(EXPERIMENT)
     experiment = known.experiment_id if known is not None else client.create_experiment(EXPERIMENT)
