@@ -110,12 +110,18 @@ class Reducing:
         self._off = True
 
     def _run(self) -> None:
+        step = 0
         try:
             while (given := self._waiting.get()) is not None:
+                step = given[0]
                 self._together(*given)
         except Exception as error:  # noqa: BLE001 - the user's training is sacred
             self._off = True
-            self._notices.trouble(error, LOST)
+            gone = RuntimeError(
+                f"the process group was destroyed before step {step} was joined; the reader joins it, and what "
+                "comes after it, from what the ranks stored"
+            )
+            self._notices.trouble(error if _initialised() else gone, LOST)
 
     def _together(
         self, step: int, records: tuple[ParameterRecord, ...], norms: Any, measured: Any, place: float

@@ -1,0 +1,35 @@
+"""What is said when the norm over all ranks can be joined no longer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from backlight.session.config import Settings
+from backlight.session.reducing import Reducing
+
+
+@pytest.mark.parametrize(
+    ("up", "words"), [(False, "the process group was destroyed before step 4 was joined"), (True, "planted")]
+)
+def test_a_destroyed_group_is_told_as_such(monkeypatch: pytest.MonkeyPatch, up: bool, words: str) -> None:
+    told: list[str] = []
+    notices: Any = SimpleNamespace(trouble=lambda error, what: told.append(f"{what}: {error}"))
+    reducing = Reducing(Settings.of({"reduce": True, "every": 2}), notices, launched=True)
+
+    def gather(*args: object, **more: object) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(dist, "gather_object", gather)
+    monkeypatch.setattr(dist, "is_initialized", lambda: up)
+    reducing._size, reducing._rank, reducing._group = 2, 0, object()
+    reducing.submit(3, (), np.zeros((1, 8)), np.zeros((1, 8)), 1.0)  # no rank joins an odd step
+    reducing.submit(4, (), np.zeros((1, 8)), np.zeros((1, 8)), 1.0)
+    reducing._run()
+    (said,) = told
+    assert said.startswith("the norm over all ranks while the training runs: ")
+    assert words in said
