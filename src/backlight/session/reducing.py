@@ -118,8 +118,8 @@ class Reducing:
         except Exception as error:  # noqa: BLE001 - the user's training is sacred
             self._off = True
             gone = RuntimeError(
-                f"the process group was destroyed before step {step} was joined; the reader joins it, and what "
-                "comes after it, from what the ranks stored"
+                f"the process group was destroyed before step {step} was joined; the reader joins it, and "
+                "what comes after it, from what the ranks stored"
             )
             self._notices.trouble(error if _initialised() else gone, LOST)
 

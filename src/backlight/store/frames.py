@@ -217,10 +217,10 @@ def join_ranks(
         ]
         mask_SG = np.logical_and.reduce([mask for mask, _, _ in chosen])
         if len(shards) > 1:
-            mask_SG &= _together(np.stack([places for _, _, places in chosen]))
+            mask_SG &= _together([places for _, _, places in chosen])
         measured[:, at_G] = mask_SG
         for column, schema_column in kinds.items():
-            joined = _join(np.stack([columns[column] for _, columns, _ in chosen]), schema_column.join)
+            joined = _join([columns[column] for _, columns, _ in chosen], schema_column.join)
             out[column][:, at_G] = np.where(mask_SG, joined, 0 if schema_column.integer else np.nan)
     return Block(steps, out, measured, seen)
 
@@ -329,7 +329,9 @@ def _agreed(
     """
     measured = blocks[0].measured[:, at_G]
     values = {name: column[:, at_G] for name, column in blocks[0].columns.items()}
-    places = np.broadcast_to(places_RS[0][:, None], measured.shape).copy()
+    places = np.broadcast_to(places_RS[0][:, None], measured.shape)
+    if len(blocks) > 1:
+        places = places.copy()
     agree = np.ones_like(measured)
     for block, theirs in zip(blocks[1:], places_RS[1:], strict=True):
         mask = block.measured[:, at_G]
@@ -350,20 +352,29 @@ def _same(one: Array, other: Array) -> Mask:
     return np.isclose(one, other, rtol=AGREE, atol=0.0, equal_nan=True)
 
 
-def _together(places: Array) -> Mask:
-    """Tell where all parts ``[parts, S, G]`` were at the same place, as far as their ranks have said."""
-    known = np.isfinite(places)
-    highest = np.where(known, places, -np.inf).max(axis=0)
-    lowest = np.where(known, places, np.inf).min(axis=0)
-    return np.asarray(highest <= lowest) | ~known.any(axis=0)
+def _together(places: Sequence[Array]) -> Mask:
+    """Tell where all parts, ``[S, G]`` each, were at the same place, as far as their ranks have said."""
+    highest = np.full(places[0].shape, -np.inf)
+    lowest = np.full(places[0].shape, np.inf)
+    for place in places:  # one after the other: a stack of many ranks is larger than any cache
+        np.fmax(highest, place, out=highest)  # a NaN, of a rank that has not said it, counts for nothing
+        np.fmin(lowest, place, out=lowest)
+    return np.asarray(highest <= lowest)  # also where nobody has said any: -inf and inf
 
 
-def _join(values_RS: Array, join: Join) -> Array:
-    if join is Join.MAX:
-        return np.asarray(np.maximum.reduce(values_RS))
-    if join is Join.SUM:
-        return np.asarray(np.add.reduce(values_RS))
+def _join(values: Sequence[Array], join: Join) -> Array:
+    out = values[0].copy()
+    if join in {Join.MAX, Join.SUM}:
+        merge = np.maximum if join is Join.MAX else np.add
+        for other in values[1:]:
+            merge(out, other, out=out)
+        return out
     # hypot instead of squares: a norm near the largest float must not become infinite here.
     # To hypot an infinity hides a NaN; to the norm of the whole it does not.
+    undefined = np.isnan(out)
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.where(np.isnan(values_RS).any(axis=0), np.nan, np.hypot.reduce(values_RS))
+        for other in values[1:]:
+            undefined |= np.isnan(other)
+            np.hypot(out, other, out=out)
+    out[undefined] = np.nan
+    return out
