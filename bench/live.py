@@ -4,7 +4,7 @@ A run of many steps and parameters is written; its static page is opened in head
 from top to bottom, frame by frame. Then the same is done with the live page, while further steps are written
 and the page follows them. Frame times are those that ``requestAnimationFrame`` sees while the page is
 scrolled; a long task is one that holds the page for more than 50 ms. Last a NaN is written, and the time
-until the page shows the finding is taken.
+until the page shows the finding is taken. Judging alone is timed in the processor's seconds.
 
     python bench/live.py --blocks 42 --steps 10000
 """
@@ -29,8 +29,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "report"))
 from growing import Growing
 from synthetic import Plan
 
+from backlight.session.judge import findings_of
 from backlight.session.live import Live, followed
 from backlight.session.reporting import write_html
+from backlight.store.following import Follower
 
 FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -117,6 +119,17 @@ def late(seen: dict[str, Any]) -> float:
     return float(ordered[int(0.99 * (len(ordered) - 1))])
 
 
+def judged(run: Growing) -> list[float]:
+    """Return the processor's seconds that judging took at the first look, and at later ones."""
+    follow, seconds = Follower(), []
+    for _ in range(5):
+        begun = time.process_time()
+        findings_of(follow(run.path))
+        seconds.append(time.process_time() - begun)
+        run.steps(5)
+    return [seconds[0], median(seconds[1:])]
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(
@@ -130,6 +143,7 @@ def main() -> None:
         run = Growing(Path(folder) / "run", Plan(steps=options.steps + 4000, blocks=options.blocks))
         run.steps(options.steps)
         report = write_html(run.path, Path(folder) / "report.html")
+        first, later = judged(run)
         live = Live(followed([run.path]))
         served = threading.Thread(target=live.run)
         served.start()
@@ -181,6 +195,9 @@ def main() -> None:
         row("time in long tasks", sum(static["tasks"]), sum(followed_page["tasks"]), "ms")
         row("elements of the page", static["nodes"], followed_page["nodes"], "")
         Console().print(table)
+        print(
+            f"judging it took {first:.2f} s of the processor at the first look, {later:.2f} s at later ones"
+        )
         print(f"a NaN that was just written is a finding on the page after {found:.2f} s")
         print(f"panels of the live page that were brought up to date meanwhile: {drawn}")
 
