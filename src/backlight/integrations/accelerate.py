@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from backlight.integrations.hosted import Hosted, OnEnd
+from backlight.integrations.hosted import Hosted, Hosting, OnEnd
 from backlight.integrations.versions import require
 
 VERSION = require("accelerate", "accelerate")
@@ -22,12 +22,11 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
-    from backlight.records import Finding
     from backlight.session.geometry import Samples
     from backlight.session.watch import Watch
 
 
-class AcceleratedWatch:
+class AcceleratedWatch(Hosting):
     """One watched loop, made by :func:`watch`; nothing of it raises inside the loop."""
 
     def __init__(
@@ -70,21 +69,6 @@ class AcceleratedWatch:
     def log(self, step: int | None = None, **scalars: Any) -> None:
         """Record numbers of your own at the current step, on every rank."""
         self._hosted.log(scalars, step=step)
-
-    @property
-    def watch(self) -> Watch | None:
-        """The watch itself; None where it could not begin."""
-        return self._hosted.watch
-
-    @property
-    def run(self) -> Path | None:
-        """The run folder."""
-        return None if self.watch is None else self.watch.path
-
-    @property
-    def findings(self) -> list[Finding]:
-        """What the rules say of the run as it stands."""
-        return self._hosted.findings
 
 
 def watch(

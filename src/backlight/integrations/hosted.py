@@ -195,6 +195,27 @@ def _is_number(value: Any) -> bool:
     return True
 
 
+class Hosting:
+    """What every framework's own object tells of the watch behind it, ``_hosted``."""
+
+    _hosted: Hosted
+
+    @property
+    def watch(self) -> Watch | None:
+        """The watch of the training that is under way, else of the last one; None where none began."""
+        return self._hosted.watch
+
+    @property
+    def run(self) -> Path | None:
+        """The run folder; None where no watch began."""
+        return None if self.watch is None else self.watch.path
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the rules say of the run as it stands."""
+        return self._hosted.findings
+
+
 def _close_at_exit(hosted: Hosted) -> None:
     """Close the run of a training that was left without the framework saying so."""
     reference = weakref.ref(hosted)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backlight.integrations.hosted import Hosted, OnEnd
+from backlight.integrations.hosted import Hosted, Hosting, OnEnd
 from backlight.integrations.versions import require
 
 VERSION = require("transformers", "huggingface")
@@ -19,12 +18,10 @@ from transformers import Trainer, TrainerCallback  # noqa: E402 - only once it i
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from backlight.records import Finding
     from backlight.session.geometry import Samples
-    from backlight.session.watch import Watch
 
 
-class BacklightCallback(TrainerCallback):
+class BacklightCallback(Hosting, TrainerCallback):
     """Watches every ``train`` of the Trainer that it is given to.
 
     The Trainer sets gradients to None before ``on_step_end``, and clips them before
@@ -66,21 +63,6 @@ class BacklightCallback(TrainerCallback):
         )
         self._trainer: weakref.ref[Any] | None = None
         _tell_of_training()
-
-    @property
-    def watch(self) -> Watch | None:
-        """The watch of the training that is under way, else of the last one; None before the first."""
-        return self._hosted.watch
-
-    @property
-    def run(self) -> Path | None:
-        """The run folder; None before the first training."""
-        return None if self.watch is None else self.watch.path
-
-    @property
-    def findings(self) -> list[Finding]:
-        """What the rules say of the run as it stands."""
-        return self._hosted.findings
 
     # Hooks, called by the Trainer on every rank
 

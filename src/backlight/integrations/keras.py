@@ -9,10 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backlight.integrations.hosted import Hosted, OnEnd
+from backlight.integrations.hosted import Hosted, Hosting, OnEnd
 from backlight.integrations.versions import FrameworkError, require
 
 VERSION = require("keras", "keras")
@@ -35,12 +34,10 @@ if keras.backend.backend() != "torch":
     )
 
 if TYPE_CHECKING:
-    from backlight.records import Finding
     from backlight.session.geometry import Samples
-    from backlight.session.watch import Watch
 
 
-class BacklightCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+class BacklightCallback(Hosting, keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
     """Watches every ``fit`` that it is given to.
 
     Gradients are taken as backward left them, before Keras clips or accumulates them inside its optimizer.
@@ -81,21 +78,6 @@ class BacklightCallback(keras.callbacks.Callback):  # type: ignore[misc]  # Kera
         )
         self._shadow: _Shadow | None = None
         _tell_of_fits()
-
-    @property
-    def watch(self) -> Watch | None:
-        """The watch of the fit that is under way, else of the last one; None before the first."""
-        return self._hosted.watch
-
-    @property
-    def run(self) -> Path | None:
-        """The run folder; None before the first fit."""
-        return None if self.watch is None else self.watch.path
-
-    @property
-    def findings(self) -> list[Finding]:
-        """What the rules say of the run as it stands."""
-        return self._hosted.findings
 
     # Hooks, called by Keras
 

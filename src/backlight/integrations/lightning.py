@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backlight.integrations.hosted import Hosted, OnEnd
+from backlight.integrations.hosted import Hosted, Hosting, OnEnd
 from backlight.integrations.versions import require
 
 _OTHER = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
@@ -23,12 +22,10 @@ else:
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 if TYPE_CHECKING:
-    from backlight.records import Finding
     from backlight.session.geometry import Samples
-    from backlight.session.watch import Watch
 
 
-class BacklightCallback(Callback):
+class BacklightCallback(Hosting, Callback):
     """Watches every ``fit`` of the trainer that it is given to.
 
     Gradients are taken as backward left them: after accumulation and unscaling, before clipping and
@@ -71,21 +68,6 @@ class BacklightCallback(Callback):
         )
         self._logged: dict[str, Any] = {}
         self._step = 0
-
-    @property
-    def watch(self) -> Watch | None:
-        """The watch of the fit that is under way, else of the last one; None before the first."""
-        return self._hosted.watch
-
-    @property
-    def run(self) -> Path | None:
-        """The run folder; None before the first fit."""
-        return None if self.watch is None else self.watch.path
-
-    @property
-    def findings(self) -> list[Finding]:
-        """What the rules say of the run as it stands."""
-        return self._hosted.findings
 
     # Hooks, called by Lightning on every rank
 

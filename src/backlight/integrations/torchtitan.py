@@ -8,11 +8,10 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from backlight.integrations.hosted import Hosted, OnEnd
+from backlight.integrations.hosted import Hosted, Hosting, OnEnd
 from backlight.integrations.versions import require
 
 VERSION = require("torchtitan", "torchtitan")
@@ -21,12 +20,10 @@ VERSION = require("torchtitan", "torchtitan")
 if TYPE_CHECKING:
     from torch import nn
 
-    from backlight.records import Finding
     from backlight.session.geometry import Samples
-    from backlight.session.watch import Watch
 
 
-class TitanWatch:
+class TitanWatch(Hosting):
     """One watched training, made by :func:`watch`; nothing of it raises inside the training."""
 
     def __init__(self, trainer: Any, parts: list[nn.Module], optimizers: Any, step: int, hosted: Hosted):
@@ -66,21 +63,6 @@ class TitanWatch:
     def log(self, step: int | None = None, **scalars: Any) -> None:
         """Record numbers of your own at the current step."""
         self._hosted.log(scalars, step=step)
-
-    @property
-    def watch(self) -> Watch | None:
-        """The watch itself; None before it began, and where it could not."""
-        return self._hosted.watch
-
-    @property
-    def run(self) -> Path | None:
-        """The run folder; None before the watch began."""
-        return None if self.watch is None else self.watch.path
-
-    @property
-    def findings(self) -> list[Finding]:
-        """What the rules say of the run as it stands."""
-        return self._hosted.findings
 
     def _begin(self, step: int) -> None:
         name = type(self._parts[0]).__name__.removeprefix("FSDP") if self._parts else "training"

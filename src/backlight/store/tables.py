@@ -16,6 +16,7 @@ import numpy.typing as npt
 from backlight.records import Finding, to_json
 from backlight.store import documents
 from backlight.store.chunks import Chunk
+from backlight.store.export import scalar_chunks
 from backlight.store.export_spectra import COLUMNS as SPECTRA_COLUMNS
 from backlight.store.export_spectra import FLOATS as SPECTRA_FLOATS
 from backlight.store.export_spectra import TEXTS as SPECTRA_TEXTS
@@ -153,29 +154,14 @@ def _steps(run: Run) -> Table:
 
 
 def _scalars(run: Run) -> Table:
-    def chunks(_wanted: Collection[str]) -> Iterator[Chunk]:
-        for attempt in run.attempts:
-            for source in ("backlight", "user"):
-                for name in run.scalar_names(source):
-                    scalar = run.scalar(name, source, attempt=attempt.index)
-                    S = len(scalar.steps)
-                    columns: dict[str, npt.NDArray[Any]] = {
-                        "step": scalar.steps,
-                        "attempt": np.full(S, attempt.index, dtype=np.int64),
-                        "source": np.full(S, source, dtype=object),
-                        "name": np.full(S, storable(name), dtype=object),
-                        "value": scalar.values,
-                        "unit": np.full(S, scalar.unit, dtype=object),
-                    }
-                    yield Chunk(columns, {column: np.zeros(S, dtype=bool) for column in columns})
-
     own = (
         TableColumn("source", TEXT, "", "backlight or user"),
         TableColumn("name", TEXT),
         TableColumn("value", FLOAT, "", "in the unit beside it"),
         TableColumn("unit", TEXT),
     )
-    return Table("scalars", "one row per attempt, step and scalar", (_STEP, _ATTEMPT, *own), chunks)
+    about = "one row per attempt, step and scalar"
+    return Table("scalars", about, (_STEP, _ATTEMPT, *own), lambda _wanted: scalar_chunks(run))
 
 
 def _events(run: Run) -> Table:
