@@ -158,6 +158,13 @@ def test_version(command: Run) -> None:
     assert command("--version")[1] == f"backlight {backlight.__version__}\n"
 
 
+def test_commands_are_registered_once_however_often_main_is_called(command: Run) -> None:
+    command("--version")
+    before = len(application.app.registered_commands), len(application.app.registered_groups)
+    command("--version")
+    assert (len(application.app.registered_commands), len(application.app.registered_groups)) == before
+
+
 def test_the_surface_is_frozen() -> None:
     application._load()
     commands = typer.main.get_command(application.app).commands

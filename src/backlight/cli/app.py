@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -49,7 +50,9 @@ def options(
     context.obj = {"traceback": traceback, "version": version}
 
 
+@functools.cache
 def _load() -> None:
+    # Once: a process that calls `main` again would otherwise register every command again.
     for module in pkgutil.iter_modules(commands.__path__):
         importlib.import_module(f"{commands.__name__}.{module.name}").add_to(app)
     for command in app.registered_commands:
