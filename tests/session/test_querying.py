@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,16 @@ def test_the_command(command: Command, path: Path, tmp_path: Path) -> None:
     assert errors.count("\n") == 1
     assert "give one SELECT" in command("query", path)[2]
     assert "exclude one another" in command("query", path, "select 1", "--json", "--csv")[2]
+
+
+@pytest.mark.parametrize(
+    "statement", ["select * from scalars limit 2", "select * from gradient where norm > 0"]
+)
+def test_the_process_ends_where_not_all_rows_were_read(path: Path, statement: str) -> None:
+    asking = [sys.executable, "-m", "backlight", "query", str(path), statement, "--rows", "1"]
+    asked = subprocess.run(asking, capture_output=True, text=True, timeout=60, check=False)
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert "the first 1 rows" in asked.stdout
 
 
 def test_files_are_csv_or_parquet(run: Run, tmp_path: Path) -> None:

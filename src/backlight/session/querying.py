@@ -110,10 +110,40 @@ def _in_words(said: str, statement: str, known: Mapping[str, Table]) -> str:
     return f"{first} - {there}"
 
 
+@dataclass(frozen=True)
+class _Scan:
+    """One scan of a view, read as DuckDB asks for rows.
+
+    A scanner of Arrow reads ahead in threads of its own, also where a statement with a LIMIT is done: they
+    still ran Python when the interpreter ended, which aborts the process.
+    """
+
+    table: Table
+    wanted: set[str]
+    columns: list[str]
+    filter: Any
+
+    def to_reader(self) -> Any:
+        """Return the reader of the batches."""
+        import pyarrow as pa  # noqa: PLC0415 - an optional library
+
+        whole = schema_of(self.table, self.wanted)
+        schema = pa.schema([whole.field(name) for name in self.columns])
+        return pa.RecordBatchReader.from_batches(schema, self._kept())
+
+    def _kept(self) -> Iterator[Any]:
+        import pyarrow as pa  # noqa: PLC0415 - an optional library
+
+        for batch in batches(self.table, self.wanted):
+            rows = pa.Table.from_batches([batch])
+            if self.filter is not None:
+                rows = rows.filter(self.filter)
+            yield from rows.select(self.columns).to_batches()
+
+
 def _view(table: Table) -> Any:
     """Return what DuckDB takes for an Arrow dataset; it asks for the columns and the filter of each scan."""
-    import pyarrow as pa  # noqa: PLC0415 - an optional library
-    import pyarrow.dataset as ds  # noqa: PLC0415
+    import pyarrow.dataset as ds  # noqa: PLC0415 - an optional library
 
     class View(ds.Dataset):  # type: ignore[misc]  # pyarrow has no types
         def __init__(self) -> None:  # nothing of the base class is used but its name
@@ -127,9 +157,7 @@ def _view(table: Table) -> Any:
             chosen = list(table.names if columns is None else columns)
             # A name that stands in the filter only by chance costs a column, nothing else.
             wanted = {n for n in table.names if n in chosen or (filter is not None and n in str(filter))}
-            schema = schema_of(table, wanted)
-            reader = pa.RecordBatchReader.from_batches(schema, batches(table, wanted))
-            return ds.Scanner.from_batches(reader, columns=chosen, filter=filter)
+            return _Scan(table, wanted, chosen, filter)
 
     return View()
 
