@@ -29,7 +29,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-LIGHT = ("--set", "measures.vectors=0", "--set", "measures.window=0")
+LIGHT = ("--set", "measures.vectors=0", "--set", "measures.window=0", "--set", "measures.gram=25")
 SMALL = ("--set", "keeping.disk_free=0", "--set", "keeping.flush_seconds=0.2")
 
 
@@ -62,6 +62,7 @@ def test_a_run_from_start_to_export(command: Run, tmp_path: Path) -> None:
         50,
         "--set",
         "training.log_every=25",
+        *LIGHT,
         *SMALL,
         "--out",
         path,

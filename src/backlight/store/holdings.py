@@ -18,9 +18,14 @@ from backlight.store.segments import current
 _TRIES = 3
 
 
-def infos(opened: Sequence[OpenedAttempt], losses: dict[str, None]) -> list[ArrayInfo]:
-    """Return the descriptions of all stored arrays, oldest first; what cannot be read goes to ``losses``."""
-    return [stack.info for one in opened for _, stack in _stacks(one, None, losses, values=False)]
+def infos(
+    opened: Sequence[OpenedAttempt], losses: dict[str, None], name: str | None = None
+) -> list[ArrayInfo]:
+    """Return the descriptions of the stored arrays, or of one, oldest first.
+
+    What cannot be read goes to ``losses``.
+    """
+    return [stack.info for one in opened for _, stack in _stacks(one, name, losses, values=False)]
 
 
 def values(

@@ -325,7 +325,7 @@ class Run:
         KeyError
             If there is no array of that name.
         """
-        found = [info for info in holdings.infos(self._opened, self._lost) if info.name == storable(name)]
+        found = holdings.infos(self._opened, self._lost, storable(name))
         if not found:
             raise KeyError(
                 f"no array is called {name!r}; there are {', '.join(self.array_names()) or 'none'}"
