@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from backlight.session.likeness import differences
+from backlight.session.own_session import run_in_own_session
 from backlight.steptime.differences import STEP, TimeComparison, compare_pairs
 from backlight.steptime.recorded import read_phases
 from backlight.store.reader import RunFormatError, open_run
@@ -161,29 +159,18 @@ def _run(command: str, line: Callable[[Path, int], list[str]], out: Path, steps:
         If it fails or takes too long.
     """
     began = time.monotonic()
-    process = subprocess.Popen(
-        line(out, steps),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
     try:
-        said, _ = process.communicate(timeout=limit)
+        done = run_in_own_session(
+            line(out, steps), limit=limit, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
     except subprocess.TimeoutExpired:
-        _end(process)
         raise AlternatingError(
             f"{command!r}: did not finish {steps} steps in {limit:g} s; raise --limit or lower --steps"
         ) from None
-    except BaseException:
-        _end(process)
-        raise
-    if process.returncode:
+    if done.returncode:
         raise AlternatingError(
-            f"{command!r}: ended with exit code {process.returncode} after {time.monotonic() - began:.1f} s: "
-            f"{last_words(said)}"
+            f"{command!r}: ended with exit code {done.returncode} after {time.monotonic() - began:.1f} s: "
+            f"{last_words(done.stdout)}"
         )
 
 
@@ -192,13 +179,6 @@ def last_words(said: str) -> str:
     lines = [line for line in said.strip().splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b", line)]
     return (errors[-1] if errors else " | ".join(lines[-LINES_SHOWN:])) or "it printed nothing"
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a command with everything that it started: it leads a session of its own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()  # wait, and close the pipe
 
 
 def _medians(command: str, out: Path) -> tuple[dict[str, float], str]:

@@ -5,10 +5,8 @@ No torch here: it is imported by those processes.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from backlight.session.own_session import run_in_own_session
 from backlight.session.recipe import RecipeError, parse_value
 from backlight.steptime.scaling import Exponent, PowerLaw, ScalingError, fit
 
@@ -177,40 +176,22 @@ def sweep(
 
 
 def _ask(request: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """Answer one size in a process of its own, which leads a session so that all of it can be ended."""
+    """Answer one size in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="backlight-sweep-") as folder:
         question, out = Path(folder) / "request.json", Path(folder) / "answer.json"
         question.write_text(json.dumps(request), encoding="utf-8")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "backlight.session.scaling_point", str(question), str(out)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", "backlight.session.scaling_point", str(question), str(out)]
         try:
-            _, said = process.communicate(timeout=limit)
+            done = run_in_own_session(command, limit=limit, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         except subprocess.TimeoutExpired:
-            _end(process)
             return {"status": "did not finish", "message": f"not within {limit:g} s (--limit)"}
-        except BaseException:
-            _end(process)
-            raise
         if out.is_file():
             known = {f for f in Point.__dataclass_fields__ if f != "settings"}
             return {k: v for k, v in json.loads(out.read_text(encoding="utf-8")).items() if k in known}
-        if process.returncode == -signal.SIGKILL:
+        if done.returncode == -signal.SIGKILL:
             return {"status": OUT_OF_MEMORY, "message": "the system ended the process (SIGKILL)"}
-        last = said.strip().splitlines()[-1:] or ["it said nothing"]
-        return {"status": "failed", "message": f"ended with exit code {process.returncode}: {last[0]}"}
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()  # wait, and close the pipe
+        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        return {"status": "failed", "message": f"ended with exit code {done.returncode}: {last[0]}"}
 
 
 def _laws(points: Sequence[Point]) -> tuple[list[PowerLaw], list[str]]:
