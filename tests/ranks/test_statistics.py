@@ -104,6 +104,8 @@ def test_joined_statistics_are_those_of_the_whole_batch(way: str, ranks: int, fo
         fingerprint = run.fingerprint()
         assert fingerprint is not None
         assert fingerprint.parameter_count == elements
+        # No way of splitting a model makes it another one: runs of two ways can be compared.
+        assert set(fingerprint.modules) == {(n, type(m).__name__) for n, m in expected.model.named_modules()}
     if "clipped" in way:
         np.testing.assert_allclose(run.scalar("clip/norm").values, expected.total, rtol=tolerance)
         assert set(run.scalar("clip/factor").values) == {1.0}

@@ -116,6 +116,7 @@ def test_unlike_runs_show_reasons_and_no_numbers(tmp_path: Path) -> None:
         ),
         ({"module_hash": "x"}, "the same names and types, but other shapes"),
         ({"arguments": ("--lr", "0.1")}, "argument --layers 24 against not given"),
+        ({"arguments": ("big", *PRINT.arguments)}, "^not comparable: argument 1 not given against big"),
     ],
 )
 def test_each_field_is_an_obstacle_in_words(tmp_path: Path, fields: dict[str, Any], words: str) -> None:

@@ -31,6 +31,9 @@ _WRAPPERS = {
 }
 """Wrapper classes with the attribute that holds what they wrap."""
 
+_FRONTS = frozenset({"FSDPModule", "ReplicateModule", "DDP"})
+"""Classes that ``fully_shard`` and ``replicate`` put before a module's own, in a new class of both."""
+
 
 @dataclass(frozen=True)
 class NamedParameter:
@@ -109,6 +112,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def kind_of(module: nn.Module) -> str:
+    """Return the name of a module's class: ``Linear`` also where FSDP2 has made it ``FSDPLinear``."""
+    bases = type(module).__bases__
+    return (bases[1] if len(bases) == 2 and bases[0].__name__ in _FRONTS else type(module)).__name__
+
+
 def walk(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield name and module of ``root`` and all below it in model order, wrappers looked through.
 
@@ -139,7 +148,7 @@ def named_parameters(root: nn.Module, prefix: str = "") -> Iterator[NamedParamet
             parameter = sharded.get((id(module), key), held) if sharded else held
             if parameter is not None:
                 full = f"{name}.{key}" if name else key
-                yield NamedParameter(full, parameter, name, type(module).__name__)
+                yield NamedParameter(full, parameter, name, kind_of(module))
 
 
 class Prefixes:
@@ -158,7 +167,7 @@ class Prefixes:
         lone = len(roots) == 1 and not taken
         for root in roots:
             if id(root) not in self._given:
-                prefix = "" if lone else _free(type(unwrapped(root)).__name__, taken)
+                prefix = "" if lone else _free(kind_of(unwrapped(root)), taken)
                 taken.add(prefix)
                 self._given[id(root)] = (weakref.ref(root), prefix)
         return [(self._given[id(root)][1], root) for root in roots]

@@ -14,7 +14,7 @@ import torch
 
 import backlight
 from backlight.capture.hub import HUB
-from backlight.capture.modules import holding, walk
+from backlight.capture.modules import holding, kind_of, walk
 from backlight.records import Fingerprint
 from backlight.session.ranks import place
 from backlight.store.frames import whole
@@ -30,9 +30,7 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...], batch: str = "") 
     records = scope.table.records
     rows = {id(t) for t in scope.table.tensors()}
     roots = scope.models or holding(HUB.seen.roots(), rows)
-    modules = tuple(
-        entry for root in roots for entry in ((name, type(module).__name__) for name, module in walk(root))
-    )
+    modules = tuple((name, kind_of(module)) for root in roots for name, module in walk(root))
     shape = repr([modules, [(r.name, r.shape) for r in records]])
     dtypes = Counter[str]()
     for record in map(whole, records):  # a shard is not less of a model

@@ -153,7 +153,11 @@ def _by_key(
 ) -> list[Difference]:
     absent = (wording or {}).get("absent", "none")
     return [
-        Difference(f"{field}.{key}", f"{words}{key} {a.get(key, absent)} against {b.get(key, absent)}")
+        # What stands alone is called "argument 1" already.
+        Difference(
+            f"{field}.{key}",
+            f"{words}{key.removeprefix(words)} {a.get(key, absent)} against {b.get(key, absent)}",
+        )
         for key in dict.fromkeys([*a, *b])
         if a.get(key) != b.get(key)
     ]
