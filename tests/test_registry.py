@@ -28,7 +28,7 @@ from backlight.registry import (
     Rule,
 )
 from backlight.report.page import rendered
-from backlight.report.panel import PANELS, Drawn, NotMeasured, Panel
+from backlight.report.panel import PANELS, Drawn, Failed, Panel, PanelWarning
 from backlight.report.source import Source
 from backlight.session.judge import RuleFailedWarning, judge
 from backlight.store.reader import open_run
@@ -296,9 +296,10 @@ def test_a_panel_of_a_plug_in_that_fails_leaves_the_page(
 
     write(tmp_path / "run")
     foreign(PANELS, Panel("zebra", "Stripes", 1, (), render, room="health"))
-    with pytest.warns(PlugInWarning, match="panel 'zebra' is left out: the plug-in 'strange' of strangers 1"):
+    said = r"Panel 'zebra' could not be drawn: the plug-in 'strange' of strangers 1\.2 failed"
+    with pytest.warns(PanelWarning, match=said):
         panels = {panel.name: result for panel, result in rendered(Source(open_run(tmp_path / "run")))}
     gap = panels.pop("zebra")
-    assert isinstance(gap, NotMeasured)
+    assert isinstance(gap, Failed)
     assert "the plug-in 'strange' of strangers 1.2 failed: " in gap.reason.lower()
     assert any(isinstance(result, Drawn) for result in panels.values())

@@ -16,8 +16,11 @@ from selenium.webdriver.common.keys import Keys
 from synthetic import Plan, finding, health_of, write_run
 
 from backlight.records import Evidence, Finding, Made, Severity
+from backlight.report import page as pages
 from backlight.report.overlay import write_overlay
 from backlight.report.page import render_page, write_page, write_report
+from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
+from backlight.report.source import Source
 from backlight.report.text import number
 from backlight.session.overlaying import as_page, overlay
 from backlight.session.reporting import source_of
@@ -368,6 +371,25 @@ def test_a_run_without_anything_says_so_and_draws_no_empty_chart(show: Open, tmp
     assert driver.find_elements(By.ID, "heat-map") == []
     charts = driver.find_elements(By.CSS_SELECTOR, ".uplot")
     assert len(charts) == 2
+
+
+def test_a_panel_that_failed_says_so_in_its_place(
+    show: Open, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(source: Source) -> Drawn:
+        raise LookupError("no <b>column</b>")
+
+    known = [panel for panel in in_order() if panel.name in {"total_norm", "parameters"}]
+    monkeypatch.setattr(
+        pages, "in_order", lambda: [known[0], Panel("wrong", "Wrong", 2, (), failing), known[1]]
+    )
+    with pytest.warns(PanelWarning, match="LookupError"):
+        driver = show(write_report(run, [], tmp_path / "report.html"))
+    titles = [head.text for head in driver.find_elements(By.CSS_SELECTOR, ".panel h2")]
+    assert titles == [known[0].title, "Wrong", known[1].title]
+    said = driver.find_element(By.CSS_SELECTOR, "#panel-wrong .empty").text
+    assert said == "Panel 'wrong' could not be drawn: LookupError: no <b>column</b>."
+    assert driver.find_elements(By.CSS_SELECTOR, "#panel-total_norm .uplot")
 
 
 def test_many_findings_of_one_rule_are_folded(show: Open, tmp_path: Path, run: Run) -> None:

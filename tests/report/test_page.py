@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 from synthetic import Plan, finding, health_of, write_run
 
+from backlight.cli.app import main
+from backlight.report import page as pages
 from backlight.report.page import render_page, write_report
+from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
 from backlight.report.source import Source
 
 HOSTILE = "</script><img src=x onerror=window.owned=1><!--"
@@ -210,3 +213,51 @@ def test_the_vendored_library_carries_its_licence() -> None:
     head = (vendor / "uPlot.iife.min.js").read_text()[:200]
     assert re.search(r"https://github.com/leeoniya/uPlot \(v\d+\.\d+\.\d+\)", head)
     assert "MIT" in (vendor / "LICENSE.uplot").read_text()
+
+
+def failing(source: Source) -> Any:
+    raise LookupError(f"no such column in {source.run.name}")
+
+
+WRONG = {
+    "raises": (failing, "LookupError: no such column in synthetic."),
+    "gives_a_list": (lambda source: [], "TypeError: it returned list, not Drawn or NotMeasured."),
+    "draws_an_object": (lambda source: Drawn("lines", {"values": object()}), "TypeError: "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_panel_that_fails_is_named_in_its_place_and_the_others_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    render, why = WRONG[name]
+    wrong = Panel(name, "Wrong", 1, (), render, room="spectra")  # a room that did not watch
+    known = in_order()
+    run = write_run(tmp_path / "run", Plan(steps=5))
+    whole = model_of(render_page(Source(run)))["panels"]
+    monkeypatch.setattr(pages, "in_order", lambda: [wrong, *known])
+    with pytest.warns(PanelWarning, match=f"Panel '{name}' could not be drawn: {re.escape(why)}"):
+        model = model_of(render_page(Source(run)))
+    assert model["panels"][1:] == whole
+    gap = model["panels"][0]
+    assert gap["missing"].startswith(f"Panel '{name}' could not be drawn: {why}")
+    assert any(said["reason"] == gap["missing"] for said in model["verdict"]["unmeasured"])
+
+
+def test_the_command_writes_the_report_and_tells_what_is_missing_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    known = in_order()
+    wrong = Panel("raises", "Wrong", 1, (), failing)
+    run = write_run(tmp_path / "run", Plan(steps=5))
+    monkeypatch.setattr(pages, "in_order", lambda: [wrong, *known])
+    plots = tmp_path / "plots"
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["report", str(run.path), "--plots", str(plots)])
+    out, err = capfd.readouterr()
+    told = "backlight: Panel 'raises' could not be drawn: LookupError: no such column in synthetic."
+    assert err.splitlines().count(told) == 1
+    assert "Traceback" not in err
+    assert out.splitlines()[0] == str(run.path / "report.html")
+    assert told.partition("Panel ")[2] in (run.path / "report.html").read_text()
+    assert (plots / "total_norm.svg").is_file()

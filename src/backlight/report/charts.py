@@ -83,8 +83,10 @@ def chart(
         present.append(there)
     kept = keep(columns, present, max(64, numbers // (len(lines) + 1)))
     drawn = []
-    for line, column, there in zip(lines, columns, present, strict=True):
+    for place, (line, column, there) in enumerate(zip(lines, columns, present, strict=True)):
         values = column[kept]
+        beneath = zip(lines[:place], columns, present, strict=False)
+        covered = [line.axis == other.axis and _covers(column, there, *its) for other, *its in beneath]
         without = np.flatnonzero(there[kept] & ~np.isfinite(values))
         drawn.append(
             {
@@ -92,6 +94,7 @@ def chart(
                 "axis": line.axis,
                 "style": line.style,
                 "tone": line.tone,
+                "over": sum(covered) if line.style == "line" else 0,
                 "downTo": line.down_to,
                 "values": np.where(np.isfinite(values), values, np.nan),
                 "odd": without[:0] if line.gaps else without,
@@ -111,6 +114,17 @@ def chart(
         ],
         "across": across,
     }
+
+
+def _covers(
+    column: NDArray[np.float64],
+    there: NDArray[np.bool_],
+    other: NDArray[np.float64],
+    others: NDArray[np.bool_],
+) -> bool:
+    """Tell whether a line would hide another one: equal at most of the steps that both have."""
+    both = there & others
+    return 2 * int(np.count_nonzero(column[both] == other[both])) > int(np.count_nonzero(both))
 
 
 def _axis(axis: Axis) -> dict[str, Any]:

@@ -44,52 +44,32 @@ def write_overlay(page: OverlayPage, target: Path) -> Path:
 def content(page: OverlayPage) -> dict[str, Any]:
     """Return the page in the form of a run's, so that the same drawers show it."""
     kinds = {"Learning curves": _curves, "Progress measures": _progress, "Geometry of gradients": _rest}
-    panels: list[dict[str, Any]] = [
-        {
-            "name": "runs",
-            "title": "Runs",
-            "note": "",
-            "kind": "listing",
-            "facts": [],
-            "remarks": [visible(remark) for remark in page.remarks],
-            "data": {
-                "name": "Runs",
-                "heads": ("run", "experiment", "control", "verdict", "memorised in", "generalised in"),
-                "figures": (),
-                "rows": [[visible(cell) for cell in row] for row in page.runs],
-            },
-        }
-    ]
+    most = max((len(of_run) for of_run in page.measures.values()), default=0)
+    heads = ("run", "experiment", "control", "verdict", "memorised in", "generalised in")
+    panels = [listing(heads, page.runs, remarks=(*page.remarks, *left_out(most)))]
     for title, belongs in kinds.items():
         chosen = {name: of_run for name, of_run in page.measures.items() if belongs(name)}
         charts = [
             drawn for name, of_run in chosen.items() if (drawn := _chart(name, of_run, page)) is not None
         ]
         if charts:
-            panels.append(
-                {
-                    "name": title.split(maxsplit=1)[0].lower(),
-                    "title": title,
-                    "note": "",
-                    "kind": "lines",
-                    "facts": [],
-                    "remarks": [],
-                    "data": {"charts": charts},
-                }
-            )
-    hidden = max((len(of_run) for of_run in page.measures.values()), default=0) - SHOWN
-    if hidden > 0:
-        panels[0]["remarks"].append(f"The first {SHOWN} runs are drawn in each chart.")
+            panels.append(part(title.split(maxsplit=1)[0].lower(), title, "lines", {"charts": charts}))
     try:
         version = importlib.metadata.version("backlight")
     except importlib.metadata.PackageNotFoundError:
         version = "(not installed)"
+    told = compared(page.title, len(page.runs), f"By {page.across}.", rooms=("grokking",))
+    return {**told, "panels": panels, "precision": "0 %", "version": version}
+
+
+def compared(name: str, runs: int, detail: str, rooms: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what a page of several runs shows beside its panels."""
     return {
-        "run": {"name": visible(page.title), "status": "compared", "rooms": ["grokking"]},
+        "run": {"name": visible(name), "status": "compared", "rooms": list(rooms)},
         "verdict": {
             "tone": "info",
-            "headline": f"{count(len(page.runs), 'run')} over each other",
-            "detail": f"By {page.across}. A difference between unlike runs is not a difference.",
+            "headline": f"{count(runs, 'run')} over each other",
+            "detail": f"{detail} A difference between unlike runs is not a difference.",
             "status": "",
             "losses": [],
             "unmeasured": [],
@@ -99,10 +79,33 @@ def content(page: OverlayPage) -> dict[str, Any]:
         "attempts": [],
         "parameters": [],
         "reasons": {},
-        "panels": panels,
-        "precision": "0 %",
-        "version": version,
     }
+
+
+def part(
+    name: str, title: str, kind: str, data: Mapping[str, Any], remarks: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return a panel of a page of several runs, for the drawer ``kind``."""
+    named = {"name": name, "title": title, "note": "", "kind": kind}
+    return {**named, "facts": [], "remarks": list(remarks), "data": dict(data)}
+
+
+def listing(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    figures: Sequence[int] = (),
+    remarks: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the table of the runs; ``figures`` are the columns that hold numbers."""
+    shown = [[visible(cell) for cell in row] for row in rows]
+    data = {"name": "Runs", "heads": tuple(heads), "figures": tuple(figures), "rows": shown}
+    return part("runs", "Runs", "listing", data, [visible(remark) for remark in remarks])
+
+
+def left_out(runs: int) -> list[str]:
+    """Return the sentence on runs that the charts leave out, if there are any."""
+    return [f"The first {SHOWN} runs are drawn in each chart."] if runs > SHOWN else []
 
 
 def _chart(name: str, of_run: Mapping[str, Series], page: OverlayPage) -> dict[str, Any] | None:

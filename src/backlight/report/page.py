@@ -17,12 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.records import Finding
+from backlight.registry import warn
 from backlight.report import verdict
 from backlight.report.encoding import PRECISION, script_json
 from backlight.report.geometry import figures_of
 from backlight.report.layers import figures_of as spectra_figures
 from backlight.report.learning import Learning
-from backlight.report.panel import Drawn, NotMeasured, Panel, in_order
+from backlight.report.panel import (
+    Drawn,
+    Failed,
+    NotMeasured,
+    Panel,
+    PanelWarning,
+    failed,
+    in_order,
+    shown,
+)
 from backlight.report.places import Place, place_of
 from backlight.report.source import Source
 from backlight.report.text import duration, number, score, visible
@@ -100,8 +110,31 @@ def write_page(text: str, target: Path) -> Path:
 
 
 def render_page(source: Source) -> str:
-    """Return the page of a run as text."""
-    return document(model(source), visible(source.run.name))
+    """Return the page of a run as text; what cannot be drawn is a :class:`PanelWarning`, and named on it."""
+    drawn = rendered(source)
+    name = visible(source.run.name)
+    try:
+        return document(_content(source, drawn), name)
+    except Exception:
+        written = [(panel, _writable(panel, result)) for panel, result in drawn]
+        if all(new is old for (_, new), (_, old) in zip(written, drawn, strict=True)):
+            raise  # it is not the data of a panel
+        return document(_content(source, written), name)
+
+
+def _writable(panel: Panel, result: Drawn | NotMeasured) -> Drawn | NotMeasured:
+    """Return ``result``, or why it is no data that a page can hold: a panel may have drawn anything."""
+    try:
+        script_json(panel_data(panel, result))
+    except Exception as error:  # noqa: BLE001 - of what somebody else's panel drew
+        return _warned(failed(panel, error))
+    return result
+
+
+def _warned(result: Drawn | NotMeasured) -> Drawn | NotMeasured:
+    if isinstance(result, Failed):
+        warn(f"backlight: {result.reason}", PanelWarning)
+    return result
 
 
 def document(
@@ -159,7 +192,10 @@ def document(
 
 def model(source: Source) -> dict[str, Any]:
     """Return everything that the page shows, as JSON types and numpy arrays."""
-    drawn = rendered(source)
+    return _content(source, rendered(source))
+
+
+def _content(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> dict[str, Any]:
     return {**head(source, drawn), "panels": [panel_data(panel, result) for panel, result in drawn]}
 
 
@@ -167,7 +203,7 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
     """Return what the page shows beside its panels; ``drawn`` tells which of them have data."""
     rows = _rows(source)
     whole = [panel for panel, _ in drawn]
-    shown = {panel.name for panel, result in drawn if isinstance(result, Drawn)}
+    with_data = {panel.name for panel, result in drawn if isinstance(result, Drawn)}
     said = verdict.outcome(source)
     return {
         "run": {
@@ -184,7 +220,7 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
             "unmeasured": _unmeasured(said, drawn, source),
             "figures": _figures(source),
         },
-        "findings": [_finding(f, whole, shown, rows) for f in verdict.by_severity(source.findings)],
+        "findings": [_finding(f, whole, with_data, rows) for f in verdict.by_severity(source.findings)],
         "attempts": [a.step_offset for a in source.run.attempts[1:] if source.attempt is None],
         "parameters": [
             {
@@ -209,14 +245,17 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
 
 
 def rendered(source: Source) -> list[tuple[Panel, Drawn | NotMeasured]]:
-    """Return every panel in order; those without data of rooms that did not watch are left out."""
-    results = [(panel, panel.render(source)) for panel in in_order()]
+    """Return every panel in order; those without data of rooms that did not watch are left out.
+
+    One that raises is a :class:`PanelWarning`, and says so in its place.
+    """
+    results = [(panel, _warned(shown(panel, source))) for panel in in_order()]
     return [(panel, result) for panel, result in results if belongs(panel, result, source)]
 
 
 def belongs(panel: Panel, result: Drawn | NotMeasured, source: Source) -> bool:
-    """Tell whether a panel stands on the page: with data always, without where it would be missed."""
-    return isinstance(result, Drawn) or (source.watched(panel.room) and not panel.several)
+    """Tell whether a panel stands on the page: with data, where it raised, and where it would be missed."""
+    return isinstance(result, Drawn | Failed) or (source.watched(panel.room) and not panel.several)
 
 
 def _unmeasured(
@@ -246,7 +285,9 @@ def panel_data(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
     """Return one panel as the page takes it: with its data, or with the reason why it has none."""
     named = {"name": panel.name, "title": panel.title, "note": panel.note}
     if isinstance(result, NotMeasured):
-        return {**named, "missing": visible(result.reason)}
+        missing = {**named, "missing": visible(result.reason)}
+        failure = {"kind": "failed", "data": {"reason": missing["missing"]}}
+        return missing | failure if isinstance(result, Failed) else missing
     facts = [{"label": fact.label, "value": fact.value} for fact in result.facts]
     return {
         **named,
@@ -301,9 +342,9 @@ def _rows(source: Source) -> dict[str, int]:
 
 
 def _finding(
-    finding: Finding, panels: Sequence[Panel], shown: Collection[str], rows: Mapping[str, int]
+    finding: Finding, panels: Sequence[Panel], drawn: Collection[str], rows: Mapping[str, int]
 ) -> dict[str, Any]:
-    places = [place_of(evidence, finding, panels, shown, rows) for evidence in finding.evidence]
+    places = [place_of(evidence, finding, panels, drawn, rows) for evidence in finding.evidence]
     return {
         "rule": visible(finding.rule),
         "version": finding.version,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from backlight.registry import PlugIn, Registry, warn
+from backlight.registry import PlugIn, Registry
+from backlight.report.text import visible
 
 if TYPE_CHECKING:
     from backlight.report.source import Source
@@ -43,6 +44,15 @@ class NotMeasured:
     """Why a panel has nothing to show; the reason is a full sentence."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(NotMeasured):
+    """A panel that raised: the drawer ``failed`` says so in its place, also where its room did not watch."""
+
+
+class PanelWarning(UserWarning):
+    """A panel that could not be drawn: its place says why, and the others are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,23 @@ def in_order() -> list[Panel]:
     return sorted(panels, key=lambda entry: (entry.order, entry.name))
 
 
+def shown(panel: Panel, source: Source) -> Drawn | NotMeasured:
+    """Render a panel; one that raises says so in its place, and the others stay."""
+    try:
+        result: object = panel.render(source)  # of a plug-in, which may be anything
+    except Exception as error:  # noqa: BLE001 - one panel must not take the others with it
+        return failed(panel, error)
+    if not isinstance(result, Drawn | NotMeasured):
+        return failed(panel, TypeError(f"it returned {type(result).__name__}, not Drawn or NotMeasured"))
+    return result
+
+
+def failed(panel: Panel, error: Exception) -> Failed:
+    """Return what stands in the place of a panel that raised ``error``."""
+    said = f"{type(error).__name__}: {error}".rstrip(".")
+    return Failed(visible(f"Panel {panel.name!r} could not be drawn: {said}."))
+
+
 def _guarded(panel: Panel, plug_in: PlugIn) -> Panel:
     def render(source: Source) -> Drawn | NotMeasured:
         try:
@@ -114,7 +141,6 @@ def _guarded(panel: Panel, plug_in: PlugIn) -> Panel:
                 return shown
             said = f"it gave {type(shown).__name__}, expected Drawn or NotMeasured"
         reason = f"the plug-in {plug_in.name!r} of {plug_in.distribution} {plug_in.version} failed: {said}"
-        warn(f"backlight: the panel {panel.name!r} is left out: {reason}")
-        return NotMeasured(f"{reason[0].upper()}{reason[1:]}.")
+        return Failed(f"Panel {panel.name!r} could not be drawn: {reason}.")
 
     return replace(panel, render=render)

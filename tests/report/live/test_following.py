@@ -27,7 +27,7 @@ from backlight.report.panel import Drawn, Panel, in_order
 from backlight.report.source import Source
 from backlight.session.live import followed
 from backlight.store.errors import RunFormatError
-from backlight.store.reader import Run, open_run
+from backlight.store.reader import Run, Scalar, open_run
 
 KILLED = """
 import os, sys
@@ -314,8 +314,44 @@ def test_what_breaks_is_said_on_the_page(tmp_path: Path, monkeypatch: pytest.Mon
     it.look()
     panel = next(panel for panel in it.head()["panels"] if panel["name"] == "phases")
     assert panel["missing"].startswith("Panel 'phases' could not be drawn: TypeError")
+    assert panel["kind"] == "failed"
     assert json.loads(it.panel("total_norm")[1])["kind"] == "lines"  # type: ignore[index]  # there is one
     run.close()
+
+
+def test_of_several_runs_one_that_fails_is_named_and_the_others_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its = []
+    for name in ("one", "two"):
+        run = Growing(tmp_path / name)
+        run.steps(6)
+        run.close()
+        its.append(follow(run.path))
+        its[-1].look()
+    whole = Source.scalar
+
+    def scalar(held: Source, name: str, **more: Any) -> Scalar:
+        if name == "loss" and held.run.path.name == "one":
+            raise LookupError("no such rows")
+        if name == "total_norm":
+            raise ZeroDivisionError("norm")
+        return whole(held, name, **more)
+
+    monkeypatch.setattr(Source, "scalar", scalar)
+    over = Several(its)
+    names = [panel["name"] for panel in over.head()["panels"]]
+    assert {"runs", "loss", "total_norm", "times"} <= set(names)
+    loss = json.loads(over.panel("loss")[1])  # type: ignore[index]  # there is one
+    assert [line["label"] for line in loss["data"]["charts"][0]["lines"]] == ["two"]
+    assert loss["remarks"] == ["Not drawn: one: LookupError: no such rows."]
+    norm = json.loads(over.panel("total_norm")[1])  # type: ignore[index]  # there is one
+    assert norm["kind"] == "failed"
+    said = "one: ZeroDivisionError: norm; two: ZeroDivisionError: norm."
+    assert norm["data"]["reason"] == f"Panel 'total_norm' could not be drawn: {said}"
+    rows = json.loads(over.panel("runs")[1])["data"]["rows"]  # type: ignore[index]  # there is one
+    assert rows[0][-1] == "could not be read: LookupError: no such rows"
+    assert rows[1][2] == "6"
 
 
 def drawing(name: str, render: Callable[[Source], Any], room: str = "") -> Panel:
@@ -356,7 +392,9 @@ def test_a_panel_that_fails_is_named_and_the_run_is_followed_on(
         assert panels["raises_elsewhere"]["missing"] == said.replace("raises", "raises_elsewhere")
         assert "returned list, not Drawn" in panels["returns_a_list"]["missing"]
         _, text = it.panel("draws_an_object") or ("", "{}")
-        assert "TypeError" in json.loads(text)["missing"]
+        content = json.loads(text)
+        assert content["kind"] == panels["raises"]["kind"] == "failed"
+        assert "TypeError" in content["data"]["reason"]
         assert "missing" not in panels["total_norm"]
         assert said in [gap["reason"] for gap in it.head()["verdict"]["unmeasured"]]
         run.steps(5)

@@ -250,6 +250,9 @@ def test_several_runs_and_the_page_of_each(look: Look, tmp_path: Path) -> None:
         driver,
         lambda d: [name.text for name in d.find_elements(By.CSS_SELECTOR, legend)] == ["small", "large"],
     )
+    # Equal curves: the second is dashed, so that it does not hide the first.
+    swatches = driver.find_elements(By.CSS_SELECTOR, "#panel-loss .swatch")
+    assert ["dashed" in (swatch.get_attribute("class") or "") for swatch in swatches] == [False, True]
     views = driver.find_elements(By.CSS_SELECTOR, ".views a")
     assert [view.text for view in views] == ["2 runs", "small", "large"]
     views[2].click()

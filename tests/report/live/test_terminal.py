@@ -53,6 +53,25 @@ def test_it_fits_and_says_the_main_things(tmp_path: Path, width: int) -> None:
     run.close()
 
 
+def test_a_section_that_fails_is_named_and_the_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Growing(tmp_path / "run", Plan(steps=20, blocks=1))
+    run.steps(12)
+    it = looked_at(run.path, [finding(run.names[1], 11)])
+
+    def broken(*_: object) -> None:
+        raise LookupError("no [bold]rows")
+
+    monkeypatch.setattr(Source, "scalar_names", broken)
+    text = printed(it.source, it, 80)
+    assert "status could not be shown: LookupError: no [bold]rows" in text
+    assert "phases could not be shown: LookupError" in text
+    assert "furthest from their median" in text
+    assert "1 error" in text
+    run.close()
+
+
 def test_a_name_in_a_run_is_plain_text(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run", Plan(steps=20, blocks=1, rename={2: HOSTILE}))
     run.steps(12, broken=2)

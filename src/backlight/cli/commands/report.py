@@ -40,12 +40,27 @@ def report(
 ) -> None:
     """Write one HTML file that works offline, and print its path.
 
+    What could not be drawn stands as a sentence in its place, and on standard error; the exit code is then 2.
+
     Raises
     ------
     ValueError
         If --out and --bundle are both given, the name of the archive will not do, --plots is asked of a
         matrix, or --animate without --plots.
+    typer.Exit
+        If a panel could not be drawn.
     """
+    from backlight.cli.drawing import panels_told
+
+    with panels_told() as failed:
+        _written(path, out, form, bundle, plots, animate=animate)
+    if failed:
+        raise typer.Exit(2)
+
+
+def _written(
+    path: Path, out: Path | None, form: Format, bundle: Path | None, plots: Path | None, *, animate: bool
+) -> None:
     if animate and plots is None:
         raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
     if bundle is not None:

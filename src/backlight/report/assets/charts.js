@@ -4,6 +4,8 @@
 const FOLLOWED = new Set(["mousemove", "mouseleave"]);
 
 const DASH = { dashed: [7, 5] };
+// A line that runs over others: what is beneath it shows in its gaps.
+const OVER = [undefined, [7, 5], [2, 10]];
 
 const axisFont = () => `12px ${css("font")}`;
 
@@ -155,7 +157,7 @@ const legendOf = (spec, toggle) => {
   const bottoms = new Map(spec.lines.filter(({ downTo }) => downTo).map(({ downTo }) => [downTo, spec.lines.find(({ label }) => label === downTo)]));
   const entries = spec.lines.map((line, i) => {
     const value = el("span", { class: "legend-value" });
-    const swatch = el("span", { class: `swatch ${line.style}` });
+    const swatch = el("span", { class: `swatch ${line.style}${line.over ? " dashed" : ""}` });
     swatch.style.setProperty("--swatch", `var(--tone-${line.tone || TONES[i % TONES.length]})`);
     const side = spec.right ? el("span", { class: "legend-side" }, line.axis === "right" ? " (right)" : " (left)") : null;
     const button = el(
@@ -209,7 +211,7 @@ const legendOf = (spec, toggle) => {
   return { host, show, reserve };
 };
 
-// spec: { title, steps, lines: [{label, axis, style, tone, downTo, values, odd, gap}], left, right, marks, spans,
+// spec: { title, steps, lines: [{label, axis, style, tone, over, downTo, values, odd, gap}], left, right, marks, spans,
 //         across, overSteps, xAxis, xRange, says(idx) }; `odd` and `gap` are places of a line: not finite, not measured
 const drawChart = (host, spec, height = 240) => {
   const box = el("div", { class: "plot" });
@@ -251,7 +253,7 @@ const drawChart = (host, spec, height = 240) => {
         label: line.label,
         stroke: line.style === "edge" ? () => "transparent" : colour(line, i),
         width: line.style === "edge" ? 0 : 1.5,
-        dash: DASH[line.style],
+        dash: DASH[line.style] ?? OVER[Math.min(line.over ?? 0, 2)],
         paths: line.style === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined,
         ...(line.fill ? { fill: () => faded(tone(line.tone), line.fill) } : {}),
         points: line.style === "line" ? { ...(spec.steps.length <= 40 ? { show: true } : { space: 30 }), size: 4, fill: colour(line, i) } : { show: false },
@@ -303,7 +305,7 @@ const alike = (old, next) => {
   const frame = ({ title, lines, left, right, marks, spans, across, steps }) =>
     JSON.stringify([
       title, across, left?.label, left?.log, right?.label, right?.log, steps.length <= 40,
-      lines.map(({ label, axis, style, tone, odd }) => [label, axis, style, tone, odd.length > 0]),
+      lines.map(({ label, axis, style, tone, over, odd }) => [label, axis, style, tone, over, odd.length > 0]),
       marks.map(({ label, steps: at }) => [label, at.length]), spans ?? [],
     ]);
   return frame(old) === frame(next);

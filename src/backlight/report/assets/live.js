@@ -76,6 +76,7 @@ const rebuild = async (part, content) => {
   body.replaceChildren();
   body.classList.remove("awaited");
   part.renew = (await draw()) ?? null;
+  part.kind = content.kind;
   restore(body, state);
   body.style.minHeight = "";
 };
@@ -95,11 +96,11 @@ const refresh = async (part) => {
   if (answer.status === 200) {
     const content = JSON.parse(await answer.text());
     part.stamp = answer.headers.get("x-stamp");
-    if (content.missing) return;
+    if (!content.kind) return;
     if (content.kind === "parameters" && !content.data.window) part.coarse = !content.data.exact;
     await turn();
     const was = view.range;
-    const taken = part.renew ? await part.renew(content.data) : false;
+    const taken = part.renew && part.kind === content.kind ? await part.renew(content.data) : false;
     if (!taken) await rebuild(part, content);
     words(part, content);
     if (was[0] !== view.range[0] || was[1] !== view.range[1]) {
@@ -266,7 +267,7 @@ const apply = (head) => {
     if (changed("verdict", [report.verdict, report.run])) slots.verdict.replaceChildren(verdictPart());
     if (changed("findings", report.findings)) tellFindings();
     if (changed("gaps", report.verdict.unmeasured)) slots.gaps.replaceChildren(...[unmeasuredList()].filter(Boolean));
-    const drawn = report.panels.filter(({ missing }) => missing === undefined);
+    const drawn = report.panels.filter(({ kind }) => kind);
     if (changed("panels", drawn.map(({ name }) => name))) {
       const wanted = new Set(drawn.map(({ name }) => name));
       for (const [name, { section }] of shown) {

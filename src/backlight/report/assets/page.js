@@ -188,7 +188,7 @@ const contents = (panels) =>
     "nav",
     { class: "contents", "aria-label": "On this page" },
     el("a", { href: "#top" }, "Verdict"),
-    panels.filter((panel) => !panel.missing).map((panel) => el("a", { href: `#panel-${panel.name}` }, panel.title)),
+    panels.filter(({ kind }) => kind).map((panel) => el("a", { href: `#panel-${panel.name}` }, panel.title)),
   );
 
 const footer = () =>
@@ -204,7 +204,7 @@ const footer = () =>
 // The whole page from what it holds; the static report is drawn once.
 const drawOnce = async () => {
   const switchTheme = followTheme();
-  const parts = report.panels.filter((panel) => !panel.missing).map((panel) => ({ panel, ...panelPart(panel) }));
+  const parts = report.panels.filter(({ kind }) => kind).map((panel) => ({ panel, ...panelPart(panel) }));
   const main = el(
     "main",
     { id: "top" },

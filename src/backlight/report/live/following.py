@@ -25,7 +25,7 @@ from backlight.report.frames import ParameterFrames
 from backlight.report.live.standing import EMPTY, READING, Stand, Standing, stand_of
 from backlight.report.live.window import window
 from backlight.report.page import belongs, head, panel_data
-from backlight.report.panel import Drawn, NotMeasured, Panel, in_order
+from backlight.report.panel import Drawn, Failed, NotMeasured, Panel, failed, in_order, shown
 from backlight.report.source import Source
 from backlight.report.text import visible
 from backlight.store.errors import RunFormatError
@@ -75,10 +75,6 @@ class Rendered:
     panel: Panel
     result: Drawn | NotMeasured
     version: int
-
-
-class Failed(NotMeasured):
-    """A panel that raised: it is named on the page, also where its room did not watch."""
 
 
 class Followed:
@@ -240,7 +236,7 @@ class Followed:
             return []
         known = {name: one.result for name, one in list(self._rendered.items())}
         wanted = [panel for panel in in_order() if not isinstance(known.get(panel.name), Drawn)]
-        return [(panel, _rendered(panel, source)) for panel in wanted]
+        return [(panel, shown(panel, source)) for panel in wanted]
 
     def head(self) -> dict[str, Any]:
         """Return everything that the page shows beside the data of its panels, as JSON types."""
@@ -269,8 +265,7 @@ class Followed:
         drawn = [
             (known.panel, known.result)
             for panel in in_order()
-            if (known := self._rendered[panel.name])
-            and (isinstance(known.result, Failed) or belongs(panel, known.result, source))
+            if (known := self._rendered[panel.name]) and belongs(panel, known.result, source)
         ]
         told = head(source, drawn)
         words = told["verdict"]["status"].split(verdict.PARTED)
@@ -295,23 +290,23 @@ class Followed:
         with self._lock:
             known = self._rendered[name]
             if known.version != self.version and self.source is not None:
-                known = Rendered(known.panel, _rendered(known.panel, self.source), self.version)
+                known = Rendered(known.panel, shown(known.panel, self.source), self.version)
                 self._rendered[name] = known
             result = known.result
             closely = isinstance(result, Drawn) and result.kind == "parameters" and between is not None
             if closely and between is not None and self.source is not None:
-                result = _rendered(known.panel, window(self.source, *between))
+                result = shown(known.panel, window(self.source, *between))
         try:
             content = panel_data(known.panel, result)
             if content.get("kind") == "parameters":
                 content["data"] = {**_one_column(content["data"], column), "window": closely}
             text = script_json(content)
         except Exception as error:  # noqa: BLE001 - of what somebody else's panel drew
-            failed = _failed(known.panel, error)
-            text = script_json(panel_data(known.panel, failed))
+            said = failed(known.panel, error)
+            text = script_json(panel_data(known.panel, said))
             with self._lock:
                 if self._rendered[name] is known:
-                    self._rendered[name] = Rendered(known.panel, failed, known.version)
+                    self._rendered[name] = Rendered(known.panel, said, known.version)
                     self.version += 1
         stamp = hashlib.sha256(text.encode("ascii")).hexdigest()[:20]
         return None if stamp == have else (stamp, text)
@@ -344,22 +339,6 @@ class Followed:
             self._rest_until = time.monotonic() + LONGEST_REST
 
 
-def _rendered(panel: Panel, source: Source) -> Drawn | NotMeasured:
-    """Render a panel; one that raises says so in its place, and the others stay."""
-    try:
-        result: object = panel.render(source)  # of a plug-in, which may be anything
-    except Exception as error:  # noqa: BLE001 - files may vanish under the reader while a training goes on
-        return _failed(panel, error)
-    if not isinstance(result, Drawn | NotMeasured):
-        wrong = TypeError(f"it returned {type(result).__name__}, not Drawn or NotMeasured")
-        return _failed(panel, wrong)
-    return result
-
-
-def _failed(panel: Panel, error: Exception) -> Failed:
-    return Failed(f"Panel {panel.name!r} could not be drawn: {_told(error)}.")
-
-
 def _told(error: Exception) -> str:
     return visible(f"{type(error).__name__}: {error}")
 
@@ -367,7 +346,8 @@ def _told(error: Exception) -> str:
 def _announced(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
     named = {"name": panel.name, "title": panel.title, "note": panel.note}
     if isinstance(result, NotMeasured):
-        return {**named, "missing": visible(result.reason)}
+        missing = {**named, "missing": visible(result.reason)}
+        return missing | {"kind": "failed"} if isinstance(result, Failed) else missing
     return {**named, "kind": result.kind}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,14 +14,11 @@ from backlight.report.charts import Axis, Line, chart, spans_decades
 from backlight.report.encoding import script_json
 from backlight.report.live.following import Followed
 from backlight.report.live.standing import Stand, Standing
+from backlight.report.overlay import SHOWN, compared, left_out, listing, part
 from backlight.report.source import Series, Source
 from backlight.report.text import count, duration, number, visible
 
-SHOWN = 8
-"""Runs that one chart can tell apart."""
-
-OWN = (("loss", "Loss", ""), ("total_norm", "Total gradient norm", "L2 norm"))
-"""Scalars of backlight, with the title of their chart and the label of its axis."""
+T = TypeVar("T")
 
 HEADS = ("run", "now", "steps", "last loss", "median step", "findings")
 
@@ -56,27 +54,9 @@ class Several:
         if not panels:
             return told
         findings = sum(len(source.findings) for _, _, source in self._read())
-        return told | {
-            "run": {"name": self.name, "status": "compared", "rooms": []},
-            "verdict": {
-                "tone": "info",
-                "headline": f"{count(len(self._runs), 'run')} over each other",
-                "detail": f"{count(findings, 'finding')} in all; each run has a page of its own above. "
-                "A difference between unlike runs is not a difference.",
-                "status": "",
-                "losses": [],
-                "unmeasured": [],
-                "figures": [],
-            },
-            "findings": [],
-            "attempts": [],
-            "parameters": [],
-            "table": "",
-            "reasons": {},
-            "panels": [
-                {key: panel[key] for key in ("name", "title", "note", "kind")} for panel in panels.values()
-            ],
-        }
+        detail = f"{count(findings, 'finding')} in all; each run has a page of its own above."
+        shown = [{key: panel[key] for key in ("name", "title", "note", "kind")} for panel in panels.values()]
+        return told | compared(self.name, len(self._runs), detail) | {"table": "", "panels": shown}
 
     def panel(
         self, name: str, *, have: str = "", column: str = "", between: tuple[int, int] | None = None
@@ -113,74 +93,121 @@ class Several:
         return self._drawn[1]
 
 
+Read = Sequence[tuple[str, Source]]
+
+Part = Iterator[dict[str, Any]]
+
+
 def _drawn(read: Sequence[tuple[str, Followed, Source]]) -> Iterator[dict[str, Any]]:
+    """Yield the table of the runs and their charts; what fails is named in its place, and the rest stays."""
     rows = [_row(name, run, source) for name, run, source in read]
-    remarks = [f"The first {SHOWN} runs are drawn in each chart."] if len(read) > SHOWN else []
-    yield _panel(
-        "runs",
-        "Runs",
-        "listing",
-        {"name": "Runs", "heads": HEADS, "figures": (2, 3, 4), "rows": rows},
-        remarks,
-    )
+    yield listing(HEADS, rows, figures=(2, 3, 4), remarks=left_out(len(read)))
     shown = [(name, source) for name, _, source in read[:SHOWN]]
-
-    def lines(of: Callable[[Source], Series | None]) -> list[Line]:
-        found = [(name, of(source)) for name, source in shown]
-        return [Line(name, *series) for name, series in found if series is not None and len(series[0])]
-
-    for scalar, title, label in OWN:
-        drawn = lines(lambda source, wanted=scalar: _scalar(source, wanted, "backlight"))  # type: ignore[misc]  # bound here, not when called
-        if drawn:
-            axis = Axis(label, log=spans_decades(*(line.values for line in drawn), factor=30.0))
-            yield _panel(scalar, title, "lines", {"charts": [chart(drawn, axis)]})
-    drawn = lines(lambda source: source.health)
-    if drawn:
-        axis = Axis("health (0 to 1)", low=0.0, high=1.0)
-        yield _panel("health", "Health", "lines", {"charts": [chart(drawn, axis)]})
-    names = sorted({name for _, source in shown for name in source.run.scalar_names("user")})
-    charts = []
-    for logged in names:
-        drawn = lines(lambda source, wanted=logged: _scalar(source, wanted, "user"))  # type: ignore[misc]  # bound here, not when called
-        if drawn:
-            share = logged.endswith("accuracy")
-            axis = Axis("share of samples", low=0.0, high=1.0) if share else Axis("")
-            charts.append(chart(drawn, axis, title=visible(logged)))
-    if charts:
-        yield _panel("logged", "What you logged", "lines", {"charts": charts, "small": len(charts) > 1})
-    drawn = lines(_times)
-    if drawn:
-        yield _panel(
-            "times", "Time of a step", "lines", {"charts": [chart(drawn, Axis("time (ms)", low=0.0))]}
-        )
-    names = sorted({name for _, source in shown for name in source.scalar_names("lr")})
-    charts = [
-        chart(drawn, Axis("learning rate"), title=visible(name) if len(names) > 1 else "")
-        for name in names
-        if (drawn := lines(lambda source, wanted=name: _scalar(source, wanted, "backlight")))  # type: ignore[misc]  # bound here, not when called
-    ]
-    if charts:
-        yield _panel("learning_rates", "Learning rate", "lines", {"charts": charts})
+    for name, (title, draw) in CHARTS.items():
+        charts = _Charts(shown)
+        try:
+            draw(charts)
+        except Exception as error:  # noqa: BLE001 - one panel must not take the others with it
+            charts.failed[_told(error)] = None
+        said = "; ".join(charts.failed)
+        if charts.drawn:
+            data = {"charts": charts.drawn, "small": name == "logged" and len(charts.drawn) > 1}
+            yield part(name, title, "lines", data, [f"Not drawn: {said}."] if said else [])
+        elif said:
+            yield part(name, title, "failed", {"reason": f"Panel {name!r} could not be drawn: {said}."})
 
 
-def _panel(
-    name: str, title: str, kind: str, data: dict[str, Any], remarks: Sequence[str] = ()
-) -> dict[str, Any]:
-    named = {"name": name, "title": title, "note": "", "kind": kind}
-    return {**named, "facts": [], "remarks": list(remarks), "data": data}
+class _Charts:
+    """The charts of one panel, a line for each run; a run that fails is named, and the others are drawn."""
+
+    def __init__(self, runs: Sequence[tuple[str, Source]]) -> None:
+        self.drawn: list[dict[str, Any]] = []
+        self.failed: dict[str, None] = {}
+        self._runs = runs
+
+    def add(
+        self, of: Callable[[Source], Series | None], axis: Callable[[Sequence[Line]], Axis], title: str = ""
+    ) -> None:
+        """Draw what ``of`` gives of each run, if it gives anything; ``axis`` may depend on the lines."""
+        found = [(name, series) for name, series in self._of_each(of) if series is not None]
+        lines = [Line(name, *series) for name, series in found if len(series[0])]
+        if lines:
+            self.drawn.append(chart(lines, axis(lines), title=visible(title)))
+
+    def names(self, of: Callable[[Source], Iterable[str]]) -> list[str]:
+        """Return every name that ``of`` gives of one of the runs."""
+        return sorted({name for _, names in self._of_each(of) for name in names})
+
+    def _of_each(self, of: Callable[[Source], T]) -> Iterator[tuple[str, T]]:
+        for name, source in self._runs:
+            try:
+                yield name, of(source)
+            except Exception as error:  # noqa: BLE001 - one run must not take the others with it
+                self.failed[f"{name}: {_told(error)}"] = None
+
+
+def _own(scalar: str, label: str) -> Callable[[_Charts], None]:
+    def axis(lines: Sequence[Line]) -> Axis:
+        return Axis(label, log=spans_decades(*(line.values for line in lines), factor=30.0))
+
+    return lambda charts: charts.add(lambda source: _scalar(source, scalar, "backlight"), axis)
+
+
+def _health(charts: _Charts) -> None:
+    charts.add(lambda source: source.health, lambda _: Axis("health (0 to 1)", low=0.0, high=1.0))
+
+
+def _logged(charts: _Charts) -> None:
+    for name in charts.names(lambda source: source.run.scalar_names("user")):
+        share = Axis("share of samples", low=0.0, high=1.0) if name.endswith("accuracy") else Axis("")
+        of = functools.partial(_scalar, name=name, of="user")
+        charts.add(of, functools.partial(_given, share), title=name)
+
+
+def _times(charts: _Charts) -> None:
+    charts.add(_step_times, lambda _: Axis("time (ms)", low=0.0))
+
+
+def _rates(charts: _Charts) -> None:
+    names = charts.names(lambda source: source.scalar_names("lr"))
+    for name in names:
+        of = functools.partial(_scalar, name=name, of="backlight")
+        title = name if len(names) > 1 else ""
+        charts.add(of, lambda _: Axis("learning rate"), title)
+
+
+CHARTS: dict[str, tuple[str, Callable[[_Charts], None]]] = {
+    "loss": ("Loss", _own("loss", "")),
+    "total_norm": ("Total gradient norm", _own("total_norm", "L2 norm")),
+    "health": ("Health", _health),
+    "logged": ("What you logged", _logged),
+    "times": ("Time of a step", _times),
+    "learning_rates": ("Learning rate", _rates),
+}
+"""Panels by name: their titles, and what draws them."""
+
+
+def _given(axis: Axis, _lines: Sequence[Line]) -> Axis:
+    return axis
 
 
 def _row(name: str, run: Followed, source: Source) -> list[str]:
-    loss, seconds = source.scalar("loss"), source.step_times
-    tally = verdict.tally(source.findings)
-    return [
-        visible(name),
-        run.stand.word.value,
-        number(source.run.last_step() + 1),
-        number(float(loss.values[-1])) if len(loss.values) else "not measured",
-        duration(float(np.median(seconds))) if len(seconds) else "not measured",
-        tally or "none",
-    ]
+    try:
+        loss, seconds = source.scalar("loss"), source.step_times
+        return [
+            name,
+            run.stand.word.value,
+            number(source.run.last_step() + 1),
+            number(float(loss.values[-1])) if len(loss.values) else "not measured",
+            duration(float(np.median(seconds))) if len(seconds) else "not measured",
+            verdict.tally(source.findings) or "none",
+        ]
+    except Exception as error:  # noqa: BLE001 - one run must not take the others with it
+        return [name, run.stand.word.value, "", "", "", f"could not be read: {_told(error)}"]
+
+
+def _told(error: Exception) -> str:
+    return visible(f"{type(error).__name__}: {error}").rstrip(".")
 
 
 def _scalar(source: Source, name: str, of: str) -> Series:
@@ -188,7 +215,7 @@ def _scalar(source: Source, name: str, of: str) -> Series:
     return found.steps, found.values
 
 
-def _times(source: Source) -> Series | None:
+def _step_times(source: Source) -> Series | None:
     found = [source.scalar(name) for name in source.scalar_names("phase")]
     if not found:
         return None

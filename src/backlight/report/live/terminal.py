@@ -7,7 +7,7 @@ effect.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,13 +65,22 @@ def frame(name: str, stand: Stand, source: Source | None, width: int) -> Rendera
     parts: list[RenderableType] = [head]
     if source is None or source.run.last_step() < 0:
         return Group(*parts, Text(stand.detail, "dim"))
-    parts += [_status(source, width)]
-    if len(source.step_times):
-        parts += [Text(), *_phases(source, width)]
-    parts += [Text(), *_worst(source, width), Text(), *_findings(source)]
+    told = [_unharmed(section, source, width) for section in (_status, _phases, _worst, _findings)]
+    parts += [line for lines in told if lines for line in (*lines, Text())][:-1]
     if stand.word is not Standing.LIVE:
         parts += [Text(), Text(stand.detail, "dim")]
     return Group(*parts)
+
+
+def _unharmed(
+    section: Callable[[Source, int], list[RenderableType]], source: Source, width: int
+) -> list[RenderableType]:
+    """Return the lines of one section; one that fails says so in its place, and the others stay."""
+    try:
+        return section(source, width)
+    except Exception as error:  # noqa: BLE001 - what breaks in one section must not end the terminal
+        said = visible(f"{type(error).__name__}: {error}")
+        return [Text(f"{section.__name__.strip('_')} could not be shown: {said}", "bold red")]
 
 
 def sparkline(values: NDArray[np.float64], width: int) -> str:
@@ -98,7 +107,7 @@ def sparkline(values: NDArray[np.float64], width: int) -> str:
     )  # fmt: skip
 
 
-def _status(source: Source, width: int) -> RenderableType:
+def _status(source: Source, width: int) -> list[RenderableType]:
     steps = source.run.last_step() + 1
     loss, norm = source.scalar("loss"), source.scalar("total_norm")
     table = Table.grid(padding=(0, 2))
@@ -125,7 +134,7 @@ def _status(source: Source, width: int) -> RenderableType:
         rows.append(("health", told, sparkline(source.health[1], room)))
     for row in rows:
         table.add_row(*row[: 2 if slim else 3])
-    return table
+    return [table]
 
 
 def _speed(source: Source) -> str:
@@ -138,7 +147,7 @@ def _speed(source: Source) -> str:
 
 def _phases(source: Source, width: int) -> list[RenderableType]:
     """Return the phases of the newest steps as one bar with its legend."""
-    names = source.scalar_names("phase")
+    names = source.scalar_names("phase") if len(source.step_times) else ()
     recent: dict[str, float] = {}
     for name in names:
         values = source.scalar(name).values[-RECENT:]
@@ -203,7 +212,7 @@ def _share(shares: NDArray[np.float64] | None, row: int) -> str:
     return percent(float(shares[row])) if shares is not None and known else NONE
 
 
-def _findings(source: Source) -> list[RenderableType]:
+def _findings(source: Source, _width: int) -> list[RenderableType]:
     found = by_severity(source.findings)
     if not found:
         return [Text("No findings. Nothing is said about what was not measured.", "green")]

@@ -85,7 +85,8 @@ def _chart(left: Axes, chart: Mapping[str, Any], width: float) -> None:
                 )
                 handles.append(drawn)
             continue
-        style = {"dashed": (0, (5, 3))}.get(line["style"], "-")
+        over = ("-", (0, (5, 3)), (0, (1, 7)))[min(line["over"], 2)]
+        style = {"dashed": (0, (5, 3))}.get(line["style"], over)
         step: dict[str, Any] = {"drawstyle": "steps-post"} if line["style"] == "steps" else {}
         few: dict[str, Any] = (
             {"marker": "o", "markersize": 3} if len(at) <= 40 and line["style"] == "line" else {}

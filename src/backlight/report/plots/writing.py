@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backlight.registry import warn
 from backlight.report.page import ASSETS, rendered
-from backlight.report.panel import Drawn, Panel
+from backlight.report.panel import Drawn, Panel, PanelWarning, failed
 from backlight.report.source import Source
 from backlight.report.text import number, visible
 
@@ -47,6 +48,8 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
         If matplotlib is not installed; the command line names the extra.
     ValueError
         If the folder is a file.
+    OSError
+        If a picture cannot be written.
     """
     from backlight.report.plots import drawing  # noqa: PLC0415 - needs an optional package
 
@@ -60,8 +63,13 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
             if draw is None or not isinstance(result, Drawn):
                 words_only += [panel.title] if isinstance(result, Drawn) else []
                 continue
-            for added, figure in draw(source, panel.title, result.data).items():
-                files += _save(panel, added, figure, folder, formats)
+            try:
+                for added, figure in draw(source, panel.title, result.data).items():
+                    files += _save(panel, added, figure, folder, formats)
+            except OSError:
+                raise  # a full disk is not the panel's
+            except Exception as error:  # noqa: BLE001 - of what somebody else's panel drew
+                warn(f"backlight: {failed(panel, error).reason}", PanelWarning)
     return Written(tuple(files), tuple(words_only))
 
 

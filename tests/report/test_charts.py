@@ -1,0 +1,29 @@
+"""Lines of a chart: one that would hide another is drawn so that both are seen."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from backlight.report.charts import Axis, Line, chart
+
+STEPS = np.arange(100, dtype=np.int64)
+
+
+def over(*lines: Line) -> list[int]:
+    return [line["over"] for line in chart(lines, Axis(""), Axis(""))["lines"]]
+
+
+def test_a_line_that_runs_over_others_says_how_many() -> None:
+    flat, rising = np.full(100, 0.1), np.arange(100.0)
+    assert over(Line("a", STEPS, flat), Line("b", STEPS, flat), Line("c", STEPS, flat)) == [0, 1, 2]
+    assert over(Line("a", STEPS, flat), Line("b", STEPS, rising)) == [0, 0]
+    # Of runs of different length those steps count that both have; a few that differ change nothing.
+    other = np.where(STEPS % 5 == 0, 0.3, flat)
+    assert over(Line("a", STEPS[:40], flat[:40]), Line("b", STEPS, other)) == [0, 1]
+    assert over(Line("a", STEPS[:40], flat[:40]), Line("b", STEPS[60:], flat[60:])) == [0, 0]
+
+
+def test_lines_on_two_axes_or_of_another_style_hide_nothing() -> None:
+    flat = np.full(100, 0.1)
+    assert over(Line("a", STEPS, flat), Line("b", STEPS, flat, axis="right")) == [0, 0]
+    assert over(Line("a", STEPS, flat), Line("b", STEPS, flat, style="dashed")) == [0, 0]
