@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import backlight
+from backlight.capture.hub import HUB
+from backlight.capture.modules import SeenModules
 from backlight.stalls import rendezvous
 
 
@@ -72,6 +74,31 @@ def test_every_forward_is_followed_once(tmp_path: Path, rooms: tuple[str, ...], 
 
 def test_a_room_that_needs_no_forwards_hooks_none(tmp_path: Path) -> None:
     assert train(tmp_path / "run", ("health",))[1] == [0, 0, 0]
+
+
+def test_many_optimizers_need_no_more_searches_of_the_process_than_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[int] = []
+    real = SeenModules.scan
+
+    def scan(seen: SeenModules) -> None:
+        searches.append(1)
+        real(seen)
+
+    monkeypatch.setattr(SeenModules, "scan", scan)
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(9)]  # in no module: each would be searched for
+    counted = []
+    for count in (1, 9):
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in parameters[:count]]
+        with backlight.watch(run=tmp_path / str(count), rooms=("steptime",)):
+            assert len(HUB.optimizers.known()) >= count
+            entering = len(searches)
+            parameters[0].sum().backward()
+            optimizers[0].step()
+        counted.append(entering)
+        searches.clear()
+    assert counted == [1, 1]
 
 
 def test_an_error_of_ours_in_a_forward_does_not_reach_the_training(

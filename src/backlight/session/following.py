@@ -46,9 +46,9 @@ class Following(Listener):
             return
         known = HUB.optimizers.known()
         if known:
-            HUB.seen.scan()
+            HUB.seen.scan()  # once: each looks at every object of the process
         for optimizer in known:
-            self.optimizer_made(optimizer)
+            self._forwards.follow(_held_by(optimizer))
 
     def stop(self) -> None:
         """Take all hooks off."""
@@ -63,11 +63,10 @@ class Following(Listener):
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow the models that it holds: their first forward can be seen from here on."""
         if not self._scope.models:
-            held = {id(tensor) for tensor in parameters_of(optimizer)}
-            found = holding(HUB.seen.roots(), held)
+            found = _held_by(optimizer)
             if not found:
                 HUB.seen.scan()  # the model was built before anybody watched
-                found = holding(HUB.seen.roots(), held)
+                found = _held_by(optimizer)
             self._forwards.follow(found)
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
@@ -76,3 +75,7 @@ class Following(Listener):
             self._table = self._scope.table
             held = {id(tensor) for tensor in self._scope.table.tensors()}
             self._forwards.follow(self._scope.models or holding(HUB.seen.roots(), held))
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Module]:
+    return holding(HUB.seen.roots(), {id(tensor) for tensor in parameters_of(optimizer)})
