@@ -87,7 +87,7 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_tensorboard_of_a_stored_run_is_the_same(tmp_path: Path) -> None:
     train(tmp_path / "run", f"tensorboard={tmp_path / 'live'}")
     send(open_run(tmp_path / "run"), f"tensorboard={tmp_path / 'later'}")
-    live, later = events(tmp_path / "live"), events(tmp_path / "later")
+    live, later = events(tmp_path / "live" / "run"), events(tmp_path / "later" / "run")
     assert live.Tags() == later.Tags()
     for tag in ("backlight/loss", "backlight/norm/2", "backlight/update_ratio", "backlight/user/accuracy"):
         for one, other in zip(values(live, tag), values(later, tag), strict=True):
@@ -100,6 +100,14 @@ def test_tensorboard_hides_what_a_further_attempt_writes_anew(tmp_path: Path) ->
         train(tmp_path / "run", "tensorboard", poisoned=False)
     reader = events(tmp_path / "run" / "export" / "tensorboard")
     assert [step for step, _ in values(reader, "backlight/loss")] == [10 * i for i in range(STEPS)]
+
+
+def test_tensorboard_keeps_two_trainings_with_one_folder_apart(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        train(tmp_path / name, f"tensorboard={tmp_path / 'logs'}", poisoned=False)
+    for name in ("first", "second"):
+        told = values(events(tmp_path / "logs" / name), "backlight/loss")
+        assert [step for step, _ in told] == [10 * i for i in range(STEPS)]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -322,6 +330,38 @@ def test_wandb_without_credentials(tmp_path: Path, offline: Any, monkeypatch: py
     ):
         train(tmp_path / "run", "wandb")
     assert open_run(tmp_path / "run").status.value == "finished"
+
+
+@pytest.mark.full
+def test_wandb_does_not_hold_the_process_for_a_server_that_is_not_there(
+    tmp_path: Path, offline: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from backlight.integrations.trackers import wandb as ours
+
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(ours, "PATIENCE", 2.0)
+    with pytest.warns(
+        RuntimeWarning, match="'wandb' is left out: CommError: "
+    ):  # not: at the end of the patience
+        train(tmp_path / "run", "wandb")
+    assert open_run(tmp_path / "run").status.value == "finished"
+
+
+def test_wandb_waits_as_long_as_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    from backlight.integrations.trackers.wandb import PATIENCE, _patience
+
+    for name in ("INIT", "FINISH"):
+        monkeypatch.delenv(f"WANDB_{name}_TIMEOUT", raising=False)
+    training, stored = (Tracked("run", tmp_path, live=live) for live in (True, False))
+    assert _patience(wandb, training)["init_timeout"] == PATIENCE
+    assert set(_patience(wandb, stored)) == {"init_timeout"}
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "300")
+    assert "init_timeout" not in _patience(wandb, training)
+    assert wandb.Settings(**_patience(wandb, training)) is not None
 
 
 # MLflow

@@ -58,6 +58,10 @@ class _TensorBoard:
 
 @tracker("tensorboard")
 def open_tensorboard(target: str, run: Tracked, active: Any) -> _TensorBoard:
-    """Write to the folder ``target``; without one to ``export/tensorboard`` of the run."""
+    """Write below the folder ``target``; without one to ``export/tensorboard`` of the run.
+
+    TensorBoard takes a folder for one run, so each has its own there, of its name: in one folder the next
+    training would hide the last.
+    """
     del active
-    return _TensorBoard(Path(target) if target else run.path / "export" / "tensorboard")
+    return _TensorBoard(Path(target) / run.name if target else run.path / "export" / "tensorboard")

@@ -18,6 +18,11 @@ from typing import Any
 from backlight.records import Finding
 from backlight.session.trackers import PREFIX, Point, Tracked, TrackerError, tracker
 
+PATIENCE = 20.0
+"""Seconds for which a run of ours waits for a server, at its begin and for its last rows.
+
+W&B's own are 90, and without end. ``WANDB_INIT_TIMEOUT`` and ``WANDB_FINISH_TIMEOUT`` set others."""
+
 
 class _Run:
     """A run of W&B; ``own`` where we opened it and so finish it."""
@@ -80,6 +85,19 @@ def _has_credentials(wandb: Any) -> bool:
     return wandb.api.api_key is not None
 
 
+def _patience(wandb: Any, run: Tracked) -> dict[str, float]:
+    """Return how long W&B may wait, where the user did not say: a dead server must not hold the process."""
+    wanted = {"init_timeout": PATIENCE}
+    if run.live:  # whoever sends a stored run waits for it
+        wanted["finish_timeout"] = PATIENCE
+    known = getattr(wandb.Settings, "model_fields", {})
+    return {
+        name: seconds
+        for name, seconds in wanted.items()
+        if name in known and f"WANDB_{name.upper()}" not in os.environ
+    }
+
+
 @tracker("wandb", active=_open_run)
 def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
     """Send to the user's run, else to a new one in the project ``target`` (``[ENTITY/]PROJECT``).
@@ -109,6 +127,6 @@ def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
         dir=folder,
         reinit="create_new",
         config={"backlight/run": str(run.path.absolute())},
-        settings=wandb.Settings(console="off", silent=True),
+        settings=wandb.Settings(console="off", silent=True, **_patience(wandb, run)),
     )
     return _Run(wandb, opened, own=True)
