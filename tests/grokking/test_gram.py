@@ -143,6 +143,14 @@ def test_blocks_end_at_the_first_number() -> None:
     assert list(found.per_layer) == ["0", "1.0", "1.1"]
 
 
+def test_printed_it_is_one_line() -> None:
+    net = nn.Sequential(nn.Linear(7, 4), nn.Linear(4, 3))
+    found = backlight.gram(net.double(), labels, images(7), detail="layer")
+    methods = [coverage.method for coverage in found.coverage.values()]
+    told = ", ".join(f"{methods.count(method)} {method}" for method in sorted(set(methods)))
+    assert repr(found) == f"Gram({N} samples, by layer, 4 parameters: {told})"
+
+
 class Touchy(nn.Module):
     """Draws random numbers, counts calls in a buffer, switches its mode."""
 

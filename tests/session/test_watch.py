@@ -273,6 +273,7 @@ def test_a_finding_asks_for_detail(tmp_path: Path) -> None:
         ),
         ({"every": 0}, "every=0: expected 1 or more"),
         ({"evry": 3}, "unknown key 'evry'; did you mean 'every'"),
+        ({"out": "runs/first"}, "unknown key 'out'; the folder of the run is run='runs/first'"),
         ({"every": "often"}, "every: Input should be a valid integer"),
         ({"thresholds": {"health": {"vanishing": 1}}}, "vanishing"),
         ({"thresholds": {"kitchen": {"hot": 1}}}, "no room of that name has thresholds"),
@@ -303,6 +304,21 @@ def test_a_loop_without_an_optimizer_is_told_the_way_out(tmp_path: Path) -> None
         pass
     (event,) = backlight.open_run(tmp_path / "nothing").events("unmeasured")
     assert event.payload["reason"] == "neither a backward pass nor an optimizer step was seen"
+
+
+def test_the_loss_of_an_accumulation_is_that_of_its_last_backward(tmp_path: Path) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    last = []
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1):
+        for i, (x, y) in enumerate(batches(6)):
+            loss = F.cross_entropy(model(x), y) / 3
+            loss.backward()
+            if i % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+                last.append(loss.item())
+    assert backlight.open_run(tmp_path / "run").scalar("loss").values.tolist() == last
 
 
 def test_groups(tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ from backlight.session.tracing import traced_kinds
 from backlight.session.trackers import chosen
 from backlight.spectra.catching import Catching
 
+FOLDERS = frozenset(
+    {"out", "output", "outdir", "path", "dir", "folder", "log_dir", "logdir", "run_dir", "save_dir"}
+)
+"""Keywords of other libraries, and of our own command line, for what is ``run=`` here."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -134,6 +139,8 @@ class Settings:
         ValueError
             If a key is unknown or a value has the wrong type or range.
         """
+        for key in FOLDERS & values.keys():
+            raise ValueError(f"settings: unknown key {key!r}; the folder of the run is run={values[key]!r}")
         return cls._checked(values, "settings")
 
     @classmethod

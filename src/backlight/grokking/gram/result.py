@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -71,6 +72,12 @@ class Gram:
     _matrices: Mapping[str, Tensor] = field(repr=False)
     _combine: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = field(repr=False)
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        """Return its size, how finely it was kept and by which kernels, without any of its numbers."""
+        methods = Counter(coverage.method for coverage in self.coverage.values())
+        told = ", ".join(f"{amount} {method}" for method, amount in sorted(methods.items()))
+        return f"Gram({self.samples} samples, by {self.detail}, {len(self.places)} parameters: {told})"
 
     @property
     def piece_eps(self) -> float:
