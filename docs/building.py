@@ -64,7 +64,7 @@ def on_pre_build(config: Any) -> None:
     shutil.rmtree(RUNS, ignore_errors=True)
     RUNS.mkdir(parents=True)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "80"  # what fits into a page without scrolling
     os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 
