@@ -2,8 +2,13 @@
 
 import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Every process that a test starts ends its interpreter as tests/exits says.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent / "exits"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 import pytest
 import torch
@@ -14,6 +19,12 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _launches(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # The folder in which torchrun would keep its logs for ever is otherwise one of the system's for each launch.
+    os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchrun"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -61,7 +61,8 @@ def test_two_hosts_write_one_run_and_a_requeue_goes_on_in_it(tmp_path: Path) -> 
 
 def test_without_locks_segments_appear_by_rename(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(ON_NETWORK)
+    of_all = (Path(__file__).parents[1] / "exits" / "sitecustomize.py").read_text()
+    (tmp_path / "site" / "sitecustomize.py").write_text(ON_NETWORK + of_all)
     job = script(tmp_path, "run", "3")
     with pair(tmp_path) as hosts:
         code, said = run_batch(job, hosts, tmp_path, PYTHONPATH=str(tmp_path / "site"))

@@ -23,9 +23,10 @@ def launched(
 ) -> tuple[int, str]:
     """Run a script on so many ranks; return the exit status and standard error."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+    paths = os.pathsep.join([str(HERE.parent), os.environ["PYTHONPATH"]])
     running = subprocess.Popen(
         [*command, *options, *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -23,7 +23,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
     tests = Path(__file__).parents[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tests)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(tests), os.environ["PYTHONPATH"]]),
+    }
     done = subprocess.run(
         [*command, str(Path(__file__).with_name("ranked.py")), str(out)],
         env=environment,
