@@ -23,7 +23,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _launches(tmp_path_factory: pytest.TempPathFactory) -> None:
-    # The folder in which torchrun would keep its logs for ever is otherwise one of the system's for each launch.
+    # torchrun keeps its logs: without this, in a folder of the system for each launch.
     os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchrun"))
 
 

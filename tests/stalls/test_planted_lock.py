@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "planted_lock.py"
 
@@ -38,7 +38,6 @@ def findings(folder: Path) -> list[dict[str, object]]:
     return json.loads(done.stdout) if done.returncode == 0 else []
 
 
-@pytest.mark.full
 def test_the_healthy_twin_is_silent(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path / "run"), capture_output=True, text=True, timeout=120, check=True)
     assert "step 10 of 10" in done.stdout

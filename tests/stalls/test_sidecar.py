@@ -23,8 +23,6 @@ from backlight.stalls.attaching import ProcessNotFoundError, attach
 from backlight.stalls.board import State, read_board
 from backlight.store.reader import open_run
 
-pytestmark = pytest.mark.alone
-
 
 def train(steps: int, seconds: float = 0.0) -> list[torch.Tensor]:
     torch.manual_seed(0)
@@ -92,6 +90,7 @@ def test_watching_changes_no_weight(tmp_path: Path, place: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
+@pytest.mark.alone
 def test_a_killed_sidecar_is_noted_and_the_training_goes_on(
     tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

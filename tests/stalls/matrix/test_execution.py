@@ -31,7 +31,7 @@ from backlight.stalls.matrix.tree import Standing
 Writer = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
 
-pytestmark = pytest.mark.alone
+alone = pytest.mark.alone
 
 BASE = """
 script = "job.py"
@@ -79,6 +79,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, script: str) -> tuple[Path, M
     return folder, execute(prepare(folder / "plan.toml"), folder / "out")
 
 
+@alone
 def test_every_case_has_its_verdict(done: tuple[Path, MatrixReport]) -> None:
     _, report = done
     verdicts = {case.name: case.judgement.verdict for case in report.cases}
@@ -98,6 +99,7 @@ def test_every_case_has_its_verdict(done: tuple[Path, MatrixReport]) -> None:
     assert report.not_run == ()
 
 
+@alone
 def test_no_process_is_left_and_what_ended_them_is_said(done: tuple[Path, MatrixReport]) -> None:
     folder, report = done
     marks = {json.loads(start.read_text())["mark"] for start in folder.glob("out/cases/*/*/start.json")}
@@ -108,6 +110,7 @@ def test_no_process_is_left_and_what_ended_them_is_said(done: tuple[Path, Matrix
     assert ended["waits"][0].startswith("SIGTERM to ")
 
 
+@alone
 def test_evidence_was_collected_before_the_end(done: tuple[Path, MatrixReport]) -> None:
     folder, report = done
     waits = next(case for case in report.cases if case.name == "waits")
@@ -122,6 +125,7 @@ def test_evidence_was_collected_before_the_end(done: tuple[Path, MatrixReport]) 
     assert any("stdout: mode: wait" in line for line in waits.tail)
 
 
+@alone
 def test_cases_are_held_against_their_controls(done: tuple[Path, MatrixReport]) -> None:
     _, report = done
     said = {c.case: c for c in report.comparisons}
@@ -135,6 +139,7 @@ def test_cases_are_held_against_their_controls(done: tuple[Path, MatrixReport]) 
     assert any("NOTHING_READS_THIS reaches the training" in action.do for action in report.actions)
 
 
+@alone
 def test_the_tree_is_walked_and_actions_are_ordered(done: tuple[Path, MatrixReport]) -> None:
     _, report = done
     assert {b.name: b.standing for b in report.branches} == {
@@ -147,6 +152,7 @@ def test_the_tree_is_walked_and_actions_are_ordered(done: tuple[Path, MatrixRepo
     assert waits.verify.endswith("--again waits")
 
 
+@alone
 def test_the_report_survives_its_file_and_every_form_shows_it(done: tuple[Path, MatrixReport]) -> None:
     folder, report = done
     out = folder / "out"
@@ -181,6 +187,7 @@ class _Links(HTMLParser):
         self.found += [value for name, value in attrs if name == "href" and value]
 
 
+@alone
 def test_everything_goes_into_one_archive(done: tuple[Path, MatrixReport], tmp_path: Path) -> None:
     out = done[0] / "out"
     with tarfile.open(write_bundle(out, tmp_path / "all.tar.gz")) as tar:

@@ -40,7 +40,7 @@ PAIR = "[cases.base]\n[cases.other]\ncontrol = 'base'\n"
             r"in 2 factors: argument positional, environment A",
         ),
         (PAIR + "arguments = ['--a', '1', '--b=2']\n", r"in 2 factors: argument --a, argument --b"),
-        (PAIR + "arguments = ['wait']\ntime_limit = 9\n", r"has 9 s, its control 'base' has 3 s"),
+        (PAIR + "arguments = ['wait']\ntime_limit = 9\n", r"has 9 s, its control 'base' has 30 s"),
         (
             PAIR.replace("'base'", "'basis'") + "arguments = ['wait']\n",
             r"unknown control 'basis'; did you mean 'base'\?",

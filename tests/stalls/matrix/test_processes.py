@@ -17,8 +17,6 @@ from backlight.stalls.matrix import processes
 from backlight.stalls.matrix.evidence import Collection, collect
 from backlight.stalls.matrix.processes import MARK, Tree
 
-pytestmark = pytest.mark.alone
-
 OURS = f"of-{uuid.uuid4().hex}"
 CHILD = "import time; print('up', flush=True); time.sleep(60)"
 
