@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,25 +20,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from scaling import median, table_of
 
-from backlight.records import Layout, Made, ParameterRecord, Placement
+from backlight.records import Made
 from backlight.session.judge import judge
 from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter
 
 FULL = 4096
 """Rows of a sharded parameter over all ranks; a multiple of every number of ranks that is asked for."""
-
-
-def table_of(rank: int, ranks: int, parameters: int, sharded: bool) -> tuple[ParameterRecord, ...]:
-    """Return the parameter table of one rank: every parameter a shard of rows, or whole."""
-    rows = FULL // ranks if sharded else FULL
-    layout = Layout.SHARD if sharded and ranks > 1 else Layout.WHOLE if ranks == 1 else Layout.REPLICATE
-    place = Placement(layout, (FULL, 1024), (rows, 1024), (rank * rows if sharded else 0, 0))
-    return tuple(
-        ParameterRecord(f"layers.{i}.weight", (FULL, 1024), "float32", "cpu", rows * 1024, placement=place)
-        for i in range(parameters)
-    )
 
 
 def write(path: Path, ranks: int, parameters: int, steps: int, *, sharded: bool) -> None:
@@ -53,7 +40,7 @@ def write(path: Path, ranks: int, parameters: int, steps: int, *, sharded: bool)
         for r in range(ranks)
     ]
     for rank, writer in enumerate(writers):
-        table = table_of(rank, ranks, parameters, sharded)
+        table = table_of(rank, ranks, parameters, rows=FULL, sharded=sharded)
         identifier = writer.parameter_table(table)
         ints = np.array([[1, p.numel, 0, 0, 0] for p in table], dtype=np.int64)
         # Shards differ, copies of one tensor do not.
@@ -62,16 +49,6 @@ def write(path: Path, ranks: int, parameters: int, steps: int, *, sharded: bool)
             writer.append("gradient", step, identifier, own[step], ints)
             writer.scalars(step, {"loss": 1.0 / (step + 1), "backwards_seen": float(step + 1)})
         writer.close()
-
-
-def median(call: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds of a call on its core, so that a busy machine does not count."""
-    took = []
-    for _ in range(repeats):
-        began = time.process_time()
-        call()
-        took.append(time.process_time() - began)
-    return statistics.median(took)
 
 
 def read_bytes(path: Path) -> int:

@@ -58,14 +58,16 @@ class Inputs:
     floor_file_seconds: float
 
 
-def table_of(rank: int, ranks: int, parameters: int) -> tuple[ParameterRecord, ...]:
-    """Return the parameter table of one rank of a sharded model."""
-    rows = ROWS // ranks
-    layout = Layout.SHARD if ranks > 1 else Layout.WHOLE
-    place = Placement(layout, (ROWS, 1024), (rows, 1024), (rank * rows, 0))
+def table_of(
+    rank: int, ranks: int, parameters: int, *, rows: int = ROWS, sharded: bool = True
+) -> tuple[ParameterRecord, ...]:
+    """Return the parameter table of one rank: of each parameter its share of the rows, or all of them."""
+    own = rows // ranks if sharded else rows
+    layout = Layout.WHOLE if ranks == 1 else Layout.SHARD if sharded else Layout.REPLICATE
+    place = Placement(layout, (rows, 1024), (own, 1024), (rank * own if sharded else 0, 0))
     return tuple(
         ParameterRecord(
-            f"model.layers.{i}.weight", (ROWS, 1024), "float32", "cuda:0", rows * 1024, placement=place
+            f"model.layers.{i}.weight", (rows, 1024), "float32", "cuda:0", own * 1024, placement=place
         )
         for i in range(parameters)
     )
@@ -102,7 +104,7 @@ def written(folder: Path, parameters: int, steps: int, **more: int) -> int:
 
 
 def median(call: Callable[[], object], repeats: int) -> float:
-    """Return the median seconds on a core of a call."""
+    """Return the median seconds of a call on its core, so that a busy machine does not count."""
     took = []
     for _ in range(repeats):
         began = time.process_time()
