@@ -31,10 +31,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(folder: Path, wheel: Path, *, torch: bool) -> Path:
     """Make an environment with the wheel, and of ours only what a reader needs, or everything."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
-    install = [str(python), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(install, check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    subprocess.run(
+        [*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True
+    )
     ours = Path(sysconfig.get_path("purelib"))
     theirs = next((folder / "lib").glob("python*")) / "site-packages"
     for item in ours.iterdir():
