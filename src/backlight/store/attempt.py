@@ -7,6 +7,7 @@ import shutil
 import socket
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,18 +105,8 @@ def enter_as_first(path: Path, opening: Opening) -> Entry:
         If the folder holds something else, or a living process writes the run. One that this
         release cannot read passes a RunFormatError through.
     """
-    made: list[Path] = []
-    try:
-        _make(path, made)
-        with locked(path):
-            return _open_attempt(path, opening, made)
-    except OSError as error:
-        _remove_empty(made)
-        reason = error.strerror or str(error)
-        raise RunWriteError(f"{path}: cannot be written: {reason}; choose another --out") from error
-    except BaseException:
-        _remove_empty(made)
-        raise
+    with _entering(path) as made:
+        return _open_attempt(path, opening, made)
 
 
 def part_path(path: Path) -> Path:
@@ -133,15 +124,28 @@ def enter_apart(path: Path, opening: Opening) -> Entry:
     RunWriteError
         If the file system does not let us. RunExistsError and RunFormatError as in :func:`enter_as_first`.
     """
+    with _entering(path) as made:
+        if (path / MANIFEST).exists():
+            joined = _joined(path, read_manifest(path), opening.first, opening.launch)
+            if joined is not None:
+                return joined
+        return _open_attempt(path, opening, made)
+
+
+@contextlib.contextmanager
+def _entering(path: Path) -> Iterator[list[Path]]:
+    """Hold the lock of a folder, which is made where it is missing; give the folders that were made.
+
+    Raises
+    ------
+    RunWriteError
+        If the file system does not let us; of an error inside as well, no empty folder stays behind.
+    """
     made: list[Path] = []
     try:
         _make(path, made)
         with locked(path):
-            if (path / MANIFEST).exists():
-                joined = _joined(path, read_manifest(path), opening.first, opening.launch)
-                if joined is not None:
-                    return joined
-            return _open_attempt(path, opening, made)
+            yield made
     except OSError as error:
         _remove_empty(made)
         reason = error.strerror or str(error)
