@@ -115,6 +115,24 @@ def test_parameters_of_the_published_models():
     assert count(quadratic.build().model) == 8_832
 
 
+@pytest.mark.parametrize("settings", [wang.Settings(model=wang.Model(layers=1)), wang.CI])
+def test_wang_is_optimized_as_in_the_released_code(settings):
+    task = EXPERIMENTS["wang"].build(
+        dataclasses.replace(settings, training=dataclasses.replace(settings.training, clip=1e-9)), 0, CPU, ""
+    )
+    matrices, vectors = task.optimizer.param_groups
+    assert matrices["weight_decay"] == settings.training.weight_decay
+    assert vectors["weight_decay"] == 0
+    named = {id(p): name for name, p in task.model.named_parameters()}
+    assert {named[id(p)] for p in vectors["params"]} == {
+        name for name in named.values() if name.endswith("bias") or "norm" in name
+    }
+    assert settings.training.clip == 1
+    train(task, 0, 1)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in task.model.parameters()])
+    assert float(norm) == pytest.approx(1e-9, rel=1e-2)
+
+
 def test_power_reads_permutations_in_the_authors_vocabulary():
     settings = power.Settings(data=power.Data(operation="s5"))
     task = EXPERIMENTS["power"].build(settings, 0, CPU, "")
@@ -329,6 +347,7 @@ def test_a_ticket_is_pruned_rewound_and_stays_pruned(mask):
         ("minegishi", "training", "scope", "layer", "training.scope is 'layer', expected one of all"),
         ("power", "model", "heads", 7, "7 heads do not divide a width of"),
         ("nanda", "data", "train_share", 1.0, "expected 1 to"),
+        ("wang", "training", "clip", -1.0, "training.clip is -1.0, expected a norm above 0, or 0 for no"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(name, section, field, value, text):

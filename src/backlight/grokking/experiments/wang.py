@@ -12,7 +12,7 @@ from backlight.grokking.data.split import Split, apply_control
 from backlight.grokking.experiment import EXPERIMENTS, Experiment, Paper
 from backlight.grokking.models.gpt import Gpt
 from backlight.grokking.progress.norms import weight_norm
-from backlight.grokking.tasks.optimization import adamw, linear_warmup
+from backlight.grokking.tasks.optimization import adamw, clip_gradients, linear_warmup
 from backlight.grokking.tasks.supervised import SupervisedTask
 
 
@@ -41,12 +41,19 @@ class Model:
 
 @dataclass(frozen=True)
 class Training:
-    """AdamW, rate 1e-4, batches of 512, weight decay .1, 2,000 updates of warm-up (section 2)."""
+    """AdamW, rate 1e-4, batches of 512, weight decay .1, 2,000 updates of warm-up (section 2).
+
+    What the paper leaves out is as in its code (github.com/OSU-NLP-Group/GrokkedTransformer): β, gradients
+    clipped to the norm ``clip`` (0: not), and biases and the gains of LayerNorm out of the weight decay
+    unless ``decay_vectors``.
+    """
 
     steps: int = 1_500_000
     batch_size: int = 512
     lr: float = 1e-4
     weight_decay: float = 0.1
+    decay_vectors: bool = False
+    clip: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     warmup: int = 2000
     log_every: int = 2000
@@ -63,10 +70,19 @@ class Settings:
 
 
 CI = Settings(
-    data=Data(entities=100, relations=10, degree=10, inferred_ratio=8.0),
+    # Nearly all inferred facts: the more of them in training, the sooner the others come, as in the paper.
+    data=Data(entities=100, relations=10, degree=10, inferred_ratio=9.0),
     model=Model(layers=2, width=64, heads=4),
+    # A ten times faster rate and three times the decay save steps. With β₂ of .999 training is lost for
+    # stretches at such a rate.
     training=Training(
-        steps=18_000, lr=1.5e-3, weight_decay=0.3, warmup=50, log_every=200, thorough_every=600
+        steps=16_000,
+        lr=1e-3,
+        weight_decay=0.3,
+        betas=(0.9, 0.98),
+        warmup=50,
+        log_every=200,
+        thorough_every=600,
     ),
 )
 
@@ -84,7 +100,8 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
         model = Gpt(
             data.entities + data.relations, 3, layers=shape.layers, width=shape.width, heads=shape.heads
         ).to(device)
-    optimizer = adamw(model, training)
+    optimizer = adamw(model, training, decay_vectors=training.decay_vectors)
+    clip_gradients(optimizer, model.parameters(), training.clip)
     task = SupervisedTask(
         model,
         optimizer,
@@ -115,13 +132,13 @@ EXPERIMENTS.add(
             authors="Wang, Yue, Su, Sun",
             claim="Two-hop questions in distribution are answered long after training is fitted; those out "
             "of distribution never are.",
-            unclear="φ differs between figures, here it is the largest; β of AdamW is not stated. Each "
-            "entity, relation and tail is one token here as there, but no end of text is predicted.",
+            unclear="φ differs between figures, here it is the largest. β of AdamW, clipping and what does "
+            "not decay are those of the released code; its command leaves GPT-2's dropout on, here is none. "
+            "Each entity, relation and tail is one token here as there, but no end of text is predicted.",
         ),
         settings=Settings,
         ci=CI,
         build=build,
         effect="late in distribution, never out of it",
-        ci_expects="unstable",
     ),
 )
