@@ -4,7 +4,8 @@ A run of many steps and parameters is written; its static page is opened in head
 from top to bottom, frame by frame. Then the same is done with the live page, while further steps are written
 and the page follows them. Frame times are those that ``requestAnimationFrame`` sees while the page is
 scrolled; a long task is one that holds the page for more than 50 ms. Last a NaN is written, and the time
-until the page shows the finding is taken. Judging alone is timed in the processor's seconds.
+until the page shows the finding is taken. Judging alone is timed in the processor's seconds, also of a run of
+several ranks that hold parts of every parameter, beside what it takes to read that run as a whole.
 
     python bench/live.py --blocks 42 --steps 10000
 """
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +35,7 @@ from backlight.session.judge import findings_of
 from backlight.session.live import Live, followed
 from backlight.session.reporting import write_html
 from backlight.store.following import Follower
+from backlight.store.reader import Run, open_run
 
 FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -119,15 +122,28 @@ def late(seen: dict[str, Any]) -> float:
     return float(ordered[int(0.99 * (len(ordered) - 1))])
 
 
-def judged(run: Growing) -> list[float]:
+def judged(runs: Sequence[Growing], reopen: Callable[[Path], Run]) -> list[float]:
     """Return the processor's seconds that judging took at the first look, and at later ones."""
-    follow, seconds = Follower(), []
+    seconds = []
     for _ in range(5):
         begun = time.process_time()
-        findings_of(follow(run.path))
+        findings_of(reopen(runs[0].path))
         seconds.append(time.process_time() - begun)
-        run.steps(5)
+        for run in runs:
+            run.steps(5)
     return [seconds[0], median(seconds[1:])]
+
+
+def judged_ranks(folder: Path, ranks: int, steps: int, blocks: int) -> list[float]:
+    """Return the same of a run of ``ranks`` shards, and last what it takes to read it as a whole."""
+    plan = Plan(steps=steps + 100, blocks=blocks)
+    made = [Growing(folder, plan, rank=rank, world_size=ranks, sharded=True) for rank in range(ranks)]
+    for run in made:
+        run.steps(steps)
+    seconds = [*judged(made, Follower()), judged(made, open_run)[1]]
+    for run in made:
+        run.close()
+    return seconds
 
 
 def main() -> None:
@@ -137,13 +153,16 @@ def main() -> None:
     )
     parser.add_argument("--blocks", type=int, default=42, help="12 parameters each, and 3 besides")
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rank-steps", type=int, default=2_000)
     parser.add_argument("--seconds", type=float, default=8.0, help="of scrolling")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as profile:
         run = Growing(Path(folder) / "run", Plan(steps=options.steps + 4000, blocks=options.blocks))
         run.steps(options.steps)
         report = write_html(run.path, Path(folder) / "report.html")
-        first, later = judged(run)
+        first, later = judged([run], Follower())
+        parts = judged_ranks(Path(folder) / "ranks", options.ranks, options.rank_steps, options.blocks)
         live = Live(followed([run.path]))
         served = threading.Thread(target=live.run)
         served.start()
@@ -197,6 +216,10 @@ def main() -> None:
         Console().print(table)
         print(
             f"judging it took {first:.2f} s of the processor at the first look, {later:.2f} s at later ones"
+        )
+        print(
+            f"of {options.ranks} ranks and {options.rank_steps:,} steps {parts[0]:.2f} s, later {parts[1]:.2f} s;"
+            f" read as a whole {parts[2]:.2f} s, {parts[2] / parts[1]:.1f} x the later ones"
         )
         print(f"a NaN that was just written is a finding on the page after {found:.2f} s")
         print(f"panels of the live page that were brought up to date meanwhile: {drawn}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 from synthetic import Plan, fingerprint, gradient_row, records, rms_of, update_row
 
-from backlight.records import RunStatus
+from backlight.records import Layout, ParameterRecord, Placement, RunStatus
 from backlight.store.writer import RunWriter
 
 FLUSH = 200
@@ -16,10 +17,30 @@ FLUSH = 200
 ROOMS = ("health", "steptime")
 
 
-class Growing:
-    """Writes ``plan.steps`` steps at most, as many at a time as are asked for."""
+def shard_of(record: ParameterRecord, rank: int, world_size: int) -> ParameterRecord:
+    """Return the row of a parameter of which each rank holds an equal part along the first dimension."""
+    rows = record.shape[0] // world_size
+    local = (rows, *record.shape[1:])
+    offset = (rank * rows, *(0 for _ in record.shape[1:]))
+    place = Placement(Layout.SHARD, record.shape, local, offset, mesh=(world_size,))
+    return dataclasses.replace(record, numel=int(np.prod(local)), placement=place)
 
-    def __init__(self, path: Path, plan: Plan | None = None, *, rank: int = 0, world_size: int = 1) -> None:
+
+class Growing:
+    """Writes ``plan.steps`` steps at most, as many at a time as are asked for.
+
+    ``sharded``: each rank holds a part of every parameter, and has its own numbers.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        plan: Plan | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        sharded: bool = False,
+    ) -> None:
         self.plan = plan or Plan(steps=600, blocks=1)
         self.path = path
         self.done = 0
@@ -28,12 +49,14 @@ class Growing:
             run_id="grown" if world_size > 1 else None,
         )  # fmt: skip
         table = records(self.plan)
+        if sharded:
+            table = tuple(shard_of(record, rank, world_size) for record in table)
         self.names = [record.name for record in table]
         self.writer.fingerprint(fingerprint(table))
         self._table = self.writer.parameter_table(table)
         self._numel = np.array([record.numel for record in table])
         self._rms = rms_of(self.plan, np.arange(self.plan.steps), len(table))
-        self._draw = np.random.default_rng(5)
+        self._draw = np.random.default_rng(5 + rank * sharded)
 
     def steps(self, amount: int, *, broken: int | None = None) -> None:
         """Write ``amount`` steps; the gradient of the row ``broken`` holds NaN at the last of them."""
@@ -47,6 +70,7 @@ class Growing:
             total = float(np.sqrt(np.sum(floats[:, 0] ** 2)))
             self.writer.scalars(step, {
                 "loss": 3.0 / (1 + 0.01 * step), "total_norm": total, "lr/0/0": 0.1,
+                "backwards_seen": step + 1.0,
                 "phase/forward": 0.010, "phase/backward": 0.020 + 0.001 * (step % 3),
             })  # fmt: skip
             self.writer.scalars(step, {"train_accuracy": step / self.plan.steps}, source="user")

@@ -33,7 +33,16 @@ def same(one: Run, other: Run) -> None:
         np.testing.assert_array_equal(mine.steps, theirs.steps)
         np.testing.assert_array_equal(mine.values, theirs.values)
         np.testing.assert_array_equal(mine.measured, theirs.measured)
-    for name, source in (("loss", "backlight"), ("phase/backward", "backlight"), ("train_accuracy", "user")):
+    for attempt in (None, -1):
+        mine_SR, theirs_SR = one.spread("loss", attempt=attempt), other.spread("loss", attempt=attempt)
+        assert mine_SR.ranks == theirs_SR.ranks
+        np.testing.assert_array_equal(mine_SR.values, theirs_SR.values)
+    for name, source in (
+        ("total_norm", "backlight"),
+        ("loss", "backlight"),
+        ("phase/backward", "backlight"),
+        ("train_accuracy", "user"),
+    ):
         mine_S, theirs_S = one.scalar(name, source), other.scalar(name, source)
         assert mine_S.unit == theirs_S.unit
         np.testing.assert_array_equal(mine_S.steps, theirs_S.steps)
@@ -167,16 +176,119 @@ def test_attempts_and_a_step_that_was_written_twice_are_read_as_a_whole(tmp_path
     run.close()
 
 
-def test_ranks_are_joined_as_they_are_for_everybody(tmp_path: Path) -> None:
-    plan = Plan(steps=80, blocks=1)
-    ranks = [Growing(tmp_path / "run", plan, rank=rank, world_size=2) for rank in range(2)]
+def several(path: Path, *, sharded: bool = True) -> list[Growing]:
+    plan = Plan(steps=300, blocks=1)
+    return [Growing(path, plan, rank=rank, world_size=2, sharded=sharded) for rank in range(2)]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicas", "shards"])
+def test_ranks_are_joined_as_they_are_for_everybody(tmp_path: Path, sharded: bool) -> None:
+    path = tmp_path / "run"
+    ranks = several(path, sharded=sharded)
     follow = Follower()
-    for first, second in ((10, 7), (5, 8)):
-        ranks[0].steps(first)
+    measured = []
+    # Level, one ahead, one that does not go on, one that catches up, nothing new, a loop that went back.
+    for first, second, back in (
+        (10, 10, 0),
+        (9, 4, 0),
+        (6, 0, 0),
+        (0, 11, 0),
+        (0, 0, 0),
+        (8, 8, 5),
+        (3, 2, 0),
+    ):
+        ranks[0].done -= back
+        ranks[0].steps(first, broken=3 if first == 6 else None)
         ranks[1].steps(second)
-        same(follow(tmp_path / "run"), open_run(tmp_path / "run"))
+        same(follow(path), open_run(path))
+        measured.append(int(follow(path).frame("gradient", "rms").measured.any(axis=1).sum()))
+    assert measured == ([10, 19, 25, 25, 25, 33, 35] if not sharded else [10, 14, 14, 25, 25, 28, 31])
     for rank in ranks:
         rank.close()
+    same(follow(path), open_run(path))
+
+
+def test_only_new_rows_of_ranks_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    whole = frames.rank_block
+
+    def counting(*arguments: object) -> frames.Block:
+        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        decoded.append(len(block.steps))
+        return block
+
+    monkeypatch.setattr(following.frames, "rank_block", counting)
+    ranks = several(tmp_path / "run")
+    follow = Follower()
+    for amount in (200, 3):
+        for rank in ranks:
+            rank.steps(amount)
+        newest = follow(tmp_path / "run")
+        newest.frame("gradient", "rms")
+        assert len(newest.scalar("total_norm").steps) == ranks[0].done
+        newest.frame("gradient", "rms")
+    assert decoded == [200, 200, 200, 200, 3, 3, 3, 3]  # rms needs two columns, the total one of them
+    for rank in ranks:
+        rank.close()
+
+
+def test_an_older_reading_of_ranks_says_what_it_said(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    ranks = several(path)
+    follow = Follower()
+    readings = []
+    for _ in range(4):
+        for rank in ranks:
+            rank.steps(7)
+        readings.append((follow(path), open_run(path)))
+        same(readings[-1][1], readings[-1][1])  # read before the run goes on
+        follow(path).frame("gradient", "rms")
+    for mine, whole in reversed(readings):
+        same(mine, whole)
+    for rank in ranks:
+        rank.close()
+
+
+def test_only_new_rows_of_a_further_attempt_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    whole = frames.rank_block
+
+    def counting(*arguments: object) -> frames.Block:
+        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        decoded.append(len(block.steps))
+        return block
+
+    path = tmp_path / "run"
+    first = Growing(path)
+    first.steps(30)
+    first.close()
+    again = Growing(path)
+    follow = Follower()
+    again.steps(20)
+    same(follow(path), open_run(path))
+    monkeypatch.setattr(following.frames, "rank_block", counting)
+    again.steps(4)
+    newest = follow(path)
+    newest.frame("gradient", "rms")
+    assert decoded == [4]
+    monkeypatch.undo()
+    same(newest, open_run(path))
+    again.close()
+    same(follow(path), open_run(path))
+
+
+def test_ranks_in_the_place_of_others_are_read_anew(tmp_path: Path) -> None:
+    follow = Follower()
+    for amount in (30, 12):
+        ranks = several(tmp_path / "run")
+        for rank in ranks:
+            rank.steps(amount)
+        same(follow(tmp_path / "run"), open_run(tmp_path / "run"))
+        for rank in ranks:
+            rank.close()
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_what_has_no_room_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """A run that is read again and again while it is written: what was decoded once is not decoded twice.
 
 The rows of a file only ever grow, each with an id above those before it. So a reading that remembers the
-last id of each column needs the rows after it alone. What does not fit that (ranks to be joined, a file
-that was replaced, a step that was written twice) is read as a whole, as by
-:func:`backlight.store.reader.open_run`.
+last id of each column needs the rows after it alone; where ranks or attempts are joined, the steps of which
+there is more. What does not fit that (a file that was replaced, or in which a step was written twice) is read
+as a whole, as by :func:`backlight.store.reader.open_run`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backlight.store import frames
-from backlight.store.frames import Frame
+from backlight.store import frames, joining, rejoining
+from backlight.store.frames import Block, Frame
+from backlight.store.joining import Spread
 from backlight.store.names import storable
 from backlight.store.ranks import RankFile
 from backlight.store.reader import Run, Scalar
+from backlight.store.rejoining import Joined
 from backlight.store.schema import SERIES
 
 CARRIED_BYTES = 512 * 1024 * 1024
@@ -135,12 +137,12 @@ class Memory:
     """What is remembered between two readings of one run."""
 
     def __init__(self) -> None:
-        self.columns: OrderedDict[tuple[Any, ...], Column] = OrderedDict()
+        self.columns: OrderedDict[tuple[Any, ...], Column | Joined] = OrderedDict()
         self.logged: dict[tuple[Path, int], Logged] = {}
         self.readings = 0
         self.lock = threading.Lock()
 
-    def keep(self, key: tuple[Any, ...], column: Column) -> None:
+    def keep(self, key: tuple[Any, ...], column: Column | Joined) -> None:
         """Remember ``column``, and forget what there is no room for."""
         self.columns[key] = column
         self.columns.move_to_end(key)
@@ -228,7 +230,45 @@ class FollowedRun(Run):
                 if found is not None:
                     unit = super().scalar(name, source, attempt=-1).unit
                     return Scalar(*found, unit)
+        more = ("clip/by_total", "clip/limit") if name in joining.FROM_TOTAL else ()
+        for files in self._by_attempt(attempt, rank):
+            for called in (storable(name), *more):
+                self._remind(files, (storable(source), called))
         return super().scalar(name, source, attempt=attempt, rank=rank)
+
+    def spread(self, name: str, source: str = "backlight", *, attempt: int | None = None) -> Spread:
+        """Return a scalar of every rank; see :meth:`backlight.store.reader.Run.spread`."""
+        for files in self._by_attempt(attempt, None):
+            self._remind(files, (storable(source), storable(name)))
+        return super().spread(name, source, attempt=attempt)
+
+    def _joined(self, files: Sequence[RankFile], series: str, columns: Sequence[str], part: int) -> Block:
+        """Return stored columns of one attempt, joining only what is new."""
+        names = self._names()
+        self._remind(files, ("backlight", joining.POSITION))
+        key = (tuple(file.path for file in files), files[0].attempt, series, tuple(columns), part)
+        kind = rejoining.kind_of(files, names)
+        with self._memory.lock:
+            held = self._memory.columns.get(key)
+            replaced = isinstance(held, Joined) and self._reading > held.by and held.is_ahead(files, series)
+            if not isinstance(held, Joined) or held.held_for != kind or replaced:
+                held = Joined(kind, self._reading)
+            found = rejoining.grown(held, files, series, columns, names, part)
+            if found is not None:
+                held.by = max(held.by, self._reading)
+                self._memory.keep(key, held)
+                return found
+        return super()._joined(files, series, columns, part)
+
+    def _remind(self, files: Sequence[RankFile], wanted: tuple[str, str]) -> None:
+        """Give files the steps and values of a scalar that were read before."""
+        for file in files:
+            for identifier, source, name in file.scalar_names():
+                if (source, name) == wanted and identifier not in file.remembered:
+                    with self._memory.lock:
+                        found = self._logged(file, identifier)
+                    if found is not None:
+                        file.remembered[identifier] = found
 
     def _alone(self, attempt: int | None, rank: int | None) -> RankFile | None:
         """Return the file that holds all that was asked for, None where several must be joined."""
@@ -246,7 +286,8 @@ class FollowedRun(Run):
         wanted = frames.needs(schema, column)
         names = self._names()
         key = (file.path, file.attempt, series, column, part)
-        held = self._memory.columns.get(key)
+        carried = self._memory.columns.get(key)
+        held = carried if isinstance(carried, Column) else None
         last = file.last[f"series_{series}"]
         unit = frames.unit(schema, column) or "1"
         if held is not None and (held.names != names or self._replaced(held, last)):

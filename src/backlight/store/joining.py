@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,6 +117,7 @@ def block(
     names: Sequence[str],
     part: int,
     local: bool,
+    window: tuple[int, int] | None = None,
 ) -> Block:
     """Return stored columns of one attempt.
 
@@ -128,22 +129,24 @@ def block(
         What is wanted, over which parameters.
     local:
         Give what a rank holds as it is, instead of what makes up a whole.
+    window:
+        The first global step and that behind the last one, None for all.
     """
     ranks = by_rank(files)
     wanted = list(columns)
     if len(ranks) > 1 and not local and series in AGREED:
         wanted = list(dict.fromkeys((*columns, AGREED[series])))
-    if local or len(ranks) == 1:
-        windows: list[tuple[int, int] | None] = [None]
+    if local or len(ranks) == 1 or window is not None:
+        windows: list[tuple[int, int] | None] = [window]
     else:
         windows = _windows(ranks, series, len(names) * 8 * (len(wanted) + 2))
     records = [] if local else [_records(mine) for mine in ranks.values()]
     positions = [_position(mine) for mine in ranks.values()] if len(ranks) > 1 and not local else []
     out = []
-    for window in windows:
+    for between in windows:
         blocks = [
             frames.join_attempts(
-                [frames.rank_block(file, series, wanted, names, part, window) for file in mine]
+                [frames.rank_block(file, series, wanted, names, part, between) for file in mine]
             )
             for mine in ranks.values()
         ]
@@ -194,20 +197,18 @@ def mean(values: Mapping[int, Values]) -> Values:
     return {step: float(np.mean([mine[step] for mine in values.values() if step in mine])) for step in steps}
 
 
-def total_norm(files: Sequence[RankFile], names: Sequence[str]) -> Values:
-    """Return the norm over all parameters, each once, at the steps at which all of them are known."""
-    return frames.total(block(files, "gradient", ("norm",), names, 0, local=False))
+def from_total(files: Sequence[RankFile], name: str, norms: Callable[[], Block]) -> Values:
+    """Return one of ``FROM_TOTAL``: what no rank could say alone follows from the total norm.
 
-
-def from_total(files: Sequence[RankFile], names: Sequence[str], name: str) -> Values:
-    """Return one of ``FROM_TOTAL``: what no rank could say alone follows from the total norm."""
+    ``norms`` gives the joined norms of the gradients of ``files``.
+    """
     if name == "total_norm":
-        return total_norm(files, names)
+        return frames.total(norms())
     stated = lowest(scalars(files, "backlight", name))
     by_total = lowest(scalars(files, "backlight", "clip/by_total"))
     if not by_total:
         return stated
-    total, limit = total_norm(files, names), lowest(scalars(files, "backlight", "clip/limit"))
+    total, limit = frames.total(norms()), lowest(scalars(files, "backlight", "clip/limit"))
     for step in by_total:
         if step in total and step in limit:
             factor = min(1.0, limit[step] / (total[step] + _TINY))

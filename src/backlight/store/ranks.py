@@ -59,6 +59,8 @@ class RankFile:
         self._positions: dict[str, dict[int, float]] = {}
         self._sound: dict[str, list[tuple[Any, ...]]] = {}
         self._steps: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        self.remembered: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]] = {}
+        """Steps and values of scalars that a follower of the run has read already."""
         self.keeps = False
         self.last = self._last_rows()
 
@@ -154,6 +156,13 @@ class RankFile:
             self._sound[series] = sound
         return sound
 
+    def first_after(self, table: str, row: int, condition: str = "") -> int | None:
+        """Return the lowest global step of the rows of a table after ``row``, None where there are none."""
+        if self.last[table] <= row:
+            return None
+        steps = [step for (step,) in self._rows("step", table, (int,), f" AND id > {int(row)}{condition}")]
+        return min(steps) + self.step_offset if steps else None
+
     def _ids(self, series: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return id and local step of the rows of a series; asked for once."""
         if series not in self._steps:
@@ -169,6 +178,8 @@ class RankFile:
 
     def scalar(self, identifier: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Return the global steps and values of a scalar in the order in which they were logged."""
+        if identifier in self.remembered:
+            return self.remembered[identifier]
         rows = self._rows("step, value", "scalar", (int, (float, NoneType)), f" AND name = {int(identifier)}")
         steps = np.array([row[0] for row in rows], dtype=np.int64) + self.step_offset
         return steps, np.array([np.nan if row[1] is None else row[1] for row in rows], dtype=np.float64)

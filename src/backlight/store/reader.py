@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -206,6 +207,8 @@ class Run:
         local = rank is not None
         blocks = [
             joining.block(files, series, wanted, names, part, local)
+            if local
+            else self._joined(files, series, wanted, part)
             for files in self._by_attempt(attempt, rank)
         ]
         if not blocks:
@@ -267,7 +270,8 @@ class Run:
         merged: dict[int, float] = {}
         for files in self._by_attempt(attempt, rank):
             if whole and name in joining.FROM_TOTAL and not joining.alone(files):
-                merged.update(joining.from_total(files, self._names(), name))
+                norms = functools.partial(self._joined, files, "gradient", ("norm",), 0)
+                merged.update(joining.from_total(files, name, norms))
             else:
                 values = joining.scalars(files, *wanted)
                 merged.update((joining.mean if whole and name in joining.MEANS else joining.lowest)(values))
@@ -369,6 +373,10 @@ class Run:
         chosen = [o for o in self._opened if attempt is None or o.entry.index == attempt]
         groups = [[file for file in opened.files if rank in {None, file.rank}] for opened in chosen]
         return [files for files in groups if files]
+
+    def _joined(self, files: Sequence[RankFile], series: str, columns: Sequence[str], part: int) -> Block:
+        """Return stored columns of one attempt, its ranks joined."""
+        return joining.block(files, series, columns, self._names(), part, local=False)
 
     def _kept(self, key: tuple[Any, ...], frame: Frame) -> Frame:
         frame.values.flags.writeable = frame.measured.flags.writeable = False

@@ -85,7 +85,7 @@ def _has_credentials(wandb: Any) -> bool:
     return wandb.api.api_key is not None
 
 
-def _patience(wandb: Any, run: Tracked) -> dict[str, float]:
+def _patience(wandb: Any, run: Tracked) -> dict[str, Any]:
     """Return how long W&B may wait, where the user did not say: a dead server must not hold the process."""
     wanted = {"init_timeout": PATIENCE}
     if run.live:  # whoever sends a stored run waits for it
