@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +97,31 @@ def test_compare_lays_runs_over_each_other(command: Command, runs: Path, tmp_pat
     text = page.read_text()
     assert "Content-Security-Policy" in text
     assert "steps after generalisation" in text
+
+
+def test_numbers_stay_whole_at_eighty_columns(
+    command: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = command("grok", "compare", runs / "oracle", runs / "late")[1]
+    told = json.loads(command("grok", "compare", runs / "oracle", runs / "late", "--json")[1])
+    heads = {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert set(told["measures"]) <= heads
+    assert max(map(len, out.splitlines())) <= 80
+    rows = [line.split() for line in out.splitlines() if {"late", "oracle"} & set(line.split())]
+    values = [cell for row in rows[2:] for cell in row[1 + (row[0] in told["measures"]) :]]
+    assert len(values) >= 6 * len(told["measures"])
+    for cell in values:
+        float(cell.replace(",", ""))  # raises where a number was cut or broken
+
+
+def test_without_a_control_no_column_speaks_of_it(command: Command, runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "oracle", tmp_path / "alone")
+    alone = command("grok", "detect", tmp_path / "alone")[1]
+    assert "No matched control was found" in alone
+    assert "control ends" not in alone
+    assert "no claim" not in alone
+    assert "control ends" in command("grok", "detect", runs / "oracle")[1]
 
 
 def test_aligned_runs_generalise_at_nought(runs: Path) -> None:

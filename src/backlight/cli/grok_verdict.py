@@ -15,6 +15,9 @@ from backlight.session.overlaying import Overlaid, value_at
 FOLLOWING = 10
 """Measures that are printed; --json has all."""
 
+_VALUE = 11
+"""Characters of a column of values, its padding included."""
+
 _STYLES = {"grokking": "bold green", "unstable": "bold yellow", "threshold-artefact": "bold yellow",
            "insufficient-data": "bold yellow"}  # fmt: skip
 _MARKS = {True: ("holds", "green"), False: ("fails", "red"), None: ("not known", "yellow")}
@@ -55,7 +58,7 @@ def print_examined(found: Examined, console: Console) -> None:
         console.print(Text(f"  {visible(note)}.", "dim"))
     _print_control(found, console)
     if not found.facts.control:  # its test accuracy is noise, which nothing can follow
-        _print_following(found.following, console)
+        _print_following(found.following, found.control is not None, console)
     console.print()
 
 
@@ -79,18 +82,20 @@ def _print_control(found: Examined, console: Console) -> None:
     console.print(Text(f"  Control {visible(found.control.path.name)}: {_verdict(theirs)}. {theirs.claim}"))
 
 
-def _print_following(rows: tuple[Following, ...], console: Console) -> None:
+def _print_following(rows: tuple[Following, ...], controlled: bool, console: Console) -> None:
     if not rows:
         return
-    table = _table("measure", "corr.", "lead", "control", "end", "control ends", "")
+    # Without a control every row would say the same, which stands above already.
+    of_control = ("control", "control ends", "") if controlled else ()
+    table = _table("measure", "corr.", "lead", "end", *of_control, numbers=3 + max(0, len(of_control) - 1))
     for row in rows[:FOLLOWING]:
+        end, control_ends = ("" if level is None else number(level, 3) for level in row.levels)
         table.add_row(
             Text(visible(row.measure).removeprefix("gram/model/").removeprefix("progress/")),
             _signed(row.correlation),
             f"{row.lead_steps:+,}" if row.lead_logs else "0",
-            _signed(row.control),
-            *("" if level is None else number(level, 3) for level in row.levels),
-            Text(row.says),
+            end,
+            *((_signed(row.control), control_ends, Text(row.says)) if controlled else ()),
         )
     console.print(table)
     console.print(
@@ -116,9 +121,12 @@ def print_overlaid(overlaid: Overlaid, console: Console) -> None:
         console.print(Text(f"  {visible(name)} never generalised and cannot be aligned.", "yellow"))
     for reason in overlaid.reasons.values():
         console.print(Text(f"  {visible(reason)}.", "yellow"))
-    places = overlaid.places()
+    first = "measure" if not overlaid.aligned else "measure, steps after t_g"
+    named = max((len(name) for name in (first, *overlaid.measures)), default=0)
+    runs = max((len(name) for name in overlaid.runs), default=0)
+    places = _spread(overlaid.places(), (console.width - named - runs - 4) // _VALUE)
     heads = [f"{step:+,}" if overlaid.aligned else f"step {step:,}" for step in places]
-    table = _table("measure" if not overlaid.aligned else "measure, steps after t_g", "run", *heads)
+    table = _table(first, "run", *heads, numbers=1 + len(heads))
     for measure, of_run in overlaid.measures.items():
         for row, (name, series) in enumerate(of_run.items()):
             values = [value_at(series, step) for step in places]
@@ -131,9 +139,16 @@ def _signed(value: float | None) -> str:
     return "" if value is None else f"{value:+.2f}"
 
 
-def _table(first: str, *columns: str) -> Table:
+def _spread(places: list[int], room: int) -> list[int]:
+    """Return at most ``room`` places, or three, the first and the last among them."""
+    count = min(len(places), max(3, room))
+    return [places[round(k * (len(places) - 1) / max(1, count - 1))] for k in range(count)]
+
+
+def _table(first: str, *columns: str, numbers: int = 0) -> Table:
+    """Return a table whose first ``numbers`` columns after the first are never broken over lines."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column(first, no_wrap=True)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for place, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=place < numbers)
     return table
