@@ -219,7 +219,7 @@ def main() -> None:
         )
         print(
             f"of {options.ranks} ranks and {options.rank_steps:,} steps {parts[0]:.2f} s, "
-            f"later {parts[1]:.2f} s; read as a whole {parts[2]:.2f} s, {parts[2] / parts[1]:.1f} x the later ones"
+            f"later {parts[1]:.2f} s; read as a whole {parts[2]:.2f} s, {parts[2] / parts[1]:.1f} x as much"
         )
         print(f"a NaN that was just written is a finding on the page after {found:.2f} s")
         print(f"panels of the live page that were brought up to date meanwhile: {drawn}")
