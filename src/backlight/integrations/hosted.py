@@ -216,6 +216,48 @@ class Hosting:
         return self._hosted.findings
 
 
+class HostedCallback(Hosting):
+    """The constructor that the callbacks of frameworks share, beside the framework's own class.
+
+    Parameters
+    ----------
+    run:
+        The run folder; None for ``runs/<name>-<time>``, where the framework gives the name. A folder that
+        holds a run gets a new attempt of it.
+    samples:
+        For the rooms grokking and spectra; see :func:`backlight.watch`.
+    on_end:
+        Called on rank 0 with the list of findings when a training has ended.
+    summary:
+        Print the findings once at the end, on rank 0.
+    **settings:
+        Settings of :func:`backlight.watch`: ``rooms``, ``every``, ``groups``, ``thresholds`` and others.
+
+    Raises
+    ------
+    ValueError
+        If a setting is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str] | None = None,
+        *,
+        samples: Samples | None = None,
+        on_end: OnEnd | None = None,
+        summary: bool = True,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._hosted = Hosted(
+            type(self).__name__, run, settings, samples=samples, on_end=on_end, summary=summary
+        )
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what a framework's own callback needs besides."""
+
+
 def _close_at_exit(hosted: Hosted) -> None:
     """Close the run of a training that was left without the framework saying so."""
     reference = weakref.ref(hosted)

@@ -7,7 +7,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from backlight.integrations.hosted import Hosted, Hosting, OnEnd
+from backlight.integrations.hosted import HostedCallback
 from backlight.integrations.versions import require
 
 VERSION = require("transformers", "huggingface")
@@ -18,10 +18,8 @@ from transformers import Trainer, TrainerCallback  # noqa: E402 - only once it i
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from backlight.session.geometry import Samples
 
-
-class BacklightCallback(Hosting, TrainerCallback):
+class BacklightCallback(HostedCallback, TrainerCallback):
     """Watches every ``train`` of the Trainer that it is given to.
 
     The Trainer sets gradients to None before ``on_step_end``, and clips them before
@@ -29,38 +27,12 @@ class BacklightCallback(Hosting, TrainerCallback):
     and before clipping. What the Trainer logs (``loss``, ``grad_norm``, ``learning_rate``, ``eval_...``) is
     recorded as it logs it, beside ``global_step``.
 
-    Parameters
-    ----------
-    run:
-        The run folder; None for ``runs/<run_name or name of the model>-<time>``. A folder that holds a run
-        gets a new attempt of it.
-    samples:
-        For the rooms grokking and spectra; see :func:`backlight.watch`.
-    on_end:
-        Called on rank 0 with the list of findings when a training has ended.
-    summary:
-        Print the findings once at the end, on rank 0.
-    **settings:
-        Settings of :func:`backlight.watch`: ``rooms``, ``every``, ``groups``, ``thresholds`` and others.
-
-    Raises
-    ------
-    ValueError
-        If a setting is unknown or out of range.
+    It takes what :class:`backlight.integrations.hosted.HostedCallback` says: ``run`` (without it
+    ``runs/<run_name or name of the model>-<time>``), ``samples``, ``on_end``, ``summary``, and the settings
+    of :func:`backlight.watch` (``rooms``, ``every``, ``groups``, ``thresholds`` and others).
     """
 
-    def __init__(
-        self,
-        run: str | os.PathLike[str] | None = None,
-        *,
-        samples: Samples | None = None,
-        on_end: OnEnd | None = None,
-        summary: bool = True,
-        **settings: Any,
-    ) -> None:
-        self._hosted = Hosted(
-            "BacklightCallback", run, settings, samples=samples, on_end=on_end, summary=summary
-        )
+    def _prepare(self) -> None:
         self._trainer: weakref.ref[Any] | None = None
         _tell_of_training()
 

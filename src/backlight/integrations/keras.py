@@ -7,11 +7,10 @@ called from inside the step of a torch optimizer that does nothing else.
 from __future__ import annotations
 
 import functools
-import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from backlight.integrations.hosted import Hosted, Hosting, OnEnd
+from backlight.integrations.hosted import HostedCallback
 from backlight.integrations.versions import FrameworkError, require
 
 VERSION = require("keras", "keras")
@@ -33,49 +32,19 @@ if keras.backend.backend() != "torch":
         "set KERAS_BACKEND=torch before keras is imported"
     )
 
-if TYPE_CHECKING:
-    from backlight.session.geometry import Samples
 
-
-class BacklightCallback(Hosting, keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
+class BacklightCallback(HostedCallback, keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
     """Watches every ``fit`` that it is given to.
 
     Gradients are taken as backward left them, before Keras clips or accumulates them inside its optimizer.
     The logs of an epoch are recorded at its end.
 
-    Parameters
-    ----------
-    run:
-        The run folder; None for ``runs/<name of the model>-<time>``. A folder that holds a run gets a new
-        attempt of it.
-    samples:
-        For the rooms grokking and spectra; see :func:`backlight.watch`.
-    on_end:
-        Called with the list of findings when a fit has ended.
-    summary:
-        Print the findings once at the end.
-    **settings:
-        Settings of :func:`backlight.watch`: ``rooms``, ``every``, ``groups``, ``thresholds`` and others.
-
-    Raises
-    ------
-    ValueError
-        If a setting is unknown or out of range.
+    It takes what :class:`backlight.integrations.hosted.HostedCallback` says: ``run`` (without it
+    ``runs/<name of the model>-<time>``), ``samples``, ``on_end``, ``summary``, and the settings of
+    :func:`backlight.watch` (``rooms``, ``every``, ``groups``, ``thresholds`` and others).
     """
 
-    def __init__(
-        self,
-        run: str | os.PathLike[str] | None = None,
-        *,
-        samples: Samples | None = None,
-        on_end: OnEnd | None = None,
-        summary: bool = True,
-        **settings: Any,
-    ) -> None:
-        super().__init__()
-        self._hosted = Hosted(
-            "BacklightCallback", run, settings, samples=samples, on_end=on_end, summary=summary
-        )
+    def _prepare(self) -> None:
         self._shadow: _Shadow | None = None
         _tell_of_fits()
 

@@ -5,11 +5,10 @@ Works with ``lightning.pytorch`` and, where a script has imported only that, wit
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from backlight.integrations.hosted import Hosted, Hosting, OnEnd
+from backlight.integrations.hosted import HostedCallback
 from backlight.integrations.versions import require
 
 _OTHER = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
@@ -21,11 +20,8 @@ if TYPE_CHECKING or not _OTHER:
 else:
     from pytorch_lightning import Callback, LightningModule, Trainer
 
-if TYPE_CHECKING:
-    from backlight.session.geometry import Samples
 
-
-class BacklightCallback(Hosting, Callback):
+class BacklightCallback(HostedCallback, Callback):
     """Watches every ``fit`` of the trainer that it is given to.
 
     Gradients are taken as backward left them: after accumulation and unscaling, before clipping and
@@ -33,39 +29,12 @@ class BacklightCallback(Hosting, Callback):
     training logs with ``self.log`` is recorded at the trainer's own logging interval, at the end of an
     epoch and of a validation, beside ``trainer.global_step``.
 
-    Parameters
-    ----------
-    run:
-        The run folder; None for ``runs/<name of the LightningModule>-<time>``. A folder that holds a run
-        gets a new attempt of it.
-    samples:
-        For the rooms grokking and spectra; see :func:`backlight.watch`.
-    on_end:
-        Called on rank 0 with the list of findings when a fit has ended.
-    summary:
-        Print the findings once at the end, on rank 0.
-    **settings:
-        Settings of :func:`backlight.watch`: ``rooms``, ``every``, ``groups``, ``thresholds`` and others.
-
-    Raises
-    ------
-    ValueError
-        If a setting is unknown or out of range.
+    It takes what :class:`backlight.integrations.hosted.HostedCallback` says: ``run`` (without it
+    ``runs/<name of the LightningModule>-<time>``), ``samples``, ``on_end``, ``summary``, and the settings of
+    :func:`backlight.watch` (``rooms``, ``every``, ``groups``, ``thresholds`` and others).
     """
 
-    def __init__(
-        self,
-        run: str | os.PathLike[str] | None = None,
-        *,
-        samples: Samples | None = None,
-        on_end: OnEnd | None = None,
-        summary: bool = True,
-        **settings: Any,
-    ) -> None:
-        super().__init__()
-        self._hosted = Hosted(
-            "BacklightCallback", run, settings, samples=samples, on_end=on_end, summary=summary
-        )
+    def _prepare(self) -> None:
         self._logged: dict[str, Any] = {}
         self._step = 0
 
