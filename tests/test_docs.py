@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import typer
 
+import backlight
 from backlight.cli import app as application
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
@@ -88,6 +89,12 @@ def test_every_command_is_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     for name in typer.main.get_command(application.app).commands:
         assert re.search(rf"`(backlight )?{re.escape(name)}\b", text), f"{name} is not in the README"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    named = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    public = {name: getattr(backlight, name) for name in backlight.__all__ if name != "__version__"}
+    assert {f"{thing.__module__}.{thing.__qualname__}" for thing in public.values()} <= named
 
 
 def test_nothing_names_this_machine() -> None:
