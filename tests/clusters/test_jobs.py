@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,20 @@ def test_a_machine_without_slurm_says_the_way_out(monkeypatch: pytest.MonkeyPatc
     require("local")
 
 
+def test_values_with_spaces_stay_one_value(tmp_path: Path) -> None:
+    given = {"nodes": 2, "comment": "second try", "constraint": "a100|h100", "mem_gb": 64}
+    text = batch_script(Job.of(given, ["train.py"], tmp_path / "my runs" / "big one"))
+    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    told = dict(
+        part.removeprefix("--").split("=", 1) for line in lines for part in shlex.split(line) if "=" in part
+    )
+    assert told["comment"] == "second try"
+    assert told["constraint"] == "a100|h100"
+    assert told["job-name"] == "big one"
+    assert told["output"] == f"{tmp_path}/my runs/big one.slurm/%j.out"
+    assert told["mem"] == "64G"
+
+
 def test_the_command_writes_the_script_or_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +161,14 @@ def test_the_command_writes_the_script_or_refuses(
     own = f"--out {tmp_path / 'r'} --rooms health --every 3 --group a=x --group b=y --histogram"
     assert f"-m backlight run {own} train.py --every 5" in text
     assert "which other nodes may not see" in errors
+    (tmp_path / "j.sh").write_text(f"{text}# by hand\n")
+    code, _, errors = call("--slurm", "nodes=4", "--slurm-script", "j.sh", "train.py")
+    assert code == 2
+    assert "--slurm-script j.sh: is there already and says something else" in errors
+    assert (tmp_path / "j.sh").read_text() == f"{text}# by hand\n"
+    code, _, errors = call("--slurm", "nodes=2", "--slurm-script", "gone/j.sh", "train.py")
+    assert code == 2
+    assert "--slurm-script gone/j.sh: cannot be written: No such file or directory" in errors
     code, _, errors = call("--slurm", "nodes=2", "train.py")
     assert code == 2
     assert errors.startswith("backlight: --slurm: sbatch is not on the path")

@@ -20,7 +20,7 @@ def launch(
     script: Path | None,
 ) -> int:
     """Submit the watched training as one job, or write its batch script; return the exit code."""
-    from backlight.session.cluster import ENDED, Job, batch_script, parameters, require, submit
+    from backlight.session.cluster import ENDED, Job, batch_script, parameters, require, submit, write_script
     from backlight.session.run_path import default_path
     from backlight.store.filesystem import file_system_type, is_network_type
 
@@ -40,7 +40,7 @@ def launch(
         )
     if script is not None:
         job.logs.mkdir(parents=True, exist_ok=True)
-        script.write_text(batch_script(job), encoding="utf-8")
+        write_script(script, batch_script(job))
         print(script)
         return 0
     handle = submit(job)

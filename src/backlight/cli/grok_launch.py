@@ -171,7 +171,7 @@ def _as_jobs(
     slurm: list[str],
     script: Path | None,
 ) -> int:
-    from backlight.session.cluster import parameters
+    from backlight.session.cluster import parameters, write_script
     from backlight.session.estimating import choose, estimate_of
     from backlight.session.slurm import filled_in, submit
     from backlight.session.slurm import script as script_of
@@ -182,7 +182,7 @@ def _as_jobs(
     logs = root / "slurm"
     logs.mkdir(parents=True, exist_ok=True)
     if script is not None:
-        script.write_text(script_of(given, commands, logs), encoding="utf-8")
+        write_script(script, script_of(given, commands, logs))
         print(script)
         return 0
     submitted = submit(given, commands, logs)

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,10 @@ def parameters(items: Iterable[str]) -> dict[str, Any]:
         name = key.strip().lstrip("-").replace("-", "_")
         out[name] = int(value) if value.strip().isdigit() else value.strip()
     return out
+
+
+_NAMES = {"timeout_min": "time", "mem_gb": "mem", "name": "job-name"}
+"""Our names of options of sbatch, where they differ by more than underscores."""
 
 
 def require(cluster: str | None) -> None:
@@ -205,6 +209,34 @@ def torchrun(job: Job, *, identifier: str, endpoint: str, is_host: str) -> list[
     return [*line, *job.command]
 
 
+def sbatch_lines(options: Mapping[str, Any]) -> list[str]:
+    """Return the options of sbatch as lines of a script; sbatch takes quotes apart as a shell does."""
+    lines = []
+    for key, value in options.items():
+        shown = f"{value}G" if key == "mem_gb" else str(value)
+        lines.append(f"#SBATCH --{_NAMES.get(key, key.replace('_', '-'))}={shlex.quote(shown)}")
+    return lines
+
+
+def write_script(path: Path, text: str) -> None:
+    """Write a batch script.
+
+    Raises
+    ------
+    ClusterError
+        If another one is there, which may have been changed by hand, or the file system refuses.
+    """
+    try:
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+            raise ClusterError(
+                f"--slurm-script {path}: is there already and says something else; remove it, or give "
+                "another name"
+            )
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ClusterError(f"--slurm-script {path}: cannot be written: {error.strerror or error}") from error
+
+
 def batch_script(job: Job) -> str:
     """Return the batch script of the job."""
     directives: dict[str, Any] = {
@@ -216,10 +248,7 @@ def batch_script(job: Job) -> str:
     }
     if job.minutes is not None:
         directives["time"] = job.minutes
-    lines = ["#!/bin/bash"]
-    for key, value in (directives | job.directives).items():
-        shown = f"{value}G" if key == "mem_gb" else value
-        lines.append(f"#SBATCH --{'mem' if key == 'mem_gb' else key.replace('_', '-')}={shown}")
+    lines = ["#!/bin/bash", *sbatch_lines(directives | job.directives)]
     first, count = _PORTS
     parts = torchrun(
         job,

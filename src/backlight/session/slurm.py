@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backlight.grokking.configuration import Configuration
-from backlight.session.cluster import ClusterError, require
+from backlight.session.cluster import ClusterError, require, sbatch_lines
 
 if TYPE_CHECKING:
     from backlight.grokking.estimate import Estimate
@@ -37,15 +37,9 @@ def filled_in(
 
 def script(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Path) -> str:
     """Return a batch script; several commands are one job array, one task each."""
-    names = {"timeout_min": "time", "mem_gb": "mem", "gpus_per_node": "gpus-per-node", "name": "job-name"}
-    lines = ["#!/bin/bash"]
-    for key, value in given.items():
-        if key == "cluster":
-            continue
-        shown = f"{value}G" if key == "mem_gb" else value
-        lines.append(f"#SBATCH --{names.get(key, key.replace('_', '-'))}={shown}")
+    lines = ["#!/bin/bash", *sbatch_lines({k: v for k, v in given.items() if k != "cluster"})]
     array = len(commands) > 1
-    lines.append(f"#SBATCH --output={logs}/%{'A_%a' if array else 'j'}.out")
+    lines += sbatch_lines({"output": f"{logs}/%{'A_%a' if array else 'j'}.out"})
     if not array:
         return "\n".join([*lines, "", shlex.join(commands[0]), ""])
     lines.append(f"#SBATCH --array=0-{len(commands) - 1}")
