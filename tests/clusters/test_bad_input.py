@@ -23,12 +23,13 @@ rank = int(os.environ["RANK"])
 script, run = sys.argv[1:3]
 sys.argv = [script, *sys.argv[3:]]
 if rank == int(os.environ["OTHER"]) and os.environ["HOW"] == "unwatched":
-    runpy.run_path(script, run_name="__main__")
+    # Kept: dropped at once, DDP may wait for a thread of gloo that waits for the interpreter (torch 2.13).
+    kept = runpy.run_path(script, run_name="__main__")
 else:
     import backlight
     other = rank == int(os.environ["OTHER"])
     with backlight.watch(run=run, every=2 if other else 1, rooms=("health",)):
-        runpy.run_path(script, run_name="__main__")
+        kept = runpy.run_path(script, run_name="__main__")
 """
 
 

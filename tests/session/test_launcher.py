@@ -211,3 +211,16 @@ def test_what_cannot_be_done_is_one_line(
     assert message in errors
     assert errors.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_a_module_made_lives_as_long_as_without_us(tmp_path: Path) -> None:
+    text = (
+        "import os\nclass Ends:\n    def __del__(self, write=os.write):\n        write(2, b'dropped')\n"
+        "held = Ends()\ntrain(2)\n"
+    )
+    write(tmp_path, text, "training.py")
+    seen = watched(tmp_path, "-m", "training")
+    assert seen.returncode == 0
+    assert python(tmp_path, "-m", "training").stderr == "dropped"
+    # Not when the module is over: the summary comes before.
+    assert seen.stderr.endswith("next: backlight report run\ndropped")

@@ -44,6 +44,11 @@ def check(target: str, *, module: bool) -> None:
         raise ScriptNotFoundError(f"{target}: a directory without __main__.py; expected a Python file")
 
 
+_KEPT: list[object] = []
+"""Globals of a module that ran. Without us they live until the interpreter ends, runpy drops them earlier:
+then what their destructors do, such as ending the threads of a process group, comes at another time."""
+
+
 def launch(watch: AbstractContextManager[object], target: str, arguments: list[str], *, module: bool) -> int:
     """Run ``target`` under ``watch``, or another context, and return its exit code.
 
@@ -78,11 +83,11 @@ def launch(watch: AbstractContextManager[object], target: str, arguments: list[s
 def _execute(target: str, *, module: bool) -> None:
     if module:
         sys.path[0:0] = [str(Path.cwd())]
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        _KEPT.append(runpy.run_module(target, run_name="__main__", alter_sys=True))
         return
     path = Path(target)
     if path.is_dir() or path.suffix in {".zip", ".pyz"}:
-        runpy.run_path(target, run_name="__main__")
+        _KEPT.append(runpy.run_path(target, run_name="__main__"))
         return
     # Not runpy: it empties the script's globals when it ends, under atexit handlers and threads.
     main = types.ModuleType("__main__")
