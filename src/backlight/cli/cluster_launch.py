@@ -39,8 +39,8 @@ def launch(
             file=sys.stderr,
         )
     if script is not None:
-        job.logs.mkdir(parents=True, exist_ok=True)
         write_script(script, batch_script(job))
+        job.logs.mkdir(parents=True, exist_ok=True)  # sbatch makes none
         print(script)
         return 0
     handle = submit(job)
