@@ -281,6 +281,11 @@ def test_dead_and_stopped_come_first() -> None:
     stopped = judge(view(stopped=True), LIMITS)
     assert dead is not None
     assert dead.claim.startswith("DEAD: rank 0 killed by SIGKILL at step 2, in backward")
+    assert dead.parameter == "0.bias"
+    later = judge(view(board(phase=Phase.OTHER), ended="killed by SIGKILL"), LIMITS)
+    assert later is not None
+    assert later.claim == "DEAD: rank 0 killed by SIGKILL at step 2, between phases"
+    assert later.parameter is None  # that backward is over
     assert stopped is not None
     assert stopped.verdict is Verdict.STOPPED
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from backlight.records import Phase, Verdict
 from backlight.stalls.board import State
-from backlight.stalls.view import HIGH, LOW, MEDIUM, Judgement, View
+from backlight.stalls.view import HIGH, LOW, MEDIUM, Judgement, View, in_phase
 
 LONGEST = 200
 """Characters of a message that a claim repeats."""
@@ -124,7 +124,7 @@ def _nobody_there(views: Sequence[View], left: Sequence[View], what: str) -> Jud
     alive = [v for v in views if v.board is not None and v.board.state is State.RUNNING and not v.ended]
     for view in alive[:4]:
         if view.board is not None:
-            what += f"; rank {view.rank} is in {view.board.phase} of step {view.board.step}"
+            what += f"; rank {view.rank} is {in_phase(view.board.phase)} of step {view.board.step}"
     return Judgement(
         Verdict.UNKNOWN,
         Phase.OTHER,

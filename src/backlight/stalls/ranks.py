@@ -14,7 +14,7 @@ from backlight.records import Phase, Verdict
 from backlight.stalls.aftermath import after_failures
 from backlight.stalls.board import Collective, State
 from backlight.stalls.verdict import steady
-from backlight.stalls.view import HIGH, LOW, MEDIUM, Judgement, View
+from backlight.stalls.view import HIGH, LOW, MEDIUM, Judgement, View, in_phase
 
 
 def attribute(
@@ -115,7 +115,7 @@ def _outside(
             confidence=HIGH,
             rank=cause.rank if len(outside) == 1 else None,
         )
-    doing = f"is in {board.phase} of step {board.step}" if board is not None else "is not seen"
+    doing = f"is {in_phase(board.phase)} of step {board.step}" if board is not None else "is not seen"
     if own is not None:
         return dataclasses.replace(
             own, claim=_with_rank(own.claim, cause.rank) + _others(waiting), rank=cause.rank

@@ -18,7 +18,7 @@ from backlight.stalls.board import BoardState, State
 from backlight.stalls.patience import EXEMPT, patience
 from backlight.stalls.stacks import Frame, Look, ThreadStack
 from backlight.stalls.thresholds import Thresholds
-from backlight.stalls.view import HIGH, LOW, MEDIUM, Judgement, View
+from backlight.stalls.view import HIGH, LOW, MEDIUM, Judgement, View, in_phase
 
 MOVES = 3
 """Different counts of progress that must have been seen before something is said to move."""
@@ -152,7 +152,7 @@ def see(view: View, limits: Thresholds) -> _Seen:
 
 def _ended(view: View) -> Judgement:
     board = view.board
-    where = f" at step {board.step}, in {board.phase}" if board is not None else ""
+    where = f" at step {board.step}, {in_phase(board.phase)}" if board is not None else ""
     return Judgement(
         Verdict.DEAD,
         board.phase if board is not None else Phase.OTHER,

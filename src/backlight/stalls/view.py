@@ -81,9 +81,16 @@ class View:
 
     @property
     def last_parameter(self) -> str | None:
-        """The parameter whose gradient arrived last in this backward."""
+        """The parameter whose gradient arrived last in this backward; none where it is over."""
         board = self.board
-        return self.names[board.row] if board is not None and 0 <= board.row < len(self.names) else None
+        if board is None or board.phase is not Phase.BACKWARD or not 0 <= board.row < len(self.names):
+            return None
+        return self.names[board.row]
+
+
+def in_phase(phase: Phase) -> str:
+    """Return ``in backward``, or ``between phases`` where a process is in none that has a name."""
+    return "between phases" if phase is Phase.OTHER else f"in {phase}"
 
 
 @dataclass(frozen=True)
