@@ -7,25 +7,32 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from backlight.store.writer import RunWriter
 
-_OURS = (str(Path(__file__).parent.parent), contextlib.__file__)
+_OURS = (str(Path(__file__).parent.parent), contextlib.__file__, threading.__file__)
+
+Line = tuple[str, int, str]
+"""A line of somebody's: its file, its number, and the module that it is in."""
 
 
-def _frames_of_ours() -> int:
-    """Return the ``stacklevel`` with which the caller's warning shows the line that called backlight."""
-    level, frame = 1, sys._getframe(1)
+def _calling() -> Line | None:
+    """Return the line that called backlight, None where a thread of ours did."""
+    frame: FrameType | None = sys._getframe(1)
     torch = getattr(sys.modules.get("torch"), "__file__", None)  # hooks are called from within it
     passed = (*_OURS, str(Path(torch).parent)) if torch else _OURS
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(passed):
-        level, frame = level + 1, frame.f_back
-    return level
+    while frame is not None and frame.f_code.co_filename.startswith(passed):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return frame.f_code.co_filename, frame.f_lineno, str(frame.f_globals.get("__name__", "<unknown>"))
 
 
 class Notices:
@@ -34,6 +41,7 @@ class Notices:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._warned: set[str] = set()
+        self._made = _calling() or (__file__, 1, __name__)
         self.writer: RunWriter | None = None
 
     def event(self, kind: str, payload: Mapping[str, Any], step: int | None = None) -> None:
@@ -71,13 +79,12 @@ class Notices:
         if about in self._warned:
             return
         self._warned.add(about)
+        # With the line of the user's that led here, or that watched where a thread of ours tells it.
+        file, line, module = _calling() or self._made
         # Not through the warnings module alone: a filter that makes them errors must not end a training.
         try:
-            warnings.warn(
-                f"backlight: {text}. Your training goes on unchanged.",
-                RuntimeWarning,
-                stacklevel=_frames_of_ours(),
-            )
+            said = f"backlight: {text}. Your training goes on unchanged."
+            warnings.warn_explicit(said, RuntimeWarning, file, line, module)
         except RuntimeWarning as warning:
             print(warning, file=sys.stderr)
 

@@ -112,8 +112,9 @@ def test_tensorboard_keeps_two_trainings_with_one_folder_apart(tmp_path: Path) -
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(RuntimeWarning, match=r"tracker 'tensorboard' is left out: \w+Error.*file"):
+    with pytest.warns(RuntimeWarning, match=r"tracker 'tensorboard' is left out: \w+Error.*file") as told:
         train(tmp_path / "run", f"tensorboard={tmp_path / 'file' / 'below'}")
+    assert told[0].filename == __file__  # the line that watches, though a thread of ours tells it
 
 
 # Prometheus

@@ -46,6 +46,8 @@ def test_it_fits_and_says_the_main_things(tmp_path: Path, width: int) -> None:
     assert "● live" in text
     assert " 49" in text
     assert "1 error" in text
+    if width >= 80:
+        assert f"{run.names[4]}, step 49" in text
     if width >= 64:
         assert run.names[4] in text
         assert "backward" in text

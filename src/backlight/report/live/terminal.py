@@ -222,7 +222,8 @@ def _findings(source: Source, _width: int) -> list[RenderableType]:
         sign, style = SEVERITIES[finding.severity]
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"{sign} ", style).append(visible(finding.rule).replace("_", " "), style)
-        subject = ", ".join(value for _, value in where(finding)[:2])
+        about = where(finding)[:2]
+        subject = ", ".join(f"step {value}" if label == "step" else value for label, value in about)
         line.append(f"  {subject}  " if subject else "  ", "bold").append(visible(finding.claim))
         lines.append(line)
     hidden = len(found) - min(FINDINGS, len(named))
