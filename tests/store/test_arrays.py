@@ -52,6 +52,28 @@ def test_any_array_survives(tmp_path_factory: pytest.TempPathFactory, values: np
     assert run.losses == ()
 
 
+def test_one_description_is_read_without_those_of_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = RunWriter.create(tmp_path)
+    for number in range(30):
+        writer.array(f"a{number}", 0, np.ones(3), unit="gradient")
+    writer.close()
+    run = open_run(tmp_path)
+    assert run.array("a7")[0].tolist() == [0]  # where each stands in its piece is known from here on
+    described: list[str] = []
+    real = pieces._info
+
+    def info(path: Path, group: Any) -> ArrayInfo:
+        found = real(path, group)
+        described.append(found.name)
+        return found
+
+    monkeypatch.setattr(pieces, "_info", info)
+    assert run.array_info("a9").unit == "gradient"
+    assert described == ["a9"]
+
+
 def test_bfloat16_keeps_its_bits_and_comes_as_float32(tmp_path: Path) -> None:
     bits = np.array([[0x3F80, 0xC000, 0x7F80, 0x0001]], dtype=np.uint16)
     writer = RunWriter.create(tmp_path)
