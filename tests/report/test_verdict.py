@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pytest
 from synthetic import Plan, finding, write_run
 
-from backlight.records import Severity
-from backlight.report.source import Source
+from backlight.records import Layout, ParameterRecord, Placement, Severity
+from backlight.report.source import APART, Source
 from backlight.report.verdict import outcome
+from backlight.store.reader import open_run
+from backlight.store.writer import RunWriter
 
 
 def test_findings_set_the_tone(tmp_path: Path) -> None:
@@ -56,3 +60,37 @@ def test_a_killed_run_says_so_with_its_attempts_and_losses(tmp_path: Path) -> No
     assert said.losses
     assert "attempt 1" in said.losses[0]
     assert "attempt 1 of 2" in outcome(Source(run, attempt=0)).status
+
+
+@pytest.mark.parametrize(("every", "said"), [(1, ()), (2, ("1 parameter at 3 of 6 steps",))])
+def test_shards_that_only_some_ranks_recorded_are_not_measured_there(
+    tmp_path: Path, every: int, said: tuple[str, ...]
+) -> None:
+    writers = [
+        RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", rooms=("health",))
+        for rank in (0, 1)
+    ]
+    for rank, writer in enumerate(writers):
+        places = (
+            Placement(Layout.SHARD, (8, 4), (4, 4), (4 * rank, 0)),
+            Placement(Layout.REPLICATE, (8, 4), (8, 4), (0, 0)),
+        )
+        table = writer.parameter_table(
+            tuple(
+                ParameterRecord(
+                    name, (8, 4), "float32", "cpu", int(np.prod(place.local_shape)), placement=place
+                )
+                for name, place in zip(("split", "copied"), places, strict=True)
+            )
+        )
+        for step in range(0, 6, every if rank else 1):
+            ints = np.array([[1, 16, 0, 0, 0], [1, 32, 0, 0, 0]])
+            writer.append("gradient", step, table, np.ones((2, 3)), ints)
+            writer.scalar(step, "backwards_seen", float(step + 1))
+    for writer in reversed(writers):
+        writer.close()
+    source = Source(open_run(tmp_path / "run"))
+    gaps = [gap for gap in outcome(source).unmeasured if gap.reason == APART]
+    assert tuple(gap.what for gap in gaps) == said
+    assert [gap.names for gap in gaps] == [("split",)] * len(said)
+    assert source.unmeasured_parameters == {}

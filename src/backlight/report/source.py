@@ -22,16 +22,20 @@ GEOMETRY = ("gram/", "window/", "agop/", "product/", "gradient/")
 """Beginnings of the scalars that describe the geometry of gradients."""
 
 
+APART = "ranks measured gradients that do not make up a whole"
+"""Why a gradient that ranks measured is not known."""
+
+
 @dataclass(frozen=True)
 class Coverage:
     """Recorded steps [S] of the gradient, and for each of the parameters [P] whether it ever was measured.
 
-    ``apart`` tells which of them ranks measured without making up a whole.
+    ``apart`` is at how many of the steps ranks measured it without making up a whole.
     """
 
     steps: NDArray[np.int64]
     measured: NDArray[np.bool_]
-    apart: NDArray[np.bool_]
+    apart: NDArray[np.int64]
 
 
 @dataclass
@@ -97,17 +101,15 @@ class Source:
     def coverage(self) -> Coverage:
         """What was measured of the gradient at all; cheap beside :attr:`frames`."""
         none = np.zeros(len(self.parameters), np.bool_)
-        nothing = Coverage(np.empty(0, np.int64), none, none)
+        nothing = Coverage(np.empty(0, np.int64), none, none.astype(np.int64))
         if not self.run.has("gradient"):
             return nothing
         frame = self.run.frame("gradient", "measured", attempt=self.attempt)
         seen = {name for i, name in enumerate(frame.names) if frame.measured[:, i].any()}
         ever = np.array([record.name in seen for record in self.parameters], np.bool_)
-        apart = frame.apart()
-        split = {name for i, name in enumerate(frame.names) if apart[:, i].any()}
-        return Coverage(
-            frame.steps, ever, np.array([record.name in split for record in self.parameters], np.bool_)
-        )
+        apart = dict(zip(frame.names, frame.apart().sum(axis=0).tolist(), strict=True))
+        split = np.array([apart.get(record.name, 0) for record in self.parameters], np.int64)
+        return Coverage(frame.steps, ever, split)
 
     def scalar(self, name: str, source: str = "backlight") -> Scalar:
         """Return a scalar of this attempt, or of all of them joined; empty where never logged."""
@@ -146,7 +148,7 @@ class Source:
             if not measured:
                 otherwise = "no gradient at any recorded step"
                 if apart:
-                    otherwise = "ranks measured gradients that do not make up a whole"
+                    otherwise = APART
                 reason = record.unmeasured or told.get(record.name) or otherwise
                 reasons.setdefault(reason, []).append(record.name)
         return reasons

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backlight.records import Finding, RunStatus, Severity
-from backlight.report.source import Source
+from backlight.report.source import APART, Source
 from backlight.report.text import count, duration, listed, number, visible, with_unit
 
 STATUS = {
@@ -143,6 +143,14 @@ def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
         Unmeasured(count(len(names), "parameter"), visible(reason), tuple(visible(name) for name in names))
         for reason, names in source.unmeasured_parameters.items()
     ]
+    known = source.coverage
+    lacking = [
+        (r.name, n) for r, n, m in zip(source.parameters, known.apart, known.measured, strict=True) if n and m
+    ]
+    if lacking:
+        most = max(steps for _, steps in lacking)
+        what = f"{count(len(lacking), 'parameter')} at {most:,} of {count(len(known.steps), 'step')}"
+        listed_here.append(Unmeasured(what, APART, tuple(visible(name) for name, _ in lacking)))
     told: dict[tuple[str, str], Unmeasured] = {}
     for event in source.run.events("unmeasured"):
         if event.payload.get("parameters"):
