@@ -17,10 +17,23 @@ def test_a_line_that_runs_over_others_says_how_many() -> None:
     flat, rising = np.full(100, 0.1), np.arange(100.0)
     assert over(Line("a", STEPS, flat), Line("b", STEPS, flat), Line("c", STEPS, flat)) == [0, 1, 2]
     assert over(Line("a", STEPS, flat), Line("b", STEPS, rising)) == [0, 0]
+    assert over(Line("a", STEPS, rising), Line("b", STEPS, rising + 0.3)) == [0, 1]
+    assert over(Line("a", STEPS, rising), Line("b", STEPS, rising + 3.0)) == [0, 0]
+    broken = np.where(STEPS > 30, np.nan, flat)
+    assert over(Line("a", STEPS, broken), Line("b", STEPS, broken)) == [0, 1]
+    assert over(Line("a", STEPS, broken + np.nan), Line("b", STEPS, broken)) == [0, 0]
     # Of runs of different length those steps count that both have; a few that differ change nothing.
     other = np.where(STEPS % 5 == 0, 0.3, flat)
     assert over(Line("a", STEPS[:40], flat[:40]), Line("b", STEPS, other)) == [0, 1]
     assert over(Line("a", STEPS[:40], flat[:40]), Line("b", STEPS[60:], flat[60:])) == [0, 0]
+
+
+def test_on_a_logarithmic_axis_lines_are_as_far_apart_as_they_are_drawn() -> None:
+    decades = np.logspace(-6, 0, 100)
+    lines = [Line("a", STEPS, decades), Line("b", STEPS, 2 * decades)]
+    assert [line["over"] for line in chart(lines, Axis("", log=True))["lines"]] == [0, 0]
+    lines = [Line("a", STEPS, decades), Line("b", STEPS, 1.01 * decades)]
+    assert [line["over"] for line in chart(lines, Axis("", log=True))["lines"]] == [0, 1]
 
 
 def test_lines_on_two_axes_or_of_another_style_hide_nothing() -> None:

@@ -15,6 +15,10 @@ NUMBERS = 80_000
 """Numbers that one chart may hold before it is reduced to the extremes of its buckets."""
 
 
+WIDTH = 0.005
+"""Width of a line, as a share of the height of its chart."""
+
+
 @dataclass(frozen=True)
 class Line:
     """One line of a chart: ``values`` [S] at ``steps`` [S].
@@ -86,7 +90,10 @@ def chart(
     for place, (line, column, there) in enumerate(zip(lines, columns, present, strict=True)):
         values = column[kept]
         beneath = zip(lines[:place], columns, present, strict=False)
-        covered = [line.axis == other.axis and _covers(column, there, *its) for other, *its in beneath]
+        axis = left if right is None or line.axis == "left" else right
+        covered = [
+            line.axis == other.axis and _covers(column, there, *its, log=axis.log) for other, *its in beneath
+        ]
         without = np.flatnonzero(there[kept] & ~np.isfinite(values))
         drawn.append(
             {
@@ -121,10 +128,19 @@ def _covers(
     there: NDArray[np.bool_],
     other: NDArray[np.float64],
     others: NDArray[np.bool_],
+    *,
+    log: bool,
 ) -> bool:
-    """Tell whether a line would hide another one: equal at most of the steps that both have."""
+    """Tell whether a line would hide another one: less than its width apart at most of their common steps."""
     both = there & others
-    return 2 * int(np.count_nonzero(column[both] == other[both])) > int(np.count_nonzero(both))
+    values = np.stack([column[both], other[both]])
+    values = values[:, np.isfinite(values).all(axis=0)]
+    if not values.size:
+        return False
+    if log:
+        values = np.log(np.maximum(values, np.finfo(np.float64).tiny))
+    near = np.abs(values[0] - values[1]) <= WIDTH * (values.max() - values.min())
+    return 2 * int(np.count_nonzero(near)) > len(near)
 
 
 def _axis(axis: Axis) -> dict[str, Any]:
