@@ -49,7 +49,7 @@ def test_claim_place_and_next_check_are_there_and_aligned(run: Run) -> None:
     labels = ("where", "evidence", "check")
     starts = {len(label): line for line in lines for label in labels if line.startswith(f"  {label} ")}
     assert all(line[12] != " " and line[11] == " " for line in starts.values())
-    assert "  1 parameter frozen: blocks.0.ln_2.weight" in lines
+    assert "  1 parameter: frozen (blocks.0.ln_2.weight)" in lines
     assert not [line for line in lines if line != line.rstrip()]
 
 

@@ -106,8 +106,8 @@ def _print_unmeasured(said: Outcome, console: Console) -> None:
         return
     console.print(Text("Not measured", "bold"))
     for item in said.unmeasured:
-        names = f": {listed(item.names)}" if item.names else ""
-        _print_row("", Text.assemble((item.what, "bold"), f" {item.reason}{names}"), console)
+        names = f" ({listed(item.names)})" if item.names else ""
+        _print_row("", Text.assemble((item.what, "bold"), f": {item.reason}{names}"), console)
     console.print()
 
 
