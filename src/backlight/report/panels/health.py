@@ -15,7 +15,7 @@ from backlight.report.text import number, score
     title="Health and loss",
     order=10,
     series=("scalars/loss", "scalars/health", "health"),
-    note="Health is 1 where no parameter vanishes or explodes, and 0 at a step with any NaN or Inf.",
+    note="Health is 1 where no parameter vanishes or explodes, and 0 where a gradient holds NaN or Inf.",
     room="health",
 )
 def health(source: Source) -> Drawn | NotMeasured:
