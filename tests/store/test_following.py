@@ -279,6 +279,23 @@ def test_only_new_rows_of_a_further_attempt_are_decoded(
     same(follow(path), open_run(path))
 
 
+def test_news_of_where_a_rank_stood_joins_its_step_again(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    ranks = several(path)
+    follow = Follower()
+    for rank in ranks:
+        rank.steps(8)
+    assert follow(path).frame("gradient", "rms").measured[5].all()
+    ranks[1].writer.scalars(5, {"backwards_seen": 99.0})
+    ranks[1].writer.flush()
+    newest = follow(path).frame("gradient", "rms")
+    assert not newest.measured[5].any()
+    assert newest.measured[6].all()
+    same(follow(path), open_run(path))
+    for rank in ranks:
+        rank.close()
+
+
 def test_ranks_in_the_place_of_others_are_read_anew(tmp_path: Path) -> None:
     follow = Follower()
     for amount in (30, 12):
