@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+OTHERS = "other ranks"
+"""What a process says that it did not see when it could not join them."""
+
 
 class Severity(enum.StrEnum):
     """How bad a finding is; ordered, so that ``severity >= error`` has a meaning."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from synthetic import Plan, finding, write_run
 
-from backlight.records import Layout, ParameterRecord, Placement, Severity
+from backlight.records import OTHERS, Layout, ParameterRecord, Placement, Severity
 from backlight.report.source import APART, Source
 from backlight.report.verdict import outcome
 from backlight.store.reader import open_run
@@ -94,3 +94,16 @@ def test_shards_that_only_some_ranks_recorded_are_not_measured_there(
     assert tuple(gap.what for gap in gaps) == said
     assert [gap.names for gap in gaps] == [("split",)] * len(said)
     assert source.unmeasured_parameters == {}
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_part_that_was_joined_lacks_nobody(tmp_path: Path, joined: bool) -> None:
+    writers = [
+        RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", rooms=("health",))
+        for rank in range(1 + joined)
+    ]
+    writers[-1].event(None, "unmeasured", {"what": OTHERS, "reason": "rank 1 found no running attempt"})
+    for writer in reversed(writers):
+        writer.close()
+    said = outcome(Source(open_run(tmp_path / "run")))
+    assert [gap.what for gap in said.unmeasured] == ([] if joined else [OTHERS])

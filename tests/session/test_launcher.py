@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -32,14 +33,15 @@ def write(folder: Path, text: str, name: str = "train.py") -> Path:
     return script
 
 
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
 
 
-def watched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return python(folder, "-m", "backlight", "run", "--out", "run", *arguments)
+def watched(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return python(folder, "-m", "backlight", "run", "--out", "run", *arguments, **environment)
 
 
 def test_a_folder_that_is_refused_is_one_line_before_the_script_begins(tmp_path: Path) -> None:
@@ -224,3 +226,15 @@ def test_what_a_module_made_lives_as_long_as_without_us(tmp_path: Path) -> None:
     assert python(tmp_path, "-m", "training").stderr == "dropped"
     # Not when the module is over: the summary comes before.
     assert seen.stderr.endswith("next: backlight report run\ndropped")
+
+
+def test_ranks_that_make_no_sense_are_one_warning_that_names_the_script(tmp_path: Path) -> None:
+    write(tmp_path, "train(2)\n")
+    seen = watched(tmp_path, "train.py", RANK="5", WORLD_SIZE="2")
+    assert seen.returncode == 0
+    first, summary = seen.stderr.splitlines()[0], seen.stderr.splitlines()[1:]
+    assert first.startswith(
+        "train.py:0: RuntimeWarning: backlight: the environment says RANK='5', WORLD_SIZE='2'"
+    )
+    assert summary[0] == "run"  # it is alone, and so it is told of its run
+    assert "  other ranks: the environment says RANK='5', WORLD_SIZE='2'; expected whole" in summary

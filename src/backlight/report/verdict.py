@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backlight.records import Finding, RunStatus, Severity
+from backlight.records import OTHERS, Finding, RunStatus, Severity
 from backlight.report.source import APART, Source
 from backlight.report.text import count, duration, listed, number, visible, with_unit
 
@@ -156,9 +156,16 @@ def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
         if event.payload.get("parameters"):
             continue  # those parameters are listed above, if they never were measured
         what = visible(event.payload.get("what", "something"))
+        if what == OTHERS and _whole(source):
+            continue  # said by a part that has been joined since
         reason = visible(event.payload.get("reason", "no reason was noted"))
         told.setdefault((what, reason), Unmeasured(what, reason))
     return (*listed_here, *told.values())
+
+
+def _whole(source: Source) -> bool:
+    """Tell whether the ranks of every attempt are here; one of a single process lacks nobody."""
+    return all(len(a.ranks) == a.world_size > 1 for a in source.run.attempts)
 
 
 def where(finding: Finding) -> list[tuple[str, str]]:

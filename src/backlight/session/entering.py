@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from backlight.records import OTHERS
 from backlight.session.config import Settings
 from backlight.session.notices import Notices
 from backlight.session.ranks import launch_id, place
@@ -59,14 +60,14 @@ def open_writer(
     if problem:
         where = f" in {writer.path}" if writer.path != path else ""
         notices.warn("ranks", f"{problem}; this process is watched alone{where}")
-        notices.unmeasured("other ranks", problem)
+        notices.unmeasured(OTHERS, problem)
     if writer.apart:
         notices.warn(
             "ranks",
             f"rank {rank} does not see the run of rank 0 and writes a part of it in {writer.path}: bring the "
             f"folders together with `backlight join` ({writer.apart})",
         )
-        notices.unmeasured("other ranks", writer.apart)
+        notices.unmeasured(OTHERS, writer.apart)
     return writer
 
 

@@ -19,17 +19,20 @@ if TYPE_CHECKING:
 
 _OURS = (str(Path(__file__).parent.parent), contextlib.__file__, threading.__file__)
 
+_COMMANDS = str(Path(__file__).parent.parent / "cli")
+
 Line = tuple[str, int, str]
 """A line of somebody's: its file, its number, and the module that it is in."""
 
 
 def _calling() -> Line | None:
-    """Return the line that called backlight, None where a thread of ours did."""
+    """Return the line that called backlight, None where a thread or a command of ours did."""
     frame: FrameType | None = sys._getframe(1)
     torch = getattr(sys.modules.get("torch"), "__file__", None)  # hooks are called from within it
     passed = (*_OURS, str(Path(torch).parent)) if torch else _OURS
     while frame is not None and frame.f_code.co_filename.startswith(passed):
-        frame = frame.f_back
+        # Below our commands there is no script: it has not begun, or is over.
+        frame = None if frame.f_code.co_filename.startswith(_COMMANDS) else frame.f_back
     if frame is None:
         return None
     return frame.f_code.co_filename, frame.f_lineno, str(frame.f_globals.get("__name__", "<unknown>"))
@@ -41,7 +44,7 @@ class Notices:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._warned: set[str] = set()
-        self._made = _calling() or (__file__, 1, __name__)
+        self._made = _calling()
         self.writer: RunWriter | None = None
 
     def event(self, kind: str, payload: Mapping[str, Any], step: int | None = None) -> None:
@@ -79,8 +82,9 @@ class Notices:
         if about in self._warned:
             return
         self._warned.add(about)
-        # With the line of the user's that led here, or that watched where a thread of ours tells it.
-        file, line, module = _calling() or self._made
+        # With the line of the user's that led here, or that watched where a thread of ours tells it, or with
+        # the script that a command of ours runs, and no line of it.
+        file, line, module = _calling() or self._made or (sys.argv[0] or __file__, 0, "__main__")
         # Not through the warnings module alone: a filter that makes them errors must not end a training.
         try:
             said = f"backlight: {text}. Your training goes on unchanged."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,11 +106,12 @@ def run(
 
         return launch_job(context, script, arguments, out, slurm or [], slurm_script)
     from backlight.session.watch import Watch
+    from backlight.world import world
 
     watch = Watch((), (), settings, out, script=script, arguments=tuple(arguments))
     code = launch(watch, script, arguments, module=module)
     sys.stdout.flush()
-    if os.environ.get("RANK", "0") == "0":  # the run is one, whoever reads it
+    if world().rank == 0:  # the run is one, whoever reads it
         after_run(watch.path)
     return code
 
