@@ -261,8 +261,8 @@ def hog() -> None:
 
 def rate() -> float:
     begin = now()
-    collections.deque(itertools.repeat(0, 50_000_000), maxlen=0)
-    return 5e7 / (now() - begin)
+    collections.deque(itertools.repeat(0, 200_000_000), maxlen=0)
+    return 2e8 / (now() - begin)
 
 
 def node_count() -> float:
