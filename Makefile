@@ -7,6 +7,8 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 TESTS := $(ONE) $(BIN)/python -m pytest -q
 BESIDE := -n $(JOBS) --dist worksteal
+# Where tests stand that run alone: no other file need be read to find them (tests/test_architecture.py).
+ALONE := tests/faults tests/report/live tests/stalls tests/ways
 
 .PHONY: demo test test-full lint coverage ways bench docs clean
 .DELETE_ON_ERROR:
@@ -16,11 +18,11 @@ demo: $(VENV)/.demo  ## install, train a small transformer on real text, show fi
 
 test: lint  ## lint, types, import contracts, and every mechanism at least once
 	$(TESTS) $(BESIDE) -m "not full and not alone"
-	$(TESTS) -m "alone and not full"
+	$(TESTS) -m "alone and not full" $(ALONE)
 
 test-full: lint  ## the whole matrices and fault suites as well
 	$(TESTS) $(BESIDE) -m "not alone"
-	$(TESTS) -m "alone"
+	$(TESTS) -m "alone" $(ALONE)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,14 @@ def test_the_public_surface() -> None:
     ]  # fmt: skip
     for name in backlight.__all__:
         assert getattr(backlight, name) is not None
+
+
+def test_make_looks_for_tests_that_run_alone_where_they_are() -> None:
+    root = Path(__file__).parents[1]
+    (named,) = re.findall(r"^ALONE := (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
+    folders = [root / name for name in named.split()]
+    for folder in folders:
+        assert folder.is_dir()
+    alone = [file for file in root.glob("tests/**/*.py") if re.search(r"mark\.alone\b", file.read_text())]
+    assert alone
+    assert [file for file in alone if not any(folder in file.parents for folder in folders)] == []
