@@ -69,6 +69,11 @@ class SeenModules:
             if issubclass(type(candidate), nn.Module):
                 self._meet(candidate)
 
+    def refresh(self) -> None:
+        """Forget modules that are gone, whose ids new ones may have, and look for others."""
+        self.roots()
+        self.scan()
+
     def roots(self) -> list[nn.Module]:
         """Return the living modules that are no other module's child, oldest first."""
         self._modules = {key: ref for key, ref in self._modules.items() if ref() is not None}

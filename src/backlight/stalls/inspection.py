@@ -153,8 +153,7 @@ class Checkpoints(Listener):
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
         if isinstance(owner, nn.Module):
             if id(owner) not in self._names:
-                HUB.seen.roots()  # forgets dead modules, whose ids new ones may have
-                HUB.seen.scan()
+                HUB.seen.refresh()
                 self._names = module_names(named_roots(HUB.seen))
             name = self._names.get(id(owner), type(owner).__name__)
             return name if owner is function else f"{name}.{function.__name__}"

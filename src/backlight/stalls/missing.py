@@ -174,8 +174,7 @@ class WhyNoGrad(Listener):
     def _update(self) -> None:
         if self._changes != HUB.seen.changes:
             self._changes = HUB.seen.changes
-            HUB.seen.roots()  # forgets dead modules, whose ids new ones may have
-            HUB.seen.scan()
+            HUB.seen.refresh()
         if not self._rows:
             HUB.optimizers.scan()
         self._roots = named_roots(HUB.seen)

@@ -8,8 +8,6 @@ below autograd, and no random number is drawn.
 from __future__ import annotations
 
 import cmath
-import os
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backlight.stalls.forks import pause_in_children
 from backlight.stalls.lines import Line, user_line
 from backlight.stalls.operations import tensors_in
 from backlight.stalls.origin import Origin, Origins, next_number
@@ -81,7 +80,7 @@ class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self.phase = "forward"
         self.operations = 0
         self.paused = False
-        _MODES.add(self)
+        pause_in_children(self)
 
     def clear(self) -> None:
         """Forget the records of a step; tensors that are bad stay known, lines of older graphs too."""
@@ -226,16 +225,6 @@ class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         """Return what made ``tensor`` non-finite; None if it is finite or nothing of it is known."""
         return self._known(tensor) if not_finite(tensor) else None
 
-
-_MODES: weakref.WeakSet[NonFinite] = weakref.WeakSet()
-
-
-def _stop_in_child() -> None:
-    for mode in _MODES:
-        mode.paused = True
-
-
-os.register_at_fork(after_in_child=_stop_in_child)
 
 _Schema = tuple[str, tuple[tuple[int, str], ...], bool]
 _schemas: dict[Any, _Schema] = {}

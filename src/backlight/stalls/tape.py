@@ -8,7 +8,6 @@ Tensors are known by a number, never held.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from backlight.stalls.forks import pause_in_children
 from backlight.stalls.lines import Line, user_line
 from backlight.stalls.operations import NUMPY, QUIET, VALUES, operation_name, tensors_in, written
 from backlight.stalls.origin import Origin, Origins, next_number
@@ -28,17 +28,6 @@ if TYPE_CHECKING:
 
 LIMIT = 2_000_000
 """Operations of one step after which the tape stops, to keep the memory of the training its own."""
-
-
-_TAPES: weakref.WeakSet[Tape] = weakref.WeakSet()
-
-
-def _stop_in_child() -> None:
-    for tape in _TAPES:
-        tape.paused = True
-
-
-os.register_at_fork(after_in_child=_stop_in_child)
 
 
 @dataclass(slots=True)
@@ -98,7 +87,7 @@ class Tape(TorchFunctionMode):
         self.paused = False
         self.in_backward = False
         self.full = False
-        _TAPES.add(self)
+        pause_in_children(self)
 
     def clear(self) -> None:
         """Begin a new tape."""

@@ -128,8 +128,7 @@ class Tracer(Listener):
     # Gradients
 
     def _attach(self) -> None:
-        HUB.seen.roots()  # forgets dead modules, whose ids new ones may have
-        HUB.seen.scan()
+        HUB.seen.refresh()
         roots = named_roots(HUB.seen)
         self._modules = module_names(roots)
         self._names = {}

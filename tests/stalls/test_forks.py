@@ -1,0 +1,36 @@
+"""Recorders of every operation are paused in forked workers, and go on in the process that forked."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from backlight.stalls.calls import ModuleCalls
+from backlight.stalls.nonfinite import NonFinite
+from backlight.stalls.tape import Tape
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("kind", [Tape, NonFinite])
+def test_a_worker_is_not_recorded(kind: type[Tape] | type[NonFinite]) -> None:
+    recorder = kind(ModuleCalls(), fail)
+
+    def seen() -> int:
+        return recorder.operations if isinstance(recorder, NonFinite) else len(recorder.operations)
+
+    with recorder:
+        torch.ones(2).add(1)
+        before = seen()
+        child = os.fork()
+        if not child:
+            torch.ones(2).add(1)
+            os._exit(int(seen() != before))
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        torch.ones(2).add(1)
+        assert seen() > before > 0
