@@ -179,6 +179,36 @@ def test_a_nan_on_one_shard_is_a_nan(tmp_path: Path) -> None:
     assert run.frame("gradient", "nan").values.tolist() == [[1]]
 
 
+def whole(name: str, size: int) -> ParameterRecord:
+    return ParameterRecord(name, (size,), "float32", "cpu", size)
+
+
+@pytest.mark.parametrize("order", [(2, 1), (1, 2), (2, 1, 2)])
+def test_attempts_of_several_ranks_and_of_one_process_are_joined(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    values = np.arange(1.0, 9.0)
+    for attempt, ranks in enumerate(order):
+        writers = [
+            RunWriter.create(tmp_path / "run", rank=r, world_size=ranks, run_id=f"x-{attempt}")
+            for r in range(ranks)
+        ]
+        for rank, writer in enumerate(writers):
+            own = values.reshape(ranks, -1)[rank]
+            record = shard("w", 8, rank * len(own), (rank + 1) * len(own)) if ranks > 1 else whole("w", 8)
+            floats, ints = statistics(own)
+            writer.append("gradient", 0, writer.parameter_table((record,)), [floats], [ints])
+        for writer in reversed(writers):
+            writer.close()
+    run = open_run(tmp_path / "run")
+    for column in COLUMNS:
+        frame = run.frame("gradient", column)
+        assert frame.steps.tolist() == list(range(len(order)))
+        assert frame.measured.all()
+        np.testing.assert_allclose(frame.values, frame.values[:1].repeat(len(order), axis=0), rtol=1e-12)
+    assert run.frame("gradient", "norm").values[0, 0] == pytest.approx(np.linalg.norm(values), rel=1e-12)
+
+
 def test_many_ranks_and_steps_are_joined_in_time(
     tmp_path: Path, make_table: Callable[..., tuple[ParameterRecord, ...]]
 ) -> None:

@@ -246,11 +246,13 @@ def join_attempts(blocks: Sequence[Block]) -> Block:
         for row, step in enumerate(block.steps.tolist()):
             owner[step] = (i, row)
     order = sorted(owner)
+    # Those of several ranks bring what tells whether they agree as well; one of a single process does not.
+    names = [name for name in blocks[0].columns if all(name in b.columns for b in blocks)]
     starts = np.cumsum([0, *(len(b.steps) for b in blocks)])
     rows = np.array([starts[owner[s][0]] + owner[s][1] for s in order], dtype=np.int64)
     return Block(
         np.array(order, dtype=np.int64),
-        {name: np.concatenate([b.columns[name] for b in blocks])[rows] for name in blocks[0].columns},
+        {name: np.concatenate([b.columns[name] for b in blocks])[rows] for name in names},
         np.concatenate([b.measured for b in blocks])[rows],
         np.concatenate([b.measured if b.seen is None else b.seen for b in blocks])[rows],
     )
