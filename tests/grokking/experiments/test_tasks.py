@@ -77,6 +77,10 @@ def state(task):
     )
 
 
+def gradient_norm(model):
+    return float(torch.stack([p.grad.norm() for p in model.parameters()]).norm())
+
+
 def test_the_ten_are_there():
     assert list(EXPERIMENTS) == NAMES
     for name, experiment in EXPERIMENTS.items():
@@ -131,6 +135,30 @@ def test_wang_is_optimized_as_in_the_released_code(settings):
     train(task, 0, 1)
     norm = torch.nn.utils.get_total_norm([p.grad for p in task.model.parameters()])
     assert float(norm) == pytest.approx(1e-9, rel=1e-2)
+
+
+def test_power_clips_in_its_preset_and_not_as_published():
+    published, preset = power.Settings().training, power.CI.training
+    assert (published.clip, preset.clip) == (0.0, 3.0)
+    experiment = EXPERIMENTS["power"]
+    stepped = []
+    for clip in (0.0, 1e-3):
+        settings = dataclasses.replace(power.CI, training=dataclasses.replace(preset, clip=clip))
+        task = experiment.build(settings, 0, CPU, "")
+        task.loss(task.model, task.batch(0)).backward()
+        before = gradient_norm(task.model)
+        task.optimizer.step()
+        stepped.append((before, gradient_norm(task.model)))
+    (free, still_free), (as_free, clipped) = stepped
+    assert free == as_free == still_free > 1e-2
+    assert clipped == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_batches_of_the_preset_of_power_have_one_size():
+    task = ci("power")
+    sizes = [len(task.batch(step)[0]) for step in range(3)]
+    assert sum(sizes) == len(task.split.train_inputs)
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_power_reads_permutations_in_the_authors_vocabulary():
