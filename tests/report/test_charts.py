@@ -40,3 +40,12 @@ def test_lines_on_two_axes_or_of_another_style_hide_nothing() -> None:
     flat = np.full(100, 0.1)
     assert over(Line("a", STEPS, flat), Line("b", STEPS, flat, axis="right")) == [0, 0]
     assert over(Line("a", STEPS, flat), Line("b", STEPS, flat, style="dashed")) == [0, 0]
+
+
+def test_the_edges_of_an_area_are_no_lines_to_hide() -> None:
+    rising = np.arange(100.0)
+    area = [
+        Line("middle 80 %", STEPS, rising + 0.1, style="edge", down_to="lower tenth"),
+        Line("lower tenth", STEPS, rising - 0.1, style="edge"),
+    ]
+    assert over(*area, Line("median", STEPS, rising)) == [0, 0, 0]

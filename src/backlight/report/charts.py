@@ -14,7 +14,6 @@ from backlight.report.reduction import keep
 NUMBERS = 80_000
 """Numbers that one chart may hold before it is reduced to the extremes of its buckets."""
 
-
 WIDTH = 0.005
 """Width of a line, as a share of the height of its chart."""
 
@@ -86,22 +85,25 @@ def chart(
         columns.append(column)
         present.append(there)
     kept = keep(columns, present, max(64, numbers // (len(lines) + 1)))
+    shown = [(column[kept], there[kept]) for column, there in zip(columns, present, strict=True)]
     drawn = []
-    for place, (line, column, there) in enumerate(zip(lines, columns, present, strict=True)):
-        values = column[kept]
-        beneath = zip(lines[:place], columns, present, strict=False)
+    for place, (line, (values, there)) in enumerate(zip(lines, shown, strict=True)):
         axis = left if right is None or line.axis == "left" else right
-        covered = [
-            line.axis == other.axis and _covers(column, there, *its, log=axis.log) for other, *its in beneath
+        # An edge of an area is no line that could be hidden.
+        beneath = [
+            its
+            for other, its in zip(lines[:place], shown[:place], strict=True)
+            if line.style == "line" and other.style != "edge" and line.axis == other.axis
         ]
-        without = np.flatnonzero(there[kept] & ~np.isfinite(values))
+        over = sum(_covers(values, there, *its, log=axis.log) for its in beneath)
+        without = np.flatnonzero(there & ~np.isfinite(values))
         drawn.append(
             {
                 "label": line.label,
                 "axis": line.axis,
                 "style": line.style,
                 "tone": line.tone,
-                "over": sum(covered) if line.style == "line" else 0,
+                "over": over,
                 "downTo": line.down_to,
                 "values": np.where(np.isfinite(values), values, np.nan),
                 "odd": without[:0] if line.gaps else without,
