@@ -285,7 +285,7 @@ def test_a_rule_of_a_plug_in_that_raises_is_named_with_its_distribution(
         judge(open_run(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("shown", [ZeroDivisionError("panel"), "a text"], ids=["raises", "text"])
+@pytest.mark.parametrize("shown", [ZeroDivisionError("\x1b[31mpanel"), "a text"], ids=["raises", "text"])
 def test_a_panel_of_a_plug_in_that_fails_leaves_the_page(
     tmp_path: Path, foreign: Callable[..., None], shown: Any
 ) -> None:
@@ -297,8 +297,9 @@ def test_a_panel_of_a_plug_in_that_fails_leaves_the_page(
     write(tmp_path / "run")
     foreign(PANELS, Panel("zebra", "Stripes", 1, (), render, room="health"))
     said = r"Panel 'zebra' could not be drawn: the plug-in 'strange' of strangers 1\.2 failed"
-    with pytest.warns(PanelWarning, match=said):
+    with pytest.warns(PanelWarning, match=said) as told:
         panels = {panel.name: result for panel, result in rendered(Source(open_run(tmp_path / "run")))}
+    assert "\x1b" not in str(told[0].message)  # a terminal prints it
     gap = panels.pop("zebra")
     assert isinstance(gap, Failed)
     assert "the plug-in 'strange' of strangers 1.2 failed: " in gap.reason.lower()

@@ -126,21 +126,25 @@ def shown(panel: Panel, source: Source) -> Drawn | NotMeasured:
 
 def failed(panel: Panel, error: Exception) -> Failed:
     """Return what stands in the place of a panel that raised ``error``."""
-    said = f"{type(error).__name__}: {error}".rstrip(".")
-    return Failed(visible(f"Panel {panel.name!r} could not be drawn: {said}."))
+    return Failed(not_drawn(panel.name, f"{type(error).__name__}: {error}"))
+
+
+def not_drawn(name: str, why: str) -> str:
+    """Return the sentence that stands in the place of a panel; ``why`` may hold anything."""
+    return visible(f"Panel {name!r} could not be drawn: {why.rstrip('.')}.")
 
 
 def _guarded(panel: Panel, plug_in: PlugIn) -> Panel:
     def render(source: Source) -> Drawn | NotMeasured:
         try:
-            shown: Any = panel.render(source)
+            result: Any = panel.render(source)
         except Exception as error:  # noqa: BLE001 - a stranger's plug-in must not take the page
             said = f"{type(error).__name__}: {error}"
         else:
-            if isinstance(shown, (Drawn, NotMeasured)):
-                return shown
-            said = f"it gave {type(shown).__name__}, expected Drawn or NotMeasured"
-        reason = f"the plug-in {plug_in.name!r} of {plug_in.distribution} {plug_in.version} failed: {said}"
-        return Failed(f"Panel {panel.name!r} could not be drawn: {reason}.")
+            if isinstance(result, (Drawn, NotMeasured)):
+                return result
+            said = f"it gave {type(result).__name__}, expected Drawn or NotMeasured"
+        of = f"the plug-in {plug_in.name!r} of {plug_in.distribution} {plug_in.version}"
+        return Failed(not_drawn(panel.name, f"{of} failed: {said}"))
 
     return replace(panel, render=render)

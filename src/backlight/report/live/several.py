@@ -15,6 +15,7 @@ from backlight.report.encoding import script_json
 from backlight.report.live.following import Followed
 from backlight.report.live.standing import Stand, Standing
 from backlight.report.overlay import SHOWN, compared, left_out, listing, part
+from backlight.report.panel import not_drawn
 from backlight.report.source import Series, Source
 from backlight.report.text import count, duration, number, visible
 
@@ -93,11 +94,6 @@ class Several:
         return self._drawn[1]
 
 
-Read = Sequence[tuple[str, Source]]
-
-Part = Iterator[dict[str, Any]]
-
-
 def _drawn(read: Sequence[tuple[str, Followed, Source]]) -> Iterator[dict[str, Any]]:
     """Yield the table of the runs and their charts; what fails is named in its place, and the rest stays."""
     rows = [_row(name, run, source) for name, run, source in read]
@@ -114,7 +110,7 @@ def _drawn(read: Sequence[tuple[str, Followed, Source]]) -> Iterator[dict[str, A
             data = {"charts": charts.drawn, "small": name == "logged" and len(charts.drawn) > 1}
             yield part(name, title, "lines", data, [f"Not drawn: {said}."] if said else [])
         elif said:
-            yield part(name, title, "failed", {"reason": f"Panel {name!r} could not be drawn: {said}."})
+            yield part(name, title, "failed", {"reason": not_drawn(name, said)})
 
 
 class _Charts:
@@ -143,7 +139,7 @@ class _Charts:
             try:
                 yield name, of(source)
             except Exception as error:  # noqa: BLE001 - one run must not take the others with it
-                self.failed[f"{name}: {_told(error)}"] = None
+                self.failed[f"{visible(name)}: {_told(error)}"] = None
 
 
 def _own(scalar: str, label: str) -> Callable[[_Charts], None]:
