@@ -215,15 +215,14 @@ def test_what_cannot_be_done_is_one_line(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_a_module_made_lives_as_long_as_without_us(tmp_path: Path) -> None:
-    text = (
-        "import os\nclass Ends:\n    def __del__(self, write=os.write):\n        write(2, b'dropped')\n"
-        "held = Ends()\ntrain(2)\n"
-    )
+@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit(3)", 3), ("1 / 0", 1)])
+def test_what_a_module_made_lives_as_long_as_without_us(tmp_path: Path, end: str, code: int) -> None:
+    ends = "import os\nclass Ends:\n    def __del__(self, write=os.write):\n        write(2, b'dropped')\n"
+    write(tmp_path, ends, "ends.py")
+    text = f"import sys\nfrom ends import Ends\nheld = Ends()\ntrain(2)\n{end}\n"
     write(tmp_path, text, "training.py")
     seen = watched(tmp_path, "-m", "training")
-    assert seen.returncode == 0
-    assert python(tmp_path, "-m", "training").stderr == "dropped"
+    assert seen.returncode == code
     # Not when the module is over: the summary comes before.
     assert seen.stderr.endswith("next: backlight report run\ndropped")
 

@@ -6,6 +6,7 @@ to standard error after it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import runpy
@@ -13,6 +14,7 @@ import signal
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
@@ -83,11 +85,13 @@ def launch(watch: AbstractContextManager[object], target: str, arguments: list[s
 def _execute(target: str, *, module: bool) -> None:
     if module:
         sys.path[0:0] = [str(Path.cwd())]
-        _KEPT.append(runpy.run_module(target, run_name="__main__", alter_sys=True))
+        with _keeping_globals():
+            _KEPT.append(runpy.run_module(target, run_name="__main__", alter_sys=True))
         return
     path = Path(target)
     if path.is_dir() or path.suffix in {".zip", ".pyz"}:
-        _KEPT.append(runpy.run_path(target, run_name="__main__"))
+        with _keeping_globals():
+            _KEPT.append(runpy.run_path(target, run_name="__main__"))
         return
     # Not runpy: it empties the script's globals when it ends, under atexit handlers and threads.
     main = types.ModuleType("__main__")
@@ -99,6 +103,16 @@ def _execute(target: str, *, module: bool) -> None:
     sys.path[0:0] = [str(path.resolve().parent)]
     code = compile(path.read_bytes(), main.__file__, "exec", dont_inherit=True)
     exec(code, main.__dict__)
+
+
+@contextlib.contextmanager
+def _keeping_globals() -> Iterator[None]:
+    """Keep the globals of a module that leaves by an exception, as most do by ``sys.exit(main())``."""
+    try:
+        yield
+    except BaseException as error:
+        _KEPT.extend(frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__))
+        raise
 
 
 def _exit_code(leaving: SystemExit) -> int:
