@@ -131,12 +131,21 @@ def test_a_run_that_does_not_fit_is_refused(command: Run, tmp_path: Path) -> Non
 
 
 def test_a_script_for_a_cluster(command: Run, tmp_path: Path) -> None:
-    file = tmp_path / "job.sh"
-    code, out, errors = command(
-        "grok", "run", "oracle", *SMALL, "--seeds", "0-2", "--slurm", "partition=gpu",
-        "--slurm-script", file, "--out", tmp_path / "runs",
-    )  # fmt: skip
+    file, logs = tmp_path / "job.sh", tmp_path / "runs" / "slurm"
+
+    def ask(script: Path) -> tuple[int, str, str]:
+        return command(
+            "grok", "run", "oracle", *SMALL, "--seeds", "0-2", "--slurm", "partition=gpu",
+            "--slurm-script", script, "--out", tmp_path / "runs",
+        )  # fmt: skip
+
+    code, _, errors = ask(tmp_path / "gone" / "job.sh")
+    assert code == 2
+    assert "cannot be written: No such file or directory" in errors
+    assert not logs.exists()
+    code, out, errors = ask(file)
     assert code == 0, errors
+    assert logs.is_dir()  # sbatch makes none
     assert out.strip() == str(file)
     text = file.read_text()
     for wanted in ("#SBATCH --partition=gpu", "#SBATCH --array=0-2", "#SBATCH --mem=", "--seed 2", "seed-2"):

@@ -180,9 +180,9 @@ def _as_jobs(
     choice = choose(found, degrade=asked.degrade)
     given = filled_in(parameters(slurm), configuration, found, choice.tier)
     logs = root / "slurm"
-    logs.mkdir(parents=True, exist_ok=True)
     if script is not None:
         write_script(script, script_of(given, commands, logs))
+        logs.mkdir(parents=True, exist_ok=True)  # sbatch makes none
         print(script)
         return 0
     submitted = submit(given, commands, logs)
