@@ -110,6 +110,18 @@ def test_tensorboard_keeps_two_trainings_with_one_folder_apart(tmp_path: Path) -
         assert [step for step, _ in told] == [10 * i for i in range(STEPS)]
 
 
+@pytest.mark.parametrize(("name", "folder"), [("../../out", "out"), ("/etc", "etc"), ("", "run")])
+def test_tensorboard_stays_below_its_folder_whatever_a_run_is_called(
+    tmp_path: Path, name: str, folder: str
+) -> None:
+    logs = tmp_path / "a" / "logs"
+    sink: Any = TRACKERS["tensorboard"].open(
+        str(logs), Tracked(name, tmp_path / "runs" / "run", live=False), None
+    )
+    sink.close(failed=False)
+    assert [file.parent for file in tmp_path.rglob("*.backlight")] == [logs / folder]
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match=r"tracker 'tensorboard' is left out: \w+Error.*file") as told:

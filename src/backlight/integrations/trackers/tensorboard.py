@@ -8,6 +8,7 @@ from typing import Any
 
 from backlight.records import Finding
 from backlight.session.trackers import PREFIX, Point, Tracked, in_markdown, tracker
+from backlight.store.names import safe_name
 
 
 class _TensorBoard:
@@ -64,4 +65,7 @@ def open_tensorboard(target: str, run: Tracked, active: Any) -> _TensorBoard:
     training would hide the last.
     """
     del active
-    return _TensorBoard(Path(target) / run.name if target else run.path / "export" / "tensorboard")
+    if not target:
+        return _TensorBoard(run.path / "export" / "tensorboard")
+    # A stored run says its name itself, and may come from a stranger: it must not lead elsewhere.
+    return _TensorBoard(Path(target) / safe_name(run.name, safe_name(run.path.name)))
