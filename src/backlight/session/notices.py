@@ -21,6 +21,9 @@ _OURS = (str(Path(__file__).parent.parent), contextlib.__file__, threading.__fil
 
 _COMMANDS = str(Path(__file__).parent.parent / "cli")
 
+_SHOWN: dict[Any, Any] = {}
+"""What has been shown where Python's filters show it once: to all trainings of a process."""
+
 Line = tuple[str, int, str]
 """A line of somebody's: its file, its number, and the module that it is in."""
 
@@ -88,7 +91,7 @@ class Notices:
         # Not through the warnings module alone: a filter that makes them errors must not end a training.
         try:
             said = f"backlight: {text}. Your training goes on unchanged."
-            warnings.warn_explicit(said, RuntimeWarning, file, line, module)
+            warnings.warn_explicit(said, RuntimeWarning, file, line, module, _SHOWN)
         except RuntimeWarning as warning:
             print(warning, file=sys.stderr)
 

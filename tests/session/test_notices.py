@@ -1,0 +1,38 @@
+"""What a watch has to say: with the line that it is about, and as often as Python's filters let it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from backlight.session.notices import Notices
+
+
+@pytest.mark.parametrize(("filters", "shown"), [("default", 1), ("always", 3)])
+def test_trainings_in_a_loop_are_told_of_as_the_filters_say(filters: str, shown: int, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter(filters)  # type: ignore[arg-type]  # one of those that there are
+        for _ in range(3):
+            Notices(tmp_path).warn("ranks", "the environment makes no sense")
+    assert [warning.filename for warning in told] == [__file__] * shown
+
+
+def test_what_a_thread_of_ours_tells_names_the_line_that_watches(tmp_path: Path) -> None:
+    notices = Notices(tmp_path)
+    thread = threading.Thread(target=notices.warn, args=("disk", "it is full"))
+    with pytest.warns(RuntimeWarning, match="backlight: it is full") as told:
+        thread.start()
+        thread.join()
+    assert told[0].filename == __file__
+
+
+def test_a_filter_that_makes_errors_of_warnings_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Notices(tmp_path).warn("disk", "it is full")
+    assert capsys.readouterr().err == "backlight: it is full. Your training goes on unchanged.\n"
