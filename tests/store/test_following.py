@@ -249,6 +249,37 @@ def test_an_older_reading_of_ranks_says_what_it_said(tmp_path: Path) -> None:
         rank.close()
 
 
+def test_new_rows_of_ranks_that_do_not_fit_into_memory_are_joined_a_few_steps_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    ranks = several(path)
+    follow = Follower()
+    for rank in ranks:
+        rank.steps(20)
+    same(follow(path), open_run(path))
+    for rank, amount in zip(ranks, (30, 24), strict=True):
+        rank.steps(amount)
+    whole = frames.rank_block
+    decoded: list[int] = []
+
+    def counting(*arguments: object) -> frames.Block:
+        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        decoded.append(len(block.steps))
+        return block
+
+    monkeypatch.setattr(following.joining, "WINDOW_BYTES", 8_000)
+    monkeypatch.setattr(following.frames, "rank_block", counting)
+    newest = follow(path)
+    newest.frame("gradient", "rms")
+    assert sum(decoded) == 54
+    assert max(decoded) < 10
+    monkeypatch.undo()
+    same(newest, open_run(path))
+    for rank in ranks:
+        rank.close()
+
+
 def test_only_new_rows_of_a_further_attempt_are_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,10 +136,10 @@ def block(
     wanted = list(columns)
     if len(ranks) > 1 and not local and series in AGREED:
         wanted = list(dict.fromkeys((*columns, AGREED[series])))
-    if local or len(ranks) == 1 or window is not None:
+    if local or len(ranks) == 1:
         windows: list[tuple[int, int] | None] = [window]
     else:
-        windows = _windows(ranks, series, len(names) * 8 * (len(wanted) + 2))
+        windows = _windows(ranks, series, len(names) * 8 * (len(wanted) + 2), window)
     records = [] if local else [_records(mine) for mine in ranks.values()]
     positions = [_position(mine) for mine in ranks.values()] if len(ranks) > 1 and not local else []
     out = []
@@ -157,17 +157,21 @@ def block(
 
 
 def _windows(
-    ranks: Mapping[int, Sequence[RankFile]], series: str, row_bytes: int
+    ranks: Mapping[int, Sequence[RankFile]],
+    series: str,
+    row_bytes: int,
+    within: tuple[int, int] | None,
 ) -> list[tuple[int, int] | None]:
     """Return windows of steps, so that what all ranks recorded in one fits into :data:`WINDOW_BYTES`."""
-    rows = sum(file.last[f"series_{series}"] for mine in ranks.values() for file in mine)
+    rows = sum(file.count(series, within) for mine in ranks.values() for file in mine)
     count = -(-rows * row_bytes // WINDOW_BYTES)
     if count <= 1:
-        return [None]
+        return [within]
+    first, end = within or (-(2**62), 2**62)
     steps = np.unique(np.concatenate([file.steps(series) for file in next(iter(ranks.values()))]))
+    steps = steps[(steps >= first) & (steps < end)]
     cuts = sorted({int(part[0]) for part in np.array_split(steps, count) if len(part)})
-    edges = [-(2**62), *cuts[1:], 2**62]
-    return list(itertools.pairwise(edges))
+    return list(itertools.pairwise([first, *cuts[1:], end]))
 
 
 def scalars(files: Sequence[RankFile], source: str, name: str) -> dict[int, Values]:

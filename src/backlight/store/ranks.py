@@ -156,6 +156,13 @@ class RankFile:
             self._sound[series] = sound
         return sound
 
+    def count(self, series: str, window: tuple[int, int] | None = None) -> int:
+        """Return how many rows of a series there are, in any part, or within a window of global steps."""
+        if window is None:
+            return self.last[f"series_{series}"]
+        steps = self._ids(series)[1] + self.step_offset
+        return int(np.count_nonzero((steps >= window[0]) & (steps < window[1])))
+
     def first_after(self, table: str, row: int, condition: str = "") -> int | None:
         """Return the lowest global step of the rows of a table after ``row``, None where there are none."""
         if self.last[table] <= row:

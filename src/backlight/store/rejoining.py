@@ -39,10 +39,12 @@ class Joined:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that are held."""
-        return sum(
+        """Return the bytes that are held; readings between which nothing came share theirs."""
+        blocks = {id(block): block for block in self.versions.values()}.values()
+        seen = sum(block.seen.nbytes for block in blocks if block.seen is not None)
+        return seen + sum(
             block.measured.nbytes + sum(values.nbytes for values in block.columns.values())
-            for block in self.versions.values()
+            for block in blocks
         )
 
     def is_ahead(self, files: Sequence[RankFile], series: str) -> bool:
