@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import tarfile
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -261,3 +262,13 @@ def test_the_command_writes_the_report_and_tells_what_is_missing_from_it(
     assert out.splitlines()[0] == str(run.path / "report.html")
     assert told.partition("Panel ")[2] in (run.path / "report.html").read_text()
     assert (plots / "total_norm.svg").is_file()
+    archive = tmp_path / "run.tar.gz"
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["report", str(run.path), "--bundle", str(archive)])
+    out, err = capfd.readouterr()
+    assert (out, err) == (f"{archive}\n", f"{told}\n")
+    with tarfile.open(archive) as packed:
+        (name,) = [name for name in packed.getnames() if name.endswith("/report.html")]
+        page = packed.extractfile(name)
+        assert page is not None
+        assert told.partition("Panel ")[2] in page.read().decode()
