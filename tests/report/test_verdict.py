@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,17 @@ def test_shards_that_only_some_ranks_recorded_are_not_measured_there(
     assert tuple(gap.what for gap in gaps) == said
     assert [gap.names for gap in gaps] == [("split",)] * len(said)
     assert source.unmeasured_parameters == {}
+
+
+@pytest.mark.parametrize(("at", "said"), [((2, 2), "2 parameters at 2"), ((1, 2), "2 parameters at up to 2")])
+def test_of_parameters_that_lack_different_steps_no_more_is_said_than_is_so(
+    tmp_path: Path, at: tuple[int, int], said: str
+) -> None:
+    source = Source(write_run(tmp_path / "run", Plan(steps=5)))
+    apart = np.zeros_like(source.coverage.apart)
+    apart[:2] = at
+    source.coverage = dataclasses.replace(source.coverage, apart=apart)
+    assert [gap.what for gap in outcome(source).unmeasured if gap.reason == APART] == [f"{said} of 5 steps"]
 
 
 @pytest.mark.parametrize("joined", [True, False])

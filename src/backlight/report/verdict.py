@@ -148,8 +148,9 @@ def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
         (r.name, n) for r, n, m in zip(source.parameters, known.apart, known.measured, strict=True) if n and m
     ]
     if lacking:
-        most = max(steps for _, steps in lacking)
-        what = f"{count(len(lacking), 'parameter')} at {most:,} of {count(len(known.steps), 'step')}"
+        fewest, most = (pick(steps for _, steps in lacking) for pick in (min, max))
+        at = f"{most:,}" if fewest == most else f"up to {most:,}"
+        what = f"{count(len(lacking), 'parameter')} at {at} of {count(len(known.steps), 'step')}"
         listed_here.append(Unmeasured(what, APART, tuple(visible(name) for name, _ in lacking)))
     told: dict[tuple[str, str], Unmeasured] = {}
     for event in source.run.events("unmeasured"):
