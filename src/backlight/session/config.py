@@ -139,8 +139,10 @@ class Settings:
         ValueError
             If a key is unknown or a value has the wrong type or range.
         """
-        for key in FOLDERS & values.keys():
-            raise ValueError(f"settings: unknown key {key!r}; the folder of the run is run={values[key]!r}")
+        folder = next((key for key in values if key in FOLDERS), None)
+        if folder is not None:
+            given = f"unknown key {folder!r}; the folder of the run is run={values[folder]!r}"
+            raise ValueError(f"settings: {given}")
         return cls._checked(values, "settings")
 
     @classmethod
