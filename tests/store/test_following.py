@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from synthetic import Plan, write_run
 
 from backlight.store import following, frames
 from backlight.store.following import Follower, Grown
+from backlight.store.ranks import RankFile
 from backlight.store.reader import Run, open_run
 
 COLUMNS = (("gradient", "rms"), ("gradient", "zero_share"), ("gradient", "non_finite"),
@@ -228,6 +230,30 @@ def test_only_new_rows_of_ranks_are_decoded(tmp_path: Path, monkeypatch: pytest.
         assert len(newest.scalar("total_norm").steps) == ranks[0].done
         newest.frame("gradient", "rms")
     assert decoded == [200, 200, 200, 200, 3, 3, 3, 3]  # rms needs two columns, the total one of them
+    for rank in ranks:
+        rank.close()
+
+
+def test_names_of_scalars_are_read_once_of_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = several(tmp_path / "run")
+    for rank in ranks:
+        rank.steps(9)
+    asked: list[Path] = []
+    rows = RankFile._rows
+
+    def counting(file: RankFile, columns: str, table: str, *more: Any) -> list[tuple[Any, ...]]:
+        if table == "scalar_name":
+            asked.append(file.path)
+        return rows(file, columns, table, *more)
+
+    monkeypatch.setattr(RankFile, "_rows", counting)
+    newest = Follower()(tmp_path / "run")
+    for name in ("loss", "total_norm"):
+        assert len(newest.scalar(name).steps) == 9
+        assert newest.spread(name).ranks == (0, 1)
+    assert newest.frame("gradient", "rms").measured.all()
+    assert "loss" in newest.scalar_names()
+    assert len(asked) == len(set(asked)) == 2
     for rank in ranks:
         rank.close()
 

@@ -56,6 +56,7 @@ class RankFile:
         self.losses: dict[str, None] = {}
         self._snapshot = snapshot
         self._tables: dict[int, Table] | None = None
+        self._scalar_names: tuple[tuple[int, str, str], ...] | None = None
         self._positions: dict[str, dict[int, float]] = {}
         self._sound: dict[str, list[tuple[Any, ...]]] = {}
         self._steps: dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
@@ -178,10 +179,12 @@ class RankFile:
             self._steps[series] = both[:, 0], both[:, 1]
         return self._steps[series]
 
-    def scalar_names(self) -> list[tuple[int, str, str]]:
-        """Return id, source and name of each scalar, in the order of their first use."""
-        rows = self._rows("id, source, name", "scalar_name", (int, str, str))
-        return [(i, source, name) for i, source, name in rows]
+    def scalar_names(self) -> Sequence[tuple[int, str, str]]:
+        """Return id, source and name of each scalar, in the order of their first use; read once."""
+        if self._scalar_names is None:
+            rows = self._rows("id, source, name", "scalar_name", (int, str, str))
+            self._scalar_names = tuple((i, source, name) for i, source, name in rows)
+        return self._scalar_names
 
     def scalar(self, identifier: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Return the global steps and values of a scalar in the order in which they were logged."""
