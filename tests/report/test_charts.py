@@ -34,6 +34,19 @@ def test_on_a_logarithmic_axis_lines_are_as_far_apart_as_they_are_drawn() -> Non
     assert [line["over"] for line in chart(lines, Axis("", log=True))["lines"]] == [0, 0]
     lines = [Line("a", STEPS, decades), Line("b", STEPS, 1.01 * decades)]
     assert [line["over"] for line in chart(lines, Axis("", log=True))["lines"]] == [0, 1]
+    # A 0, which has no place there, does not make the axis longer.
+    begun = np.where(STEPS > 0, decades, 0.0)
+    lines = [Line("a", STEPS, begun), Line("b", STEPS, 2 * begun)]
+    assert [line["over"] for line in chart(lines, Axis("", log=True))["lines"]] == [0, 0]
+
+
+def test_how_near_lines_are_is_told_by_the_height_of_their_chart() -> None:
+    waving = 0.95 + 0.01 * np.sin(STEPS)
+    lines = [Line("a", STEPS, waving), Line("b", STEPS, waving + 0.003)]
+    assert over(*lines) == [0, 0]
+    assert [line["over"] for line in chart(lines, Axis("", low=0.0, high=1.0))["lines"]] == [0, 1]
+    assert over(*lines, Line("c", STEPS, np.linspace(-5.0, 5.0, 100))) == [0, 1, 0]
+    assert over(*lines, Line("c", STEPS, np.linspace(-5.0, 5.0, 100), axis="right")) == [0, 0, 0]
 
 
 def test_lines_on_two_axes_or_of_another_style_hide_nothing() -> None:

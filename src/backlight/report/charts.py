@@ -85,25 +85,18 @@ def chart(
         columns.append(column)
         present.append(there)
     kept = keep(columns, present, max(64, numbers // (len(lines) + 1)))
-    shown = [(column[kept], there[kept]) for column, there in zip(columns, present, strict=True)]
+    over = _over(lines, [column[kept] for column in columns], left, right)
     drawn = []
-    for place, (line, (values, there)) in enumerate(zip(lines, shown, strict=True)):
-        axis = left if right is None or line.axis == "left" else right
-        # An edge of an area is no line that could be hidden.
-        beneath = [
-            its
-            for other, its in zip(lines[:place], shown[:place], strict=True)
-            if line.style == "line" and other.style != "edge" and line.axis == other.axis
-        ]
-        over = sum(_covers(values, there, *its, log=axis.log) for its in beneath)
-        without = np.flatnonzero(there & ~np.isfinite(values))
+    for line, column, there, hidden in zip(lines, columns, present, over, strict=True):
+        values = column[kept]
+        without = np.flatnonzero(there[kept] & ~np.isfinite(values))
         drawn.append(
             {
                 "label": line.label,
                 "axis": line.axis,
                 "style": line.style,
                 "tone": line.tone,
-                "over": over,
+                "over": hidden,
                 "downTo": line.down_to,
                 "values": np.where(np.isfinite(values), values, np.nan),
                 "odd": without[:0] if line.gaps else without,
@@ -125,23 +118,39 @@ def chart(
     }
 
 
-def _covers(
-    column: NDArray[np.float64],
-    there: NDArray[np.bool_],
-    other: NDArray[np.float64],
-    others: NDArray[np.bool_],
-    *,
-    log: bool,
-) -> bool:
-    """Tell whether a line would hide another one: less than its width apart at most of their common steps."""
-    both = there & others
-    values = np.stack([column[both], other[both]])
-    values = values[:, np.isfinite(values).all(axis=0)]
-    if not values.size:
-        return False
-    if log:
-        values = np.log(np.maximum(values, np.finfo(np.float64).tiny))
-    near = np.abs(values[0] - values[1]) <= WIDTH * (values.max() - values.min())
+def _over(
+    lines: Sequence[Line], columns: Sequence[NDArray[np.float64]], left: Axis, right: Axis | None
+) -> list[int]:
+    """Return how many of the lines beneath it each line would hide.
+
+    That is those from which it is less than its width apart at most of their common steps. An area has edges,
+    no line that could be hidden.
+    """
+    axes = {"left": left, "right": right or left}
+    heights = [_heights(column, axes[line.axis]) for line, column in zip(lines, columns, strict=True)]
+    over = [0] * len(lines)
+    for side, axis in axes.items():
+        here = [i for i, line in enumerate(lines) if line.axis == side]
+        limits = () if axis.log else [limit for limit in (axis.low, axis.high) if limit is not None]
+        drawn = np.concatenate([limits, *(heights[i][np.isfinite(heights[i])] for i in here)])
+        width = WIDTH * float(drawn.max() - drawn.min()) if drawn.size else 0.0
+        beneath = [i for i in here if lines[i].style != "edge"]
+        for i in beneath:
+            if lines[i].style == "line":
+                over[i] = sum(_covers(heights[i], heights[k], width) for k in beneath if k < i)
+    return over
+
+
+def _heights(values: NDArray[np.float64], axis: Axis) -> NDArray[np.float64]:
+    """Return where the values stand on an axis, NaN where they are not drawn."""
+    drawable = np.isfinite(values) & ((values > 0) | (not axis.log))
+    shown = np.where(drawable, values, np.nan)
+    return np.log(shown) if axis.log else shown
+
+
+def _covers(line: NDArray[np.float64], other: NDArray[np.float64], width: float) -> bool:
+    both = np.isfinite(line) & np.isfinite(other)
+    near = np.abs(line[both] - other[both]) <= width
     return 2 * int(np.count_nonzero(near)) > len(near)
 
 
