@@ -87,7 +87,7 @@ def _print_following(rows: tuple[Following, ...], controlled: bool, console: Con
         return
     # Without a control every row would say the same, which stands above already.
     of_control = ("control", "control ends", "") if controlled else ()
-    table = _table("measure", "corr.", "lead", "end", *of_control, numbers=3 + max(0, len(of_control) - 1))
+    table = _table("measure", "corr.", "lead", "end", *of_control, numbers=5 if controlled else 3)
     for row in rows[:FOLLOWING]:
         end, control_ends = ("" if level is None else number(level, 3) for level in row.levels)
         table.add_row(
