@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import pytest
 from synthetic import Plan, health_of, write_run
 
 from backlight.report import encoding
+from backlight.report import page as pages
 from backlight.report.page import rendered
-from backlight.report.panel import Drawn
-from backlight.report.plots import drawing
+from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
+from backlight.report.plots import drawing, writing
 from backlight.report.plots.writing import colours, write_plots
 from backlight.report.source import Source
 from grokking_runs import Grok, write_grokking_run
@@ -108,6 +110,28 @@ def test_a_name_is_text_and_never_markup(tmp_path: Path) -> None:
         assert "<script" not in text
         ET.fromstring(text)
     assert any("&lt;script&gt;alert" in file.read_text() for file in written.files)
+
+
+def test_data_that_no_picture_can_be_made_of_is_named_and_the_others_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source(write_run(tmp_path / "run", Plan(steps=5)))
+    known = [panel for panel in in_order() if panel.name == "total_norm"]
+    wrong = Panel("strange", "Strange", 1, (), lambda _: Drawn("lines", {"charts": [{}]}))
+    monkeypatch.setattr(pages, "in_order", lambda: [wrong, *known])
+    with pytest.warns(PanelWarning, match="Panel 'strange' could not be drawn: KeyError"):
+        written = write_plots(source, tmp_path / "plots", formats=("svg",))
+    assert [file.name for file in written.files] == ["total_norm.svg"]
+
+
+def test_a_disk_that_is_full_is_no_fault_of_a_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = Source(write_run(tmp_path / "run", Plan(steps=5)))
+    monkeypatch.setattr(writing, "_save", full_disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_plots(source, tmp_path / "plots", formats=("svg",))
 
 
 def test_the_packed_arrays_are_read_as_the_page_reads_them() -> None:
