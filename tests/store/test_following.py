@@ -35,6 +35,7 @@ def same(one: Run, other: Run) -> None:
         np.testing.assert_array_equal(mine.steps, theirs.steps)
         np.testing.assert_array_equal(mine.values, theirs.values)
         np.testing.assert_array_equal(mine.measured, theirs.measured)
+        np.testing.assert_array_equal(mine.apart(), theirs.apart())
     for attempt in (None, -1):
         mine_SR, theirs_SR = one.spread("loss", attempt=attempt), other.spread("loss", attempt=attempt)
         assert mine_SR.ranks == theirs_SR.ranks
