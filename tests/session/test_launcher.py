@@ -215,7 +215,9 @@ def test_what_cannot_be_done_is_one_line(
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit(3)", 3), ("1 / 0", 1)])
+@pytest.mark.parametrize(
+    ("end", "code"), [("pass", 0), ("sys.exit(3)", 3), pytest.param("1 / 0", 1, marks=pytest.mark.full)]
+)
 def test_what_a_module_made_lives_as_long_as_without_us(tmp_path: Path, end: str, code: int) -> None:
     ends = "import os\nclass Ends:\n    def __del__(self, write=os.write):\n        write(2, b'dropped')\n"
     write(tmp_path, ends, "ends.py")
