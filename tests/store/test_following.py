@@ -156,9 +156,11 @@ def test_one_step_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_run_in_the_place_of_another_is_read_anew(tmp_path: Path) -> None:
     follow = Follower()
-    for amount, blocks in ((60, 1), (15, 1)):
-        run = Growing(tmp_path / "run", Plan(steps=amount, blocks=blocks))
-        run.steps(amount, broken=amount % 4)
+    # A shorter one, and a longer one: 15 steps of it are as many as the other had.
+    for amount in (60, 15, 40):
+        run = Growing(tmp_path / "run", Plan(steps=amount, blocks=1))
+        run.steps(7, broken=amount % 4)
+        run.steps(amount - 7, broken=amount % 4)
         run.close()
         same(follow(run.path), open_run(run.path))
         shutil.rmtree(run.path)
@@ -356,10 +358,11 @@ def test_news_of_where_a_rank_stood_joins_its_step_again(tmp_path: Path) -> None
 
 def test_ranks_in_the_place_of_others_are_read_anew(tmp_path: Path) -> None:
     follow = Follower()
-    for amount in (30, 12):
+    for amount in (30, 12, 20):
         ranks = several(tmp_path / "run")
         for rank in ranks:
-            rank.steps(amount)
+            rank.steps(5, broken=amount % 3 or None)
+            rank.steps(amount - 5)
         same(follow(tmp_path / "run"), open_run(tmp_path / "run"))
         for rank in ranks:
             rank.close()

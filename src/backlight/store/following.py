@@ -133,12 +133,16 @@ class Logged:
             self.marks.popitem(last=False)
 
 
+Place = tuple[Path, int, str, float]
+"""A file and its attempt, with the id of its run and when that was made: another may come in its folder."""
+
+
 class Memory:
     """What is remembered between two readings of one run."""
 
     def __init__(self) -> None:
         self.columns: OrderedDict[tuple[Any, ...], Column | Joined] = OrderedDict()
-        self.logged: dict[tuple[Path, int], Logged] = {}
+        self.logged: dict[Place, Logged] = {}
         self.readings = 0
         self.lock = threading.Lock()
 
@@ -148,6 +152,12 @@ class Memory:
         self.columns.move_to_end(key)
         while sum(one.nbytes for one in self.columns.values()) > CARRIED_BYTES and len(self.columns) > 1:
             self.columns.popitem(last=False)
+
+    def replace(self, place: Place, logged: Logged) -> Logged:
+        """Remember ``logged`` in place of what is known of a file in the same path, and return it."""
+        self.logged = {known: one for known, one in self.logged.items() if known[0] != place[0]}
+        self.logged[place] = logged
+        return logged
 
 
 class Later(RankFile):
@@ -207,7 +217,7 @@ class FollowedRun(Run):
     def frame_at(self, series: str, column: str, step: int, *, rank: int | None = None) -> Frame:
         """Return one step of a column; see :meth:`backlight.store.reader.Run.frame_at`."""
         file = self._alone(None, rank)
-        held = file is not None and (file.path, file.attempt, series, column, 0) in self._memory.columns
+        held = file is not None and (*self._place(file), series, column, 0) in self._memory.columns
         if file is None or held or series not in SERIES or frames.unit(SERIES[series], column) is None:
             return super().frame_at(series, column, step, rank=rank)
         # Nobody asked for the column yet: the one row is decoded, not all of them.
@@ -246,7 +256,7 @@ class FollowedRun(Run):
         """Return stored columns of one attempt, joining only what is new."""
         names = self._names()
         self._remind(files, ("backlight", joining.POSITION))
-        key = (tuple(file.path for file in files), files[0].attempt, series, tuple(columns), part)
+        key = (*(self._place(file) for file in files), series, tuple(columns), part)
         kind = rejoining.kind_of(files, names)
         with self._memory.lock:
             held = self._memory.columns.get(key)
@@ -270,6 +280,10 @@ class FollowedRun(Run):
                     if found is not None:
                         file.remembered[identifier] = found
 
+    def _place(self, file: RankFile) -> Place:
+        """Return what tells ``file`` from all others, and from one that stood in its path before."""
+        return file.path, file.attempt, self.run_id, self._manifest.created
+
     def _alone(self, attempt: int | None, rank: int | None) -> RankFile | None:
         """Return the file that holds all that was asked for, None where several must be joined."""
         chosen = self._by_attempt(attempt, rank)
@@ -285,7 +299,7 @@ class FollowedRun(Run):
         schema = SERIES[series]
         wanted = frames.needs(schema, column)
         names = self._names()
-        key = (file.path, file.attempt, series, column, part)
+        key = (*self._place(file), series, column, part)
         carried = self._memory.columns.get(key)
         held = carried if isinstance(carried, Column) else None
         last = file.last[f"series_{series}"]
@@ -322,12 +336,11 @@ class FollowedRun(Run):
         self, file: RankFile, identifier: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
         """Return steps and values of a scalar, None where they are not in the order of their steps."""
-        held = self._memory.logged.get((file.path, file.attempt))
+        place = self._place(file)
+        held = self._memory.logged.get(place)
         last = file.last["scalar"]
         if held is None or self._replaced(held, last):
-            held = self._memory.logged[file.path, file.attempt] = Logged(
-                0, self._reading, {}, {}, OrderedDict()
-            )
+            held = self._memory.replace(place, Logged(0, self._reading, {}, {}, OrderedDict()))
         if last > held.last:
             for name, steps, values in Later(file, held.last).scalars():
                 if name in held.steps:
