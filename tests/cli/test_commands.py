@@ -13,6 +13,7 @@ import typer
 import backlight
 from backlight.cli import app as application
 from cases import CASES, build, loop
+from spoiled import write_spoiled
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -40,17 +41,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs") / "sick"
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def spoil(model: torch.nn.Module) -> None:
-        if watch.step == 2:
-            model.last.weight.grad[0, 0] = float("nan")
-
-    with backlight.watch(model, optimizer, run=path, every=1) as watch:
-        loop(model, optimizer, spoil, steps=5)
-    return path
+    return write_spoiled(tmp_path_factory.mktemp("runs") / "sick")
 
 
 def test_findings(command: Run, sick: Path, healthy: Path) -> None:

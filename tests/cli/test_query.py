@@ -5,26 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-import backlight
 from backlight.cli import app as application
-from cases import build, loop
+from spoiled import write_spoiled
 
 
 @pytest.fixture(scope="module")
 def sick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs") / "sick"
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def spoil(model: torch.nn.Module) -> None:
-        if watch.step == 2:
-            model.last.weight.grad[0, 0] = float("nan")
-
-    with backlight.watch(model, optimizer, run=path, every=1, rooms=("health",)) as watch:
-        loop(model, optimizer, spoil, steps=5)
-    return path
+    return write_spoiled(tmp_path_factory.mktemp("runs") / "sick", rooms=("health",))
 
 
 def printed(

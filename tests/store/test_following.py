@@ -63,7 +63,9 @@ def test_it_says_what_a_whole_reading_says_at_every_length(tmp_path: Path) -> No
     assert follow(run.path).scalar("nothing").steps.size == 0
 
 
-def test_only_new_rows_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each decoding of a test took."""
     decoded: list[int] = []
     whole = frames.rank_block
 
@@ -73,6 +75,10 @@ def test_only_new_rows_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return block
 
     monkeypatch.setattr(following.frames, "rank_block", counting)
+    return decoded
+
+
+def test_only_new_rows_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
     run = Growing(tmp_path / "run")
     follow = Follower()
     run.steps(200)
@@ -213,16 +219,7 @@ def test_ranks_are_joined_as_they_are_for_everybody(tmp_path: Path, sharded: boo
     same(follow(path), open_run(path))
 
 
-def test_only_new_rows_of_ranks_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded: list[int] = []
-    whole = frames.rank_block
-
-    def counting(*arguments: object) -> frames.Block:
-        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
-        decoded.append(len(block.steps))
-        return block
-
-    monkeypatch.setattr(following.frames, "rank_block", counting)
+def test_only_new_rows_of_ranks_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
     ranks = several(tmp_path / "run")
     follow = Follower()
     for amount in (200, 3):

@@ -39,8 +39,7 @@ def launch(
             file=sys.stderr,
         )
     if script is not None:
-        write_script(script, batch_script(job))
-        job.logs.mkdir(parents=True, exist_ok=True)  # sbatch makes none
+        write_script(script, batch_script(job), job.logs)
         print(script)
         return 0
     handle = submit(job)

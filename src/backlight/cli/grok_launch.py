@@ -181,8 +181,7 @@ def _as_jobs(
     given = filled_in(parameters(slurm), configuration, found, choice.tier)
     logs = root / "slurm"
     if script is not None:
-        write_script(script, script_of(given, commands, logs))
-        logs.mkdir(parents=True, exist_ok=True)  # sbatch makes none
+        write_script(script, script_of(given, commands, logs), logs)
         print(script)
         return 0
     submitted = submit(given, commands, logs)

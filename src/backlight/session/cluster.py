@@ -218,8 +218,8 @@ def sbatch_lines(options: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def write_script(path: Path, text: str) -> None:
-    """Write a batch script.
+def write_script(path: Path, text: str, logs: Path) -> None:
+    """Write a batch script, then the folder of its logs.
 
     Raises
     ------
@@ -235,6 +235,7 @@ def write_script(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ClusterError(f"--slurm-script {path}: cannot be written: {error.strerror or error}") from error
+    logs.mkdir(parents=True, exist_ok=True)  # sbatch makes none
 
 
 def batch_script(job: Job) -> str:
