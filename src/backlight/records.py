@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import html
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -175,6 +176,12 @@ class ParameterRecord:
         gradient = known.get("gradient")
         known["gradient"] = None if gradient is None else Placement.from_json(gradient)
         return cls(**known)
+
+    def unsharded(self) -> ParameterRecord:
+        """Return the record with the size of the whole parameter."""
+        if self.placement.layout is not Layout.SHARD:
+            return self
+        return dataclasses.replace(self, numel=math.prod(self.placement.global_shape))
 
 
 @dataclass(frozen=True, slots=True)

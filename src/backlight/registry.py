@@ -223,13 +223,13 @@ class Registry(Generic[T]):
 
 
 def _packages(part: str) -> list[str]:
-    """Return the packages ``backlight.<room>.<part>`` that exist, without importing any room twice."""
-    house = importlib.import_module("backlight")
-    rooms = [m.name for m in pkgutil.iter_modules(house.__path__) if m.ispkg]
+    """Return the packages called ``part`` that exist, one or two levels down, without importing others."""
+    root = importlib.import_module("backlight")
     found = []
-    for room in rooms:
-        if any((Path(base) / room / part / "__init__.py").is_file() for base in house.__path__):
-            found.append(f"backlight.{room}.{part}")
+    for base in root.__path__:
+        for pattern in (f"*/{part}/__init__.py", f"*/*/{part}/__init__.py"):
+            for init in sorted(Path(base).glob(pattern)):
+                found.append(".".join(("backlight", *init.parent.relative_to(base).parts)))
     return found
 
 

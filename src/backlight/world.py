@@ -11,6 +11,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+JOB_SEPARATOR = "+"
+"""In the id of a launch, what stands between the job and the number of its restart."""
+
 LARGEST = 10_000_000
 """Ranks of a launch, beyond any real one."""
 

@@ -1,4 +1,4 @@
-"""A run, or a matrix, as one archive for somebody else: report, findings, evidence and environment.
+"""A run as one archive for somebody else: report, findings, evidence and environment.
 
 The recorded series stay behind: they may be gigabytes, and the report shows them.
 """
@@ -12,22 +12,18 @@ from pathlib import Path
 from backlight.records import to_json
 from backlight.session.judge import findings_of
 from backlight.session.reporting import write_html, write_markdown
-from backlight.stalls.matrix.folder import is_matrix
-from backlight.stalls.matrix.rendering.bundle import write_bundle
 from backlight.store.archive import Member, check_archive, write_archive
 from backlight.store.documents import dump
 from backlight.store.reader import Run, open_run
 
 
 def bundle(path: Path, target: Path) -> Path:
-    """Write the archive of the run or matrix in ``path`` to ``target`` and return where it is.
+    """Write the archive of the run in ``path`` to ``target`` and return where it is.
 
     A name that is not one of an archive raises what :func:`backlight.store.archive.check_archive` raises, a
-    folder that holds neither what :func:`backlight.store.reader.open_run` raises.
+    folder that holds no run what :func:`backlight.store.reader.open_run` raises.
     """
     check_archive(target)
-    if is_matrix(path):
-        return write_bundle(path, target)
     run = open_run(path)
     with tempfile.TemporaryDirectory(prefix="backlight-") as folder:
         return write_archive(target, _members(run, Path(folder)))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import backlight
-from backlight.steptime.profile.optimizations import available_cores
+from backlight.stalls.proc import available_cores
 from backlight.steptime.rules.outlier_steps import COLLECTION
 from backlight.steptime.wording import CIRCUMSTANCES
 from backlight.world import world

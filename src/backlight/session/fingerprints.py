@@ -17,7 +17,6 @@ from backlight.capture.hub import HUB
 from backlight.capture.modules import holding, kind_of, walk
 from backlight.records import Fingerprint
 from backlight.session.ranks import place
-from backlight.store.frames import whole
 
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope
@@ -33,7 +32,7 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...], batch: str = "") 
     modules = tuple((name, kind_of(module)) for root in roots for name, module in walk(root))
     shape = repr([modules, [(r.name, r.shape) for r in records]])
     dtypes = Counter[str]()
-    for record in map(whole, records):  # a shard is not less of a model
+    for record in (record.unsharded() for record in records):  # a shard is not less of a model
         dtypes[record.dtype] += record.numel
     return Fingerprint(
         script=sys.argv[0] if sys.argv else "",

@@ -10,12 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
-import torch
-
-import backlight
-
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_OWN = str(Path(backlight.__file__).parent) + os.sep
+_OWN = str(Path(__file__).parents[1]) + os.sep
 _PYTHON = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
@@ -49,7 +44,9 @@ _lines: dict[tuple[CodeType, int], Line] = {}
 def _is_users(path: str) -> bool:
     known = _users.get(path)
     if known is None:
-        known = not path.startswith((_TORCH, _OWN, "<"))
+        torch = getattr(sys.modules.get("torch"), "__file__", None)
+        library = (str(Path(torch).parent) + os.sep,) if torch else ()
+        known = not path.startswith((*library, _OWN, "<"))
         if known and path.startswith(_PYTHON):
             known = any(part in path for part in _INSTALLED)
         _users[path] = known

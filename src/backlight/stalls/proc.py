@@ -273,3 +273,8 @@ def _stat(path: Path) -> tuple[str, list[str]] | None:
     begin, end = text.find("("), text.rfind(")")
     rest = text[end + 1 :].split()
     return (text[begin + 1 : end], rest) if len(rest) > 21 else None
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

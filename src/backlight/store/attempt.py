@@ -18,12 +18,10 @@ from backlight.store.locks import CLAIM, locked
 from backlight.store.manifest import MANIFEST, AttemptEntry, Manifest, Progress, attempt_folder, read_manifest
 from backlight.store.names import safe_name
 from backlight.store.process import ProcessIdentity
+from backlight.world import JOB_SEPARATOR
 
 JOIN_TIMEOUT = 60.0
 """Seconds that a further rank waits for rank 0 to open the attempt."""
-
-JOB_SEPARATOR = "+"
-"""In the id of a launch, what stands between the job and the number of its restart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -281,13 +281,6 @@ def divided(record: ParameterRecord, series: str) -> bool:
     """Tell whether a rank holds a part of a parameter only, as far as a series is concerned."""
     layout = placement(record, series).layout
     return layout is Layout.SHARD or layout is Layout.PARTIAL
-
-
-def whole(record: ParameterRecord) -> ParameterRecord:
-    """Return the record with the size of the whole parameter."""
-    if record.placement.layout is not Layout.SHARD:
-        return record
-    return replace(record, numel=math.prod(record.placement.global_shape))
 
 
 def _shards(holders: Sequence[tuple[int, ParameterRecord]], series: str) -> list[list[int]]:

@@ -158,7 +158,7 @@ class Run:
             for file in reversed(opened.files):
                 for table in file.tables().values():
                     newest.update({p.name: p for p in table})
-        return tuple(frames.whole(newest[name]) for name in self._names())
+        return tuple(newest[name].unsharded() for name in self._names())
 
     def ranks(self, attempt: int = -1) -> tuple[RankState, ...]:
         """Return how far each rank of one attempt came, and how it ended (-1: the newest attempt)."""

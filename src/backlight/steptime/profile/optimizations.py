@@ -6,7 +6,6 @@ Advice must not repeat what is there. What neither the objects nor the trace can
 from __future__ import annotations
 
 import gc
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, dataloader
 
 from backlight.records import Phase
+from backlight.stalls.proc import available_cores
 from backlight.steptime.profile.attribution import Attribution
 from backlight.steptime.profile.operations import Operations
 from backlight.steptime.profile.ranges import compiled, is_compiled
@@ -118,11 +118,6 @@ def find_optimizations(
         _workers(live),
         _threads(live),
     )
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _asks(optimizer: torch.optim.Optimizer, way: str) -> bool:
