@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "report"))
 from growing import Growing
 from synthetic import Plan
 
-from backlight.session.judge import findings_of
+from backlight.findings.evaluate import findings_of
 from backlight.session.live import Live, followed
 from backlight.session.reporting import write_html
 from backlight.store.following import Follower

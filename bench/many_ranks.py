@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from scaling import median, table_of
 
+from backlight.findings.evaluate import judge
 from backlight.records import Made
-from backlight.session.judge import judge
 from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter
 

@@ -28,7 +28,7 @@ names = [
     for package in (backlight.store, backlight.report)
     for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
 ]
-names += ["backlight.session.judge", "backlight.session.comparison", "backlight.session.expression",
+names += ["backlight.findings.evaluate", "backlight.session.comparison", "backlight.findings.fail_on",
           "backlight.session.reporting", "backlight.session.environment", "backlight.session.live",
           "backlight.cli.app"]
 import backlight.cli

@@ -15,6 +15,7 @@ from torch import nn
 
 import backlight
 from backlight import registry
+from backlight.findings.evaluate import RuleFailedWarning, judge
 from backlight.records import ParameterRecord
 from backlight.registry import (
     PROBES,
@@ -30,7 +31,6 @@ from backlight.registry import (
 from backlight.report.page import rendered
 from backlight.report.panel import PANELS, Drawn, Failed, Panel, PanelWarning
 from backlight.report.source import Source
-from backlight.session.judge import RuleFailedWarning, judge
 from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import backlight
+from backlight.distributed import World, world
 from backlight.session.environment import examine
 from backlight.session.ranks import launch_id, place
 from backlight.session.run_path import default_path
 from backlight.store.attempt import job_of
 from backlight.store.writer import RunWriter
-from backlight.world import World, world
 from cases import build, loop
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "BACKLIGHT_RUN_ID")

@@ -19,7 +19,7 @@ _PUBLIC = {
     "Watch": "backlight.session.watch",
     "collect": "backlight.session.collection",
     "collect_groups": "backlight.session.collection",
-    "findings_of": "backlight.session.judge",
+    "findings_of": "backlight.findings.evaluate",
     "gathered": "backlight.capture.gathering",
     "gram": "backlight.grokking.gram.composition",
     "open_run": "backlight.store.reader",
@@ -47,11 +47,11 @@ __all__ = [
 
 if TYPE_CHECKING:
     from backlight.capture.gathering import gathered
+    from backlight.findings.evaluate import findings_of
     from backlight.grokking.gram.composition import gram
     from backlight.measure.outer import outer_product
     from backlight.records import Evidence, Finding, Severity
     from backlight.session.collection import Pending, collect, collect_groups
-    from backlight.session.judge import findings_of
     from backlight.session.watch import Watch, watch
     from backlight.store.reader import Run, open_run
 

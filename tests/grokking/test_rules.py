@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from backlight.findings.evaluate import judge
 from backlight.grokking.reading import control_of, detect_run, stated
 from backlight.grokking.thresholds import Thresholds
 from backlight.records import Severity
 from backlight.registry import RULES
-from backlight.session.judge import judge
 from backlight.store.reader import Run, open_run
 from backlight.store.writer import RunWriter
 from grokking_runs import Grok, write_grokking_run

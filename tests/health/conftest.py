@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from backlight.findings.evaluate import judge
 from backlight.health.thresholds import Thresholds
 from backlight.records import Finding, Made, ParameterRecord, RunStatus
 from backlight.registry import RULES
-from backlight.session.judge import judge
 from backlight.store.reader import Run, open_run
 from backlight.store.writer import RunWriter
 

@@ -3,8 +3,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from backlight.findings.evaluate import judge
 from backlight.records import Severity
-from backlight.session.judge import judge
 
 
 def noise(steps: int, seed: int = 0) -> np.ndarray:

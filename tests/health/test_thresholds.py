@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from backlight.findings.thresholds import ThresholdError
 from backlight.health.thresholds import Thresholds
-from backlight.limits import ThresholdError
 from backlight.registry import RULES
 
 FIELDS = dataclasses.fields(Thresholds)

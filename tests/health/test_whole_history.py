@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from backlight.findings.evaluate import judge
 from backlight.health import history, scoring
 from backlight.health.history import ending, ending_share, ending_streaks, medians_outrun, running_median
 from backlight.health.rules import large_update, no_update, vanishing, zero_gradient
 from backlight.health.scoring import clip_norms, exploding, health, health_series, total_norms
 from backlight.health.thresholds import Thresholds
-from backlight.session.judge import judge
 from backlight.store.reader import Run
 
 from .conftest import parameter, write_synthetic

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import backlight
+from backlight.findings.evaluate import judge
 from backlight.records import Finding, Severity
 from backlight.report.panel import PANELS, Drawn
 from backlight.report.source import Source
-from backlight.session.judge import judge
 from backlight.store.reader import Run, open_run
 from ranks.launching import HERE, torchrun
 

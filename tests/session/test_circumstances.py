@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import backlight
+from backlight.findings.evaluate import judge
 from backlight.session.circumstances import Pauses, compilation, ways_of
-from backlight.session.judge import judge
 
 
 def train(path: Path, steps: int = 40, **optimizer: Any) -> backlight.Run:

@@ -1,8 +1,8 @@
 import pytest
 
+from backlight.findings.fail_on import ExpressionError, compile
 from backlight.records import Finding, Made, Severity, Subject
 from backlight.registry import RULES
-from backlight.session.expression import ExpressionError, compile
 
 
 def finding(rule: str, severity: Severity = Severity.WARNING, **subject: object) -> Finding:

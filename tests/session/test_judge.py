@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backlight.findings.evaluate import RuleFailedWarning, findings_of, in_order, judge, thresholds
+from backlight.findings.thresholds import ThresholdError
 from backlight.health.thresholds import Thresholds
-from backlight.limits import ThresholdError
 from backlight.records import Finding, Made, ParameterRecord, Severity, Subject
 from backlight.registry import RULES, Rule
-from backlight.session.judge import RuleFailedWarning, findings_of, in_order, judge, thresholds
 from backlight.store.reader import Run, open_run
 from backlight.store.writer import RunWriter
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.session.notices import Notices
+from backlight.notifier import Notices
 
 
 @pytest.mark.parametrize(("filters", "shown"), [("default", 1), ("always", 3)])

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import backlight
+from backlight.notifier import Notices
 from backlight.records import Finding, Layout, ParameterRecord, Placement
 from backlight.session import tracking
 from backlight.session.config import Settings
-from backlight.session.notices import Notices
 from backlight.session.points import MOST_GROUPS, Naming, groups_of, is_split
 from backlight.session.sending import points_of, send
 from backlight.session.trackers import TRACKERS, Point, Tracked, Tracker, TrackerError

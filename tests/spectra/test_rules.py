@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from backlight.findings.evaluate import judge
 from backlight.records import Finding, Severity
-from backlight.session.judge import judge
 from backlight.store.reader import Run
 from spectra_runs import STRENGTHS, Planted, write_spectra_run
 

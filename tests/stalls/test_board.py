@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from backlight import processes
 from backlight.records import Phase
-from backlight.stalls import dumps, proc, rendezvous
+from backlight.stalls import dumps, rendezvous
 from backlight.stalls.board import PHASES, RING, Board, Slot, State, read_board
 from backlight.stalls.stacks import from_faulthandler, from_py_spy, from_witness, place, working
 from backlight.stalls.witness import look, takes_turns
@@ -94,28 +95,28 @@ def test_a_process_is_seen_stopped_and_dead_with_its_cause() -> None:
     child = subprocess.Popen(["sleep", "60"])
     descriptor = os.pidfd_open(child.pid)
     try:
-        seen = proc.process(child.pid)
+        seen = processes.process(child.pid)
         assert seen is not None
         assert not seen.stopped
         os.kill(child.pid, signal.SIGSTOP)
         deadline = time.monotonic() + 5
-        while not (p := proc.process(child.pid)) or not p.stopped:
+        while not (p := processes.process(child.pid)) or not p.stopped:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         os.kill(child.pid, signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        dead = proc.process(child.pid)
+        dead = processes.process(child.pid)
         assert dead is not None
         assert dead.dead
-        assert proc.cause(dead.exit_code) == "killed by SIGKILL"
+        assert processes.cause(dead.exit_code) == "killed by SIGKILL"
         child.wait()
-        late = proc.exit_code_by(descriptor)
-        assert late is None or proc.cause(late) == "killed by SIGKILL"
+        late = processes.exit_code_by(descriptor)
+        assert late is None or processes.cause(late) == "killed by SIGKILL"
     finally:
         os.close(descriptor)
-    assert proc.process(child.pid) is None
-    assert proc.threads(child.pid) == ()
-    assert proc.cause(3 << 8) == "ended with exit code 3"
+    assert processes.process(child.pid) is None
+    assert processes.threads(child.pid) == ()
+    assert processes.cause(3 << 8) == "ended with exit code 3"
 
 
 def test_threads_and_waits_of_this_process() -> None:
@@ -124,8 +125,8 @@ def test_threads_and_waits_of_this_process() -> None:
     thread.start()
     try:
         time.sleep(0.05)
-        assert thread.native_id in {t.tid for t in proc.threads(os.getpid())}
-        assert proc.waits_for(os.getpid(), thread.native_id or 0) == "a lock"
+        assert thread.native_id in {t.tid for t in processes.threads(os.getpid())}
+        assert processes.waits_for(os.getpid(), thread.native_id or 0) == "a lock"
     finally:
         gate.set()
         thread.join()

@@ -12,10 +12,10 @@ from torch import nn
 from backlight.stalls import graph
 from backlight.stalls.calls import ModuleCalls
 from backlight.stalls.graph import Graph, WalkError, walk
-from backlight.stalls.lines import user_line
 from backlight.stalls.origin import Origin, Origins
 from backlight.stalls.overwritten import find_overwritten
 from backlight.stalls.tape import Tape
+from backlight.user_code import user_line
 
 
 def test_nodes_edges_leaves() -> None:

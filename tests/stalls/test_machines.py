@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from backlight.findings.evaluate import findings_of
 from backlight.records import Phase
-from backlight.session.judge import findings_of
 from backlight.stalls import joining, rendezvous
 from backlight.stalls.board import PHASES, Board, Slot, State
 from backlight.stalls.joining import pack, together, unpack

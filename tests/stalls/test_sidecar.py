@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import backlight
+from backlight import processes
 from backlight.cli.app import main
 from backlight.records import Verdict
 from backlight.session import stalling
-from backlight.stalls import proc, rendezvous
+from backlight.stalls import rendezvous
 from backlight.stalls.attaching import ProcessNotFoundError, attach
 from backlight.stalls.board import State, read_board
 from backlight.store.reader import open_run
@@ -58,7 +59,7 @@ def sidecar_of(base: Path) -> int:
 
 def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + 10
-    while (found := proc.process(pid)) is not None and not found.dead:
+    while (found := processes.process(pid)) is not None and not found.dead:
         assert time.monotonic() < deadline, "the sidecar outlives the ranks"
         time.sleep(0.05)
 
@@ -194,7 +195,7 @@ def test_attach_without_py_spy_says_what_it_cannot_see(monkeypatch: pytest.Monke
 
 def test_attach_where_tracing_is_denied_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_a, **_k: "/bin/false")
-    monkeypatch.setattr(proc, "readable", lambda _pid: False)
+    monkeypatch.setattr(processes, "readable", lambda _pid: False)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         found = attach(child.pid, 0.5)
@@ -207,5 +208,5 @@ def test_attach_where_tracing_is_denied_says_so(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_only_what_may_be_traced_is_readable() -> None:
-    assert proc.readable(os.getpid())
-    assert proc.readable(999_999_999)  # nobody there is no denial
+    assert processes.readable(os.getpid())
+    assert processes.readable(999_999_999)  # nobody there is no denial

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backlight.limits import ThresholdError
+from backlight.findings.thresholds import ThresholdError
 from backlight.records import Phase, Verdict
 from backlight.stalls.board import BoardState, Collective, State
 from backlight.stalls.makers import Making

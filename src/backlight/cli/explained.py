@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from backlight.stalls.lines import Line
+    from backlight.user_code import Line
 
 
 def rank_prefix() -> str:

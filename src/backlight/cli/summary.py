@@ -9,8 +9,8 @@ from rich.console import Console
 
 def after_run(path: Path) -> None:
     """Print the findings of the run in ``path`` and what to type next; silent where there is no run."""
+    from backlight.findings.evaluate import findings_of
     from backlight.report.terminal import print_findings
-    from backlight.session.judge import findings_of
     from backlight.store.errors import StoreError
     from backlight.store.reader import open_run
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.health import wording
+from backlight.findings import wording
 from backlight.records import Evidence
 from backlight.store.reader import Run
 

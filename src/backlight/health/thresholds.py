@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from backlight.limits import Limits, limit
+from backlight.findings.thresholds import Limits, limit
 
 _SHEET = "the formulas of the project: section 1, gradient health"
 _CHOSEN = "chosen: planted faults found, healthy twins silent, see the tests of the rule"

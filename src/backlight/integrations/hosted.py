@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from backlight.findings.evaluate import findings_of
+from backlight.notifier import Notices
 from backlight.records import Finding
 from backlight.report.terminal import print_findings
 from backlight.session.config import Settings
-from backlight.session.judge import findings_of
-from backlight.session.notices import Notices
 from backlight.session.plan import check_rooms
 from backlight.session.ranks import launch_id, place
 from backlight.session.run_path import default_path

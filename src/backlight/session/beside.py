@@ -19,7 +19,7 @@ from backlight.spectra.training import Measuring, Report, refused, scale_of
 from backlight.spectra.waiting import Caught, Target
 
 if TYPE_CHECKING:
-    from backlight.session.notices import Notices
+    from backlight.notifier import Notices
     from backlight.session.queueing import Queue
     from backlight.session.targets import Targets
     from backlight.spectra.catching import Catching

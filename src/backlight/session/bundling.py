@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from backlight.findings.evaluate import findings_of
 from backlight.records import to_json
-from backlight.session.judge import findings_of
 from backlight.session.reporting import write_html, write_markdown
 from backlight.store.archive import Member, check_archive, write_archive
 from backlight.store.documents import dump

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 import backlight
-from backlight.stalls.proc import available_cores
+from backlight.distributed import world
+from backlight.processes import available_cores
 from backlight.steptime.rules.outlier_steps import COLLECTION
 from backlight.steptime.wording import CIRCUMSTANCES
-from backlight.world import world
 
 __all__ = ["CIRCUMSTANCES", "Pauses", "circumstances"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight.world import JOB_SEPARATOR
+from backlight.distributed import JOB_SEPARATOR
 
 _OWN = ("cluster", "nodes", "nproc_per_node", "max_restarts", "setup", "time", "timeout_min", "name")
 _REFUSED = ("ntasks", "tasks_per_node", "ntasks_per_node")

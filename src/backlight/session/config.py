@@ -21,8 +21,8 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from backlight.findings.evaluate import thresholds
 from backlight.grokking.measures import Measures
-from backlight.session.judge import thresholds
 from backlight.session.plan import DEFAULT_ROOMS
 from backlight.session.tracing import traced_kinds
 from backlight.session.trackers import chosen

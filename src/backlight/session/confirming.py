@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backlight.distributed import world
 from backlight.steptime.profile.controls import (
     CACHED_BATCH,
     FUSED_OPTIMIZER,
@@ -26,7 +27,6 @@ from backlight.steptime.profile.controls import (
 )
 from backlight.steptime.profile.optimizations import OFF
 from backlight.steptime.steady import paired_difference
-from backlight.world import world
 
 if TYPE_CHECKING:
     from backlight.session.profiling import Plan, Profile

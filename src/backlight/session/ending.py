@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from backlight.findings.evaluate import judge
 from backlight.records import Finding, Made
 from backlight.registry import RULES
-from backlight.session.judge import judge
 from backlight.store.closing import wait_for_ranks
 from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter

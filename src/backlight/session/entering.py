@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+from backlight.distributed import world
+from backlight.notifier import Notices
 from backlight.records import OTHERS
 from backlight.session.config import Settings
-from backlight.session.notices import Notices
 from backlight.session.ranks import launch_id, place
 from backlight.store.attempt import JOIN_TIMEOUT
 from backlight.store.errors import RunExistsError
 from backlight.store.filters import Filters
 from backlight.store.writer import RunWriter
-from backlight.world import world
 
 
 def open_writer(

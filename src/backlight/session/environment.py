@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from backlight.distributed import world
 from backlight.grokking.experiment import EXPERIMENTS
 from backlight.registry import PROBES, RULES, PlugInWarning, Registry
 from backlight.report.panel import PANELS
 from backlight.session.trackers import TRACKERS
 from backlight.store.database import SQLITE_VERSION
 from backlight.store.filesystem import file_system_type, is_network_type
-from backlight.world import world
 
 OLDEST_TORCH = (2, 9)
 """Oldest release of torch that can be watched."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from backlight.findings.evaluate import thresholds
 from backlight.grokking.change_points import change_points
 from backlight.grokking.curves import DetectionError
 from backlight.grokking.following import Following, follow
@@ -14,7 +15,6 @@ from backlight.grokking.reading import TEST, Stated, control_of, detect_run, has
 from backlight.grokking.thresholds import Thresholds
 from backlight.grokking.verdicts import Detection
 from backlight.records import to_json
-from backlight.session.judge import thresholds
 from backlight.store.errors import StoreError
 from backlight.store.reader import Run, open_run
 

@@ -24,7 +24,7 @@ from backlight.session.queueing import Queue
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
     from backlight.grokking.measures import Measures
-    from backlight.session.notices import Notices
+    from backlight.notifier import Notices
 
 LOGGED_EVERY = 10
 """Steps between two logged steps where nothing else is asked for."""

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from backlight.findings.evaluate import findings_of
 from backlight.records import Finding
 from backlight.report.live.following import Followed
 from backlight.report.live.server import LiveServer, Subject
 from backlight.report.live.several import Several
 from backlight.report.source import Source
-from backlight.session.judge import findings_of
 from backlight.session.reporting import source_of
 from backlight.store.following import Follower
 from backlight.store.manifest import MANIFEST

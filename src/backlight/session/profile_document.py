@@ -7,8 +7,8 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backlight.distributed import world
 from backlight.records import to_json
-from backlight.world import world
 
 if TYPE_CHECKING:
     from backlight.session.profiling import Profile

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from backlight.distributed import world
+from backlight.findings.evaluate import judge
 from backlight.records import Finding, Made, Phase, RunStatus
-from backlight.session.judge import judge
 from backlight.session.profile_document import document
 from backlight.session.profiling import Profile
 from backlight.session.ranks import launch_id
@@ -20,7 +21,6 @@ from backlight.steptime.wording import CIRCUMSTANCES
 from backlight.store.errors import RunWriteError
 from backlight.store.reader import open_run
 from backlight.store.writer import RunWriter
-from backlight.world import world
 
 PROFILE = "profile.json"
 TRACE = "trace.json.gz"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from backlight.capture.scope import Scope
+from backlight.distributed import world
 from backlight.records import Fingerprint, ParameterRecord
 from backlight.session.circumstances import CoreWait, Pauses, circumstances, ways_of
 from backlight.session.confirming import Confirmed, control_of_this_run
@@ -30,7 +31,6 @@ from backlight.steptime.profile.throughput import Throughput, peak_of, throughpu
 from backlight.steptime.steady import SeriesError
 from backlight.steptime.trace.errors import TraceError
 from backlight.steptime.trace.reader import read_trace
-from backlight.world import world
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TextIO
 
-from backlight.session.judge import findings_of
+from backlight.findings.evaluate import findings_of
 from backlight.store import documents
 from backlight.store.arrow import batches, schema_of
 from backlight.store.errors import ExportError

@@ -9,7 +9,7 @@ import os
 
 import torch.distributed as dist
 
-from backlight.world import JOB_SEPARATOR, world
+from backlight.distributed import JOB_SEPARATOR, world
 
 
 def place() -> tuple[int, int]:
@@ -33,7 +33,7 @@ def launch_id() -> str | None:
 
     ``BACKLIGHT_RUN_ID`` where it is given; else the address at which the ranks meet, with the launcher's
     process where all of them are on one machine, so that the next launch has another. What follows
-    :data:`backlight.world.JOB_SEPARATOR` counts the restarts of one job.
+    :data:`backlight.distributed.JOB_SEPARATOR` counts the restarts of one job.
     """
     given = os.environ.get("BACKLIGHT_RUN_ID")
     size = place()[1]

@@ -21,8 +21,8 @@ from backlight.store.frames import Block, join_ranks, model_order, total
 from backlight.store.schema import GRADIENT
 
 if TYPE_CHECKING:
+    from backlight.notifier import Notices
     from backlight.session.config import Settings
-    from backlight.session.notices import Notices
 
 SCALAR = "reduced/total_norm"
 PATIENCE = 60.0

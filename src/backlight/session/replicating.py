@@ -27,7 +27,7 @@ from backlight.spectra.waiting import Caught, Waiting, arrivals, copied
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope
     from backlight.capture.steps import StepSummary
-    from backlight.session.notices import Notices
+    from backlight.notifier import Notices
     from backlight.spectra.splitting import Loss
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.findings.evaluate import findings_of, thresholds
 from backlight.grokking.curves import Interval
 from backlight.grokking.verdicts import Detection
 from backlight.health.groups import GroupError, group_rms
@@ -22,7 +23,6 @@ from backlight.report.plots.animation import write_animations
 from backlight.report.plots.writing import Written, write_plots
 from backlight.report.source import Source
 from backlight.session.examining import examined_where_possible
-from backlight.session.judge import findings_of, thresholds
 from backlight.store.reader import Run, open_run
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from backlight.findings.evaluate import findings_of
 from backlight.records import RunStatus
-from backlight.session.judge import findings_of
 from backlight.session.points import Naming, is_split
 from backlight.session.trackers import Point, Tracked, TrackerError, chosen
 from backlight.store.reader import Run

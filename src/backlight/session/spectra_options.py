@@ -9,10 +9,10 @@ from typing import Any, get_args
 
 import torch
 
+from backlight.distributed import world
 from backlight.measure.decomposition import Method
 from backlight.spectra.errors import SpectraError
 from backlight.spectra.team import CHUNK
-from backlight.world import world
 
 BUDGET = 2 * 10**9
 """Bytes of replicates on a rank, unless told otherwise."""

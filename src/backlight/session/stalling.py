@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import backlight
+from backlight import processes
 from backlight.capture.hub import HUB
 from backlight.session.ranks import launch_id, local_rank, place
-from backlight.stalls import proc, rendezvous
+from backlight.stalls import rendezvous
 from backlight.stalls.beat import Beats
 from backlight.stalls.board import Board, State
 from backlight.stalls.buckets import assignment, wrappers
@@ -259,7 +260,11 @@ class Stalling:
             if found:
                 self._sidecar_pid = int(found["pid"])
                 allow_tracing(self._sidecar_pid)
-        elif self._sidecar_pid > 0 and self._turns % _CHECK_EVERY == 0 and not proc.alive(self._sidecar_pid):
+        elif (
+            self._sidecar_pid > 0
+            and self._turns % _CHECK_EVERY == 0
+            and not processes.alive(self._sidecar_pid)
+        ):
             self._sidecar_pid = -1
             reason = "the sidecar has ended; a stall is no longer seen"
             self._notice("unmeasured", {"what": "stalls", "reason": reason}, None)
@@ -267,7 +272,7 @@ class Stalling:
     def _sidecar_lives(self) -> bool:
         """Tell whether a sidecar is there to tidy up."""
         found = rendezvous.read_document(self._place / "sidecar.json")
-        return bool(found) and proc.alive(int(found["pid"]))
+        return bool(found) and processes.alive(int(found["pid"]))
 
     def _start_sidecar(self) -> None:
         house = Path(backlight.__file__).parents[1]

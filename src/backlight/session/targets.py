@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from backlight.capture.parameters import ParameterTable
     from backlight.capture.scope import Scope
-    from backlight.session.notices import Notices
+    from backlight.notifier import Notices
     from backlight.session.queueing import Queue
     from backlight.spectra.catching import Catching
     from backlight.spectra.exchange import Exchange

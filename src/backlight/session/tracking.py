@@ -17,16 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from backlight.findings.evaluate import judge
 from backlight.records import Finding, Made, ParameterRecord
 from backlight.registry import RULES
-from backlight.session.judge import judge
 from backlight.session.points import Naming, is_split, point_of_blobs
 from backlight.session.trackers import Point, Sink, Tracked, Tracker, chosen
 from backlight.store.reader import open_run
 
 if TYPE_CHECKING:
+    from backlight.notifier import Notices
     from backlight.session.config import Settings
-    from backlight.session.notices import Notices
     from backlight.store.writer import RunWriter
 
 WAITING = 2048

@@ -14,7 +14,9 @@ from backlight.capture.hub import HUB
 from backlight.capture.optimizers import underlying
 from backlight.capture.parameters import build_table
 from backlight.capture.scope import Scope
+from backlight.findings.evaluate import judge
 from backlight.health.groups import GroupError, members
+from backlight.notifier import Notices
 from backlight.records import Finding, Made, RunStatus
 from backlight.session.cadence import Cadence
 from backlight.session.circumstances import CIRCUMSTANCES, CoreWait, Pauses, circumstances, ways_of
@@ -24,9 +26,7 @@ from backlight.session.ending import final_findings
 from backlight.session.entering import open_writer
 from backlight.session.fingerprints import take_fingerprint
 from backlight.session.following import Following
-from backlight.session.judge import judge
 from backlight.session.limited import LimitedTracker, StopTraining
-from backlight.session.notices import Notices
 from backlight.session.plan import make_plan
 from backlight.session.ranks import launch_id, place
 from backlight.session.recorder import Recorder

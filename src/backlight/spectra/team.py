@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backlight.distributed import world
 from backlight.spectra.errors import SpectraError
-from backlight.world import world
 
 T = TypeVar("T")
 

@@ -13,8 +13,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from backlight import processes
 from backlight.records import Phase, Verdict
-from backlight.stalls import dumps, proc, rendezvous, stacks
+from backlight.stalls import dumps, rendezvous, stacks
 from backlight.stalls.board import read_board
 from backlight.stalls.gathering import Rank
 from backlight.stalls.stacks import Look, ThreadStack
@@ -60,7 +61,7 @@ def attach(pid: int, seconds: float = SECONDS, *, native: bool = True) -> Attach
     ProcessNotFoundError
         If there is no such process.
     """
-    there = proc.process(pid)
+    there = processes.process(pid)
     if there is None:
         raise ProcessNotFoundError(f"attach: no process {pid}; expected the id of a running process")
     watched = _board_of(pid)
@@ -70,7 +71,7 @@ def attach(pid: int, seconds: float = SECONDS, *, native: bool = True) -> Attach
         "steps, phases, autograd nodes and parameters: the process was not started by backlight",
         "collectives of the ranks: only their Python lines",
     ]
-    if not proc.readable(pid):
+    if not processes.readable(pid):
         unseen.append("what its threads wait for in the kernel: tracing is denied")
     if there.dead or there.stopped:
         return _still(pid, there, unseen)
@@ -92,9 +93,9 @@ def attach(pid: int, seconds: float = SECONDS, *, native: bool = True) -> Attach
             unseen.append(f"native stacks: {reason}")
         else:
             extra.append(look)
-    cpu = {tid: (after[tid] - before.get(tid, 0)) / proc.TICK / passed for tid in after}
-    judgement = judge_outside(pid, tuple(looks), tuple(extra), cpu, proc.waits_for(pid, pid))
-    return Attached(pid, judgement, proc.kernel_stacks(pid), (*looks[-1:], *extra), tuple(unseen))
+    cpu = {tid: (after[tid] - before.get(tid, 0)) / processes.TICK / passed for tid in after}
+    judgement = judge_outside(pid, tuple(looks), tuple(extra), cpu, processes.waits_for(pid, pid))
+    return Attached(pid, judgement, processes.kernel_stacks(pid), (*looks[-1:], *extra), tuple(unseen))
 
 
 def judge_outside(
@@ -152,9 +153,9 @@ def _main(look: Look, pid: int) -> ThreadStack | None:
     return next((t for t in look.threads if t.tid == pid), look.threads[0] if look.threads else None)
 
 
-def _still(pid: int, there: proc.Process, unseen: list[str]) -> Attached:
+def _still(pid: int, there: processes.Process, unseen: list[str]) -> Attached:
     verdict = Verdict.STOPPED if there.stopped else Verdict.DEAD
-    said = "is stopped by a signal or a debugger" if there.stopped else f"has {proc.cause(there.exit_code)}"
+    said = "is stopped by a signal or a debugger" if there.stopped else f"has {processes.cause(there.exit_code)}"
     judgement = Judgement(
         verdict,
         Phase.OTHER,
@@ -163,7 +164,7 @@ def _still(pid: int, there: proc.Process, unseen: list[str]) -> Attached:
         next_check=f"kill -CONT {pid} lets it go on" if there.stopped else "look at its parent",
         confidence=HIGH,
     )
-    return Attached(pid, judgement, proc.kernel_stacks(pid), (), tuple(unseen))
+    return Attached(pid, judgement, processes.kernel_stacks(pid), (), tuple(unseen))
 
 
 def _board_of(pid: int) -> tuple[Path, int] | None:
@@ -209,8 +210,10 @@ def _watched(pid: int, place: Path, number: int, seconds: float, *, native: bool
             confidence=MEDIUM,
         )
     view = views[-1]
-    return Attached(pid, judgement, proc.kernel_stacks(pid), (*view.looks[-1:], *view.native), view.denied)
+    return Attached(
+        pid, judgement, processes.kernel_stacks(pid), (*view.looks[-1:], *view.native), view.denied
+    )
 
 
 def _ticks(pid: int) -> dict[int, int]:
-    return {thread.tid: thread.ticks for thread in proc.threads(pid)}
+    return {thread.tid: thread.ticks for thread in processes.threads(pid)}

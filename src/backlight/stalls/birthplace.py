@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from backlight.stalls.lines import Line
     from backlight.stalls.nonfinite import Bad
+    from backlight.user_code import Line
 
 
 @dataclass

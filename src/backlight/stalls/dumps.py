@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from backlight.stalls import proc
+from backlight import processes
 from backlight.stalls.stacks import Look, from_faulthandler, from_py_spy
 
 SIGNAL = int(signal.SIGRTMIN) + 5 if hasattr(signal, "SIGRTMIN") else 0
@@ -27,7 +27,7 @@ def ask_handler(pidfd: int, pid: int, dump: Path) -> tuple[Look | None, str]:
 
     The signal is only sent to a process that handles it: it would end any other.
     """
-    if not SIGNAL or not proc.catches(pid, SIGNAL):
+    if not SIGNAL or not processes.catches(pid, SIGNAL):
         return None, "the process has no handler for the signal that asks for stacks"
     try:
         before = dump.stat().st_size
@@ -68,7 +68,7 @@ def py_spy(pid: int, *, native: bool = False, timeout: float = 5.0) -> tuple[Loo
     if done.returncode:
         lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
         said = f"py-spy: {lines[0] if lines else f'exit code {done.returncode}'}"
-        return None, f"{DENIED} ({said})" if not proc.readable(pid) else said
+        return None, f"{DENIED} ({said})" if not processes.readable(pid) else said
     try:
         return from_py_spy(json.loads(done.stdout), at), ""
     except (ValueError, AttributeError, TypeError) as error:

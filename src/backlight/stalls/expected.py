@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from backlight.capture.modules import SeenModules, named_parameters, unwrapped, walk
-from backlight.stalls.lines import Line, user_line
+from backlight.user_code import Line, user_line
 
 if TYPE_CHECKING:
     import torch

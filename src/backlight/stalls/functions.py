@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backlight.stalls.lines import Line, definition, user_line
 from backlight.stalls.operations import tensors_in
 from backlight.stalls.origin import Origin, next_number
+from backlight.user_code import Line, definition, user_line
 
 if TYPE_CHECKING:
     from backlight.capture.patching import Patches

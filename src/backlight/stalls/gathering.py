@@ -14,7 +14,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-from backlight.stalls import dumps, makers, proc, reductions, rendezvous
+from backlight import processes
+from backlight.stalls import dumps, makers, reductions, rendezvous
 from backlight.stalls.board import BoardState, State, at, read_board
 from backlight.stalls.ending import Ending
 from backlight.stalls.ending import read as read_ending
@@ -49,12 +50,12 @@ class Rank:
         self._path = rendezvous.board_path(place, rank)
         self._limits = limits
         self._boards: deque[BoardState] = deque(maxlen=_HISTORY)
-        self._ticks: deque[tuple[int, int, dict[int, proc.Thread]]] = deque(maxlen=40)
+        self._ticks: deque[tuple[int, int, dict[int, processes.Thread]]] = deque(maxlen=40)
         self._dumps: deque[Look] = deque(maxlen=MOST_DUMPS)
         self._native: list[Look] = []
         self._denied: dict[str, None] = {}
-        self._process: proc.Process | None = None
-        self._memory_kills = proc.killed_for_memory()
+        self._process: processes.Process | None = None
+        self._memory_kills = processes.killed_for_memory()
         self._ending: Ending | None = None
         self._asked_native = False
 
@@ -148,22 +149,22 @@ class Rank:
         if not select.select([self.pidfd], [], [], 0)[0]:
             return False
         self.ended_at = time.monotonic()
-        code = proc.exit_code_by(self.pidfd)
-        last = proc.process(self.board.pid) if self.board is not None else None
+        code = processes.exit_code_by(self.pidfd)
+        last = processes.process(self.board.pid) if self.board is not None else None
         if code is not None:
-            self.ended = proc.cause(code)
+            self.ended = processes.cause(code)
         elif last is not None and last.dead and (self._process is None or last.start == self._process.start):
-            self.ended = proc.cause(last.exit_code)
+            self.ended = processes.cause(last.exit_code)
         else:
             self.ended = "ended without a word (how is not seen from here)"
-        kills = proc.killed_for_memory()
+        kills = processes.killed_for_memory()
         if "SIGKILL" in self.ended and kills is not None and kills > (self._memory_kills or 0):
             self.ended += ", while the kernel was killing for memory"
         return True
 
     def _watch(self, state: BoardState) -> None:
-        self._process = proc.process(state.pid) or self._process
-        every = {t.tid: t for t in proc.threads(state.pid)}
+        self._process = processes.process(state.pid) or self._process
+        every = {t.tid: t for t in processes.threads(state.pid)}
         self._ticks.append((time.monotonic_ns(), self._process.ticks if self._process else 0, every))
         newest = self._dumps[-1].at if self._dumps else 0
         silent = min(state.witness_silent, 1e6) > SILENT
@@ -203,7 +204,7 @@ class Rank:
         own = self._working_tid(looks)
         cpu, own_cpu = self._cpu(own)
         wanted, turns = self._scheduled(own)
-        process = proc.process(board.pid) if board is not None and not self.ended else None
+        process = processes.process(board.pid) if board is not None and not self.ended else None
         boards = tuple(b for b in self._boards if board is not None and b.phase_since == board.phase_since)
         recent = tuple(b for b in boards if board is not None and (board.taken - b.taken) / 1e9 < 1.5)
         return View(
@@ -217,7 +218,7 @@ class Rank:
             runnable=self._runnable(own),
             wanted=wanted,
             turns=turns,
-            wait=proc.waits_for(board.pid, own) if board is not None and own and not self.ended else "",
+            wait=processes.waits_for(board.pid, own) if board is not None and own and not self.ended else "",
             ended=self.ended if self.died else "",
             ended_at=self.ended_at,
             stopped=process is not None and process.stopped and self._stays_stopped(process.pid),
@@ -238,7 +239,7 @@ class Rank:
         """Tell whether a stopped process stays so: py-spy, where we ran it, stops it for a moment."""
         for _ in range(LET_GO if self._asked_native else 0):
             time.sleep(0.1)
-            found = proc.process(pid)
+            found = processes.process(pid)
             if found is None or not found.stopped:
                 return False
         return True
@@ -261,7 +262,7 @@ class Rank:
                 for c in view.board.collectives
             ]
             if not view.ended:
-                parts.append("threads, from /proc\n" + proc.kernel_stacks(view.board.pid))
+                parts.append("threads, from /proc\n" + processes.kernel_stacks(view.board.pid))
         parts += [f"look {n}, {as_text(look)}" for n, look in enumerate([*view.looks[-3:], *view.native])]
         if view.denied:
             parts.append("could not be collected\n" + "\n".join(f"  {reason}" for reason in view.denied))
@@ -305,10 +306,10 @@ class Rank:
         seconds = (newest[0] - since[0]) / 1e9
         if seconds < 0.3:
             return None, None
-        whole = (newest[1] - since[1]) / proc.TICK / seconds
+        whole = (newest[1] - since[1]) / processes.TICK / seconds
         if tid not in newest[2] or tid not in since[2]:
             return whole, None
-        return whole, (newest[2][tid].ticks - since[2][tid].ticks) / proc.TICK / seconds
+        return whole, (newest[2][tid].ticks - since[2][tid].ticks) / processes.TICK / seconds
 
     def _scheduled(self, tid: int) -> tuple[float | None, float | None]:
         """Return the share of time in which a thread ran or queued, and how often a second it was put on."""
@@ -327,7 +328,7 @@ class Rank:
         return states.count("R") / len(states) if len(states) >= 4 else None
 
     def _helpers(self, board: BoardState) -> str:
-        found = [c for c in proc.children(board.pid) if "python" in c.name or c.name.startswith("pt_")]
+        found = [c for c in processes.children(board.pid) if "python" in c.name or c.name.startswith("pt_")]
         if not found:
             return ""
         dead = [c.pid for c in found if c.dead]
@@ -337,7 +338,7 @@ class Rank:
             parts.append(f"{len(dead)} of them dead ({', '.join(map(str, dead))})")
         if stopped:
             parts.append(f"{len(stopped)} of them stopped ({', '.join(map(str, stopped))})")
-        waits = {WAITING.get(w, f"wait for {w}") for c in found if (w := proc.waits_for(c.pid, c.pid))}
+        waits = {WAITING.get(w, f"wait for {w}") for c in found if (w := processes.waits_for(c.pid, c.pid))}
         if waits:
             parts.append(f"they {', '.join(sorted(waits))}")
         return ", ".join(parts)

@@ -21,10 +21,10 @@ from backlight.capture.listener import Listener
 from backlight.capture.patching import Patches
 from backlight.stalls.calls import ModuleCalls, module_names
 from backlight.stalls.expected import candidates, named_roots
-from backlight.stalls.lines import Line, user_line
 from backlight.stalls.operations import tensors_in
 from backlight.stalls.regions import Region, RegionMode, Run, Usage, first_difference, storage
 from backlight.stalls.state import differences, snapshot
+from backlight.user_code import Line, user_line
 
 if TYPE_CHECKING:
     from backlight.stalls.state import Snapshot

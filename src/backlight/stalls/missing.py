@@ -24,12 +24,12 @@ from backlight.stalls.calls import ModuleCalls
 from backlight.stalls.expected import Births, Candidate, candidates, named_roots
 from backlight.stalls.flow import Flow
 from backlight.stalls.graph import Graph, WalkError, walk
-from backlight.stalls.lines import Line, user_line
 from backlight.stalls.overwritten import find_overwritten
 from backlight.stalls.reasons import Cause, Reason
 from backlight.stalls.rows import Missing, Row
 from backlight.stalls.tape import Tape
 from backlight.stalls.would_be import without_grad, would_be_parameters
+from backlight.user_code import Line, user_line
 
 if TYPE_CHECKING:
     from torch import Tensor

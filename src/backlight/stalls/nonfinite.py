@@ -16,9 +16,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backlight.stalls.forks import pause_in_children
-from backlight.stalls.lines import Line, user_line
 from backlight.stalls.operations import tensors_in
 from backlight.stalls.origin import Origin, Origins, next_number
+from backlight.user_code import Line, user_line
 
 if TYPE_CHECKING:
     from backlight.stalls.calls import ModuleCalls

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from backlight.stalls.lines import Line
+    from backlight.user_code import Line
 
 next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # not exported
 """Return the number that the next node of this thread will take."""

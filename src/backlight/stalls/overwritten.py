@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from backlight.stalls.lines import Line
     from backlight.stalls.tape import Operation
+    from backlight.user_code import Line
 
 _MESSAGE = re.compile(
     r"modified by an inplace operation: \[[\w.]+ \[(?P<shape>[\d, ]*)\]\]"

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from backlight.stalls.expected import Births
     from backlight.stalls.flow import Flow, Use
-    from backlight.stalls.lines import Line
     from backlight.stalls.tape import Operation
+    from backlight.user_code import Line
 
 
 class Cause(enum.StrEnum):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from backlight.stalls.lines import Line, user_line
 from backlight.stalls.operations import QUIET, operation_name, tensors_in, written
 from backlight.stalls.state import Snapshot, checksum
+from backlight.user_code import Line, user_line
 
 if TYPE_CHECKING:
     from backlight.stalls.calls import ModuleCalls

@@ -16,8 +16,9 @@ import sys
 import time
 from pathlib import Path
 
+from backlight import processes
 from backlight.records import Verdict
-from backlight.stalls import proc, rendezvous
+from backlight.stalls import rendezvous
 from backlight.stalls.elsewhere import Elsewhere, Observation, world_of
 from backlight.stalls.filing import file, say
 from backlight.stalls.gathering import Rank
@@ -90,7 +91,7 @@ class Sidecar:
             self._elsewhere.tell(LEAVES, *self._observe(None))  # nobody can ask this machine any more
         self._writer.close()
         rendezvous.leave(self._place)
-        rendezvous.sweep(proc.alive)
+        rendezvous.sweep(processes.alive)
 
     def turn(self) -> bool:
         """Look once at everything; False when there is nothing more to watch."""

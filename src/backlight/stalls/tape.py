@@ -17,9 +17,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from backlight.stalls.forks import pause_in_children
-from backlight.stalls.lines import Line, user_line
 from backlight.stalls.operations import NUMPY, QUIET, VALUES, operation_name, tensors_in, written
 from backlight.stalls.origin import Origin, Origins, next_number
+from backlight.user_code import Line, user_line
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from backlight.limits import Limits, limit
+from backlight.findings.thresholds import Limits, limit
 
 _CHOSEN = "chosen: planted faults found, healthy twins silent, see the tests of the rule"
 _SHEET = "the formulas of the project: section 6, step time and memory"

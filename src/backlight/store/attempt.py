@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from backlight.distributed import JOB_SEPARATOR
 from backlight.records import RunStatus
 from backlight.store import documents
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
@@ -18,7 +19,6 @@ from backlight.store.locks import CLAIM, locked
 from backlight.store.manifest import MANIFEST, AttemptEntry, Manifest, Progress, attempt_folder, read_manifest
 from backlight.store.names import safe_name
 from backlight.store.process import ProcessIdentity
-from backlight.world import JOB_SEPARATOR
 
 JOIN_TIMEOUT = 60.0
 """Seconds that a further rank waits for rank 0 to open the attempt."""

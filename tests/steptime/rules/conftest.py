@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backlight.findings.evaluate import judge
 from backlight.records import Finding, Fingerprint
-from backlight.session.judge import judge
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import CIRCUMSTANCES, read_profile
 from backlight.store.reader import Run, open_run

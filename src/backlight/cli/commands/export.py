@@ -59,8 +59,8 @@ def export(
     typer.BadParameter
         If neither a file nor a tracker is named, or --all and --rows are.
     """
+    from backlight.findings.evaluate import findings_of
     from backlight.report.text import count
-    from backlight.session.judge import findings_of
     from backlight.session.sending import send_all
     from backlight.store.export import export as write
     from backlight.store.export_tables import export_tables

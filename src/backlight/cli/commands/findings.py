@@ -19,13 +19,13 @@ def findings(
     ] = None,
 ) -> int:
     """Print the findings of a run; exit code 1 if --fail-on matches one."""
+    from backlight.findings.evaluate import findings_of
+    from backlight.findings.fail_on import compile as compile_expression
     from backlight.records import to_json
     from backlight.report.terminal import print_findings
-    from backlight.session import expression
-    from backlight.session.judge import findings_of
     from backlight.store.reader import open_run
 
-    failing = expression.compile(fail_on) if fail_on is not None else None
+    failing = compile_expression(fail_on) if fail_on is not None else None
     run = open_run(path)
     found = findings_of(run)
     if as_json:

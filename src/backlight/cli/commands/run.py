@@ -105,8 +105,8 @@ def run(
         from backlight.cli.cluster_launch import launch as launch_job
 
         return launch_job(context, script, arguments, out, slurm or [], slurm_script)
+    from backlight.distributed import world
     from backlight.session.watch import Watch
-    from backlight.world import world
 
     watch = Watch((), (), settings, out, script=script, arguments=tuple(arguments))
     code = launch(watch, script, arguments, module=module)

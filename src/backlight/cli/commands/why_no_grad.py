@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from backlight.stalls.lines import Line
     from backlight.stalls.rows import Missing, Row
+    from backlight.user_code import Line
 
 
 def why_no_grad(

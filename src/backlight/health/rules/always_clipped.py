@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from backlight.health import wording
+from backlight.findings import wording
 from backlight.health.thresholds import Thresholds
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule

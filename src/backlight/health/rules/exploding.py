@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from backlight.health import wording
+from backlight.findings import wording
 from backlight.health.history import present, running_median, stretches
 from backlight.health.scoring import clip_norms, outrun, total_norms
 from backlight.health.scoring import exploding as exploding_mask

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from backlight.health import wording
+from backlight.findings import wording
 from backlight.health.groups import GroupError, GroupRms, group_rms, ratio
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.health import wording
+from backlight.findings import wording
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule

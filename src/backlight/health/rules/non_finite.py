@@ -6,7 +6,7 @@ from collections.abc import Iterator, Set
 
 import numpy as np
 
-from backlight.health import wording
+from backlight.findings import wording
 from backlight.health.apart import SHOWN, blamed
 from backlight.health.scoring import skipped_steps, total_norms
 from backlight.health.thresholds import Thresholds

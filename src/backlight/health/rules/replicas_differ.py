@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.health import wording
+from backlight.findings import wording
 from backlight.health.apart import SHOWN, out_of_step
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Layout, Severity, Subject

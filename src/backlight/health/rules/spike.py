@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.health import wording
+from backlight.findings import wording
 from backlight.health.history import finite_median, median_and_deviation, stretches
 from backlight.health.scoring import total_norms
 from backlight.health.thresholds import Thresholds

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from backlight.health import wording
+from backlight.findings import wording
 from backlight.health.history import at_steps, finite_median
 from backlight.health.scoring import skipped_steps
 from backlight.health.thresholds import Thresholds

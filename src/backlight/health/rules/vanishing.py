@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from backlight.health import scoring, wording
+from backlight.findings import wording
+from backlight.health import scoring
 from backlight.health.history import Bools, Integers, ending, ending_median, ending_share, finite_median
 from backlight.health.thresholds import Thresholds
 from backlight.records import Finding, Severity, Subject

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from backlight.health import wording
+from backlight.findings import wording
 from backlight.health.history import Bools, Integers, ending_streaks
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject

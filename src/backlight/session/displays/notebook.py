@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from backlight.findings.evaluate import findings_of
 from backlight.records import Finding
 from backlight.registry import DISPLAYS
 from backlight.report.notebook import findings_html, run_html
-from backlight.session.judge import findings_of
 from backlight.store.reader import Run
 
 

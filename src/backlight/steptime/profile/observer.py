@@ -20,13 +20,13 @@ from backlight.capture.forwards import TrainedModels
 from backlight.capture.hub import HUB
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepSummary, StepTracker
+from backlight.distributed import world
 from backlight.records import Phase
 from backlight.steptime.profile.device_phases import DevicePhases
 from backlight.steptime.profile.lines import LineRanges, lines_possible
 from backlight.steptime.profile.optimizations import Live, look
 from backlight.steptime.profile.ranges import ModuleRanges, PhaseRanges, compiled, is_compiled
 from backlight.steptime.steady import WINDOW, find_steady
-from backlight.world import world
 
 
 @dataclass(frozen=True)

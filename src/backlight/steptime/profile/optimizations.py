@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, dataloader
 
+from backlight.distributed import world
+from backlight.processes import available_cores
 from backlight.records import Phase
-from backlight.stalls.proc import available_cores
 from backlight.steptime.profile.attribution import Attribution
 from backlight.steptime.profile.operations import Operations
 from backlight.steptime.profile.ranges import compiled, is_compiled
-from backlight.world import world
 
 ON, OFF, UNKNOWN = "on", "off", "not measured"
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
-_OWN = str(Path(__file__).parents[1]) + os.sep
+_OWN = str(Path(__file__).parent) + os.sep
 _PYTHON = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
