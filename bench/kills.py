@@ -29,10 +29,10 @@ from pathlib import Path
 import numpy as np
 
 from backlight.records import Evidence, Finding, ParameterRecord, RunStatus, Severity, Subject
-from backlight.store.compaction import compact
 from backlight.store.errors import RunFormatError
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.maintenance.compact import compact
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 P = 40
 FLUSH_INTERVAL = 0.01

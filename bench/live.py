@@ -34,8 +34,8 @@ from synthetic import Plan
 from backlight.findings.evaluate import findings_of
 from backlight.session.live import Live, followed
 from backlight.session.reporting import write_html
-from backlight.store.following import Follower
-from backlight.store.reader import Run, open_run
+from backlight.store.read.incremental import Follower
+from backlight.store.read.run import Run, open_run
 
 FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

@@ -24,8 +24,8 @@ from scaling import median, table_of
 
 from backlight.findings.evaluate import judge
 from backlight.records import Made
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 FULL = 4096
 """Rows of a sharded parameter over all ranks; a multiple of every number of ranks that is asked for."""

@@ -27,7 +27,7 @@ from synthetic import Plan, finding, health_of, write_run
 from backlight.report.frames import COLUMNS
 from backlight.report.page import write_report
 from backlight.report.source import Source
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

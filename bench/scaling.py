@@ -30,8 +30,8 @@ from torch import nn
 import backlight
 from backlight.measure import statistics as measure
 from backlight.records import Layout, ParameterRecord, Placement
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 ROWS = 64_000
 """Rows of the sharded parameters that are written."""

@@ -26,7 +26,7 @@ from rich.table import Table
 from scaling import Inputs, measured, reading
 
 from backlight.session.cadence import BUDGET
-from backlight.store.segments import AGE_SHARE, FIRST_SEGMENT, SEGMENT_INTERVAL
+from backlight.store.write.segments import AGE_SHARE, FIRST_SEGMENT, SEGMENT_INTERVAL
 
 DAY = 86_400.0
 UPDATE_EVERY = 4

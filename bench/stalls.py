@@ -24,7 +24,7 @@ from rich.table import Table
 import backlight
 from backlight.records import Finding
 from backlight.stalls.board import Board, Slot
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 

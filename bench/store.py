@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from backlight.records import ParameterRecord
-from backlight.store.estimate import estimate
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.maintenance.disk_estimate import estimate
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 FLUSH_EVERY = 500
 """Steps per flush: a training of 2 ms per step that flushes every second."""

@@ -33,10 +33,10 @@ from backlight.grokking.configuration import assigned, configure
 from backlight.grokking.estimate import size
 from backlight.grokking.training import Loop
 from backlight.session.experiments import Sink, build, pace_of, run_experiment, tracker_of
-from backlight.store.filters import Filters
-from backlight.store.pieces import ArrayInfo, Stack, write_piece
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.format.hdf5_filters import Filters
+from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, write_piece
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 OFF = ("gradients", "products", "window", "mean_gradient", "gram", "vectors", "agop", "sketch")
 VARIANTS: dict[str, list[str]] = {

@@ -12,8 +12,8 @@ from backlight.measure.shrinkage import threshold
 from backlight.measure.spectra import spectral_echo
 from backlight.spectra.reading import Layer
 from backlight.spectra.recording import describe, leave_out, record
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 SHAPES = {"blocks.0.attn.qkv.weight": (40, 24), "blocks.0.mlp.up.weight": (32, 32), "head.weight": (20, 36)}
 STRENGTHS = {

@@ -16,9 +16,9 @@ from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import Rule
 from backlight.session.config import Settings
-from backlight.store.reader import Run, open_run
-from backlight.store.schema import GRADIENT
-from backlight.store.writer import RunWriter
+from backlight.store.format.schema import GRADIENT
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -31,8 +31,8 @@ from backlight.registry import (
 from backlight.report.page import rendered
 from backlight.report.panel import PANELS, Drawn, Failed, Panel, PanelWarning
 from backlight.report.source import Source
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 NUMBERS = itertools.count()
 RULE = "from backlight.registry import Rule\nmade = lambda name: Rule(name, 'health', 1, lambda run, t: ())\n"

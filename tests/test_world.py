@@ -13,9 +13,9 @@ import backlight
 from backlight.distributed import World, world
 from backlight.session.environment import examine
 from backlight.session.ranks import launch_id, place
-from backlight.session.run_path import default_path
-from backlight.store.attempt import job_of
-from backlight.store.writer import RunWriter
+from backlight.store.default_path import default_path
+from backlight.store.write.attempt import job_of
+from backlight.store.write.writer import RunWriter
 from cases import build, loop
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "BACKLIGHT_RUN_ID")

@@ -14,7 +14,7 @@ _PUBLIC = {
     "Evidence": "backlight.records",
     "Finding": "backlight.records",
     "Pending": "backlight.session.collection",
-    "Run": "backlight.store.reader",
+    "Run": "backlight.store.read.run",
     "Severity": "backlight.records",
     "Watch": "backlight.session.watch",
     "collect": "backlight.session.collection",
@@ -22,7 +22,7 @@ _PUBLIC = {
     "findings_of": "backlight.findings.evaluate",
     "gathered": "backlight.capture.gathering",
     "gram": "backlight.grokking.gram.composition",
-    "open_run": "backlight.store.reader",
+    "open_run": "backlight.store.read.run",
     "outer_product": "backlight.measure.outer",
     "watch": "backlight.session.watch",
 }
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from backlight.records import Evidence, Finding, Severity
     from backlight.session.collection import Pending, collect, collect_groups
     from backlight.session.watch import Watch, watch
-    from backlight.store.reader import Run, open_run
+    from backlight.store.read.run import Run, open_run
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from backlight.store.writer import RunWriter
+    from backlight.store.write.writer import RunWriter
 
 _OURS = (str(Path(__file__).parent.parent), contextlib.__file__, threading.__file__)
 

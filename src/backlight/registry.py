@@ -254,7 +254,7 @@ def _origin(entry: object) -> str:
 class Rule:
     """A rule of a room: a stored run goes in, findings come out; it never sees a live model.
 
-    ``evaluate(run, thresholds)`` takes a :class:`backlight.store.reader.Run` and the room's frozen
+    ``evaluate(run, thresholds)`` takes a :class:`backlight.store.read.run.Run` and the room's frozen
     thresholds. ``thresholds`` names the fields that it reads, so that a finding can show which of
     them the user overrode. ``needs`` names the series without which the rule stays silent. A rule that
     ``restates`` gives what was stored of it again, or something better in its place: nothing else of it

@@ -11,8 +11,8 @@ import pytest
 
 from backlight.cli import app as application
 from backlight.session.overlaying import overlay
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, write_grokking_run
 
 Command = Callable[..., tuple[int, str, str]]

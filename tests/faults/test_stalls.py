@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 from faults import missing_gradients, non_finite
 from faults.verdicts import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score, step_of
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from backlight.records import Finding
 from backlight.stalls.rendezvous import meeting_place
-from backlight.store.reader import open_run
-from backlight.store.watchdog import host_name
+from backlight.store.read.run import open_run
+from backlight.store.write.watchdog import host_name
 
 HERE = Path(__file__).parent
 STALL = 1.2

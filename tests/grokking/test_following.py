@@ -12,8 +12,8 @@ from backlight.grokking.change_points import change_points
 from backlight.grokking.following import LEAST, follow, rank_correlation
 from backlight.grokking.reading import detect_run
 from backlight.session.examining import examine, examined_where_possible
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, sigmoid, write_grokking_run
 
 

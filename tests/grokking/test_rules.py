@@ -13,8 +13,8 @@ from backlight.grokking.reading import control_of, detect_run, stated
 from backlight.grokking.thresholds import Thresholds
 from backlight.records import Severity
 from backlight.registry import RULES
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, write_grokking_run
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "findings"

@@ -16,8 +16,8 @@ from backlight.findings.evaluate import judge
 from backlight.health.thresholds import Thresholds
 from backlight.records import Finding, Made, ParameterRecord, RunStatus
 from backlight.registry import RULES
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 
 def parameter(name: str, shape: tuple[int, ...] = (8, 8), **more: Any) -> ParameterRecord:

@@ -17,7 +17,7 @@ from backlight.health.history import ending, ending_share, ending_streaks, media
 from backlight.health.rules import large_update, no_update, vanishing, zero_gradient
 from backlight.health.scoring import clip_norms, exploding, health, health_series, total_norms
 from backlight.health.thresholds import Thresholds
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 from .conftest import parameter, write_synthetic
 

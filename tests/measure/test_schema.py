@@ -1,7 +1,7 @@
 """The columns that this floor fills are those that the store keeps; neither imports the other."""
 
 from backlight.measure import histogram, statistics, update
-from backlight.store.schema import GRADIENT, HISTOGRAM, HISTOGRAM_BINS, HISTOGRAM_LOWEST, UPDATE
+from backlight.store.format.schema import GRADIENT, HISTOGRAM, HISTOGRAM_BINS, HISTOGRAM_LOWEST, UPDATE
 
 
 def test_columns():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backlight.records import RunStatus
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 from ranks.launching import HERE, launched, torchrun
 from ranks.network import Whole
 

@@ -18,7 +18,7 @@ from backlight.findings.evaluate import judge
 from backlight.records import Finding, Severity
 from backlight.report.panel import PANELS, Drawn
 from backlight.report.source import Source
-from backlight.store.reader import Run, open_run
+from backlight.store.read.run import Run, open_run
 from ranks.launching import HERE, torchrun
 
 DIAGONAL = ("nan_ddp", "skip_shard", "thawed", "healthy", "healthy_shard")

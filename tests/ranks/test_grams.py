@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from backlight.store import spectra as stored
-from backlight.store.reader import open_run
+from backlight.store.format import spectra as stored
+from backlight.store.read.run import open_run
 from ranks.launching import HERE, torchrun
 
 pytestmark = pytest.mark.full

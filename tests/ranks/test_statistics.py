@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.store.reader import Run, open_run
+from backlight.store.read.run import Run, open_run
 from ranks.launching import HERE, torchrun
 from ranks.network import Whole
 

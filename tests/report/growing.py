@@ -9,7 +9,7 @@ import numpy as np
 from synthetic import Plan, fingerprint, gradient_row, records, rms_of, update_row
 
 from backlight.records import Layout, ParameterRecord, Placement, RunStatus
-from backlight.store.writer import RunWriter
+from backlight.store.write.writer import RunWriter
 
 FLUSH = 200
 """Steps that are written at once."""

@@ -24,10 +24,10 @@ from backlight.records import (
     Severity,
     Subject,
 )
-from backlight.store.reader import Run, open_run
-from backlight.store.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
-from backlight.store.watchdog import WatchdogWriter
-from backlight.store.writer import RunWriter
+from backlight.store.format.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.watchdog import WatchdogWriter
+from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, write_grokking
 from spectra_runs import Planted, write_spectra
 

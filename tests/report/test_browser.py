@@ -24,7 +24,7 @@ from backlight.report.source import Source
 from backlight.report.text import number
 from backlight.session.overlaying import as_page, overlay
 from backlight.session.reporting import source_of
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 from grokking_runs import Grok, write_grokking_run
 
 pytestmark = NEEDS_CHROMIUM

@@ -15,8 +15,8 @@ from selenium.webdriver.support.ui import Select
 from backlight.report.page import render_page, write_page
 from backlight.report.text import number
 from backlight.session.reporting import source_of
-from backlight.store.reader import Run
-from backlight.store.spectra import measurements
+from backlight.store.format.spectra import measurements
+from backlight.store.read.run import Run
 from spectra_runs import STRENGTHS, Planted, write_spectra_run
 
 pytestmark = NEEDS_CHROMIUM
@@ -102,7 +102,7 @@ def test_a_layer_is_chosen_and_the_step_stays(show: Open, page: Path, run: Run) 
 def test_the_legend_says_the_values_under_the_pointer(show: Open, page: Path, run: Run) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
-    from backlight.store.spectra import table
+    from backlight.store.format.spectra import table
 
     driver = show(page)
     chart = driver.find_elements(By.CSS_SELECTOR, "#panel-spectra .chart")[2]

@@ -14,7 +14,7 @@ import backlight
 from backlight.records import Finding, Severity, Subject
 from backlight.report.curve import POINTS, curve
 from backlight.report.notebook import MOST, findings_html, run_html
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 
 def test_a_run_shows_verdict_curves_and_findings(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_many_findings_are_counted() -> None:
 
 
 def test_a_run_without_anything(tmp_path: Path) -> None:
-    from backlight.store.writer import RunWriter
+    from backlight.store.write.writer import RunWriter
 
     RunWriter.create(tmp_path / "run").close()
     run = open_run(tmp_path / "run")

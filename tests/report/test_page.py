@@ -188,7 +188,7 @@ def test_a_report_needs_no_torch(tmp_path: Path) -> None:
         "import sys\n"
         "sys.modules['torch'] = None\n"
         "from pathlib import Path\n"
-        "from backlight.store.reader import open_run\n"
+        "from backlight.store.read.run import open_run\n"
         "from backlight.report.page import write_report\n"
         "from backlight.report.markdown import render_markdown\n"
         "from backlight.report import terminal\n"

@@ -14,8 +14,8 @@ from backlight.report.learning import Followed, Learning, Row
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.source import Source
 from backlight.report.text import duration, percent
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 FULL = Plan(
     steps=120,

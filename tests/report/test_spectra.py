@@ -19,7 +19,7 @@ from backlight.report.places import place_of
 from backlight.report.source import Source
 from backlight.report.spectra import FIELDS, explorer, frobenius, read_spectra, thinned
 from backlight.report.text import visible
-from backlight.store.spectra import table
+from backlight.store.format.spectra import table
 from spectra_runs import STRENGTHS, Planted, replicates, write_spectra_run
 
 QKV, UP, HEAD = STRENGTHS
@@ -131,8 +131,8 @@ def test_thinned_places_are_ascending_and_hold_both_ends(amount: int) -> None:
 
 
 def test_a_run_without_spectra_says_so(tmp_path: Path) -> None:
-    from backlight.store.reader import open_run
-    from backlight.store.writer import RunWriter
+    from backlight.store.read.run import open_run
+    from backlight.store.write.writer import RunWriter
 
     writer = RunWriter.create(tmp_path / "run", rooms=("spectra",), step_offset=0)
     writer.close()
@@ -191,9 +191,9 @@ def test_names_are_made_visible(tmp_path: Path) -> None:
 def test_what_stayed_of_the_leading_directions_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     from backlight.measure.spectra import spectral_echo
     from backlight.spectra.recording import describe, record_arrays, state_measured
-    from backlight.store.reader import open_run
-    from backlight.store.spectra import Layer
-    from backlight.store.writer import RunWriter
+    from backlight.store.format.spectra import Layer
+    from backlight.store.read.run import open_run
+    from backlight.store.write.writer import RunWriter
 
     plan = Planted(shapes={HEAD: (20, 36)})
     writer = RunWriter.create(tmp_path / "run", rooms=("spectra",), step_offset=0)

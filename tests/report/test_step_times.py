@@ -8,8 +8,8 @@ import pytest
 from backlight.report.page import model
 from backlight.report.source import Source
 from backlight.report.verdict import outcome
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from synthetic import Plan, finding, write_run
 
 from backlight.records import Severity
 from backlight.report.terminal import print_findings, print_summary
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 Written = tuple[Console, io.StringIO]
 

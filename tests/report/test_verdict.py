@@ -12,8 +12,8 @@ from synthetic import Plan, finding, write_run
 from backlight.records import OTHERS, Layout, ParameterRecord, Placement, Severity
 from backlight.report.source import APART, Source
 from backlight.report.verdict import outcome
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 
 def test_findings_set_the_tone(tmp_path: Path) -> None:

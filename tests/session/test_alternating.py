@@ -13,7 +13,7 @@ import pytest
 
 from backlight.session import alternating
 from backlight.session.alternating import AlternatingError, alternate, last_words
-from backlight.store.writer import RunWriter
+from backlight.store.write.writer import RunWriter
 
 TRAIN = """
 import sys, time, torch

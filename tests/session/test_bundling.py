@@ -13,8 +13,8 @@ from backlight.records import Evidence, Finding, Fingerprint, Made, RunStatus, S
 from backlight.session.bundling import bundle
 from backlight.session.reporting import write_html, write_markdown
 from backlight.store.errors import RunFormatError
-from backlight.store.watchdog import WatchdogWriter
-from backlight.store.writer import RunWriter
+from backlight.store.write.watchdog import WatchdogWriter
+from backlight.store.write.writer import RunWriter
 
 DUMP = (
     "taken by witness\n\nThread 0x1 MainThread (most recent call first)\n  at ops.py:22 in <b>backward</b>\n"

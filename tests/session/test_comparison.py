@@ -11,8 +11,8 @@ import pytest
 from backlight.records import Fingerprint, ParameterRecord, to_json
 from backlight.session.comparison import compare
 from backlight.session.likeness import Role, arguments
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 PRINT = Fingerprint(
     script="train.py",

@@ -9,8 +9,8 @@ import pytest
 
 from backlight.records import Layout, ParameterRecord, Placement
 from backlight.session import ending
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 STEPS = 12
 

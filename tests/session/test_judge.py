@@ -13,8 +13,8 @@ from backlight.findings.thresholds import ThresholdError
 from backlight.health.thresholds import Thresholds
 from backlight.records import Finding, Made, ParameterRecord, Severity, Subject
 from backlight.registry import RULES, Rule
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 
 def write(

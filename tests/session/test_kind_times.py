@@ -14,8 +14,8 @@ import pytest
 
 from backlight.session import kind_times
 from backlight.session.kind_times import compare_kinds
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 TRACED = """
 import sys, torch

@@ -18,7 +18,7 @@ import backlight
 from backlight.cli import app as application
 from backlight.session.querying import QueryError, query, tables, write
 from backlight.store.errors import ExportError
-from backlight.store.reader import Run, open_run
+from backlight.store.read.run import Run, open_run
 from cases import CASES
 
 Command = Callable[..., tuple[int, str, str]]

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from backlight.session.ranks import launch_id, local_rank, place
-from backlight.session.run_path import default_path
+from backlight.store.default_path import default_path
 
 NAMES = (
     "RANK",

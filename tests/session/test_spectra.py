@@ -26,8 +26,8 @@ from backlight.session.spectra_options import Asked
 from backlight.spectra.errors import SpectraError
 from backlight.spectra.reading import FIELDS, layers, left_out, measurements, table
 from backlight.store.errors import StoreError
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_recipe.py"
 

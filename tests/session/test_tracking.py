@@ -23,7 +23,7 @@ from backlight.session.config import Settings
 from backlight.session.points import MOST_GROUPS, Naming, groups_of, is_split
 from backlight.session.sending import points_of, send
 from backlight.session.trackers import TRACKERS, Point, Tracked, Tracker, TrackerError
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 ROOMS = ("health", "steptime")
 """Without the watchdog of stalls, which is a process and says nothing of trackers."""

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from backlight.session.reporting import write_html
-from backlight.store.export import export
-from backlight.store.reader import open_run
-from backlight.store.spectra import layers, measurements
+from backlight.store.export.files import export
+from backlight.store.format.spectra import layers, measurements
+from backlight.store.read.run import open_run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "spectra_ddp.py"
 

@@ -13,8 +13,8 @@ from backlight.measure.shrinkage import threshold
 from backlight.measure.spectra import spectral_echo
 from backlight.spectra.reading import FIELDS, NUMBERS, Layer, layers, left_out, measurements, steps, table
 from backlight.spectra.recording import describe, leave_out, record, record_arrays
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 LAYER = Layer("blocks.0.qkv.weight:q", "blocks.0.qkv", (30, 50), "blocks.0.qkv.weight", 30, 50, 1)
 

@@ -8,7 +8,7 @@ import pytest
 
 from backlight.findings.evaluate import judge
 from backlight.records import Finding, Severity
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 from spectra_runs import STRENGTHS, Planted, write_spectra_run
 
 QKV, UP, HEAD = STRENGTHS

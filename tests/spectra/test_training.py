@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import backlight
 from backlight.measure.spectra import spectral_echo
 from backlight.spectra.training import Measuring
-from backlight.store import spectra as stored
+from backlight.store.format import spectra as stored
 from spectra.watched import batch, build, loss_of, one, same, scaler, train, unmeasured, weights
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

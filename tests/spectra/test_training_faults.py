@@ -15,7 +15,7 @@ import backlight
 from backlight.session.targets import Targets
 from backlight.spectra import waiting
 from backlight.spectra.training import Measuring
-from backlight.store import spectra as stored
+from backlight.store.format import spectra as stored
 from spectra.watched import batch, build, loss_of, one, same, scaler, train, unmeasured, weights
 
 

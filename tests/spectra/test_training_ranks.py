@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from backlight.store import spectra as stored
-from backlight.store.reader import open_run
+from backlight.store.format import spectra as stored
+from backlight.store.read.run import open_run
 
 MATRICES = {"embed.weight", "block.qkv.weight", "block.up.weight", "block.down.weight", "head.weight"}
 

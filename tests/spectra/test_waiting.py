@@ -9,7 +9,7 @@ from backlight.spectra.exchange import Offer, agreed, common
 from backlight.spectra.sharing import owners
 from backlight.spectra.splitting import split
 from backlight.spectra.waiting import Target, Waiting, copied, fitting
-from backlight.store.spectra import Layer
+from backlight.store.format.spectra import Layer
 
 
 def target(key: int, rows: int, columns: int = 4) -> Target:

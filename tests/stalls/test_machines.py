@@ -22,9 +22,9 @@ from backlight.stalls.joining import pack, together, unpack
 from backlight.stalls.sidecar import Sidecar
 from backlight.stalls.thresholds import Thresholds
 from backlight.stalls.view import View
-from backlight.store.reader import Run, open_run
-from backlight.store.watchdog import WatchdogWriter, host_name
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.watchdog import WatchdogWriter, host_name
+from backlight.store.write.writer import RunWriter
 
 S = 10**9
 GROUP, CALL, SHAPE = 7, 11, 13

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 pytestmark = [pytest.mark.full, pytest.mark.alone]
 

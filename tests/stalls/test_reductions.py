@@ -15,7 +15,7 @@ from backlight.records import Phase
 from backlight.stalls.board import Board, BoardState, Slot, read_board
 from backlight.stalls.reductions import read, with_reductions
 from backlight.stalls.view import View
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 BUCKETS = ((2, 3), (0, 1))
 NAMES = ("first.weight", "first.bias", "head.weight", "head.bias")

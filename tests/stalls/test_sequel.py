@@ -13,7 +13,7 @@ import pytest
 from backlight.stalls.board import Board, BoardState, Slot, State, read_board
 from backlight.stalls.ending import Ending
 from backlight.stalls.sequel import ENDED, MOVES, Reported, outcome
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 
 def state(tmp_path: Path, *, progress: int, raised: int = 0, state: State = State.RUNNING) -> BoardState:

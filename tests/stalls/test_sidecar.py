@@ -22,7 +22,7 @@ from backlight.session import stalling
 from backlight.stalls import rendezvous
 from backlight.stalls.attaching import ProcessNotFoundError, attach
 from backlight.stalls.board import State, read_board
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 
 def train(steps: int, seconds: float = 0.0) -> list[torch.Tensor]:

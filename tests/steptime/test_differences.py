@@ -11,8 +11,8 @@ from backlight.steptime.differences import compare_pairs, compare_times
 from backlight.steptime.recorded import read_phases
 from backlight.steptime.steady import SeriesError
 from backlight.steptime.wording import CIRCUMSTANCES
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 PHASES = {"data": 0.004, "backward": 0.03, "optimizer": 0.006, "between": 0.01}
 

@@ -16,14 +16,14 @@ import numpy.typing as npt
 import pytest
 
 from backlight.records import ParameterRecord
-from backlight.store.writer import RunWriter
+from backlight.store.write.writer import RunWriter
 
 VICTIM = """
 import sys, time
 import numpy as np
 from pathlib import Path
 from backlight.records import ParameterRecord
-from backlight.store.writer import RunWriter
+from backlight.store.write.writer import RunWriter
 path = Path(sys.argv[1])
 SIZES = [(f"layer{i}.weight", (i + 1, 2)) for i in range(4)]
 TABLE = tuple(ParameterRecord(name, shape, "float32", "cpu", 2 * shape[0]) for name, shape in SIZES)

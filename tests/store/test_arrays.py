@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from backlight.store import arrays, pieces
-from backlight.store.pieces import ArrayInfo, parse_piece, piece_name
-from backlight.store.reader import open_run
-from backlight.store.segments import current
-from backlight.store.writer import RunWriter
+from backlight.store.format import hdf5_pieces
+from backlight.store.format.hdf5_pieces import ArrayInfo, parse_piece, piece_name
+from backlight.store.read.run import open_run
+from backlight.store.write import arrays
+from backlight.store.write.segments import current
+from backlight.store.write.writer import RunWriter
 
 DTYPES = [
     "bool",
@@ -62,14 +63,14 @@ def test_one_description_is_read_without_those_of_all_others(
     run = open_run(tmp_path)
     assert run.array("a7")[0].tolist() == [0]  # where each stands in its piece is known from here on
     described: list[str] = []
-    real = pieces._info
+    real = hdf5_pieces._info
 
     def info(path: Path, group: Any) -> ArrayInfo:
         found = real(path, group)
         described.append(found.name)
         return found
 
-    monkeypatch.setattr(pieces, "_info", info)
+    monkeypatch.setattr(hdf5_pieces, "_info", info)
     assert run.array_info("a9").unit == "gradient"
     assert described == ["a9"]
 
@@ -138,8 +139,8 @@ def test_many_flushes_leave_few_pieces(tmp_path: Path) -> None:
         writer.array("a", step, np.full(1000, float(step)))
         writer.array("b", step, np.array(step))
         writer.flush()
-    pieces = list((tmp_path / "attempt-000" / "arrays").iterdir())
-    assert len(pieces) <= 8
+    hdf5_pieces = list((tmp_path / "attempt-000" / "arrays").iterdir())
+    assert len(hdf5_pieces) <= 8
     steps, found = open_run(tmp_path).array("a")
     assert steps.tolist() == list(range(100))
     assert all((a == s).all() for s, a in zip(steps, found, strict=True))
@@ -257,13 +258,13 @@ def test_one_of_many_arrays_is_found_without_opening_the_others(
         writer.array(f"layer/{name}", 1, [[float(name)]])  # another shape, and so another group
     writer.flush()
     opened: list[str] = []
-    original = pieces._info
+    original = hdf5_pieces._info
 
     def counted(path: Path, group: Any) -> ArrayInfo:
         opened.append(group.name)
         return original(path, group)
 
-    monkeypatch.setattr(pieces, "_info", counted)
+    monkeypatch.setattr(hdf5_pieces, "_info", counted)
     run = open_run(tmp_path / "run")
     assert [v.tolist() for v in run.array("layer/3")[1]] == [[3.0], [[3.0]]]
     opened.clear()

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from backlight.records import ParameterRecord
-from backlight.store.budget import DiskBudget
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.disk_budget import DiskBudget
+from backlight.store.write.writer import RunWriter
 
 Record = Callable[..., tuple[ParameterRecord, ...]]
 

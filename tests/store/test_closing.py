@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from backlight.records import RunStatus
-from backlight.store.closing import wait_for_ranks
-from backlight.store.writer import RunWriter
+from backlight.store.maintenance.wait import wait_for_ranks
+from backlight.store.write.writer import RunWriter
 
 
 def writers(path: Path) -> tuple[RunWriter, RunWriter]:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from backlight.records import ParameterRecord, RunStatus
-from backlight.store import documents
-from backlight.store.compaction import compact
 from backlight.store.errors import RunExistsError, RunFormatError
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.maintenance.compact import compact
+from backlight.store.platform import atomic_json
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 Record = Callable[..., tuple[ParameterRecord, ...]]
 Digest = Callable[[Path], dict[str, str]]
@@ -95,7 +95,7 @@ def compact_up_to(path: Path, point: int, monkeypatch: pytest.MonkeyPatch) -> bo
         left[0] -= 1
 
     def counted_unlink(self: Path, missing_ok: bool = False) -> None:
-        if not documents.is_temporary(self.name):
+        if not atomic_json.is_temporary(self.name):
             step()
         unlink(self, missing_ok=missing_ok)
 
@@ -224,7 +224,7 @@ def test_every_rank_and_attempt_is_tidied(tmp_path: Path, record: Record) -> Non
 
 def test_the_log_of_a_killed_watchdog_is_folded_in(tmp_path: Path, killed: Callable[..., Path]) -> None:
     body = """
-from backlight.store.watchdog import WatchdogWriter
+from backlight.store.write.watchdog import WatchdogWriter
 writer = RunWriter.create(path)
 watchdog = WatchdogWriter(path, path / "attempt-000")
 watchdog.event(3, "stall", {"verdict": "BLOCKED"})
@@ -240,10 +240,10 @@ ready()
 def test_a_watchdog_that_still_writes_is_left_alone(
     tmp_path: Path, start_victim: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backlight.store.database.CLOSE_PATIENCE", 0.05)
+    monkeypatch.setattr("backlight.store.write.database.CLOSE_PATIENCE", 0.05)
     RunWriter.create(tmp_path / "run").close()
     body = """
-from backlight.store.watchdog import WatchdogWriter
+from backlight.store.write.watchdog import WatchdogWriter
 watchdog = WatchdogWriter(path, path / "attempt-000")
 watchdog.event(3, "stall", {})
 ready()

@@ -13,9 +13,9 @@ import pytest
 
 from backlight.records import ParameterRecord
 from backlight.store.errors import RunFormatError
-from backlight.store.pieces import read_piece
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.format.hdf5_pieces import read_piece
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 Record = Callable[..., tuple[ParameterRecord, ...]]
 STEPS = 400

@@ -8,28 +8,28 @@ import numpy as np
 import pytest
 
 from backlight.records import Severity
-from backlight.store import documents
 from backlight.store.errors import RunFormatError
+from backlight.store.platform import atomic_json
 
 
 def test_a_failed_write_leaves_the_old_content_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "manifest.json"
-    documents.write_atomically(path, b"old")
+    atomic_json.write_atomically(path, b"old")
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        documents.write_atomically(path, b"new")
+        atomic_json.write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["manifest.json"]
 
 
 def test_json_takes_what_a_training_has_at_hand() -> None:
-    text = documents.dump(
+    text = atomic_json.dump(
         {
             "scalar": np.float32(0.5),
             "array": np.arange(3),
@@ -66,17 +66,17 @@ def test_a_damaged_document_is_refused(tmp_path: Path, content: bytes, match: st
     path = tmp_path / "x.json"
     path.write_bytes(content)
     with pytest.raises(RunFormatError, match=match):
-        documents.read_document(path)
+        atomic_json.read_document(path)
 
 
 def test_a_document_of_absurd_size_is_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     with path.open("wb") as file:
-        file.truncate(documents.LARGEST + 1)
+        file.truncate(atomic_json.LARGEST + 1)
     with pytest.raises(RunFormatError, match="expected a document below"):
-        documents.read_document(path)
+        atomic_json.read_document(path)
 
 
 def test_a_missing_document_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFormatError, match="cannot be read: No such file"):
-        documents.read_document(tmp_path / "x.json")
+        atomic_json.read_document(tmp_path / "x.json")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from backlight.records import RunStatus
-from backlight.store import attempt
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
-from backlight.store.process import ProcessIdentity
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.platform.process import ProcessIdentity
+from backlight.store.read.run import open_run
+from backlight.store.write import attempt
+from backlight.store.write.writer import RunWriter
 
 Digest = Callable[[Path], dict[str, str]]
 
@@ -213,7 +213,7 @@ def test_nothing_half_written_stays_when_opening_fails(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"backlight.store.writer.{fails}", full)
+    monkeypatch.setattr(f"backlight.store.write.writer.{fails}", full)
     for path in (tmp_path / "new" / "deep", tmp_path / "empty", old):
         with pytest.raises(RunWriteError, match="No space left on device; choose another --out"):
             RunWriter.create(path)
@@ -234,7 +234,7 @@ def test_of_two_processes_that_come_at_once_one_gets_the_folder(tmp_path: Path) 
     code = """
 import sys
 from backlight.store.errors import RunExistsError
-from backlight.store.writer import RunWriter
+from backlight.store.write.writer import RunWriter
 print("up", flush=True); sys.stdin.readline()
 try:
     writer = RunWriter.create(sys.argv[1]); print("mine", flush=True); sys.stdin.readline(); writer.close()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from backlight.records import ParameterRecord
-from backlight.store.estimate import estimate
-from backlight.store.writer import RunWriter
+from backlight.store.maintenance.disk_estimate import estimate
+from backlight.store.write.writer import RunWriter
 
 
 @pytest.mark.parametrize(("parameters", "steps", "every"), [(150, 2000, 1), (20, 4000, 10), (1500, 100, 1)])

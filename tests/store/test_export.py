@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from backlight.records import ParameterRecord
-from backlight.store import export as exporting
 from backlight.store.export import ExportError, export
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.export import files as exporting
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 NAMES = ["a,b", 'quote"\nline', "=1+1"]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backlight.store.export import ExportError, export
-from backlight.store.reader import Run, open_run
-from backlight.store.spectra import table
-from backlight.store.writer import RunWriter
+from backlight.store.export.files import ExportError, export
+from backlight.store.format.spectra import table
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 from spectra_runs import Planted, write_spectra, write_spectra_run
 
 HEAD = "head.weight"

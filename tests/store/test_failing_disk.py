@@ -16,8 +16,8 @@ import pytest
 
 from backlight.records import Fingerprint, ParameterRecord, RunStatus
 from backlight.store.errors import RunWriteError
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 Record = Callable[..., tuple[ParameterRecord, ...]]
 
@@ -127,7 +127,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 import resource, signal, sys
 import numpy as np
 from backlight.records import ParameterRecord
-from backlight.store.writer import RunWriter
+from backlight.store.write.writer import RunWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 said = []
 writer = RunWriter.create(sys.argv[1], on_lost=said.append)

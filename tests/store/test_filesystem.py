@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.store import filesystem
+from backlight.store.platform import filesystem
 
 MOUNTS = r"""
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

@@ -8,10 +8,10 @@ import h5py
 import numpy as np
 import pytest
 
-from backlight.store.filters import Filters, chunk_shape
-from backlight.store.pieces import ArrayInfo, Stack, read_piece, write_piece
-from backlight.store.reader import RunFormatError, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.format.hdf5_filters import Filters, chunk_shape
+from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, read_piece, write_piece
+from backlight.store.read.run import RunFormatError, open_run
+from backlight.store.write.writer import RunWriter
 
 
 def gradients(steps: int, size: int) -> np.ndarray:

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 from growing import Growing
 from synthetic import Plan, write_run
 
-from backlight.store import following, frames
-from backlight.store.following import Follower, Grown
-from backlight.store.ranks import RankFile
-from backlight.store.reader import Run, open_run
+from backlight.store.read import frames, incremental
+from backlight.store.read.incremental import Follower, Grown
+from backlight.store.read.rank_file import RankFile
+from backlight.store.read.run import Run, open_run
 
 COLUMNS = (("gradient", "rms"), ("gradient", "zero_share"), ("gradient", "non_finite"),
            ("gradient", "measured"), ("update", "ratio"))  # fmt: skip
@@ -74,7 +74,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         decoded.append(len(block.steps))
         return block
 
-    monkeypatch.setattr(following.frames, "rank_block", counting)
+    monkeypatch.setattr(incremental.frames, "rank_block", counting)
     return decoded
 
 
@@ -294,8 +294,8 @@ def test_new_rows_of_ranks_that_do_not_fit_into_memory_are_joined_a_few_steps_af
         decoded.append(len(block.steps))
         return block
 
-    monkeypatch.setattr(following.joining, "WINDOW_BYTES", 8_000)
-    monkeypatch.setattr(following.frames, "rank_block", counting)
+    monkeypatch.setattr(incremental.joining, "WINDOW_BYTES", 8_000)
+    monkeypatch.setattr(incremental.frames, "rank_block", counting)
     newest = follow(path)
     newest.frame("gradient", "rms")
     assert sum(decoded) == 54
@@ -325,7 +325,7 @@ def test_only_new_rows_of_a_further_attempt_are_decoded(
     follow = Follower()
     again.steps(20)
     same(follow(path), open_run(path))
-    monkeypatch.setattr(following.frames, "rank_block", counting)
+    monkeypatch.setattr(incremental.frames, "rank_block", counting)
     again.steps(4)
     newest = follow(path)
     newest.frame("gradient", "rms")
@@ -367,7 +367,7 @@ def test_ranks_in_the_place_of_others_are_read_anew(tmp_path: Path) -> None:
 
 
 def test_what_has_no_room_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "CARRIED_BYTES", 1)
+    monkeypatch.setattr(incremental, "CARRIED_BYTES", 1)
     run = Growing(tmp_path / "run")
     follow = Follower()
     for _ in range(2):

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 PARENT = """
 import os, sys, threading
 import numpy as np
 from backlight.records import ParameterRecord, Finding, Severity, Subject, RunStatus
-from backlight.store.writer import RunWriter
+from backlight.store.write.writer import RunWriter
 
 writer = RunWriter.create(sys.argv[1], flush_interval=0.0)
 table = writer.parameter_table((ParameterRecord("w", (1,), "float32", "cpu", 1),))

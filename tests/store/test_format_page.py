@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from backlight.store import blobs
-from backlight.store.database import PAGE_SIZE, TABLES
-from backlight.store.export import COLUMNS, ENDINGS, SCALAR_COLUMNS
-from backlight.store.manifest import AttemptEntry, Manifest, Progress
-from backlight.store.process import ProcessIdentity
-from backlight.store.schema import ARRAY_ENCODINGS, FORMAT_VERSION, HISTOGRAM, SCALARS, SERIES
+from backlight.store.export.files import COLUMNS, ENDINGS, SCALAR_COLUMNS
+from backlight.store.format import columns
+from backlight.store.format.manifest import AttemptEntry, Manifest, Progress
+from backlight.store.format.schema import ARRAY_ENCODINGS, FORMAT_VERSION, HISTOGRAM, SCALARS, SERIES
+from backlight.store.platform.process import ProcessIdentity
+from backlight.store.write.database import PAGE_SIZE, TABLES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 WORDS = set(re.findall(r"[\w./]+", PAGE))
@@ -54,7 +54,7 @@ def test_every_scalar() -> None:
 
 
 def test_every_letter_and_encoding() -> None:
-    assert missing([*blobs._WIDTHS, "c", "n", *ARRAY_ENCODINGS]) == []
+    assert missing([*columns._WIDTHS, "c", "n", *ARRAY_ENCODINGS]) == []
 
 
 def test_every_export() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backlight.records import Layout, ParameterRecord, Placement
-from backlight.store.frames import model_order
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.frames import model_order
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8)
 

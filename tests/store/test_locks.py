@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from backlight.records import to_json
-from backlight.store import filesystem, locks
 from backlight.store.errors import RunExistsError
-from backlight.store.process import ProcessIdentity
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.platform import filesystem, lock
+from backlight.store.platform.process import ProcessIdentity
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 
 @pytest.fixture(autouse=True)
 def _network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every folder is network storage, where locks of the kernel hold nobody."""
     monkeypatch.setattr(filesystem, "on_network", lambda _: True)
-    monkeypatch.setattr(locks.fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(lock.fcntl, "flock", lambda *_: None)
 
 
 def claimed_by(claim: Path, **changes: object) -> None:
@@ -30,11 +30,11 @@ def claimed_by(claim: Path, **changes: object) -> None:
 
 
 def test_the_claim_is_held_and_given_back(tmp_path: Path) -> None:
-    with locks.locked(tmp_path):
-        assert json.loads((tmp_path / locks.CLAIM).read_text())["pid"] == os.getpid()
+    with lock.locked(tmp_path):
+        assert json.loads((tmp_path / lock.CLAIM).read_text())["pid"] == os.getpid()
         with (
             pytest.raises(RunExistsError, match=r"just opening or compacting this run.*remove .*\.entering"),
-            locks.locked(tmp_path, timeout=0.05),
+            lock.locked(tmp_path, timeout=0.05),
         ):
             pytest.fail("two processes held the claim")
     assert list(tmp_path.iterdir()) == []
@@ -43,19 +43,19 @@ def test_the_claim_is_held_and_given_back(tmp_path: Path) -> None:
 def test_a_claim_of_the_dead_is_taken_over(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    claimed_by(tmp_path / locks.CLAIM, pid=gone.pid, start="1")
-    with locks.locked(tmp_path, timeout=0.05):
-        assert json.loads((tmp_path / locks.CLAIM).read_text())["pid"] == os.getpid()
+    claimed_by(tmp_path / lock.CLAIM, pid=gone.pid, start="1")
+    with lock.locked(tmp_path, timeout=0.05):
+        assert json.loads((tmp_path / lock.CLAIM).read_text())["pid"] == os.getpid()
 
 
 def test_a_claim_of_another_machine_counts_until_it_is_old(tmp_path: Path) -> None:
-    claim = tmp_path / locks.CLAIM
+    claim = tmp_path / lock.CLAIM
     claimed_by(claim, host="elsewhere")
-    with pytest.raises(RunExistsError, match="just opening"), locks.locked(tmp_path, timeout=0.05):
+    with pytest.raises(RunExistsError, match="just opening"), lock.locked(tmp_path, timeout=0.05):
         pytest.fail("the claim of a host that cannot be asked did not count")
-    old = claim.stat().st_mtime - locks.STALE - 1
+    old = claim.stat().st_mtime - lock.STALE - 1
     os.utime(claim, (old, old))
-    with locks.locked(tmp_path, timeout=0.05):
+    with lock.locked(tmp_path, timeout=0.05):
         pass
 
 
@@ -71,7 +71,7 @@ def test_of_processes_that_come_at_once_without_locks_one_gets_the_folder(tmp_pa
 import sys, fcntl
 from backlight.store import filesystem
 from backlight.store.errors import RunExistsError
-from backlight.store.writer import RunWriter
+from backlight.store.write.writer import RunWriter
 filesystem.on_network = lambda _: True
 fcntl.flock = lambda *_: None
 print("up", flush=True); sys.stdin.readline()

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from backlight.records import ParameterRecord, RunStatus
-from backlight.store import manifest, migrations
-from backlight.store.compaction import compact
-from backlight.store.database import TABLES
 from backlight.store.errors import RunFormatError
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.format import manifest, migrations
+from backlight.store.maintenance.compact import compact
+from backlight.store.read.run import open_run
+from backlight.store.write.database import TABLES
+from backlight.store.write.writer import RunWriter
 
 Digest = Callable[[Path], dict[str, str]]
 
@@ -96,6 +96,6 @@ def test_without_a_migration_an_old_run_is_refused(old_run: Path) -> None:
 
 
 def test_there_is_a_migration_for_every_format_that_can_be_read() -> None:
-    from backlight.store.schema import FORMAT_VERSION, OLDEST_READABLE
+    from backlight.store.format.schema import FORMAT_VERSION, OLDEST_READABLE
 
     assert sorted(migrations.MIGRATIONS) == list(range(OLDEST_READABLE, FORMAT_VERSION))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backlight.store.names import LONGEST, safe_name, storable
+from backlight.store.format.names import LONGEST, safe_name, storable
 
 ANY_TEXT = st.text(st.characters(), max_size=300)
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from backlight.records import ParameterRecord, RunStatus
-from backlight.store import filesystem, segments
-from backlight.store.compaction import compact
-from backlight.store.reader import open_run
-from backlight.store.segments import parse_name, segment_name
-from backlight.store.writer import RunWriter
+from backlight.store.maintenance.compact import compact
+from backlight.store.platform import filesystem
+from backlight.store.read.run import open_run
+from backlight.store.write import segments
+from backlight.store.write.segments import parse_name, segment_name
+from backlight.store.write.writer import RunWriter
 
 Record = Callable[..., tuple[ParameterRecord, ...]]
 

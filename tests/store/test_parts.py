@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from backlight.records import RunStatus
-from backlight.store.attempt import part_path
-from backlight.store.compaction import compact
 from backlight.store.errors import RunExistsError, RunFormatError
-from backlight.store.parts import join
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.maintenance.compact import compact
+from backlight.store.maintenance.merge_hosts import join
+from backlight.store.read.run import open_run
+from backlight.store.write.attempt import part_path
+from backlight.store.write.writer import RunWriter
 
 Record = Callable[..., object]
 Digest = Callable[[Path], dict[str, str]]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from backlight.records import to_json
-from backlight.store.process import ProcessIdentity
+from backlight.store.platform.process import ProcessIdentity
 
 ME = ProcessIdentity.of_this_process()
 
@@ -18,7 +18,7 @@ def identity_of_an_ended_process() -> ProcessIdentity:
     code = """
 import json
 from backlight.records import to_json
-from backlight.store.process import ProcessIdentity
+from backlight.store.platform.process import ProcessIdentity
 print(json.dumps(to_json(ProcessIdentity.of_this_process())))
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from backlight.records import ParameterRecord, RunStatus
-from backlight.store import snapshot
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read import snapshot
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 Digest = Callable[[Path], dict[str, str]]
 Record = Callable[..., tuple[ParameterRecord, ...]]
@@ -261,7 +261,7 @@ def test_reading_imports_neither_torch_nor_h5py(tmp_path: Path, record: Record) 
     code = """
 import sys
 sys.modules["torch"] = None
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 run = open_run(sys.argv[1])
 assert run.frame("gradient", "rms").values.shape == (2, 4)
 assert "h5py" not in sys.modules

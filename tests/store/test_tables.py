@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from backlight.records import Finding, ParameterRecord, Severity, Subject
-from backlight.store.arrow import schema_of
 from backlight.store.errors import ExportError
-from backlight.store.export_tables import export_tables
-from backlight.store.reader import Run, open_run
-from backlight.store.tables import tables_of
-from backlight.store.writer import RunWriter
+from backlight.store.export.arrow import schema_of
+from backlight.store.export.table_files import export_tables
+from backlight.store.export.tables import tables_of
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 HOSTILE = "a\udcff;'\"\n<b>"
 

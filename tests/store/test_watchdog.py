@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from backlight.records import Evidence, Finding, Severity, Subject
-from backlight.store.reader import open_run
-from backlight.store.watchdog import RANK, WatchdogWriter
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.watchdog import RANK, WatchdogWriter
+from backlight.store.write.writer import RunWriter
 
 FINDING = Finding(
     "stall", Severity.ERROR, "BLOCKED", Subject(step=3, rank=1), (Evidence("x"),), "look", "moves"

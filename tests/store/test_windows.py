@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from backlight.records import Layout, ParameterRecord, Placement
-from backlight.store import frames, joining
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read import frames, join_ranks
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 COLUMNS = ("norm", "max_abs", "nan", "rms", "measured")
 
@@ -45,7 +45,7 @@ def test_windows_give_what_the_whole_gives(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(frames, "rank_block", counting)
     for limit in (1, 300, 1000):
-        monkeypatch.setattr(joining, "WINDOW_BYTES", limit)
+        monkeypatch.setattr(join_ranks, "WINDOW_BYTES", limit)
         parts = open_run(path)
         for column in COLUMNS:
             mine, theirs = parts.frame("gradient", column), whole.frame("gradient", column)
@@ -55,7 +55,7 @@ def test_windows_give_what_the_whole_gives(tmp_path: Path, monkeypatch: pytest.M
             assert theirs.measured.any()
         assert parts.losses == whole.losses
     assert len({window for window in calls if window is not None}) > 10
-    monkeypatch.setattr(joining, "WINDOW_BYTES", 10**9)
+    monkeypatch.setattr(join_ranks, "WINDOW_BYTES", 10**9)
     calls.clear()
     open_run(path).frame("gradient", "norm")
     assert set(calls) == {None}

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import backlight
 from backlight.measure.result import SpectralEcho
 from backlight.measure.spectra import spectral_echo
-from backlight.store import spectra as stored
-from backlight.store.reader import Run
+from backlight.store.format import spectra as stored
+from backlight.store.read.run import Run
 from ways import trainings
 from ways.ranks import gathered, rank, together, wait
 from ways.trainings import CLASSES, FEATURES, MATRICES, NAMES, OTHERS, STEPS, WAYS, Batch, Pauses, Way

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.records import RunStatus
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 STEPS = 4
 FEATURES, CLASSES = 32, 80

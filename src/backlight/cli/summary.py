@@ -12,7 +12,7 @@ def after_run(path: Path) -> None:
     from backlight.findings.evaluate import findings_of
     from backlight.report.terminal import print_findings
     from backlight.store.errors import StoreError
-    from backlight.store.reader import open_run
+    from backlight.store.read.run import open_run
 
     console = Console(stderr=True)
     try:

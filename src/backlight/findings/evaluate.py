@@ -17,10 +17,10 @@ from typing import Any
 
 from backlight.records import Finding, Made
 from backlight.registry import DISPLAYS, RULES, Rule, warn
-from backlight.store import dataframes
-from backlight.store.arrow import to_arrow
-from backlight.store.reader import Frame, Run
-from backlight.store.tables import findings_table
+from backlight.store.export import dataframes
+from backlight.store.export.arrow import to_arrow
+from backlight.store.export.tables import findings_table
+from backlight.store.read.run import Frame, Run
 
 FRAMES_KEPT = 6
 """Columns of series kept in memory while the rules run, since several rules read the same ones."""

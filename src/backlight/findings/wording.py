@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from backlight.records import Evidence
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 T = TypeVar("T")
 

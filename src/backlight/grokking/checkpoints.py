@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from backlight.store import documents
+from backlight.store.platform import atomic_json
 
 if TYPE_CHECKING:
     from backlight.grokking.experiment import Task
@@ -39,7 +39,7 @@ def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int = 2) ->
     buffer = io.BytesIO()
     np.savez(buffer, skeleton=np.frombuffer(skeleton.encode(), dtype=np.uint8), **arrays)  # type: ignore[arg-type]  # arrays by name
     path = folder / f"step-{step:09d}.npz"
-    documents.write_atomically(path, buffer.getvalue())
+    atomic_json.write_atomically(path, buffer.getvalue())
     for old in _found(folder)[:-keep]:
         old.unlink(missing_ok=True)
     return path

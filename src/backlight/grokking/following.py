@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from backlight.grokking.reading import TEST
 from backlight.grokking.thresholds import Thresholds
 from backlight.grokking.verdicts import Detection
-from backlight.store.reader import Run, Scalar
+from backlight.store.read.run import Run, Scalar
 
 LEAST = 12
 """Fewest common logs of a measure and the test accuracy."""

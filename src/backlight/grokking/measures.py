@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from backlight.store.filters import COMPRESSIONS
+from backlight.store.format.hdf5_filters import COMPRESSIONS
 
 SCOPES = ("full", "layers")
 PLACES = ("host", "device")

@@ -11,7 +11,7 @@ from backlight.grokking.curves import DetectionError
 from backlight.grokking.detection import detect
 from backlight.grokking.thresholds import Thresholds
 from backlight.grokking.verdicts import Detection
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 TRAIN, TEST = "train_accuracy", "test_accuracy"
 

@@ -30,7 +30,7 @@ _TYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class Sink(Protocol):
-    """Where a tracker puts what it measures; :class:`backlight.store.writer.RunWriter` is one."""
+    """Where a tracker puts what it measures; :class:`backlight.store.write.writer.RunWriter` is one."""
 
     def scalars(self, step: int, values: Mapping[str, float], source: str = "backlight") -> None:
         """Take scalars of one step."""

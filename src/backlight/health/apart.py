@@ -9,7 +9,7 @@ import numpy as np
 
 from backlight.findings import wording
 from backlight.records import Evidence
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 SHOWN = 16
 """Ranks that are looked at one by one, at most: of a thousand, the first will do."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 class GroupError(ValueError):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from backlight.health.history import at_steps, finite_median, medians_outrun, present
 from backlight.health.thresholds import Thresholds
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -23,11 +23,11 @@ from backlight.report.terminal import print_findings
 from backlight.session.config import Settings
 from backlight.session.plan import check_rooms
 from backlight.session.ranks import launch_id, place
-from backlight.session.run_path import default_path
 from backlight.session.watch import Watch, watch
-from backlight.store.closing import wait_for_ranks
+from backlight.store.default_path import default_path
 from backlight.store.errors import StoreError
-from backlight.store.reader import open_run
+from backlight.store.maintenance.wait import wait_for_ranks
+from backlight.store.read.run import open_run
 
 if TYPE_CHECKING:
     import torch

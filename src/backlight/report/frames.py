@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from backlight.records import ParameterRecord
 from backlight.report.reduction import Buckets, Extremes, cut, extremes, quantiles
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 CELLS = 450_000
 """Cells (parameters x buckets) of a heat map: five columns of them stay below 10 MB of page."""

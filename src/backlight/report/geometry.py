@@ -13,7 +13,7 @@ from backlight.report.learning import Between, Learning
 from backlight.report.panel import Drawn, Fact, NotMeasured
 from backlight.report.source import Source
 from backlight.report.text import number, visible
-from backlight.store.reader import Run, Scalar
+from backlight.store.read.run import Run, Scalar
 
 SCOPES = 8
 """Lines of single layers that one chart can tell apart."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 Between = tuple[int, int]
 """A time that logs bound: later than the first step, at the second at the latest."""

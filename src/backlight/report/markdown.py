@@ -10,7 +10,7 @@ from backlight.report.collected import collected
 from backlight.report.source import Source
 from backlight.report.text import number, visible
 from backlight.report.verdict import Outcome, by_severity, measurements, outcome, where
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 MOST_NAMES = 20
 """Names that a list of unmeasured parameters spells out."""

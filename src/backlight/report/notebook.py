@@ -13,7 +13,7 @@ from backlight.report.curve import curve
 from backlight.report.source import Source
 from backlight.report.text import count, visible
 from backlight.report.verdict import by_severity, outcome, where
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 MOST = 20
 """Findings that a cell shows; the rest of them is counted."""

@@ -36,7 +36,7 @@ from backlight.report.panel import (
 from backlight.report.places import Place, place_of
 from backlight.report.source import Source
 from backlight.report.text import duration, number, score, visible
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 ASSETS = files("backlight.report") / "assets"
 VENDOR = files("backlight.report") / "vendor"

@@ -13,7 +13,7 @@ from backlight.records import Finding, ParameterRecord
 from backlight.report.frames import ParameterFrames, read_frames
 from backlight.report.learning import Learning
 from backlight.report.spectra import Curve, Spectra, read_spectra
-from backlight.store.reader import Run, Scalar
+from backlight.store.read.run import Run, Scalar
 
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Steps [S] and values [S]; NaN where a step was not measured."""

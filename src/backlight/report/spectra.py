@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.report.text import visible
-from backlight.store import spectra
-from backlight.store.reader import Run
-from backlight.store.spectra import Layer, Measurement, Table
+from backlight.store.format import spectra
+from backlight.store.format.spectra import Layer, Measurement, Table
+from backlight.store.read.run import Run
 
 Floats = NDArray[np.float64]
 

@@ -18,7 +18,7 @@ from backlight.session.likeness import differences
 from backlight.session.own_session import run_in_own_session
 from backlight.steptime.differences import STEP, TimeComparison, compare_pairs
 from backlight.steptime.recorded import read_phases
-from backlight.store.reader import RunFormatError, open_run
+from backlight.store.read.run import RunFormatError, open_run
 
 LINES_SHOWN = 3
 """Last lines of what a command printed that an error repeats."""

@@ -20,10 +20,10 @@ from backlight.spectra.waiting import Caught, Target
 
 if TYPE_CHECKING:
     from backlight.notifier import Notices
-    from backlight.session.queueing import Queue
     from backlight.session.targets import Targets
     from backlight.spectra.catching import Catching
     from backlight.spectra.exchange import Exchange
+    from backlight.store.write.queue import Queue
 
 BACKLOG = 8
 """Steps that may wait to be measured."""

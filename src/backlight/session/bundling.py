@@ -12,16 +12,16 @@ from pathlib import Path
 from backlight.findings.evaluate import findings_of
 from backlight.records import to_json
 from backlight.session.reporting import write_html, write_markdown
-from backlight.store.archive import Member, check_archive, write_archive
-from backlight.store.documents import dump
-from backlight.store.reader import Run, open_run
+from backlight.store.export.archive import Member, check_archive, write_archive
+from backlight.store.platform.atomic_json import dump
+from backlight.store.read.run import Run, open_run
 
 
 def bundle(path: Path, target: Path) -> Path:
     """Write the archive of the run in ``path`` to ``target`` and return where it is.
 
-    A name that is not one of an archive raises what :func:`backlight.store.archive.check_archive` raises, a
-    folder that holds no run what :func:`backlight.store.reader.open_run` raises.
+    A name that is not one of an archive raises what :func:`backlight.store.export.archive.check_archive` raises, a
+    folder that holds no run what :func:`backlight.store.read.run.open_run` raises.
     """
     check_archive(target)
     run = open_run(path)

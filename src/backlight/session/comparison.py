@@ -16,7 +16,7 @@ from backlight.session.kind_times import compare_kinds
 from backlight.session.likeness import Difference, Role, differences, judged
 from backlight.steptime.differences import TimeComparison, compare_times
 from backlight.steptime.steady import CONFIDENCE
-from backlight.store.reader import Run, Scalar
+from backlight.store.read.run import Run, Scalar
 
 POINTS = 256
 """Common steps that a track carries, evenly spread; its numbers are of all of them."""

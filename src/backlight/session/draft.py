@@ -14,7 +14,7 @@ import torch
 
 from backlight.measure.carrier import Carrier
 from backlight.records import ParameterRecord
-from backlight.store.schema import SERIES
+from backlight.store.format.schema import SERIES
 
 
 @dataclass

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from backlight.session.draft import Draft
-from backlight.store.schema import GRADIENT
+from backlight.store.format.schema import GRADIENT
 
 if TYPE_CHECKING:
     from backlight.session.recorder import Recorder
     from backlight.session.reducing import Reducing
     from backlight.session.tracking import Tracking
-    from backlight.store.writer import RunWriter
+    from backlight.store.write.writer import RunWriter
 
 _NORM = GRADIENT.floats.index("norm")
 _MEASURED, _NAN, _INF = (GRADIENT.integers.index(name) for name in ("measured", "nan", "inf"))

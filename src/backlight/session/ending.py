@@ -5,9 +5,9 @@ from __future__ import annotations
 from backlight.findings.evaluate import judge
 from backlight.records import Finding, Made
 from backlight.registry import RULES
-from backlight.store.closing import wait_for_ranks
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.maintenance.wait import wait_for_ranks
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 PATIENCE = 2.0
 """Seconds that rank 0 waits at most, after the training, for ranks that are about to close their files."""

@@ -11,10 +11,10 @@ from backlight.notifier import Notices
 from backlight.records import OTHERS
 from backlight.session.config import Settings
 from backlight.session.ranks import launch_id, place
-from backlight.store.attempt import JOIN_TIMEOUT
 from backlight.store.errors import RunExistsError
-from backlight.store.filters import Filters
-from backlight.store.writer import RunWriter
+from backlight.store.format.hdf5_filters import Filters
+from backlight.store.write.attempt import JOIN_TIMEOUT
+from backlight.store.write.writer import RunWriter
 
 
 def open_writer(

@@ -18,8 +18,8 @@ from backlight.grokking.experiment import EXPERIMENTS
 from backlight.registry import PROBES, RULES, PlugInWarning, Registry
 from backlight.report.panel import PANELS
 from backlight.session.trackers import TRACKERS
-from backlight.store.database import SQLITE_VERSION
-from backlight.store.filesystem import file_system_type, is_network_type
+from backlight.store.platform.filesystem import file_system_type, is_network_type
+from backlight.store.write.database import SQLITE_VERSION
 
 OLDEST_TORCH = (2, 9)
 """Oldest release of torch that can be watched."""

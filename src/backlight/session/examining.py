@@ -16,7 +16,7 @@ from backlight.grokking.thresholds import Thresholds
 from backlight.grokking.verdicts import Detection
 from backlight.records import to_json
 from backlight.store.errors import StoreError
-from backlight.store.reader import Run, open_run
+from backlight.store.read.run import Run, open_run
 
 NEIGHBOURS = 200
 """Most folders beside a run that are looked into for its control."""

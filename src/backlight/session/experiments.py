@@ -32,11 +32,11 @@ from backlight.grokking.tracking_probe import Probe
 from backlight.grokking.training import Loop, Pace
 from backlight.records import RunStatus, to_json
 from backlight.session.fingerprints import take_fingerprint
-from backlight.store import documents
 from backlight.store.errors import RunExistsError
-from backlight.store.filters import Filters
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.format.hdf5_filters import Filters
+from backlight.store.platform import atomic_json
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 CONFIGURATION = "configuration.json"
 
@@ -190,7 +190,7 @@ def run_experiment(
     try:
         if state is None:
             text = json.dumps(to_json(configuration.as_mapping()), indent=2)
-            documents.write_atomically(path / CONFIGURATION, text.encode())
+            atomic_json.write_atomically(path / CONFIGURATION, text.encode())
             # Dropout and the like draw from the global state; a resumed training takes it back instead.
             torch.manual_seed(derived_seed(configuration.seed, "training"))
         else:

@@ -19,7 +19,7 @@ from backlight.grokking.disk import DiskWatch
 from backlight.grokking.memory import available_bytes
 from backlight.grokking.tracking import Tracker
 from backlight.grokking.tracking_probe import Probe
-from backlight.session.queueing import Queue
+from backlight.store.write.queue import Queue
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable

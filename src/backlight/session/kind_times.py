@@ -11,7 +11,7 @@ import numpy as np
 from backlight.steptime.differences import TimeComparison, TimeRow, core_wait, widened
 from backlight.steptime.steady import CONFIDENCE, Floats, difference
 from backlight.steptime.wording import Profiled, read_profile
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 NEEDED = 4
 """Traced steps of each run that an interval takes."""

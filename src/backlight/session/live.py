@@ -13,9 +13,9 @@ from backlight.report.live.server import LiveServer, Subject
 from backlight.report.live.several import Several
 from backlight.report.source import Source
 from backlight.session.reporting import source_of
-from backlight.store.following import Follower
-from backlight.store.manifest import MANIFEST
-from backlight.store.reader import Run, open_run
+from backlight.store.format.manifest import MANIFEST
+from backlight.store.read.incremental import Follower
+from backlight.store.read.run import Run, open_run
 
 CELLS = 200_000
 """Cells of a heat map on a live page: as fine as a screen, and few enough to be sent again and again."""

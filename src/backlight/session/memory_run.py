@@ -11,7 +11,7 @@ from backlight.records import RunStatus
 from backlight.steptime.memory.account import Account
 from backlight.steptime.memory.ledger import Kind
 from backlight.store.errors import RunWriteError
-from backlight.store.writer import RunWriter
+from backlight.store.write.writer import RunWriter
 
 DOCUMENT = "memory.json"
 

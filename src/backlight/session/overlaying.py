@@ -18,7 +18,7 @@ from backlight.grokking.verdicts import Detection
 from backlight.records import to_json
 from backlight.report.overlay import OverlayPage
 from backlight.session.examining import limits_of
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 CURVES = (TRAIN, TEST, "train_loss", "test_loss")
 """Curves of the user that are laid over each other before the measures."""

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from backlight.health.groups import GroupError, members
 from backlight.records import Layout, ParameterRecord
 from backlight.session.trackers import Point
-from backlight.store.schema import GRADIENT, UPDATE
+from backlight.store.format.schema import GRADIENT, UPDATE
 
 MOST_GROUPS = 32
 """Groups that are made of modules where the user named none."""

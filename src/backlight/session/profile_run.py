@@ -19,8 +19,8 @@ from backlight.steptime.probes.phases import REMAINDER
 from backlight.steptime.rules.outlier_steps import COLLECTION
 from backlight.steptime.wording import CIRCUMSTANCES
 from backlight.store.errors import RunWriteError
-from backlight.store.reader import open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 
 PROFILE = "profile.json"
 TRACE = "trace.json.gz"

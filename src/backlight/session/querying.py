@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from backlight.findings.evaluate import findings_of
-from backlight.store import documents
-from backlight.store.arrow import batches, schema_of
 from backlight.store.errors import ExportError
-from backlight.store.reader import Run
-from backlight.store.tables import Table, tables_of
+from backlight.store.export.arrow import batches, schema_of
+from backlight.store.export.tables import Table, tables_of
+from backlight.store.platform import atomic_json
+from backlight.store.read.run import Run
 
 _CONFIGURATION: dict[str, str | bool | int | float | list[str]] = {
     # SQL may neither read nor write files, load code, nor look at variables of this process.
@@ -176,7 +176,7 @@ def write(answer: Answer, target: Path, *, overwrite: bool = False) -> Path:
         raise ExportError(f"{target}: is there already; choose another name, or overwrite it (--overwrite)")
     if not target.parent.is_dir():
         raise ExportError(f"{target}: the folder {target.parent} is not there; create it first")
-    temporary = documents.temporary_name(target)
+    temporary = atomic_json.temporary_name(target)
     try:
         if target.suffix.lower() == ".csv":
             with temporary.open("w", encoding="utf-8", newline="") as file:
@@ -187,8 +187,8 @@ def write(answer: Answer, target: Path, *, overwrite: bool = False) -> Path:
             with pq.ParquetWriter(temporary, answer.reader.schema) as file:
                 for batch in answer.reader:
                     file.write_batch(batch)
-        documents.sync_file(temporary)
-        documents.publish(temporary, target)
+        atomic_json.sync_file(temporary)
+        atomic_json.publish(temporary, target)
     except OSError as error:
         raise ExportError(f"{target}: cannot be written: {error.strerror or error}") from error
     finally:

@@ -17,8 +17,8 @@ import numpy as np
 import torch.distributed as dist
 
 from backlight.records import ParameterRecord
-from backlight.store.frames import Block, join_ranks, model_order, total
-from backlight.store.schema import GRADIENT
+from backlight.store.format.schema import GRADIENT
+from backlight.store.read.frames import Block, join_ranks, model_order, total
 
 if TYPE_CHECKING:
     from backlight.notifier import Notices

@@ -16,13 +16,13 @@ from backlight.capture.inputs import Inputs
 from backlight.capture.microbatches import Microbatches
 from backlight.capture.untouched import untouched
 from backlight.session.beside import Beside
-from backlight.session.queueing import Queue
 from backlight.session.targets import Targets
 from backlight.spectra import splitting
 from backlight.spectra.batches import samples as samples_of
 from backlight.spectra.catching import EVERY, Catching
 from backlight.spectra.exchange import Exchange
 from backlight.spectra.waiting import Caught, Waiting, arrivals, copied
+from backlight.store.write.queue import Queue
 
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope

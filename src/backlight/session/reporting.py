@@ -23,7 +23,7 @@ from backlight.report.plots.animation import write_animations
 from backlight.report.plots.writing import Written, write_plots
 from backlight.report.source import Source
 from backlight.session.examining import examined_where_possible
-from backlight.store.reader import Run, open_run
+from backlight.store.read.run import Run, open_run
 
 
 def write_html(path: Path, target: Path) -> Path:

@@ -12,7 +12,7 @@ from backlight.findings.evaluate import findings_of
 from backlight.records import RunStatus
 from backlight.session.points import Naming, is_split
 from backlight.session.trackers import Point, Tracked, TrackerError, chosen
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 POINTS = 1000
 """Points that a tracker is given at a time."""

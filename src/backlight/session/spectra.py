@@ -20,7 +20,6 @@ from backlight.records import RunStatus
 from backlight.session.checkpoint_files import Checkpoint, find_checkpoints
 from backlight.session.recipe import Recipe, read_recipe
 from backlight.session.replicate_data import ReplicateData, check_data
-from backlight.session.run_path import default_path
 from backlight.session.spectra_folder import (
     CHECKPOINT,
     CONFIGURATION,
@@ -36,7 +35,8 @@ from backlight.spectra.gradients import seed_by
 from backlight.spectra.layers import Selection, select
 from backlight.spectra.recording import describe, leave_out
 from backlight.spectra.team import Team, assembled, replicates_of
-from backlight.store.writer import RunWriter
+from backlight.store.default_path import default_path
+from backlight.store.write.writer import RunWriter
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from backlight.spectra.errors import SpectraError
 from backlight.spectra.reading import layers, tables
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 CONFIGURATION, CHECKPOINT = "spectra_configuration", "spectra_checkpoint"
 """Kinds of events: with what options an attempt measures, and of what weights a step is."""

@@ -20,8 +20,8 @@ from backlight.spectra.ownership import Sweep, cost, sweeps
 from backlight.spectra.recording import record_arrays, state_measured
 from backlight.spectra.stable_rank import stable_rank
 from backlight.spectra.team import Team, replicates_of
-from backlight.store.spectra import Layer
-from backlight.store.writer import RunWriter
+from backlight.store.format.spectra import Layer
+from backlight.store.write.writer import RunWriter
 
 
 class CheckpointWork:

@@ -31,13 +31,13 @@ from backlight.stalls.dumps import SIGNAL
 from backlight.stalls.ending import describe
 from backlight.stalls.thresholds import Thresholds
 from backlight.stalls.witness import Witness
-from backlight.store.watchdog import host_name
+from backlight.store.write.watchdog import host_name
 
 if TYPE_CHECKING:
     import torch
 
     from backlight.capture.scope import Scope
-    from backlight.store.writer import RunWriter
+    from backlight.store.write.writer import RunWriter
 
 _CHECK_EVERY = 20
 BACKWARDS = 8

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
     from backlight.capture.scope import Scope
     from backlight.notifier import Notices
-    from backlight.session.queueing import Queue
     from backlight.spectra.catching import Catching
     from backlight.spectra.exchange import Exchange
+    from backlight.store.write.queue import Queue
 
 MOMENTA = ("exp_avg", "momentum_buffer")
 """Names under which optimizers keep the momentum of a parameter."""

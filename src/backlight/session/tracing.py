@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from backlight.stalls.tracing import Tracer
-    from backlight.store.writer import RunWriter
+    from backlight.store.write.writer import RunWriter
 
 VARIABLE = "BACKLIGHT_TRACE"
 """Environment variable that stands in for ``--trace``, where a cluster lets one set nothing else."""

@@ -22,12 +22,12 @@ from backlight.records import Finding, Made, ParameterRecord
 from backlight.registry import RULES
 from backlight.session.points import Naming, is_split, point_of_blobs
 from backlight.session.trackers import Point, Sink, Tracked, Tracker, chosen
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 if TYPE_CHECKING:
     from backlight.notifier import Notices
     from backlight.session.config import Settings
-    from backlight.store.writer import RunWriter
+    from backlight.store.write.writer import RunWriter
 
 WAITING = 2048
 """Points that may wait for a slow tracker before the oldest is dropped."""

@@ -31,11 +31,11 @@ from backlight.session.plan import make_plan
 from backlight.session.ranks import launch_id, place
 from backlight.session.recorder import Recorder
 from backlight.session.reducing import Reducing
-from backlight.session.run_path import default_path
 from backlight.session.stalling import Stalling
 from backlight.session.tracing import start_tracing
 from backlight.session.tracking import Tracking
-from backlight.store.reader import open_run
+from backlight.store.default_path import default_path
+from backlight.store.read.run import open_run
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from backlight.session.geometry import Samples
     from backlight.session.replicating import Replicating
     from backlight.stalls.tracing import Tracer
-    from backlight.store.writer import RunWriter
+    from backlight.store.write.writer import RunWriter
 
 
 class Watch:

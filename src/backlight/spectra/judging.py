@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from backlight.records import Evidence
 from backlight.spectra.conditions import Condition
 from backlight.spectra.reading import Layer, Measurement, layers, measurements
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 EVIDENCE_LAYERS = 5
 """Layers that the evidence of one finding lists; the claim says how many there are."""

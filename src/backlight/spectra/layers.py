@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from backlight.measure.replicates import as_matrix
 from backlight.spectra.errors import SpectraError
-from backlight.store.spectra import Layer
+from backlight.store.format.spectra import Layer
 
 Split = Callable[[str, Tensor], Mapping[str, Tensor]]
 """From the name of a weight and a tensor of its shape to the matrices that it fuses, by name."""

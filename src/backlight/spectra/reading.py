@@ -1,11 +1,11 @@
-"""What a run holds of this room, as its rules read it; see :mod:`backlight.store.spectra`.
+"""What a run holds of this room, as its rules read it; see :mod:`backlight.store.format.spectra`.
 
 The report and the export, which know no room, read the same from there. No torch.
 """
 
 from __future__ import annotations
 
-from backlight.store.spectra import (
+from backlight.store.format.spectra import (
     FIELDS,
     NUMBERS,
     Layer,

@@ -1,7 +1,7 @@
 """What the room writes into a run: layers, parameters left out, and the spectral echo of a layer at a step.
 
-Everything goes through a writer with the methods of :class:`backlight.store.writer.RunWriter`; a queue that
-hands them on later will do. The layout is that of :mod:`backlight.store.spectra`.
+Everything goes through a writer with the methods of :class:`backlight.store.write.writer.RunWriter`; a queue that
+hands them on later will do. The layout is that of :mod:`backlight.store.format.spectra`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from backlight.store.spectra import FIELDS, LAYER, LEFT_OUT, MEASURED, NUMBERS, PREFIX, Layer
+from backlight.store.format.spectra import FIELDS, LAYER, LEFT_OUT, MEASURED, NUMBERS, PREFIX, Layer
 
 if TYPE_CHECKING:
     from backlight.measure.result import SpectralEcho
@@ -121,7 +121,7 @@ def state_measured(
 
     Where a process that is killed between the halves must not leave a claim without its arrays, the writer
     is flushed between them. Parameters and errors are those of :func:`record`; ``drift`` holds the numbers
-    of :data:`backlight.store.spectra.NUMBERS` that begin with that word, as far as they were measured.
+    of :data:`backlight.store.format.spectra.NUMBERS` that begin with that word, as far as they were measured.
 
     Raises
     ------

@@ -26,7 +26,7 @@ from backlight.spectra.catching import Catching
 from backlight.spectra.layers import matrices
 from backlight.spectra.recording import Writer, record_arrays, state_measured
 from backlight.spectra.waiting import Caught, Target
-from backlight.store.spectra import PREFIX
+from backlight.store.format.spectra import PREFIX
 
 COST = "spectra_cost"
 """Kind of the event that says what a measured step took."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from backlight.store.spectra import Layer
+from backlight.store.format.spectra import Layer
 
 
 @dataclass(frozen=True)

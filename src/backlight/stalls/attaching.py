@@ -155,7 +155,9 @@ def _main(look: Look, pid: int) -> ThreadStack | None:
 
 def _still(pid: int, there: processes.Process, unseen: list[str]) -> Attached:
     verdict = Verdict.STOPPED if there.stopped else Verdict.DEAD
-    said = "is stopped by a signal or a debugger" if there.stopped else f"has {processes.cause(there.exit_code)}"
+    said = (
+        "is stopped by a signal or a debugger" if there.stopped else f"has {processes.cause(there.exit_code)}"
+    )
     judgement = Judgement(
         verdict,
         Phase.OTHER,

@@ -12,7 +12,7 @@ from typing import Any
 from backlight.stalls.gathering import Rank
 from backlight.stalls.joining import KIND, WINDOW, pack
 from backlight.stalls.view import Judgement, View
-from backlight.store.watchdog import WatchdogWriter
+from backlight.store.write.watchdog import WatchdogWriter
 
 BETWEEN = 1.0
 """Seconds between two looks for a question."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from backlight.records import Evidence, Finding, Made, Severity, Subject, Verdict, to_json
 from backlight.stalls.view import Judgement, View
-from backlight.store.watchdog import WatchdogWriter
+from backlight.store.write.watchdog import WatchdogWriter
 
 RULE = "stall"
 VERSION = 1

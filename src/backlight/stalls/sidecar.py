@@ -31,7 +31,7 @@ from backlight.stalls.stacks import compiling
 from backlight.stalls.thresholds import Thresholds
 from backlight.stalls.verdict import judge, see
 from backlight.stalls.view import Judgement, View
-from backlight.store.watchdog import WatchdogWriter
+from backlight.store.write.watchdog import WatchdogWriter
 
 POLL = 0.25
 CLOSE_POLL = 0.15

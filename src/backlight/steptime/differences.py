@@ -18,7 +18,7 @@ from backlight.steptime.steady import (
     paired_difference,
 )
 from backlight.steptime.wording import circumstances
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 STEP = "step"
 """Name of the row of the whole step."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight.steptime.steady import Steady, find_steady
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 PREFIX = "phase/"
 """What the scalars of phase times begin with."""

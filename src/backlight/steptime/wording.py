@@ -13,7 +13,7 @@ import numpy as np
 from backlight.records import Evidence
 from backlight.steptime.recorded import PREFIX, Recorded, read_phases
 from backlight.steptime.thresholds import Thresholds
-from backlight.store.reader import Event, Run
+from backlight.store.read.run import Event, Run
 
 CIRCUMSTANCES = "circumstances"
 """Kind of the event that says, at the end of a run, how its steps were run; see the session."""

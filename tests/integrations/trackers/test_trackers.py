@@ -23,7 +23,7 @@ import backlight
 from backlight.records import Finding, Severity, Subject
 from backlight.session.sending import send
 from backlight.session.trackers import TRACKERS, Tracked, TrackerError
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 STEPS = 6
 ROOMS = ("health", "steptime")

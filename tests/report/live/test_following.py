@@ -27,7 +27,7 @@ from backlight.report.panel import Drawn, Panel, in_order
 from backlight.report.source import Source
 from backlight.session.live import followed
 from backlight.store.errors import RunFormatError
-from backlight.store.reader import Run, Scalar, open_run
+from backlight.store.read.run import Run, Scalar, open_run
 
 KILLED = """
 import os, sys

@@ -22,7 +22,7 @@ from synthetic import Plan
 from backlight.records import RunStatus
 from backlight.session.live import Live, followed
 from backlight.store.errors import RunFormatError
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 pytestmark = NEEDS_CHROMIUM
 

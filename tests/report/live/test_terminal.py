@@ -19,7 +19,7 @@ from backlight.report.live.standing import EMPTY
 from backlight.report.live.terminal import frame, sparkline
 from backlight.report.source import Source
 from backlight.session.live import followed
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 HOSTILE = "[red]\x1b[2J\u202e[/]\nname"
 

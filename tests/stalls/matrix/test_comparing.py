@@ -15,7 +15,7 @@ from backlight.stalls.matrix.judging import Judgement
 from backlight.stalls.matrix.launching import Launch
 from backlight.stalls.matrix.observations import Ended, Observation
 from backlight.stalls.matrix.runfolder import stalls_of, steps_at
-from backlight.store.writer import RunWriter
+from backlight.store.write.writer import RunWriter
 
 FINGERPRINT = Fingerprint(
     script="train.py", arguments=("--checkpoint",), modules=(("", "Net"),), parameter_count=10

@@ -15,7 +15,7 @@ from backlight.report.panel import PANELS, Drawn, NotMeasured
 from backlight.report.source import Source
 from backlight.steptime.memory import allocator
 from backlight.steptime.memory.allocator import Allocator, read_allocator
-from backlight.store.reader import open_run
+from backlight.store.read.run import open_run
 
 RECIPE = Path(__file__).parents[3] / "examples" / "gpt_recipe.py"
 
@@ -157,7 +157,7 @@ def test_options_may_stand_on_both_sides() -> None:
 
 
 def test_a_run_without_memory_says_so(tmp_path: Path) -> None:
-    from backlight.store.writer import RunWriter
+    from backlight.store.write.writer import RunWriter
 
     RunWriter.create(tmp_path / "run").close()
     source = Source(open_run(tmp_path / "run"))

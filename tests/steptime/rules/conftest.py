@@ -16,8 +16,8 @@ from backlight.findings.evaluate import judge
 from backlight.records import Finding, Fingerprint
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import CIRCUMSTANCES, read_profile
-from backlight.store.reader import Run, open_run
-from backlight.store.writer import RunWriter
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
 
 Stored = Callable[..., Run]
 Judged = Callable[..., list[Finding]]

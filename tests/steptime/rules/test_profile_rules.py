@@ -133,8 +133,8 @@ def test_chains_are_weighed_against_the_step(stored: Any, judged: Any) -> None:
 
 
 def test_a_damaged_profile_is_passed_over(stored: Any, judged: Any, tmp_path: Any) -> None:
-    from backlight.store.reader import open_run
-    from backlight.store.writer import RunWriter
+    from backlight.store.read.run import open_run
+    from backlight.store.write.writer import RunWriter
 
     writer = RunWriter.create(tmp_path / "damaged", rooms=("steptime",))
     writer.evidence("profile.json", "{ not json")

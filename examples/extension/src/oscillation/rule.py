@@ -9,7 +9,7 @@ import numpy as np
 
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 WINDOW = 20
 """Steps at the end of the run that are looked at."""

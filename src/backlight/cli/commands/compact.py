@@ -18,7 +18,7 @@ def compact(
     ] = False,
 ) -> None:
     """Finish what a killed process left open, and make the files small."""
-    from backlight.store.compaction import compact as tidy
+    from backlight.store.maintenance.compact import compact as tidy
 
     done = tidy(path, every=every, force=force)
     print(f"{done.before / 1e6:.1f} MB before, {done.after / 1e6:.1f} MB after")

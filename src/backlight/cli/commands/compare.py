@@ -47,7 +47,7 @@ def compare(
     from backlight.cli.comparing import print_comparison
     from backlight.records import to_json
     from backlight.session.comparison import compare as compare_runs
-    from backlight.store.reader import open_run
+    from backlight.store.read.run import open_run
 
     one = open_run(first)
     other = open_run(second)

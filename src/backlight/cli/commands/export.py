@@ -62,9 +62,9 @@ def export(
     from backlight.findings.evaluate import findings_of
     from backlight.report.text import count
     from backlight.session.sending import send_all
-    from backlight.store.export import export as write
-    from backlight.store.export_tables import export_tables
-    from backlight.store.reader import open_run
+    from backlight.store.export.files import export as write
+    from backlight.store.export.table_files import export_tables
+    from backlight.store.read.run import open_run
 
     if target is None and not to:
         raise typer.BadParameter("name a FILE to write, or a tracker with --to NAME=TARGET")

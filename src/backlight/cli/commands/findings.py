@@ -23,7 +23,7 @@ def findings(
     from backlight.findings.fail_on import compile as compile_expression
     from backlight.records import to_json
     from backlight.report.terminal import print_findings
-    from backlight.store.reader import open_run
+    from backlight.store.read.run import open_run
 
     failing = compile_expression(fail_on) if fail_on is not None else None
     run = open_run(path)

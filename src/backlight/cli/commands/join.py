@@ -13,7 +13,7 @@ def join(
     parts: Annotated[list[Path], typer.Argument(metavar="PART...", help="Folders that other hosts wrote.")],
 ) -> None:
     """Copy the ranks that other hosts recorded into the run of rank 0; the parts stay as they are."""
-    from backlight.store.parts import join as join_parts
+    from backlight.store.maintenance.merge_hosts import join as join_parts
 
     joined = join_parts(run, parts)
     for attempt, ranks in sorted(joined.ranks.items()):

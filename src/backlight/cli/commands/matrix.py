@@ -46,7 +46,7 @@ def matrix(
     from backlight.stalls.matrix.rendering.bundle import write_bundle, write_reports
     from backlight.stalls.matrix.rendering.terminal import one_line, print_cases, print_report
     from backlight.stalls.matrix.template import refuse_script, write_plan
-    from backlight.store.archive import check_archive
+    from backlight.store.export.archive import check_archive
 
     if init:
         print(write_plan(plan, context.args))

@@ -42,7 +42,7 @@ def query(
         If there is neither a statement nor --tables, or two forms of output are asked for.
     """
     from backlight.session import querying
-    from backlight.store.reader import open_run
+    from backlight.store.read.run import open_run
 
     if (statement is None) != tables:
         raise typer.BadParameter("give one SELECT, or --tables for what it can ask about")

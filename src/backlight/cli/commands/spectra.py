@@ -84,7 +84,7 @@ def spectra(
         outcome = measure_spectra(asked, on_stage)
     if outcome.rank:
         return 0
-    from backlight.store.reader import open_run
+    from backlight.store.read.run import open_run
 
     run = open_run(outcome.path)
     if as_json:

@@ -28,7 +28,7 @@ def compare(
     from backlight.cli.grok_verdict import print_overlaid
     from backlight.report.overlay import write_overlay
     from backlight.session.overlaying import as_page, overlay
-    from backlight.store.reader import open_run
+    from backlight.store.read.run import open_run
 
     overlaid = overlay([open_run(path) for path in runs], align=align, only=measure or ())
     if as_json:

@@ -32,7 +32,7 @@ def detect(
     from backlight.cli.grok_verdict import print_examined
     from backlight.grokking.curves import DetectionError
     from backlight.session.examining import beside, examine
-    from backlight.store.reader import open_run
+    from backlight.store.read.run import open_run
 
     opened = [open_run(path) for path in runs]
     against = open_run(control) if control is not None else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from backlight.grokking.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("degradation", room="grokking")

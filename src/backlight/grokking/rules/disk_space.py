@@ -8,7 +8,7 @@ from typing import Any
 from backlight.grokking.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("disk_space", room="grokking")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from backlight.grokking.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Event, Run
+from backlight.store.read.run import Event, Run
 
 _NUMBER = re.compile(r"'[^']*'|\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 

@@ -11,7 +11,7 @@ from backlight.grokking.thresholds import Thresholds
 from backlight.grokking.verdicts import Detection, GrokkingVerdict
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 _DOUBTED = {
     GrokkingVerdict.UNSTABLE,

@@ -13,7 +13,7 @@ from backlight.health.scoring import total_norms
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Frame, Run
+from backlight.store.read.run import Frame, Run
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from backlight.findings import wording
 from backlight.health.thresholds import Thresholds
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule(

@@ -13,7 +13,7 @@ from backlight.findings import wording
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 SAMPLED_STEPS = 64
 """Recorded steps, evenly spread, that the medians and the agreement are taken over."""

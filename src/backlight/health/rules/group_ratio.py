@@ -12,7 +12,7 @@ from backlight.health.groups import GroupError, GroupRms, group_rms, ratio
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule(

@@ -12,7 +12,7 @@ from backlight.health.history import finite_median
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Frame, Run
+from backlight.store.read.run import Frame, Run
 
 ZERO_RMS = 1e-5
 """A weight whose rms is below this before its first recorded step counts as started at zero."""

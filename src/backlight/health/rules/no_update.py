@@ -12,7 +12,7 @@ from backlight.health.scoring import skipped_steps
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Frame, Run
+from backlight.store.read.run import Frame, Run
 
 SPARSE = 0.9
 """Share of zeros in a gradient above which a sample of the weights may miss those that moved."""

@@ -12,7 +12,7 @@ from backlight.health.scoring import skipped_steps, total_norms
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Frame, Run, Scalar
+from backlight.store.read.run import Frame, Run, Scalar
 
 HISTORY = 3
 """Recorded total norms before the event that the evidence shows."""

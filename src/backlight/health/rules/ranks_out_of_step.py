@@ -9,7 +9,7 @@ from backlight.health.apart import out_of_step
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("ranks_out_of_step", room="health", thresholds=("apart_steps",))

@@ -13,8 +13,8 @@ from backlight.health.apart import SHOWN, out_of_step
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Layout, Severity, Subject
 from backlight.registry import rule
-from backlight.store.frames import placement
-from backlight.store.reader import Frame, Run
+from backlight.store.read.frames import placement
+from backlight.store.read.run import Frame, Run
 
 Bools = NDArray[np.bool_]
 

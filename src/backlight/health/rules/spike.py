@@ -14,7 +14,7 @@ from backlight.health.scoring import total_norms
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 CHUNK = 4096
 """Rows whose histories are laid out at once."""

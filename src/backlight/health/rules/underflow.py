@@ -12,7 +12,7 @@ from backlight.health.scoring import skipped_steps
 from backlight.health.thresholds import Thresholds
 from backlight.records import Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule(

@@ -12,7 +12,7 @@ from backlight.health.history import Bools, Integers, ending, ending_median, end
 from backlight.health.thresholds import Thresholds
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Frame, Run
+from backlight.store.read.run import Frame, Run
 
 CHUNK = 256
 """Steps with a small value that are looked at at once for the first one that vanishes."""

@@ -11,7 +11,7 @@ from backlight.health.history import Bools, Integers, ending_streaks
 from backlight.health.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("zero_gradient", room="health", thresholds=("zero_window",), needs=("gradient",))

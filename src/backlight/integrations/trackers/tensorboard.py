@@ -8,7 +8,7 @@ from typing import Any
 
 from backlight.records import Finding
 from backlight.session.trackers import PREFIX, Point, Tracked, in_markdown, tracker
-from backlight.store.names import safe_name
+from backlight.store.format.names import safe_name
 
 
 class _TensorBoard:

@@ -29,7 +29,7 @@ from backlight.report.panel import Drawn, Failed, NotMeasured, Panel, failed, in
 from backlight.report.source import Source
 from backlight.report.text import visible
 from backlight.store.errors import RunFormatError
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 PAUSE = 0.3
 """Seconds between two looks at the files of a run."""

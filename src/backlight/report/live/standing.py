@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from backlight.records import RunStatus
 from backlight.report.text import number
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 class Standing(enum.StrEnum):

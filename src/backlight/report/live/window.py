@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.report.source import Source
-from backlight.store.reader import Frame, Run, Scalar
+from backlight.store.read.run import Frame, Run, Scalar
 
 
 class Windowed:

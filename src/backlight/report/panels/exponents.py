@@ -11,7 +11,7 @@ from backlight.report.encoding import Packed, pack_log
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.reduction import Buckets, cut
 from backlight.report.source import Source
-from backlight.store.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
+from backlight.store.format.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
 
 RANGES = 600
 """Ranges of steps of the histogram over all parameters."""

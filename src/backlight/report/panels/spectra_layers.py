@@ -8,7 +8,7 @@ from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
 from backlight.report.spectra import shape_of
 from backlight.report.text import number, visible
-from backlight.store.spectra import Measurement
+from backlight.store.format.spectra import Measurement
 
 MOST = 300
 """Layers that are listed."""

@@ -8,7 +8,7 @@ from backlight.findings.evaluate import findings_of
 from backlight.records import Finding
 from backlight.registry import DISPLAYS
 from backlight.report.notebook import findings_html, run_html
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @DISPLAYS.register("run")

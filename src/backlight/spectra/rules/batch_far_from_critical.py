@@ -12,7 +12,7 @@ from backlight.registry import rule
 from backlight.spectra.conditions import batch_far_from_critical as holds
 from backlight.spectra.judging import CHECKPOINT, Hit, evidence, followed, worst, written
 from backlight.spectra.thresholds import Thresholds
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("batch_far_from_critical", room="spectra", thresholds=("batch_factor",), restates=True)

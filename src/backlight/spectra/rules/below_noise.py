@@ -9,7 +9,7 @@ from backlight.registry import rule
 from backlight.spectra.conditions import below_noise as holds
 from backlight.spectra.judging import Hit, among, evidence, followed, worst, written
 from backlight.spectra.thresholds import Thresholds
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("below_noise", room="spectra", restates=True)

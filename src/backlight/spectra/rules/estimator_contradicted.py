@@ -13,7 +13,7 @@ from backlight.spectra.conditions import modes_too_close
 from backlight.spectra.judging import Hit, among, followed, worst, written
 from backlight.spectra.reading import Table, tables
 from backlight.spectra.thresholds import Thresholds
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 _SHOWN = 5
 

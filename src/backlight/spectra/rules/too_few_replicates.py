@@ -12,7 +12,7 @@ from backlight.spectra.conditions import too_few_replicates as holds
 from backlight.spectra.judging import Hit, among, evidence, followed, worst, written
 from backlight.spectra.reading import tables
 from backlight.spectra.thresholds import Thresholds
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("too_few_replicates", room="spectra", thresholds=("replicates", "interval_width"), restates=True)

@@ -11,7 +11,7 @@ import numpy as np
 from backlight.records import Finding, Fingerprint, to_json
 from backlight.stalls.matrix.observations import StallSeen
 from backlight.store.errors import StoreError
-from backlight.store.reader import Run, open_run
+from backlight.store.read.run import Run, open_run
 
 RULE = "stall"
 """Name of the rule whose findings the sidecar makes."""

@@ -11,7 +11,7 @@ from backlight.stalls.filing import as_finding
 from backlight.stalls.joining import KIND, LEAVES, UNSEEN, VERDICT, WINDOW, ended, together, unpack
 from backlight.stalls.ranks import attribute
 from backlight.stalls.thresholds import Thresholds
-from backlight.store.reader import Event, Run
+from backlight.store.read.run import Event, Run
 
 
 @rule("stall", room="stalls", version=2, restates=True)

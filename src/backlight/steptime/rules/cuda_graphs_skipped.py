@@ -8,7 +8,7 @@ from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import CIRCUMSTANCES, circumstances, plural
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("cuda_graphs_skipped", room="steptime")

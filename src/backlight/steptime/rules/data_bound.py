@@ -11,7 +11,7 @@ from backlight.records import Evidence, Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import percent, phase, read_profile, steady_phases
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 CONTROL = "cached batch"
 """Name of the control that feeds one batch again and again."""

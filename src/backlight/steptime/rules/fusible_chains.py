@@ -8,7 +8,7 @@ from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import ms, percent, plural, read_profile
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("fusible_chains", room="steptime", thresholds=("chain_share",))

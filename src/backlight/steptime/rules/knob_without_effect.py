@@ -10,7 +10,7 @@ from backlight.records import Evidence, Finding, Fingerprint, Severity, Subject
 from backlight.registry import rule
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import CIRCUMSTANCES, circumstances
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 Seen = tuple[str, str] | None
 """What an argument asked for against what is there, in words; None where they agree or nothing is known."""

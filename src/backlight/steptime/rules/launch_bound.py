@@ -8,7 +8,7 @@ from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import percent, read_profile
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 CAUSES = ("host_bound", "launch_gap", "synchronisation")
 """Causes of idle time that lie in the host."""

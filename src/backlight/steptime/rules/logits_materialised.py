@@ -9,7 +9,7 @@ from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import circumstances, percent, read_profile, size
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("logits_materialised", room="steptime", thresholds=("logits_share", "logits_bytes"))

@@ -8,7 +8,7 @@ from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import CIRCUMSTANCES, circumstances, percent, plural, size
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("memory_fragmentation", room="steptime", thresholds=("fragmentation_share", "fragmentation_bytes"))

@@ -12,7 +12,7 @@ from backlight.registry import rule
 from backlight.steptime.recorded import PREFIX, Recorded
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import ms, percent, plural, steady_phases
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 COLLECTION = "garbage_collection"
 """Kind of the event, and cause, of a pause by Python's garbage collector."""

@@ -8,7 +8,7 @@ from backlight.records import Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import circumstances, ms, percent, plural, read_profile, size
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("recompute_without_need", room="steptime", thresholds=("recompute_share", "recompute_memory"))

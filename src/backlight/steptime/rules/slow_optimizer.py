@@ -11,7 +11,7 @@ from backlight.records import Evidence, Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import CIRCUMSTANCES, circumstances, percent, phase, plural, steady_phases
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 """Optimizers of torch that have a fused way on every device."""

@@ -13,7 +13,7 @@ from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import Profiled, ms, percent, plural, read_profile
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("slow_twin", room="steptime", thresholds=("twin_count", "twin_factor", "twin_share"))

@@ -11,7 +11,7 @@ from backlight.registry import rule
 from backlight.steptime.recorded import PREFIX, Recorded
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import percent, steady_phases
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 WAITS = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
 """Phases in which collectives may wait for other ranks: their time says nothing of a rank's own work."""

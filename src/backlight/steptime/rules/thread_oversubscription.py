@@ -8,7 +8,7 @@ from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.steptime.thresholds import Thresholds
 from backlight.steptime.wording import CIRCUMSTANCES, circumstances, plural
-from backlight.store.reader import Run
+from backlight.store.read.run import Run
 
 
 @rule("thread_oversubscription", room="steptime", thresholds=("threads_per_core",))

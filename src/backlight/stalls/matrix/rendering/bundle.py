@@ -8,7 +8,7 @@ from pathlib import Path
 
 from backlight.stalls.matrix.rendering.markdown import render_markdown
 from backlight.stalls.matrix.rendering.page import render_html
-from backlight.store.archive import check_archive, write_archive
+from backlight.store.export.archive import check_archive, write_archive
 
 
 def write_reports(folder: Path) -> tuple[Path, Path]:
@@ -38,7 +38,7 @@ def write_form(folder: Path, target: Path, *, as_html: bool) -> Path:
 def write_bundle(folder: Path, target: Path) -> Path:
     """Pack the folder of a matrix into ``target``, whole or not at all; links are left out.
 
-    A name that is not one of an archive raises what :func:`backlight.store.archive.check_archive` raises.
+    A name that is not one of an archive raises what :func:`backlight.store.export.archive.check_archive` raises.
     """
     check_archive(target)
     write_reports(folder)

@@ -1,0 +1,328 @@
+"""Tidying a run that nobody writes any more: fewer, closed files, and a manifest that says how it ended.
+
+Each step leaves a run that opens: SQLite itself moves a log into its file, a new file is complete
+before it is renamed, a merged file says in its name which ones it replaces, and those go last. Interrupted
+at any point, compaction can simply be run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sqlite3
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backlight.records import RunStatus
+from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.store.format.hdf5_filters import Filters
+from backlight.store.format.hdf5_pieces import merged, parse_piece, piece_name, read_piece, write_piece
+from backlight.store.format.manifest import Manifest, Progress, read_manifest
+from backlight.store.format.schema import SERIES
+from backlight.store.platform import atomic_json
+from backlight.store.platform.lock import locked
+from backlight.store.read.arrays import pieces
+from backlight.store.read.attempt import OpenedAttempt, open_attempt
+from backlight.store.read.snapshot import Snapshot, beside, size_of
+from backlight.store.write.arrays import ROLL_SIZE
+from backlight.store.write.attempt import document_name
+from backlight.store.write.database import COUNTED, PAGE_SIZE, connect, create_tables
+from backlight.store.write.segments import bring, current, parse_name, segment_name
+from backlight.store.write.watchdog import watchdog_files
+
+__all__ = ["Compaction", "compact"]
+
+_SHARED = ("parameter_table", "scalar_name")
+
+
+@dataclass(slots=True)
+class Compaction:
+    """What compaction did: bytes before and after, and in words what it found."""
+
+    before: int = 0
+    after: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def compact(path: str | Path, *, every: int | None = None, force: bool = False) -> Compaction:
+    """Tidy the run at ``path``: after a kill, or to save space.
+
+    Parameters
+    ----------
+    every:
+        Keep only every Nth recorded step of each series; None keeps all. Scalars, events and
+        findings always stay.
+    force:
+        Also where it cannot be told from this machine whether the writer still lives.
+
+    Raises
+    ------
+    RunExistsError
+        If a process writes the run, or may do so.
+    RunWriteError
+        If the file system does not let us; what is there then still opens.
+    ValueError
+        If ``every`` is not positive. A folder that is no run passes a RunFormatError through.
+    """
+    path = Path(path)
+    if every is not None and every < 1:
+        raise ValueError(f"every is {every}, expected at least 1")
+    result = Compaction()
+    read_manifest(path)
+    try:
+        with locked(path):
+            manifest = read_manifest(path)
+            opened = [open_attempt(path, entry) for entry in manifest.attempts]
+            for attempt in opened:
+                _refuse_running(path, attempt, force=force)
+            result.before = _size(path)
+            for attempt in opened:
+                _compact_attempt(path, attempt, manifest, every, result)
+            _sweep(path)
+            manifest.write(path)
+            result.after = _size(path)
+    except (OSError, sqlite3.Error) as error:
+        raise RunWriteError(f"{path}: cannot be compacted: {error}; what was recorded still opens") from error
+    return result
+
+
+def _refuse_running(path: Path, attempt: OpenedAttempt, *, force: bool) -> None:
+    for rank, progress in attempt.progress.items():
+        status = progress.status_now()
+        who = f"rank {rank} of attempt {attempt.entry.index} (process {progress.process.pid}"
+        who = f"{who} on {progress.process.host})"
+        if status is RunStatus.RUNNING:
+            raise RunExistsError(f"{path}: {who} is still writing; compact the run when it has ended")
+        if status is RunStatus.UNKNOWN and progress.status is RunStatus.RUNNING and not force:
+            msg = f"{path}: it cannot be told from here whether {who} still writes"
+            raise RunExistsError(f"{msg}; compact the run there, or force it")
+
+
+def _compact_attempt(
+    path: Path, attempt: OpenedAttempt, manifest: Manifest, every: int | None, result: Compaction
+) -> None:
+    folder = attempt.folder
+    if not folder.is_dir():
+        return
+    _sweep(folder)
+    for watchdog in watchdog_files(folder):
+        try:
+            if beside(watchdog, "-wal").exists():
+                Snapshot(watchdog)
+                _fold_log(watchdog)
+        except (RunFormatError, RunWriteError) as error:
+            # A watchdog may outlive what it watched, and its file stands for itself.
+            result.notes.append(str(error))
+    for rank, progress in attempt.progress.items():
+        _recover_local(folder, rank, progress, manifest.run_id, result)
+        _databases(folder, rank, every, result)
+        _pieces(folder, rank, result)
+        _finish(path, folder, rank, progress)
+        if rank != attempt.entry.first:
+            _rewrite_document(folder / document_name(rank), progress)
+
+
+def _recover_local(folder: Path, rank: int, progress: Progress, run_id: str, result: Compaction) -> None:
+    """Bring in what a killed writer on network storage had not yet published from its local disk."""
+    if not progress.local:
+        return
+    local = Path(progress.local)
+    source = local / f"rank-{rank:05d}.db"
+    if progress.process.host != socket.gethostname() or not source.is_file():
+        result.notes.append(
+            f"{source} on {progress.process.host} is not here; what is in it is not brought in"
+        )
+        return
+    try:
+        meta = dict(Snapshot(source).rows("SELECT key, value FROM meta"))
+    except RunFormatError as error:
+        result.notes.append(str(error))
+        return
+    if (meta.get("run_id"), meta.get("rank")) != (run_id, str(rank)):
+        result.notes.append(f"{source} belongs to another run and is left alone")
+        return
+    _fold_log(source)
+    taken = [span for p in folder.iterdir() if (span := parse_name(p.name)) is not None and span[0] == rank]
+    bring(source, folder / segment_name(rank, max((last for _, _, last in taken), default=-1) + 1))
+    progress.local = ""
+    # The folder's name came from the manifest: nothing but this file and an empty folder is removed.
+    source.unlink()
+    with contextlib.suppress(OSError):
+        local.rmdir()
+    result.notes.append(f"brought in {source}")
+
+
+def _databases(folder: Path, rank: int, every: int | None, result: Compaction) -> None:
+    """Make one closed database of those of a rank."""
+    found = {p.name: s for p in folder.iterdir() if (s := parse_name(p.name)) is not None and s[0] == rank}
+    names = current((name, *span) for name, span in found.items())
+    for name in set(found) - set(names):
+        (folder / name).unlink()
+    for group in ([n for n in names if found[n][1] < 0], [n for n in names if found[n][1] >= 0]):
+        logs = [name for name in group if beside(folder / name, "-wal").exists()]
+        if not group or (len(group) == 1 and not logs and every is None):
+            continue
+        spans = [found[name] for name in group]
+        whole = group[0] if spans[0][1] < 0 else segment_name(rank, spans[0][1], spans[-1][2])
+        try:
+            for name in group:
+                Snapshot(folder / name)
+                _fold_log(folder / name)
+            _merge(folder, group, whole, every)
+        except (RunFormatError, sqlite3.DatabaseError) as error:
+            result.notes.append(f"{folder.name}: {', '.join(group)} stay as they are: {error}")
+            continue
+        for name in group:
+            if name != whole:
+                (folder / name).unlink()
+
+
+def _fold_log(path: Path) -> None:
+    """Let SQLite move a log into its file; only then may the file be replaced by another one.
+
+    Raises
+    ------
+    RunWriteError
+        If another program has the file open.
+    """
+    connection = connect(path)
+    try:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        mode = connection.execute("PRAGMA journal_mode = DELETE").fetchone()[0]
+    except sqlite3.OperationalError as error:
+        raise RunWriteError(f"{path}: is in use: {error}; close what reads it and try again") from error
+    finally:
+        connection.close()
+    if mode != "delete" or size_of(beside(path, "-wal")):
+        raise RunWriteError(f"{path}: is in use by another program; close it and try again")
+
+
+def _merge(folder: Path, names: list[str], whole: str, every: int | None) -> None:
+    """Copy the rows of closed databases into a new one and put it in the place of the first.
+
+    Raises
+    ------
+    sqlite3.DatabaseError
+        If a source lacks rows: copying what is left would hide the loss.
+    """
+    temporary = atomic_json.temporary_name(folder / whole)
+    temporary.unlink(missing_ok=True)
+    connection = connect(temporary)
+    try:
+        connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
+        connection.execute("PRAGMA journal_mode = OFF")
+        connection.execute("PRAGMA synchronous = OFF")
+        places = [f"{(folder / name).absolute().as_uri()}?mode=ro" for name in names]
+        kept: dict[str, set[int]] = {f"series_{series}": set() for series in SERIES}
+        for i, place in enumerate(places):
+            connection.execute("ATTACH ? AS source", (place,))
+            if i == 0:
+                create_tables(connection, dict(connection.execute("SELECT key, value FROM source.meta")))
+            for table in COUNTED:
+                count, last = connection.execute(f"SELECT count(*), max(id) FROM source.{table}").fetchone()
+                if count != (last or 0):
+                    raise sqlite3.DatabaseError(f"{names[i]} lacks rows of table {table}")
+            for table, steps in kept.items() if every is not None else ():
+                steps.update(row[0] for row in connection.execute(f"SELECT step FROM source.{table}"))
+            connection.execute("DETACH source")
+        connection.execute("CREATE TEMP TABLE kept (series TEXT, step INTEGER, PRIMARY KEY (series, step))")
+        for table, steps in kept.items():
+            rows = [(table, step) for step in sorted(steps)[:: every or 1]]
+            connection.executemany("INSERT INTO kept VALUES (?, ?)", rows)
+        for place in places:
+            connection.execute("ATTACH ? AS source", (place,))
+            connection.execute("BEGIN")
+            for table in COUNTED:
+                _copy_rows(connection, table, thin=every is not None and table in kept)
+            connection.execute("COMMIT")
+            connection.execute("DETACH source")
+        check = connection.execute("PRAGMA integrity_check").fetchone()[0]
+        if check != "ok":
+            raise sqlite3.DatabaseError(f"the merged file fails its check: {check}")
+        connection.close()
+        atomic_json.sync_file(temporary)
+        atomic_json.publish(temporary, folder / whole)
+    finally:
+        connection.close()
+        temporary.unlink(missing_ok=True)
+
+
+def _copy_rows(connection: sqlite3.Connection, table: str, *, thin: bool) -> None:
+    """Append the rows of ``source.table`` under new ids without a gap; what is referred to keeps its ids."""
+    columns = [row[1] for row in connection.execute(f"PRAGMA source.table_info({table})")]
+    # Segments repeat the tables that their rows refer to, with the same ids.
+    named = ", ".join(column for column in columns if table in _SHARED or column != "id")
+    verb = "INSERT OR IGNORE" if table in _SHARED else "INSERT"
+    where = f" WHERE step IN (SELECT step FROM kept WHERE series = '{table}')" if thin else ""
+    connection.execute(
+        f"{verb} INTO main.{table} ({named}) SELECT {named} FROM source.{table}{where} ORDER BY id"
+    )
+
+
+def _pieces(folder: Path, rank: int, result: Compaction) -> None:
+    """Merge neighbouring pieces of arrays up to the size at which pieces roll."""
+    arrays = folder / "arrays"
+    if not arrays.is_dir():
+        return
+    _sweep(arrays)
+    mine = [path for owner, path in pieces(folder) if owner == rank]
+    for path in arrays.iterdir():
+        span = parse_piece(path.name)
+        if span is not None and span[0] == rank and path not in mine:
+            path.unlink()
+    group: list[Path] = []
+    for piece in [*mine, None]:
+        if piece is not None and sum(p.stat().st_size for p in [*group, piece]) <= ROLL_SIZE:
+            group.append(piece)
+            continue
+        if len(group) > 1:
+            spans = [parse_piece(p.name) or (rank, 0, 0) for p in group]
+            whole = arrays / piece_name(rank, spans[0][1], spans[-1][2])
+            try:
+                write_piece(whole, merged([stack for p in group for stack in read_piece(p)]), Filters())
+            except RunFormatError as error:
+                result.notes.append(f"{arrays.name} of {folder.name} stay as they are: {error}")
+            else:
+                for old in group:
+                    old.unlink()
+        group = [] if piece is None else [piece]
+
+
+def _finish(path: Path, folder: Path, rank: int, progress: Progress) -> None:
+    """State how the attempt ended, and the last rows of the files as they are now."""
+    if progress.status is RunStatus.RUNNING:
+        progress.status = RunStatus.KILLED
+        progress.ended = progress.updated
+    files: dict[str, dict[str, int]] = {}
+    for child in sorted(folder.iterdir()):
+        span = parse_name(child.name)
+        if span is not None and span[0] == rank:
+            try:
+                snapshot = Snapshot(child)
+                rows = {t: snapshot.rows(f"SELECT max(id) FROM {t}")[0][0] for t in COUNTED}
+            except RunFormatError:
+                # What was stated of a damaged file stays stated: it is the measure of the loss.
+                key = child.relative_to(path).as_posix()
+                rows = dict(progress.files.get(key, {}))
+            files[child.relative_to(path).as_posix()] = {t: int(n) for t, n in rows.items() if n}
+    for owner, piece in pieces(folder):
+        if owner == rank:
+            files[piece.relative_to(path).as_posix()] = {"bytes": piece.stat().st_size}
+    progress.files = files
+
+
+def _rewrite_document(path: Path, progress: Progress) -> None:
+    document = atomic_json.read_document(path)
+    document["progress"] = progress
+    atomic_json.write_atomically(path, atomic_json.dump(document).encode("ascii"))
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what was being prepared when its process was killed."""
+    for child in folder.iterdir():
+        if atomic_json.is_temporary(child.name) and child.is_file():
+            child.unlink()
+
+
+def _size(path: Path) -> int:
+    return sum(p.lstat().st_size for p in path.rglob("*") if p.is_file())

@@ -1,0 +1,232 @@
+"""Finding the files of a run and saying what of them is missing: the first half of reading."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from backlight.records import Fingerprint, RunStatus
+from backlight.store.errors import RunFormatError
+from backlight.store.format.hdf5_pieces import parse_piece
+from backlight.store.format.manifest import AttemptEntry, Progress, attempt_folder
+from backlight.store.platform import atomic_json
+from backlight.store.read.rank_file import RankFile
+from backlight.store.read.snapshot import Snapshot
+from backlight.store.write.attempt import document_name
+from backlight.store.write.segments import current, parse_name
+from backlight.store.write.watchdog import RANK, watchdog_files
+
+_DOCUMENT = re.compile(r"rank-(\d{5,9})\.json")
+_NAMED_RANKS = 16
+
+
+@dataclass(slots=True)
+class OpenedAttempt:
+    """The readable files of an attempt, the progress that each rank states, and what is lost of it."""
+
+    entry: AttemptEntry
+    folder: Path
+    files: list[RankFile] = field(default_factory=list)
+    watchdogs: list[RankFile] = field(default_factory=list)
+    progress: dict[int, Progress] = field(default_factory=dict)
+    fingerprints: dict[int, Fingerprint] = field(default_factory=dict)
+    options: dict[int, dict[str, Any]] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
+    unreadable: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks of which something can be read."""
+        return tuple(sorted({file.rank for file in self.files}))
+
+
+def open_attempt(path: Path, entry: AttemptEntry) -> OpenedAttempt:
+    """Open what there is of one attempt of the run at ``path``."""
+    out = OpenedAttempt(entry, path / attempt_folder(entry.index))
+    out.progress[entry.first] = entry.progress
+    if not out.folder.is_dir():
+        out.losses.append(f"attempt {entry.index}: its folder {out.folder.name} is missing")
+        return out
+    children = sorted(p.name for p in out.folder.iterdir())
+    found = {name: parsed for name in children if (parsed := parse_name(name)) is not None}
+    documented = {int(match[1]) for name in children if (match := _DOCUMENT.fullmatch(name))}
+    names = current((name, rank, first, last) for name, (rank, first, last) in found.items())
+    for rank in sorted({*documented, *(rank for rank, _, _ in found.values())}):
+        _open_document(out, rank)
+    for name in names:
+        rank = found[name][0]
+        progress = out.progress.get(rank)
+        live = (
+            progress is not None and progress.status is RunStatus.RUNNING and progress.process.alive() is True
+        )
+        own = live and progress is not None and progress.process.pid == os.getpid()
+        file = out.folder / name
+        try:
+            snapshot = Snapshot(file, live=live, own=own)
+            out.files.append(
+                RankFile(file, snapshot, attempt=entry.index, rank=rank, step_offset=entry.step_offset)
+            )
+        except RunFormatError as error:
+            out.unreadable += 1
+            out.losses.append(str(error))
+    _open_watchdogs(out)
+    _state_losses(out)
+    return out
+
+
+def _open_watchdogs(out: OpenedAttempt) -> None:
+    for file in watchdog_files(out.folder):
+        try:
+            # Whether its writer lives is not stated anywhere: file and log are copied, which is always right.
+            snapshot = Snapshot(file)
+            out.watchdogs.append(
+                RankFile(
+                    file, snapshot, attempt=out.entry.index, rank=RANK, step_offset=out.entry.step_offset
+                )
+            )
+        except RunFormatError as error:
+            out.losses.append(str(error))
+
+
+def _open_document(out: OpenedAttempt, rank: int) -> None:
+    path = out.folder / document_name(rank)
+    if not path.exists():
+        return
+    try:
+        data = atomic_json.read_document(path)
+        if data.get("fingerprint") is not None:
+            out.fingerprints[rank] = Fingerprint.from_json(data["fingerprint"])
+        if rank != out.entry.first and data.get("progress") is not None:
+            out.progress[rank] = Progress.from_json(data["progress"])
+        if data.get("options"):
+            out.options[rank] = dict(data["options"])
+    except RunFormatError as error:
+        out.losses.append(str(error))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        out.losses.append(f"{path}: is damaged: {type(error).__name__}: {error}")
+
+
+def _state_losses(out: OpenedAttempt) -> None:
+    """Compare what each rank said of its files with what is there."""
+    entry = out.entry
+    present = {file.rank for file in out.files}
+    said = present | set(out.progress)
+    missing = itertools.islice((rank for rank in range(entry.world_size) if rank not in said), _NAMED_RANKS)
+    for rank in missing:
+        out.losses.append(f"attempt {entry.index}: rank {rank} of {entry.world_size} left no file")
+    if entry.first:
+        out.losses.append(
+            f"attempt {entry.index}: this folder holds the ranks of {entry.progress.process.host} alone, "
+            "which did not see the run of rank 0; bring it there with `backlight join RUN PART`"
+        )
+    out.losses += differences(entry.index, out.options)
+    for rank, progress in sorted(out.progress.items()):
+        out.losses += _said(entry, rank, progress)
+        rows: dict[str, Mapping[str, int]] = {f.path.name: f.last for f in out.files if f.rank == rank}
+        for name, stated in progress.files.items():
+            loss = _compared(out.folder, PurePosixPath(name), stated, rows)
+            if loss:
+                out.losses.append(f"attempt {entry.index}, rank {rank}: {loss}")
+        if not progress.files and rank not in present and not out.unreadable and not progress.local:
+            out.losses.append(
+                f"attempt {entry.index}: rank {rank} left no data, it ended before its first flush"
+            )
+
+
+def differences(attempt: int, options: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Say in words which ranks were told to record something else than the first one."""
+    if len(options) < 2:
+        return []
+    first = min(options)
+    found: dict[str, list[int]] = {}
+    for rank in sorted(options):
+        other = [
+            f"{key} {_shown(options[rank].get(key))} instead of {_shown(value)}"
+            for key, value in options[first].items()
+            if options[rank].get(key) != value
+        ]
+        if other:
+            found.setdefault(", ".join(other), []).append(rank)
+    out = []
+    for what, ranks in found.items():
+        more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED_RANKS]))}{more}"
+        out.append(
+            f"attempt {attempt}: {who} did not record what rank {first} did: {what}; sharded parameters are"
+            " measured only where all ranks recorded"
+        )
+    return out
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _said(entry: AttemptEntry, rank: int, progress: Progress) -> list[str]:
+    who = f"attempt {entry.index}, rank {rank}"
+    after = (
+        f"after step {entry.step_offset + progress.step}" if progress.step >= 0 else "from its first step on"
+    )
+    out = []
+    if progress.lost:
+        out.append(f"{who}: recording stopped {after}: {progress.lost}")
+    status = progress.status_now()
+    interval = f"up to one flush interval ({entry.flush_interval:g} s)"
+    if status is RunStatus.KILLED:
+        out.append(f"{who}: its process was killed; {interval} of what it recorded last is lost")
+    elif status is RunStatus.UNKNOWN:
+        where = f"process {progress.process.pid} on {progress.process.host}"
+        out.append(
+            f"{who}: it cannot be told from here whether {where} still runs; if not, {interval} is lost"
+        )
+    if progress.local and status is not RunStatus.RUNNING:
+        out.append(
+            f"{who}: what it had not yet published is on {progress.process.host} in {progress.local};"
+            " run `backlight compact` there to bring it in"
+        )
+    return out
+
+
+def _compared(
+    folder: Path, name: PurePosixPath, stated: Mapping[str, int], rows: Mapping[str, Mapping[str, int]]
+) -> str:
+    """Say in words what one file lacks of what was stated, empty where it lacks nothing."""
+    if name.parts[1:] == (name.name,) and parse_name(name.name) is not None:
+        if name.name not in rows:
+            if _replaced(folder / name.name):
+                return ""
+            rest = ", ".join(f"{last} rows of {table}" for table, last in stated.items())
+            what = "cannot be read" if (folder / name.name).exists() else "is missing"
+            return f"{name} {what}: lost are {rest or 'no rows that are known of'}"
+        short = [
+            f"{rows[name.name].get(table, 0)} of {last} rows of {table}"
+            for table, last in stated.items()
+            if rows[name.name].get(table, 0) < last
+        ]
+        why = "it was copied without its -wal file, or truncated"
+        return f"{name} holds only {', '.join(short)}: {why}" if short else ""
+    if name.parts[1:] == ("arrays", name.name) and parse_piece(name.name) is not None:
+        path = folder / "arrays" / name.name
+        if path.exists():
+            size, expected = path.stat().st_size, stated.get("bytes", 0)
+            return "" if size >= expected else f"{name} has only {size} of {expected} bytes"
+        return "" if _replaced(path) else f"{name} is missing"
+    return ""
+
+
+def _replaced(path: Path) -> bool:
+    """Tell whether a merged file stands for this one."""
+    parse = parse_name if path.suffix == ".db" else parse_piece
+    mine = parse(path.name)
+    if mine is None or not path.parent.is_dir():
+        return False
+    for other in path.parent.iterdir():
+        theirs = parse(other.name)
+        if theirs is not None and theirs[0] == mine[0] and theirs[1] <= mine[1] and mine[2] <= theirs[2]:
+            return other != path
+    return False

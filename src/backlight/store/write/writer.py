@@ -1,0 +1,498 @@
+"""Writing a run: buffered, thread-safe, and never in the way of the training.
+
+One writer per process and rank. Calls on the path of a step only copy into buffers;
+:meth:`RunWriter.flush`, called by a thread of the session, writes them as one transaction. A disk that
+fails stops the recording, not the training: the writer keeps the reason in ``lost``, says it once to
+``on_lost``, drops what follows and raises nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
+from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.store.format.hdf5_filters import Filters
+from backlight.store.format.manifest import HEARTBEAT
+from backlight.store.format.names import storable
+from backlight.store.format.schema import SERIES
+from backlight.store.platform import atomic_json, filesystem
+from backlight.store.write.arrays import ArrayWriter
+from backlight.store.write.attempt import (
+    Entry,
+    Opening,
+    database_name,
+    enter_apart,
+    enter_as_first,
+    enter_as_further,
+    part_path,
+)
+from backlight.store.write.batch import Batch
+from backlight.store.write.database import RankDatabase, VanishedError
+from backlight.store.write.disk_budget import DiskBudget
+from backlight.store.write.evidence import write_evidence
+from backlight.store.write.progress import Ledger
+from backlight.store.write.segments import SegmentedDatabase
+
+__all__ = ["RunExistsError", "RunFormatError", "RunWriteError", "RunWriter"]
+
+_WIDTHS = {name: (len(schema.floats), len(schema.integers)) for name, schema in SERIES.items()}
+
+BUFFER_LIMIT = 256 * 1024 * 1024
+"""Bytes that may wait for a flush; what comes while a stuck disk holds more is counted and dropped."""
+
+
+class RunWriter:
+    """The writing end of a run folder; make one with :meth:`create`.
+
+    Attributes
+    ----------
+    path, run_id, attempt, step_offset, rank:
+        The folder, what all ranks and attempts share, the number of this attempt, what is added to its steps
+        for the global step, the rank.
+    lost:
+        Why recording stopped, or None.
+    apart:
+        Why this rank writes another folder than it was given: a part of the run, to be joined. Else empty.
+    """
+
+    def __init__(
+        self,
+        entry: Entry,
+        *,
+        rank: int,
+        max_disk: int | None = None,
+        on_lost: Callable[[str], None] | None = None,
+        on_limit: Callable[[str], None] | None = None,
+        filters: Filters = Filters(),  # noqa: B008 - frozen
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.apart = ""
+        self.path = entry.path
+        self.run_id = entry.manifest.run_id
+        self.attempt = entry.attempt.index
+        self.step_offset = entry.attempt.step_offset
+        self.rank = rank
+        self.lost: str | None = None
+        self._on_lost = on_lost
+        self._on_limit = on_limit
+        self._pid = os.getpid()
+        self._buffers = threading.Lock()
+        self._disk = threading.RLock()
+        self._closed = False
+        self._batch = Batch()
+        self._dropped: dict[str, int] = {}
+        self._tables: dict[tuple[ParameterRecord, ...], int] = {}
+        self._latest: tuple[tuple[ParameterRecord, ...] | None, int] = (None, 0)
+        self._sizes: dict[int, npt.NDArray[np.int64]] = {}
+        self._names: dict[tuple[str, str], int] = {}
+        self._entry = entry
+        self._ledger = Ledger(self.path, entry, rank, options)
+        share = entry.attempt.world_size
+        self._before = _folder_size(self.path) // share if max_disk is not None else 0
+        self._budget = DiskBudget(None if max_disk is None else max_disk // share)
+        self._evidence_bytes = 0
+        self._arrays = ArrayWriter(entry.folder / "arrays", rank, filters)
+        meta = {
+            "run_id": entry.manifest.run_id,
+            "rank": str(rank),
+            "attempt": str(self.attempt),
+            "launch": entry.attempt.launch,
+        }
+        self._db: RankDatabase | SegmentedDatabase
+        if filesystem.on_network(entry.folder):
+            self._db = SegmentedDatabase(entry.folder, rank, meta)
+            self._ledger.progress.local = str(self._db.local)
+            # Nothing of a flush is there to be read yet, and a thousand ranks share one server of names.
+            self._ledger.pause = HEARTBEAT
+        else:
+            self._db = RankDatabase(entry.folder / database_name(rank), meta, self._budget.log_pages())
+        _writers.add(self)
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        *,
+        name: str = "",
+        rank: int = 0,
+        world_size: int = 1,
+        run_id: str | None = None,
+        script: str = "",
+        arguments: Sequence[str] = (),
+        max_disk: int | None = None,
+        overrides: Mapping[str, Mapping[str, float]] | None = None,
+        groups: Mapping[str, str] | None = None,
+        rooms: Sequence[str] = (),
+        flush_interval: float = 1.0,
+        step_offset: int | None = None,
+        on_lost: Callable[[str], None] | None = None,
+        on_limit: Callable[[str], None] | None = None,
+        filters: Filters = Filters(),  # noqa: B008 - frozen
+        options: Mapping[str, Any] | None = None,
+        join_timeout: float | None = None,
+    ) -> RunWriter:
+        """Open a new run, or a new attempt of the run that is already at ``path``.
+
+        Parameters
+        ----------
+        path:
+            The run folder; missing folders are created, an empty one is used.
+        run_id:
+            What all ranks of one launch have in common; ranks above 0 need it to find the attempt that
+            rank 0 opens. None on rank 0 makes one up.
+        max_disk:
+            Bytes that the whole folder may take; near it the series become sparser.
+        step_offset:
+            Added to the steps of this attempt. None continues after the last recorded step of the run.
+        on_lost, on_limit:
+            Called once with a reason: recording stopped; ``max_disk`` made the series sparser.
+        filters:
+            How arrays are compressed once they are not merged any more.
+        options:
+            What this rank was told to record; readers say where ranks differ.
+        join_timeout:
+            Seconds that a rank above 0 waits for rank 0 to open the run. Then it writes, with the other ranks
+            of its host, a part of the run beside ``path``. None raises instead.
+
+        Raises
+        ------
+        ValueError
+            If an argument is out of range.
+        RunWriteError
+            If the file system does not let us. RunExistsError and RunFormatError come from
+            a folder that cannot take this run. In each case nothing half-written stays behind.
+        """
+        if not 0 <= rank < world_size or flush_interval < 0 or (max_disk is not None and max_disk <= 0):
+            msg = f"got rank {rank} of {world_size}, flush_interval {flush_interval}, max_disk {max_disk}"
+            raise ValueError(f"{msg}; expected 0 <= rank < world_size, an interval >= 0, a limit > 0 or None")
+        opening = Opening(
+            name=storable(name),
+            launch=run_id,
+            world_size=world_size,
+            script=storable(script),
+            arguments=tuple(storable(a) for a in arguments),
+            rooms=tuple(rooms),
+            groups=dict(groups or {}),
+            overrides={room: dict(fields) for room, fields in (overrides or {}).items()},
+            flush_interval=flush_interval,
+            step_offset=step_offset,
+            first=rank,
+        )
+        apart = ""
+        if rank == 0:
+            entry = enter_as_first(Path(path), opening)
+        elif join_timeout is None:
+            entry = enter_as_further(Path(path), rank=rank, launch=run_id)
+        else:
+            try:
+                entry = enter_as_further(Path(path), rank=rank, launch=run_id, timeout=join_timeout)
+            except RunExistsError as error:
+                apart = str(error)
+                entry = enter_apart(part_path(Path(path)), opening)
+        writer = None
+        try:
+            writer = cls(
+                entry,
+                rank=rank,
+                max_disk=max_disk,
+                on_lost=on_lost,
+                on_limit=on_limit,
+                filters=filters,
+                options=options,
+            )
+            writer.apart = apart
+            writer._ledger.publish_document()
+            if entry.attempt.first == rank:
+                writer._ledger.publish()
+        except Exception as error:
+            if writer is not None:
+                writer._discard()
+            entry.undo()
+            raise RunWriteError(f"{path}: cannot be written: {error}; choose another --out") from error
+        return writer
+
+    def fingerprint(self, fingerprint: Fingerprint) -> None:
+        """Store the fingerprint of this rank, replacing an earlier one."""
+        if self._off():
+            return
+        with self._disk, self._losing():
+            self._ledger.set_fingerprint(fingerprint)
+
+    def parameter_table(self, parameters: tuple[ParameterRecord, ...]) -> int:
+        """Return the id of a table of parameters; an equal table has the same id.
+
+        Raises
+        ------
+        ValueError
+            If two rows have one name: a series could not tell them apart.
+        """
+        if self._pid != os.getpid():
+            return 0
+        with self._buffers:
+            # To hash hundreds of records at every step would cost more than the rest of it.
+            if parameters is self._latest[0]:
+                return self._latest[1]
+            known = self._tables.get(parameters)
+            if known is not None:
+                self._latest = (parameters, known)
+                return known
+            names = [p.name for p in parameters]
+            if len(set(names)) != len(names):
+                twice = next(n for n in names if names.count(n) > 1)
+                raise ValueError(
+                    f"the parameter table names {twice!r} twice; every row needs a name of its own"
+                )
+            table = len(self._tables) + 1
+            self._tables[parameters] = table
+            self._latest = (parameters, table)
+            self._sizes[table] = np.array([p.numel for p in parameters], dtype=np.int64)
+            self._batch.tables.append((table, atomic_json.dump(parameters)))
+            return table
+
+    def append(
+        self,
+        series: str,
+        step: int,
+        table: int,
+        floats_PF: npt.ArrayLike,
+        ints_PI: npt.ArrayLike,
+        part: int = 0,
+    ) -> None:
+        """Buffer one recorded step of a per-parameter series; the arrays are copied.
+
+        Raises
+        ------
+        ValueError
+            If the arrays do not have the shape that the schema and the table ask for.
+        KeyError
+            If there is no such series or table.
+        """
+        if self._off():
+            return
+        P, (F, K) = len(self._sizes[table]), _WIDTHS[series]
+        floats = np.array(floats_PF, dtype=np.float64)
+        ints = np.array(ints_PI, dtype=np.int64)
+        if floats.shape != (P, F) or ints.shape != (P, K):
+            msg = f"series {series!r}: got floats {floats.shape} and integers {ints.shape}"
+            raise ValueError(f"{msg}, expected {(P, F)} and {(P, K)} for parameter table {table}")
+        with self._buffers:
+            if self._budget.keeps(step) and self._has_room(series, floats.nbytes + ints.nbytes):
+                self._batch.series[series].append((part, int(step), table, floats, ints))
+
+    def scalar(self, step: int, name: str, value: float, source: str = "backlight") -> None:
+        """Buffer one scalar; ``source`` is ``"backlight"`` or ``"user"``."""
+        self.scalars(step, {name: value}, source)
+
+    def scalars(self, step: int, values: Mapping[str, float], source: str = "backlight") -> None:
+        """Buffer several scalars of one step."""
+        if self._off():
+            return
+        with self._buffers:
+            for name, value in values.items():
+                known = self._names.get((source, name))
+                if known is None:
+                    known = self._names[source, name] = len(self._names) + 1
+                    self._batch.names.append((known, storable(source), storable(name)))
+                if self._has_room("scalar", 100):
+                    self._batch.scalars.append((known, int(step), float(value)))
+
+    def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
+        """Buffer one event; ``payload`` becomes JSON."""
+        if self._off():
+            return
+        text = atomic_json.dump(payload)
+        with self._buffers:
+            if self._has_room("event", len(text)):
+                self._batch.events.append((step, time.time(), storable(kind), text))
+
+    def finding(self, finding: Finding) -> None:
+        """Store a finding at once."""
+        if self._off():
+            return
+        text = atomic_json.dump(finding)
+        with self._buffers:
+            self._batch.findings.append((time.time(), text))
+        self.flush()
+
+    def array(
+        self,
+        name: str,
+        step: int,
+        values: npt.ArrayLike,
+        *,
+        dims: Sequence[str] = (),
+        unit: str = "1",
+        encoding: str = "plain",
+    ) -> None:
+        """Buffer one array; ``dims`` names its axes, ``encoding="bf16"`` takes bfloat16 bits as uint16.
+
+        A ValueError comes from an array that does not fit its description.
+        """
+        if self._off():
+            return
+        with self._disk:
+            size = np.asarray(values).nbytes
+            if not self._budget.fits(self._arrays.pending_bytes + size):
+                with self._buffers:
+                    self._dropped[f"array {name}"] = self._dropped.get(f"array {name}", 0) + 1
+                return
+            self._arrays.add(storable(name), step, values, dims, storable(unit), encoding)
+            full = self._arrays.pending_bytes > BUFFER_LIMIT
+        if full:
+            self.flush()
+
+    def evidence(self, name: str, data: bytes | str) -> str:
+        """Store a file for findings to cite; return its path below the run folder, empty where it is lost."""
+        if self._off():
+            return ""
+        raw = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+        path: Path | None = None
+        with self._disk, self._losing():
+            path = write_evidence(self._entry.folder, name, raw)
+            self._evidence_bytes += len(raw)
+        return "" if path is None else path.relative_to(self.path).as_posix()
+
+    def flush(self) -> None:
+        """Write what is buffered as one transaction, and state the progress."""
+        if self._off():
+            return
+        with self._disk:
+            with self._buffers:
+                if self._off():
+                    return
+                batch, self._batch = self._batch, Batch()
+                dropped, self._dropped = self._dropped, {}
+            if dropped:
+                text = atomic_json.dump({"rows": dropped, "reason": "disk too slow, or max_disk reached"})
+                batch.events.append((None, time.time(), "not_stored", text))
+            with self._losing():
+                if batch:
+                    self._db.write(batch, self._sizes)
+                else:
+                    self._db.check_there()
+                wrote_arrays = self._arrays.flush()
+                if batch or wrote_arrays:
+                    self._ledger.note(self._last_rows(), batch.last_step())
+                self._ledger.publish_if_due()
+                self._watch_size()
+
+    def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
+        """Flush, state how the attempt ended, and close the files; further calls do nothing."""
+        if self._pid != os.getpid():
+            return
+        self.flush()
+        with self._disk:
+            if self._closed:
+                return
+            self._closed = True
+            with self._losing():
+                if self._arrays.unpacked():
+                    # First stated, then done: a smaller file than stated would read as a loss.
+                    self._ledger.note(self._last_rows(), -1)
+                    self._ledger.publish()
+                    self._arrays.finish()
+            with self._losing():
+                self._db.close()
+                if self.lost is None:
+                    self._ledger.progress.local = ""
+                    self._ledger.note(self._last_rows(), -1)
+            self._ledger.progress.status, self._ledger.progress.ended = status, time.time()
+            with self._losing():
+                self._ledger.publish()
+
+    def _off(self) -> bool:
+        return self._closed or self.lost is not None or self._pid != os.getpid()
+
+    def _has_room(self, what: str, size: int) -> bool:
+        if self._batch.bytes + size > BUFFER_LIMIT:
+            self._dropped[what] = self._dropped.get(what, 0) + 1
+            return False
+        self._batch.bytes += size
+        return True
+
+    def _last_rows(self) -> dict[str, dict[str, int]]:
+        folder = self._entry.folder.name
+        rows: dict[str, dict[str, int]] = {}
+        if isinstance(self._db, SegmentedDatabase):
+            rows.update(self._db.published)
+        else:
+            rows[self._db.path.name] = {name: last for name, last in self._db.last.items() if last}
+        rows.update({f"arrays/{name}": size for name, size in self._arrays.files().items()})
+        return {f"{folder}/{name}": last for name, last in rows.items()}
+
+    def _watch_size(self) -> None:
+        used = self._before + self._db.size() + self._arrays.size() + self._evidence_bytes
+        first = self._budget.stride == 1
+        if not self._budget.update(used):
+            return
+        stride, limit = self._budget.stride, self._budget.limit
+        what = f"every {stride}th recorded step" if stride else "nothing more"
+        payload = {"bytes": used, "limit": limit, "stride": stride, "keeps": what}
+        self.event(None, "disk_limit", payload)
+        if first and self._on_limit is not None:
+            with contextlib.suppress(Exception):
+                self._on_limit(f"{self.path}: {used} of {limit} bytes used; of the series, {what} is stored")
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Turn whatever the disk raises into a loss that is stated once."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - nothing that breaks here may break the training
+            self._lose(f"{self.path}: {self._cause(error)}")
+
+    def _cause(self, error: Exception) -> str:
+        """Return the reason in words; where the files are gone, that is the reason, whatever it led to."""
+        try:
+            self._db.check_there()
+        except Exception as gone:  # noqa: BLE001 - only asked for its text
+            error = gone
+        return str(error) if isinstance(error, VanishedError) else f"{type(error).__name__}: {error}"
+
+    def _lose(self, reason: str) -> None:
+        if self.lost is not None:
+            return
+        self.lost = reason
+        with self._buffers:
+            self._batch = Batch()
+        self._ledger.progress.lost = reason
+        with contextlib.suppress(Exception):
+            self._ledger.publish()
+        if self._on_lost is not None:
+            with contextlib.suppress(Exception):
+                self._on_lost(reason)
+
+    def _discard(self) -> None:
+        self._closed = True
+        with contextlib.suppress(Exception):
+            self._db.close()
+
+    def _after_fork(self) -> None:
+        self._db.abandon()
+
+
+_writers: weakref.WeakSet[RunWriter] = weakref.WeakSet()
+
+
+def _folder_size(path: Path) -> int:
+    return sum(p.lstat().st_size for p in path.rglob("*") if p.is_file())
+
+
+def _abandon_in_child() -> None:
+    for writer in list(_writers):
+        writer._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_in_child)
