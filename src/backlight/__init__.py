@@ -20,7 +20,7 @@ _PUBLIC = {
     "collect": "backlight.session.collection",
     "collect_groups": "backlight.session.collection",
     "findings_of": "backlight.findings.evaluate",
-    "gathered": "backlight.capture.gathering",
+    "gathered": "backlight.capture.sharding.gather",
     "gram": "backlight.grokking.gram.composition",
     "open_run": "backlight.store.read.run",
     "outer_product": "backlight.measure.outer",
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from backlight.capture.gathering import gathered
+    from backlight.capture.sharding.gather import gathered
     from backlight.findings.evaluate import findings_of
     from backlight.grokking.gram.composition import gram
     from backlight.measure.outer import outer_product

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from backlight.capture.clock import PhaseClock
-from backlight.capture.forwards import Forwards
+from backlight.capture.hooks.forward import Forwards
 from backlight.capture.hub import HUB
+from backlight.capture.phase_clock import PhaseClock
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepSummary, StepTracker
 from backlight.records import Phase
@@ -31,7 +31,7 @@ class Times:
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> Times:
     times = Times()
-    monkeypatch.setattr("backlight.capture.clock.time.perf_counter", times)
+    monkeypatch.setattr("backlight.capture.phase_clock.time.perf_counter", times)
     return times
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from backlight.capture.forwards import Forwards
+from backlight.capture.events import Listener
+from backlight.capture.hooks.forward import Forwards
 from backlight.capture.hub import HUB
-from backlight.capture.listener import Listener
-from backlight.capture.untouched import untouched
+from backlight.capture.preserve_state import untouched
 
 
 class Counting(Listener):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from backlight.session.ranks import launch_id, local_rank, place
+from backlight.capture.process_group import launch_id, local_rank, place
 from backlight.store.default_path import default_path
 
 NAMES = (

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from backlight.stalls.calls import ModuleCalls
+from backlight.capture.module_calls import ModuleCalls
 from backlight.stalls.nonfinite import NonFinite
 from backlight.stalls.tape import Tape
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from backlight.capture.module_calls import ModuleCalls
 from backlight.stalls import graph
-from backlight.stalls.calls import ModuleCalls
 from backlight.stalls.graph import Graph, WalkError, walk
 from backlight.stalls.origin import Origin, Origins
 from backlight.stalls.overwritten import find_overwritten

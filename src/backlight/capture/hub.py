@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from backlight.capture import backward, batches, clipping, modules, optimizers, scaling
-from backlight.capture.listener import Listener
-from backlight.capture.patching import Patches
+from backlight.capture import modules
+from backlight.capture.events import Listener
+from backlight.capture.hooks import backward, clipping, dataloader, grad_scaler, optimizers
+from backlight.capture.hooks.patch import Patches
 
 
 class Hub:
@@ -79,7 +80,7 @@ class Hub:
 
     def _install(self) -> None:
         self.backward_depth = self.grad_depth = 0
-        for part in (backward, clipping, scaling, batches):
+        for part in (backward, clipping, grad_scaler, dataloader):
             part.install(self, self._patches)
         self._handles = [*optimizers.install(self, self._patches), *modules.install(self.seen)]
 

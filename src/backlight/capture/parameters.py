@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backlight.capture.flat_sharding import flat_places
 from backlight.capture.modules import Prefixes, SeenModules, holding, named_parameters
+from backlight.capture.sharding.fsdp1 import flat_places
 from backlight.records import Layout, ParameterRecord, Placement
 
 if TYPE_CHECKING:

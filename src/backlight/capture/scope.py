@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from backlight.capture.hooks.optimizers import parameters_of
 from backlight.capture.hub import HUB
 from backlight.capture.modules import Prefixes, named_parameters
-from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import ParameterTable, build_table
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from backlight.capture.clock import PhaseClock
+from backlight.capture.events import Listener
+from backlight.capture.hooks.grad_scaler import scale_of
 from backlight.capture.hub import HUB, capturing_graph
-from backlight.capture.listener import Listener
 from backlight.capture.parameters import settled
-from backlight.capture.scaling import scale_of
+from backlight.capture.phase_clock import PhaseClock
 from backlight.records import Phase
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from backlight.capture.process_group import launch_id, place
 from backlight.findings.evaluate import findings_of
 from backlight.notifier import Notices
 from backlight.records import Finding
 from backlight.report.terminal import print_findings
 from backlight.session.config import Settings
 from backlight.session.plan import check_rooms
-from backlight.session.ranks import launch_id, place
 from backlight.session.watch import Watch, watch
 from backlight.store.default_path import default_path
 from backlight.store.errors import StoreError

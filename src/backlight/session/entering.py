@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from backlight.capture.process_group import launch_id, place
 from backlight.distributed import world
 from backlight.notifier import Notices
 from backlight.records import OTHERS
 from backlight.session.config import Settings
-from backlight.session.ranks import launch_id, place
 from backlight.store.errors import RunExistsError
 from backlight.store.format.hdf5_filters import Filters
 from backlight.store.write.attempt import JOIN_TIMEOUT

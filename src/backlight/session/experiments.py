@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.scope import Scope
 from backlight.grokking import checkpoints
 from backlight.grokking.configuration import (
@@ -31,7 +32,6 @@ from backlight.grokking.tracking import Tracker
 from backlight.grokking.tracking_probe import Probe
 from backlight.grokking.training import Loop, Pace
 from backlight.records import RunStatus, to_json
-from backlight.session.fingerprints import take_fingerprint
 from backlight.store.errors import RunExistsError
 from backlight.store.format.hdf5_filters import Filters
 from backlight.store.platform import atomic_json

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from backlight.capture.step_limit import StopTraining
 from backlight.session.launcher import launch
-from backlight.session.limited import StopTraining
 
 
 def end_script() -> None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backlight.capture.gathering import full, gathered, spread
 from backlight.capture.parameters import local
+from backlight.capture.sharding.gather import full, gathered, spread
 from backlight.grokking.disk import DiskWatch
 from backlight.grokking.memory import available_bytes
 from backlight.grokking.tracking import Tracker

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from backlight.capture.process_group import launch_id
 from backlight.distributed import world
 from backlight.findings.evaluate import judge
 from backlight.records import Finding, Made, Phase, RunStatus
 from backlight.session.profile_document import document
 from backlight.session.profiling import Profile
-from backlight.session.ranks import launch_id
 from backlight.steptime.probes.phases import REMAINDER
 from backlight.steptime.rules.outlier_steps import COLLECTION
 from backlight.steptime.wording import CIRCUMSTANCES

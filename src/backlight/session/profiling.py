@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.scope import Scope
 from backlight.distributed import world
 from backlight.records import Fingerprint, ParameterRecord
 from backlight.session.circumstances import CoreWait, Pauses, circumstances, ways_of
 from backlight.session.confirming import Confirmed, control_of_this_run
 from backlight.session.explaining import end_script, explain
-from backlight.session.fingerprints import take_fingerprint
 from backlight.steptime.profile.arithmetic import Attention, attention
 from backlight.steptime.profile.attribution import Attribution, attribute
 from backlight.steptime.profile.observer import Observed, Observer

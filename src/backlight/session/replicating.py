@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from backlight.capture.inputs import Inputs
-from backlight.capture.microbatches import Microbatches
-from backlight.capture.untouched import untouched
+from backlight.capture.hooks.batch_size import Inputs
+from backlight.capture.hooks.microbatches import Microbatches
+from backlight.capture.preserve_state import untouched
 from backlight.session.beside import Beside
 from backlight.session.targets import Targets
 from backlight.spectra import splitting
@@ -37,7 +37,7 @@ _UNKNOWN = 8
 
 
 class Replicating:
-    """Catches the replicates of one watched training; a :class:`backlight.capture.microbatches.GradientSink`.
+    """Catches the replicates of one watched training; a :class:`backlight.capture.hooks.microbatches.GradientSink`.
 
     Parameters
     ----------

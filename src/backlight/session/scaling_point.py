@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from backlight.capture.clock import PhaseClock
+from backlight.capture.phase_clock import PhaseClock
 from backlight.records import Phase
 from backlight.session.recipe import REQUIRED, Recipe, RecipeError, read_recipe
 from backlight.steptime.memory.predicted import PredictionError

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 import backlight
 from backlight import processes
 from backlight.capture.hub import HUB
-from backlight.session.ranks import launch_id, local_rank, place
+from backlight.capture.process_group import launch_id, local_rank, place
 from backlight.stalls import rendezvous
 from backlight.stalls.beat import Beats
 from backlight.stalls.board import Board, State

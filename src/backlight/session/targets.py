@@ -9,7 +9,7 @@ import torch
 
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
-from backlight.capture.unsharded import unsharded
+from backlight.capture.sharding.unsharded import unsharded
 from backlight.spectra.errors import SpectraError
 from backlight.spectra.layers import Selection, choose
 from backlight.spectra.recording import describe, leave_out

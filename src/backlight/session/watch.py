@@ -10,10 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from backlight.capture.fingerprint import take_fingerprint
+from backlight.capture.hooks.forward_scope import Following
+from backlight.capture.hooks.optimizers import underlying
 from backlight.capture.hub import HUB
-from backlight.capture.optimizers import underlying
 from backlight.capture.parameters import build_table
+from backlight.capture.process_group import launch_id, place
 from backlight.capture.scope import Scope
+from backlight.capture.step_limit import LimitedTracker, StopTraining
 from backlight.findings.evaluate import judge
 from backlight.health.groups import GroupError, members
 from backlight.notifier import Notices
@@ -24,11 +28,7 @@ from backlight.session.config import Settings
 from backlight.session.drain import Drain
 from backlight.session.ending import final_findings
 from backlight.session.entering import open_writer
-from backlight.session.fingerprints import take_fingerprint
-from backlight.session.following import Following
-from backlight.session.limited import LimitedTracker, StopTraining
 from backlight.session.plan import make_plan
-from backlight.session.ranks import launch_id, place
 from backlight.session.recorder import Recorder
 from backlight.session.reducing import Reducing
 from backlight.session.stalling import Stalling

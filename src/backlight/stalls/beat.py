@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.autograd import function
 
-from backlight.capture.listener import Listener
-from backlight.capture.patching import Patches
+from backlight.capture.events import Listener
+from backlight.capture.hooks.patch import Patches
 from backlight.records import Phase
 from backlight.stalls.board import PHASES, ROWS, Board, Slot
 from backlight.stalls.position import Position

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from backlight.capture.patching import Patches
+from backlight.capture.hooks.patch import Patches
 from backlight.stalls.board import Board, Slot
 
 CALLS = (

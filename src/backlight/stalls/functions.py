@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backlight.stalls.operations import tensors_in
+from backlight.capture.operations import tensors_in
 from backlight.stalls.origin import Origin, next_number
 from backlight.user_code import Line, definition, user_line
 
 if TYPE_CHECKING:
-    from backlight.capture.patching import Patches
+    from backlight.capture.hooks.patch import Patches
     from backlight.stalls.tape import Tape
 
 

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from backlight.capture.events import Listener
+from backlight.capture.expected_parameters import candidates, named_roots
 from backlight.capture.hub import HUB
-from backlight.capture.listener import Listener
+from backlight.capture.module_calls import ModuleCalls, module_names
 from backlight.stalls.birthplace import Birthplace, describe, find_birth
-from backlight.stalls.calls import ModuleCalls, module_names
-from backlight.stalls.expected import candidates, named_roots
 from backlight.stalls.nonfinite import Bad, NonFinite, not_finite, storage_of
 
 if TYPE_CHECKING:

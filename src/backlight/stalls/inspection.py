@@ -16,12 +16,12 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from backlight.capture.events import Listener
+from backlight.capture.expected_parameters import candidates, named_roots
+from backlight.capture.hooks.patch import Patches
 from backlight.capture.hub import HUB
-from backlight.capture.listener import Listener
-from backlight.capture.patching import Patches
-from backlight.stalls.calls import ModuleCalls, module_names
-from backlight.stalls.expected import candidates, named_roots
-from backlight.stalls.operations import tensors_in
+from backlight.capture.module_calls import ModuleCalls, module_names
+from backlight.capture.operations import tensors_in
 from backlight.stalls.regions import Region, RegionMode, Run, Usage, first_difference, storage
 from backlight.stalls.state import differences, snapshot
 from backlight.user_code import Line, user_line

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backlight.capture.events import Listener
+from backlight.capture.expected_parameters import Births, Candidate, candidates, named_roots
+from backlight.capture.hooks.patch import Patches
 from backlight.capture.hub import HUB
-from backlight.capture.listener import Listener
-from backlight.capture.patching import Patches
+from backlight.capture.module_calls import ModuleCalls
 from backlight.stalls import functions, reasons
-from backlight.stalls.calls import ModuleCalls
-from backlight.stalls.expected import Births, Candidate, candidates, named_roots
 from backlight.stalls.flow import Flow
 from backlight.stalls.graph import Graph, WalkError, walk
 from backlight.stalls.overwritten import find_overwritten

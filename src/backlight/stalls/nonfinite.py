@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backlight.capture.operations import tensors_in
 from backlight.stalls.forks import pause_in_children
-from backlight.stalls.operations import tensors_in
 from backlight.stalls.origin import Origin, Origins, next_number
 from backlight.user_code import Line, user_line
 
 if TYPE_CHECKING:
-    from backlight.stalls.calls import ModuleCalls
+    from backlight.capture.module_calls import ModuleCalls
 
 _UNFILLED = ("empty", "new_empty", "resize", "set_", "_to_copy.out")
 """Operations whose result may hold anything until it is filled."""

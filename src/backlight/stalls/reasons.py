@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from backlight.stalls.expected import Births
+    from backlight.capture.expected_parameters import Births
     from backlight.stalls.flow import Flow, Use
     from backlight.stalls.tape import Operation
     from backlight.user_code import Line

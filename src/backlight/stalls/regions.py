@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from backlight.stalls.operations import QUIET, operation_name, tensors_in, written
+from backlight.capture.operations import QUIET, operation_name, tensors_in, written
 from backlight.stalls.state import Snapshot, checksum
 from backlight.user_code import Line, user_line
 
 if TYPE_CHECKING:
-    from backlight.stalls.calls import ModuleCalls
+    from backlight.capture.module_calls import ModuleCalls
 
 REMARKS = 20
 """Remarks of one kind that are kept for a region."""

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from backlight.capture.operations import NUMPY, QUIET, VALUES, operation_name, tensors_in, written
 from backlight.stalls.forks import pause_in_children
-from backlight.stalls.operations import NUMPY, QUIET, VALUES, operation_name, tensors_in, written
 from backlight.stalls.origin import Origin, Origins, next_number
 from backlight.user_code import Line, user_line
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from backlight.stalls.calls import ModuleCalls
+    from backlight.capture.module_calls import ModuleCalls
 
 LIMIT = 2_000_000
 """Operations of one step after which the tape stops, to keep the memory of the training its own."""

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
+from backlight.capture.events import Listener
+from backlight.capture.expected_parameters import candidates, named_roots
 from backlight.capture.hub import HUB
-from backlight.capture.listener import Listener
+from backlight.capture.module_calls import module_names
+from backlight.capture.operations import tensors_in
 from backlight.stalls.buckets import Assignment, assignment, wrappers
-from backlight.stalls.calls import module_names
-from backlight.stalls.expected import candidates, named_roots
-from backlight.stalls.operations import tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from backlight.stalls.expected import plain_tensors
+from backlight.capture.expected_parameters import plain_tensors
 from backlight.stalls.reasons import Cause, Reason
 from backlight.stalls.rows import Row
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.capture.forwards import Forwards
+from backlight.capture.hooks.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.steptime.profile.device_phases import WAITING, DevicePhases
 

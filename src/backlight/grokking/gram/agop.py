@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from backlight.capture.modules import unwrapped
-from backlight.capture.samples import accumulated
-from backlight.capture.untouched import untouched
+from backlight.capture.per_sample import accumulated
+from backlight.capture.preserve_state import untouched
 from backlight.grokking.gram.gates import GramError
 from backlight.grokking.gram.parameters import eager
 

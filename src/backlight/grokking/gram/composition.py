@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from backlight.capture.modules import unwrapped
-from backlight.capture.samples import Taps, gradients
-from backlight.capture.untouched import Untouched, untouched
+from backlight.capture.per_sample import Taps, gradients
+from backlight.capture.preserve_state import Untouched, untouched
 from backlight.grokking.gram import batches, gates
 from backlight.grokking.gram.fallback import per_sample
 from backlight.grokking.gram.gates import Coverage, GramError

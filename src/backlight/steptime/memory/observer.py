@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from backlight.capture.forwards import TrainedModels
+from backlight.capture.events import Listener
+from backlight.capture.hooks.forward import TrainedModels
 from backlight.capture.hub import HUB
-from backlight.capture.listener import Listener
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepSummary, StepTracker
 from backlight.records import Phase

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from backlight.capture.forwards import Forwards
+from backlight.capture.events import Listener
+from backlight.capture.hooks.forward import Forwards
+from backlight.capture.hooks.optimizers import parameters_of
 from backlight.capture.hub import HUB
-from backlight.capture.listener import Listener
 from backlight.capture.modules import holding
-from backlight.capture.optimizers import parameters_of
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from backlight.capture.events import Listener
 from backlight.capture.hub import capturing_graph
-from backlight.capture.listener import Listener
 
 
 class GradientSink(Protocol):

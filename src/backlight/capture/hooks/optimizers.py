@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
 )
 
 if TYPE_CHECKING:
+    from backlight.capture.hooks.patch import Patches
     from backlight.capture.hub import Hub
-    from backlight.capture.patching import Patches
 
 
 class SeenOptimizers:

@@ -15,8 +15,8 @@ import torch
 import backlight
 from backlight.capture.hub import HUB
 from backlight.capture.modules import holding, kind_of, walk
+from backlight.capture.process_group import place
 from backlight.records import Fingerprint
-from backlight.session.ranks import place
 
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope

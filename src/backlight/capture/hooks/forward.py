@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backlight.capture.hooks.optimizers import parameters_of
 from backlight.capture.hub import HUB
 from backlight.capture.modules import holding
-from backlight.capture.optimizers import parameters_of
 
 if TYPE_CHECKING:
     from torch import nn

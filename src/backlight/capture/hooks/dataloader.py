@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import dataloader
 
 if TYPE_CHECKING:
+    from backlight.capture.hooks.patch import Patches
     from backlight.capture.hub import Hub
-    from backlight.capture.patching import Patches
 
 
 _AHEAD = "accelerate.data_loader"

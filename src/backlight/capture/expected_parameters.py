@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from backlight.capture.patching import Patches
+    from backlight.capture.hooks.patch import Patches
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch.nn.utils import clip_grad
 
 if TYPE_CHECKING:
+    from backlight.capture.hooks.patch import Patches
     from backlight.capture.hub import Hub
-    from backlight.capture.patching import Patches
 
 _GROUP = "_group_tensors_by_device_and_dtype"
 

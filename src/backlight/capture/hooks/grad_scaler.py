@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from backlight.capture.hooks.patch import Patches
     from backlight.capture.hub import Hub
-    from backlight.capture.patching import Patches
 
 
 def install(hub: Hub, patches: Patches) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from backlight.capture.modules import walk
-from backlight.capture.sharding import wholes
+from backlight.capture.sharding.fsdp2 import wholes
 
 
 def unsharded(roots: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:

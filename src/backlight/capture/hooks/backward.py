@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from backlight.capture.hooks.patch import Patches
     from backlight.capture.hub import Hub
-    from backlight.capture.patching import Patches
 
 _transforms: Callable[[], Any] | None = getattr(torch._C._functorch, "peek_interpreter_stack", None)
 
