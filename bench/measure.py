@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from backlight.measure.histogram import histogram
-from backlight.measure.rows import SCRATCH
-from backlight.measure.statistics import statistics, why_not_compiled
-from backlight.measure.update import PER_TENSOR, Sample
+from backlight.measure.stats.histogram import histogram
+from backlight.measure.stats.kernels import SCRATCH
+from backlight.measure.stats.statistics import statistics, why_not_compiled
+from backlight.measure.stats.update import PER_TENSOR, Sample
 
 Way = Callable[[], object]
 

@@ -87,7 +87,7 @@ def overhead(way: str, pairs: int) -> list[float]:
 def whole_tensors(repeats: int) -> tuple[float, float]:
     """Return seconds for the statistics of all shards, and of each ``full_tensor()``, medians."""
     from backlight.capture.parameters import local
-    from backlight.measure.statistics import statistics as measured
+    from backlight.measure.stats.statistics import statistics as measured
 
     model = wrapped("FSDP2")
     model(torch.randn(BATCH, 64, 32)).square().mean().backward()

@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import nn
 
 import backlight
-from backlight.measure import statistics as measure
+from backlight.measure.stats import statistics as measure
 from backlight.records import Layout, ParameterRecord, Placement
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter

@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from backlight.measure import echo as estimate
-from backlight.measure.alignment import align, overlap_scores
-from backlight.measure.shrinkage import threshold
+from backlight.measure.spectra import echo as estimate
 from backlight.measure.spectra import spectral_echo
+from backlight.measure.spectra.alignment import align, overlap_scores
+from backlight.measure.spectra.shrinkage import threshold
 
 SHAPES = ((1024, 4096), (1024, 1024))
 STRENGTHS = (30.0, 20.0, 15.0, 10.0, 8.0, 6.0, 5.0, 4.0, 3.5, 3.0, 2.5, 2.2, 1.9, 1.7, 1.5, 1.3)

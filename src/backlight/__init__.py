@@ -23,7 +23,7 @@ _PUBLIC = {
     "gathered": "backlight.capture.sharding.gather",
     "gram": "backlight.grokking.gram.composition",
     "open_run": "backlight.store.read.run",
-    "outer_product": "backlight.measure.outer",
+    "outer_product": "backlight.measure.gram.outer",
     "watch": "backlight.session.watch",
 }
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from backlight.capture.sharding.gather import gathered
     from backlight.findings.evaluate import findings_of
     from backlight.grokking.gram.composition import gram
-    from backlight.measure.outer import outer_product
+    from backlight.measure.gram.outer import outer_product
     from backlight.records import Evidence, Finding, Severity
     from backlight.session.collection import Pending, collect, collect_groups
     from backlight.session.watch import Watch, watch

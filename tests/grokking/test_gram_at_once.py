@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.grokking.gram.gates import GramError
-from backlight.measure.parts import joined, kept
-from backlight.measure.pieces import Factors, Lookup, Vectors
+from backlight.measure.gram.accumulate import joined, kept
+from backlight.measure.gram.factors import Factors, Lookup, Vectors
 from grokking.gram_models import MODELS, N, images, labels
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure import layout
-from backlight.measure import statistics as module
+from backlight.measure.stats import layout
+from backlight.measure.stats import statistics as module
 
 Row = tuple[tuple[float, float, float], tuple[int, int, int, int, int]]
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.histogram import histogram
-from backlight.measure.statistics import statistics, why_not_compiled
-from backlight.measure.update import Sample
+from backlight.measure.stats.histogram import histogram
+from backlight.measure.stats.statistics import statistics, why_not_compiled
+from backlight.measure.stats.update import Sample
 
 pytestmark = [
     pytest.mark.gpu,

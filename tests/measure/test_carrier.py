@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from backlight.measure import carrier as module
-from backlight.measure.carrier import Carrier
+from backlight.measure.transfer import batch as module
+from backlight.measure.transfer.batch import Carrier
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure import compiled, table
-from backlight.measure import statistics as module
-from backlight.measure.compiled import PRICE_WITH_IMPORT, Kernel, Kernels, Patience
-from backlight.measure.packing import SMALL
-from backlight.measure.statistics import statistics, tier_in_use, why_not_compiled
+from backlight.measure.stats import compiled, table
+from backlight.measure.stats import statistics as module
+from backlight.measure.stats.compiled import PRICE_WITH_IMPORT, Kernel, Kernels, Patience
+from backlight.measure.stats.packing import SMALL
+from backlight.measure.stats.statistics import statistics, tier_in_use, why_not_compiled
 
 LARGE = SMALL + 3
 NAN, INF = math.nan, math.inf
@@ -228,7 +228,7 @@ def test_inside_somebodys_compiled_function_nothing_is_measured(monkeypatch):
 
 def run(body):
     """Run a script that has its own process and its own compiler."""
-    script = "import torch\nfrom backlight.measure.statistics import *\n" + textwrap.dedent(body)
+    script = "import torch\nfrom backlight.measure.stats.statistics import *\n" + textwrap.dedent(body)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
     )
@@ -323,7 +323,7 @@ def test_no_process_is_started_to_compile():
 def test_a_large_tensor_is_worth_several_threads():
     run(
         """
-        from backlight.measure.compiled import KERNELS, PARALLEL
+        from backlight.measure.stats.compiled import KERNELS, PARALLEL
         torch.set_num_threads(2)
         x = [torch.randn(PARALLEL + 5), torch.randn(200_000)]
         found, plain = (statistics(x, tier=tier).arrays() for tier in ("compiled", "eager"))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.measure import echo
+from backlight.measure.spectra import echo
 
 SETTINGS = settings(deadline=None, max_examples=60)
 ZETAS = st.lists(st.floats(0.02, 1.0), min_size=3, max_size=12)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.eigenvalues import eigenpairs, spectrum
+from backlight.measure.gram.eigenvalues import eigenpairs, spectrum
 
 N, M = 7, 12
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backlight.measure import gram as kernels
-from backlight.measure.layers import convolution, kernel_of, unfold
-from backlight.measure.pieces import Factors, Lookup, Piece, Vectors
+from backlight.measure.gram import gram as kernels
+from backlight.measure.gram.factors import Factors, Lookup, Piece, Vectors
+from backlight.measure.gram.layers import convolution, kernel_of, unfold
 
 N = 5
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from backlight.measure.histogram import BINS, LOWEST, histogram
+from backlight.measure.stats.histogram import BINS, LOWEST, histogram
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

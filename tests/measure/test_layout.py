@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from backlight.measure.layout import add_duplicates, pieces, stored
-from backlight.measure.packing import batches
+from backlight.measure.stats.layout import add_duplicates, pieces, stored
+from backlight.measure.stats.packing import batches
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from backlight.measure.histogram import histogram
-from backlight.measure.rows import SCRATCH
-from backlight.measure.statistics import statistics
+from backlight.measure.stats.histogram import histogram
+from backlight.measure.stats.kernels import SCRATCH
+from backlight.measure.stats.statistics import statistics
 
 
 class Peak(TorchDispatchMode):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backlight.measure import pending as transfer
-from backlight.measure.histogram import histogram
-from backlight.measure.statistics import statistics
-from backlight.measure.update import Sample
+from backlight.measure.stats.histogram import histogram
+from backlight.measure.stats.statistics import statistics
+from backlight.measure.stats.update import Sample
+from backlight.measure.transfer import pending as transfer
 
 READS = (
     "_local_scalar_dense",

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.measure.noise import Noise, critical_batch, noise
-from backlight.measure.replicates import ReplicateError, Replicates, check_distinct
-from backlight.measure.spectrum import (
+from backlight.measure.spectra.noise import Noise, critical_batch, noise
+from backlight.measure.spectra.replicates import ReplicateError, Replicates, check_distinct
+from backlight.measure.spectra.spectrum import (
     aspect_ratio,
     gaps,
     spectrum,
@@ -18,7 +18,7 @@ from backlight.measure.spectrum import (
     stable_rank_of,
     values_by_gram,
 )
-from backlight.measure.subspace import drift
+from backlight.measure.spectra.subspace import drift
 
 SETTINGS = settings(deadline=None, max_examples=40)
 

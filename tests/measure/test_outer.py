@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import backlight
-from backlight.measure import outer
-from backlight.measure.outer import OuterProductError
-from backlight.measure.products import left_product, product_spectrum, right_product
-from backlight.measure.sketch import FrequentDirections
-from backlight.measure.window import Window
+from backlight.measure.gram import outer
+from backlight.measure.gram.frequent_directions import FrequentDirections
+from backlight.measure.gram.outer import OuterProductError
+from backlight.measure.gram.products import left_product, product_spectrum, right_product
+from backlight.measure.gram.window import Window
 
 
 def test_outer_product_serves_what_the_dense_matrix_holds() -> None:
@@ -108,7 +108,7 @@ def test_window_is_the_gram_of_the_last_steps() -> None:
 
 
 def test_window_costs_one_row_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from backlight.measure import window as module
+    from backlight.measure.gram import window as module
 
     multiplied: list[int] = []
     inner = module._inner

@@ -4,7 +4,7 @@ import weakref
 import numpy as np
 import torch
 
-from backlight.measure.pending import Flight, Pending, send
+from backlight.measure.transfer.pending import Flight, Pending, send
 
 
 class Event:

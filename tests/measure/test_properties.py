@@ -8,9 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backlight.measure.histogram import BINS, histogram
-from backlight.measure.norms import root_sum_squares
-from backlight.measure.statistics import statistics
+from backlight.measure.stats.histogram import BINS, histogram
+from backlight.measure.stats.norms import root_sum_squares
+from backlight.measure.stats.statistics import statistics
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -1,6 +1,6 @@
 """The columns that this floor fills are those that the store keeps; neither imports the other."""
 
-from backlight.measure import histogram, statistics, update
+from backlight.measure.stats import histogram, statistics, update
 from backlight.store.format.schema import GRADIENT, HISTOGRAM, HISTOGRAM_BINS, HISTOGRAM_LOWEST, UPDATE
 
 

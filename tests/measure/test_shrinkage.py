@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.measure.shrinkage import (
+from backlight.measure.spectra.shrinkage import (
     MUON,
     MUON_STEPS,
     bulk_edge,

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import backlight.measure
-from backlight.measure import spectra
-from backlight.measure.replicates import ReplicateError
-from backlight.measure.shrinkage import predict, threshold
 from backlight.measure.spectra import spectral_echo
+from backlight.measure.spectra.replicates import ReplicateError
+from backlight.measure.spectra.shrinkage import predict, threshold
 
 METHODS = ["svd", "gram", "randomized"]
 
@@ -140,7 +139,7 @@ def test_chunks_do_not_matter(method, monkeypatch):
     other = spectral_echo(list(G), method=method)
     np.testing.assert_allclose(other.echo, one.echo, atol=1e-4)
     np.testing.assert_allclose(other.diagonal, one.diagonal, rtol=1e-3, atol=1e-3)
-    real, failures = spectra.decompose, []
+    real, failures = spectral_echo.decompose, []
 
     def short_of_memory(A_Cpq, *arguments, **options):
         if len(A_Cpq) > 2:
@@ -148,7 +147,7 @@ def test_chunks_do_not_matter(method, monkeypatch):
             raise torch.OutOfMemoryError("none left")
         return real(A_Cpq, *arguments, **options)
 
-    monkeypatch.setattr(spectra, "decompose", short_of_memory)
+    monkeypatch.setattr(spectral_echo, "decompose", short_of_memory)
     np.testing.assert_allclose(spectral_echo(G, method=method).echo, one.echo, atol=1e-4)
     assert failures
 
@@ -325,7 +324,7 @@ def test_the_mean_numbers_the_directions(monkeypatch):
     """The references of some replicates have two directions the other way round; nothing may change."""
     G = planted(60, 100, 6, [8, 5, 3])
     expected = spectral_echo(G, method="gram")
-    real = spectra.decompose
+    real = spectral_echo.decompose
 
     def turned(*arguments, **options):
         found = real(*arguments, **options)
@@ -334,7 +333,7 @@ def test_the_mean_numbers_the_directions(monkeypatch):
             found = dataclasses.replace(found, left=left, right=right)
         return found
 
-    monkeypatch.setattr(spectra, "decompose", turned)
+    monkeypatch.setattr(spectral_echo, "decompose", turned)
     found = spectral_echo(G, method="gram", budget=1)
     np.testing.assert_allclose(found.echo[:3], expected.echo[:3], atol=1e-6)
     np.testing.assert_array_equal(found.permutation, expected.permutation)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.rows import SCRATCH
-from backlight.measure.statistics import FLOATS, INTEGERS, statistics
+from backlight.measure.stats.kernels import SCRATCH
+from backlight.measure.stats.statistics import FLOATS, INTEGERS, statistics
 
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 COMPLEX = (torch.complex64, torch.complex128)

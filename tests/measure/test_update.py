@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.update import PER_TENSOR, Sample, stride
+from backlight.measure.stats.update import PER_TENSOR, Sample, stride
 
 
 def weights():

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import backlight
-from backlight.measure import carrier
+from backlight.measure.transfer import batch
 from cases import CASES
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.masked_select")
@@ -82,10 +82,10 @@ def test_one_copy_a_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with backlight.watch(run=tmp_path / "usual", every=1, histogram=True):
         CASES[name].train()
     sent = []
-    original = carrier.send
+    original = batch.send
     # Treat the host as a device: every table leaves by the carrier.
-    monkeypatch.setattr(carrier, "_alone", lambda _table: False)
-    monkeypatch.setattr(carrier, "send", lambda table: (sent.append(table.numel()), original(table))[1])
+    monkeypatch.setattr(batch, "_alone", lambda _table: False)
+    monkeypatch.setattr(batch, "send", lambda table: (sent.append(table.numel()), original(table))[1])
     with backlight.watch(run=tmp_path / "carried", every=1, histogram=True):
         CASES[name].train()
     assert len(sent) == CASES[name].steps

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backlight
-from backlight.measure.result import SpectralEcho
-from backlight.measure.spectra import spectral_echo
+from backlight.measure.spectra.result import SpectralEcho
+from backlight.measure.spectra.spectral_echo import spectral_echo
 from backlight.store.format import spectra as stored
 from backlight.store.read.run import Run
 from ways import trainings

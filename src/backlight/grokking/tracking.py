@@ -19,8 +19,8 @@ from torch import Tensor
 from backlight.grokking.tracking_sketch import Sketch
 from backlight.grokking.tracking_spectra import finite
 from backlight.grokking.tracking_window import Window
-from backlight.measure.eigenvalues import spectrum
-from backlight.measure.products import product_spectrum
+from backlight.measure.gram.eigenvalues import spectrum
+from backlight.measure.gram.products import product_spectrum
 
 if TYPE_CHECKING:
     from backlight.grokking.measures import Measures

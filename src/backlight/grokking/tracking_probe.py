@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from backlight.grokking.gram.agop import input_agop
 from backlight.grokking.gram.composition import gram
 from backlight.grokking.tracking_spectra import finite
-from backlight.measure.eigenvalues import spectrum
+from backlight.measure.gram.eigenvalues import spectrum
 
 if TYPE_CHECKING:
     from backlight.grokking.gram.result import Gram

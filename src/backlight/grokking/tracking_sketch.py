@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from backlight.measure.sketch import FrequentDirections
+from backlight.measure.gram.frequent_directions import FrequentDirections
 
 if TYPE_CHECKING:
     from backlight.grokking.tracking import Sink

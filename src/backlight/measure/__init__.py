@@ -31,11 +31,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from backlight.measure import alignment, echo, noise, shrinkage, spectrum, subspace
-    from backlight.measure.noise import Noise
-    from backlight.measure.replicates import ReplicateError
-    from backlight.measure.result import SpectralEcho
-    from backlight.measure.spectra import spectral_echo
+    from backlight.measure.spectra import alignment, echo, noise, shrinkage, spectral_echo, spectrum, subspace
+    from backlight.measure.spectra.noise import Noise
+    from backlight.measure.spectra.replicates import ReplicateError
+    from backlight.measure.spectra.result import SpectralEcho
 
 
 def __getattr__(name: str) -> Any:

@@ -18,9 +18,9 @@ from backlight.capture.parameters import local
 from backlight.health.groups import members, ratio
 from backlight.health.scoring import exploding, health, vanishing
 from backlight.health.thresholds import Thresholds
-from backlight.measure.norms import root_sum_squares
-from backlight.measure.pending import Pending as Measured
-from backlight.measure.statistics import FLOATS, INTEGERS, statistics
+from backlight.measure.stats.norms import root_sum_squares
+from backlight.measure.stats.statistics import FLOATS, INTEGERS, statistics
+from backlight.measure.transfer.pending import Pending as Measured
 
 Parameters = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """A module, its ``parameters()``, its ``named_parameters()`` or any tensors with a ``.grad``."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from backlight.measure.carrier import Carrier
+from backlight.measure.transfer.batch import Carrier
 from backlight.records import ParameterRecord
 from backlight.store.format.schema import SERIES
 

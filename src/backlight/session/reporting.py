@@ -14,7 +14,7 @@ from backlight.grokking.curves import Interval
 from backlight.grokking.verdicts import Detection
 from backlight.health.groups import GroupError, group_rms
 from backlight.health.scoring import health_series
-from backlight.measure.shrinkage import muon
+from backlight.measure.spectra.shrinkage import muon
 from backlight.records import Finding
 from backlight.report.learning import Followed, Learning, Row
 from backlight.report.markdown import render_markdown

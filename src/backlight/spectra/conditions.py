@@ -109,7 +109,7 @@ def estimator_contradicted(
     Parameters
     ----------
     residual, echo, null
-        ``[D]`` each, NaN where not measured; see :class:`backlight.measure.result.SpectralEcho`.
+        ``[D]`` each, NaN where not measured; see :class:`backlight.measure.spectra.result.SpectralEcho`.
     limits
         Thresholds of the room.
     """
@@ -129,7 +129,7 @@ def modes_too_close(blocks: Sequence[tuple[int, int]]) -> Condition | None:
     ----------
     blocks
         Ranges of directions that noise turns into one another; see
-        :class:`backlight.measure.result.SpectralEcho`. ``value`` is the size of the largest.
+        :class:`backlight.measure.spectra.result.SpectralEcho`. ``value`` is the size of the largest.
     """
     wide = [(begin, end) for begin, end in blocks if end - begin > 1]
     if not wide:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from backlight.measure.replicates import as_matrix
+from backlight.measure.spectra.replicates import as_matrix
 from backlight.spectra.errors import SpectraError
 from backlight.store.format.spectra import Layer
 

@@ -23,11 +23,11 @@ from backlight.grokking.gram.gates import Coverage, GramError
 from backlight.grokking.gram.parameters import Measured, eager, modules, refuse_mixing, trainable
 from backlight.grokking.gram.repeats import Repeats
 from backlight.grokking.gram.result import DETAILS, Gram
-from backlight.measure.gram import SCRATCH, combine, formed
-from backlight.measure.gram import gram as gram_of_pieces
-from backlight.measure.layers import kernel_of
-from backlight.measure.parts import joined, kept
-from backlight.measure.pieces import Piece, layout, precision
+from backlight.measure.gram.accumulate import joined, kept
+from backlight.measure.gram.factors import Piece, layout, precision
+from backlight.measure.gram.gram import SCRATCH, combine, formed
+from backlight.measure.gram.gram import gram as gram_of_pieces
+from backlight.measure.gram.layers import kernel_of
 
 LossFunction = Callable[[Any, Any], Tensor]
 

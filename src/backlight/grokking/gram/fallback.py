@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from backlight.grokking.gram import batches
-from backlight.measure.pieces import Vectors
+from backlight.measure.gram.factors import Vectors
 
 LIMIT = 256 << 20
 """Bytes of per-sample gradients that are there at once; one parameter may take more."""

@@ -12,7 +12,7 @@ from torch import nn
 from backlight.capture.modules import NamedParameter, walk
 from backlight.grokking.gram.gates import GramError
 from backlight.grokking.gram.result import Place, block_of
-from backlight.measure.pieces import Piece
+from backlight.measure.gram.factors import Piece
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backlight.grokking.gram.gates import Coverage, GramError
-from backlight.measure.eigenvalues import Spectrum, eigenpairs, spectrum
+from backlight.measure.gram.eigenvalues import Spectrum, eigenpairs, spectrum
 
 DETAILS = ("parameter", "layer", "block", "model")
 """How finely Grams are kept, finest first."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from backlight.measure.carrier import Carrier
-from backlight.measure.pending import Pending
-from backlight.measure.statistics import statistics
+from backlight.measure.stats.statistics import statistics
+from backlight.measure.transfer.batch import Carrier
+from backlight.measure.transfer.pending import Pending
 from backlight.registry import Needs, probe
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from backlight.measure.carrier import Carrier
-from backlight.measure.histogram import histogram
-from backlight.measure.pending import Pending
+from backlight.measure.stats.histogram import histogram
+from backlight.measure.transfer.batch import Carrier
+from backlight.measure.transfer.pending import Pending
 from backlight.registry import Needs, probe
 
 

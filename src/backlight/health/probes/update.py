@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from backlight.capture.parameters import local
-from backlight.measure.carrier import Carrier
-from backlight.measure.pending import Pending
-from backlight.measure.update import Sample
+from backlight.measure.stats.update import Sample
+from backlight.measure.transfer.batch import Carrier
+from backlight.measure.transfer.pending import Pending
 from backlight.registry import Needs, probe
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from backlight.measure.pieces import (
+from backlight.measure.gram.factors import (
     BLOCK,
     Factors,
     Lookup,
@@ -29,7 +29,7 @@ from backlight.measure.pieces import (
     wide,
     working_dtype,
 )
-from backlight.measure.rows import Scratch
+from backlight.measure.stats.kernels import Scratch
 
 SCRATCH = 4 << 20
 """Bytes of per-sample gradients, and of products of positions, that are there at once: what a cache holds."""

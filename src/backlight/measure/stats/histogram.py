@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure.carrier import Carrier
-from backlight.measure.layout import stored
-from backlight.measure.packing import Owned, batches, piece_size
-from backlight.measure.pending import Arrays, Pending, send
-from backlight.measure.rows import SCRATCH
+from backlight.measure.stats.kernels import SCRATCH
+from backlight.measure.stats.layout import stored
+from backlight.measure.stats.packing import Owned, batches, piece_size
+from backlight.measure.transfer.batch import Carrier
+from backlight.measure.transfer.pending import Arrays, Pending, send
 
 LOWEST = -40
 """Exponent of the first bin: bin i counts 2^(LOWEST+i) <= |g| < 2^(LOWEST+i+1)."""
@@ -52,7 +52,7 @@ def histogram(
     Parameters
     ----------
     tensors
-        P local tensors as for :func:`backlight.measure.statistics.statistics`; None where there is none.
+        P local tensors as for :func:`backlight.measure.stats.statistics.statistics`; None where there is none.
     scale
         What the values are divided by before they are counted, on their device.
     carrier

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from backlight.measure.pieces import Factors, Lookup, Piece, Vectors, lengths, wide
+from backlight.measure.gram.factors import Factors, Lookup, Piece, Vectors, lengths, wide
 
 Pieces = dict[str, Piece]
 """Pieces by the name of the parameter within its module."""

@@ -196,7 +196,7 @@ def clusters(strength: ArrayLike, sigma: float, *, angle: float = 0.3) -> tuple[
     """Group directions that noise turns into one another by more than ``angle`` radians.
 
     Single directions of a group cannot be told apart, their span can: see
-    :func:`backlight.measure.echo.block_reverb`. Returned are half-open ranges ``(begin, end)`` that
+    :func:`backlight.measure.spectra.echo.block_reverb`. Returned are half-open ranges ``(begin, end)`` that
     cover all directions in order; a range of length 1 is a direction that stands alone.
     """
     s = np.asarray(strength, dtype=np.float64)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure.pending import Flight, send
+from backlight.measure.transfer.pending import Flight, send
 
 
 @dataclass

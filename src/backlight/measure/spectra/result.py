@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.measure.noise import Noise
+from backlight.measure.spectra.noise import Noise
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
@@ -16,7 +16,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SpectralEcho:
-    """Result of :func:`backlight.measure.spectra.spectral_echo`; every ``[D]`` has the strongest first.
+    """Result of :func:`backlight.measure.spectra.spectral_echo.spectral_echo`; every ``[D]`` has the strongest first.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class SpectralEcho:
     estimator
         What ``echo`` was estimated by.
     noise
-        Noise level, signal share, bulk edge; see :class:`backlight.measure.noise.Noise`.
+        Noise level, signal share, bulk edge; see :class:`backlight.measure.spectra.noise.Noise`.
     identifiable
         k, the number of directions that can be found in one replicate; the first k of every array.
     measured
@@ -45,9 +45,9 @@ class SpectralEcho:
         ``[D]``, ``[D, 2]``: the pooled estimate of the echo.
     diagonal, diagonal_interval
         ``[D]``, ``[D, 2]``: size of the gradient along the directions of a replicate, mean over the
-        replicates, in the unit of the gradient; see :func:`backlight.measure.echo.unbiased_diagonal`.
+        replicates, in the unit of the gradient; see :func:`backlight.measure.spectra.echo.unbiased_diagonal`.
     residual
-        ``[D]``: how badly the model ``Z_ab = ζ_a ζ_b`` fits; see :func:`backlight.measure.echo.residual`.
+        ``[D]``: how badly the model ``Z_ab = ζ_a ζ_b`` fits; see :func:`backlight.measure.spectra.echo.residual`.
     blocks, block_echo
         Ranges of identifiable directions that noise turns into one another, and ``[D]`` the echo of the
         block that each belongs to; NaN for blocks of more than 128.
@@ -64,7 +64,7 @@ class SpectralEcho:
     left_alignment, right_alignment
         ``[D]``: median overlap of the directions with those of the mean of the other replicates.
     score, ambiguity
-        ``[R, D]``: of the alignment; see :class:`backlight.measure.alignment.Alignment`.
+        ``[R, D]``: of the alignment; see :class:`backlight.measure.spectra.alignment.Alignment`.
     permutation
         int64 ``[R, D]``: which singular value of the replicate is direction i; -1 where not measured.
     solver_residual

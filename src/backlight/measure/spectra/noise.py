@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backlight.measure.replicates import BUDGET, Replicates, sum_squares
-from backlight.measure.shrinkage import bulk_edge, threshold
+from backlight.measure.spectra.replicates import BUDGET, Replicates, sum_squares
+from backlight.measure.spectra.shrinkage import bulk_edge, threshold
 
 # Below this share of noise the difference of two sums of squares has lost too many digits.
 _CANCELS = 1e-5
@@ -101,7 +101,7 @@ def noise(
 ) -> Noise:
     """Measure signal and noise of R >= 2 replicates ``[R, p, q]``.
 
-    Parameters and errors are those of :meth:`backlight.measure.replicates.Replicates.of`.
+    Parameters and errors are those of :meth:`backlight.measure.spectra.replicates.Replicates.of`.
     """
     replicates = Replicates.of(G, layer=layer, device=device, budget=budget)
     return noise_about(replicates, replicates.mean())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backlight.measure.eigenvalues import Spectrum, spectrum
+from backlight.measure.gram.eigenvalues import Spectrum, spectrum
 
 
 def as_matrix(gradient: Tensor) -> Tensor:

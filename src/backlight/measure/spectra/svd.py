@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch documents it, and does not export it
 
-from backlight.measure.krylov import Directions, resolved, strongest
-from backlight.measure.replicates import named
+from backlight.measure.spectra.randomized_svd import Directions, resolved, strongest
+from backlight.measure.spectra.replicates import named
 
 Method = Literal["auto", "svd", "gram", "randomized"]
 

@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure.carrier import Carrier
-from backlight.measure.compiled import KERNELS, PARALLEL, Kernel
-from backlight.measure.layout import pieces
-from backlight.measure.packing import SMALL, Owned, batches, piece_size
-from backlight.measure.pending import Arriving, send
-from backlight.measure.rows import narrow, non_finite, wide
+from backlight.measure.stats.compiled import KERNELS, PARALLEL, Kernel
+from backlight.measure.stats.kernels import narrow, non_finite, wide
+from backlight.measure.stats.layout import pieces
+from backlight.measure.stats.packing import SMALL, Owned, batches, piece_size
+from backlight.measure.transfer.batch import Carrier
+from backlight.measure.transfer.pending import Arriving, send
 
 COLUMNS = ("norm", "max_abs", "sum", "nonzero", "nan", "inf")
 """Numbers per row, in the order in which a table sends them."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backlight.measure.layout import pieces
-from backlight.measure.rows import SCRATCH
+from backlight.measure.stats.kernels import SCRATCH
+from backlight.measure.stats.layout import pieces
 
 SMALL_ROW = 256
 """Width of the rows that small tensors are padded to."""

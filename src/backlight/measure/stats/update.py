@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure.carrier import Carrier
-from backlight.measure.norms import root_sum_squares_by
-from backlight.measure.pending import Arrays, Pending, send
-from backlight.measure.rows import row_norms
+from backlight.measure.stats.kernels import row_norms
+from backlight.measure.stats.norms import root_sum_squares_by
+from backlight.measure.transfer.batch import Carrier
+from backlight.measure.transfer.pending import Arrays, Pending, send
 
 FLOATS = ("update_norm", "weight_norm")
 """Names of the float64 columns, in order."""

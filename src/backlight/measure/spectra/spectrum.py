@@ -10,7 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from backlight.measure.replicates import ReplicateError, as_matrix, named, promoted
+from backlight.measure.spectra.replicates import ReplicateError, as_matrix, named, promoted
 
 Float64 = NDArray[np.float64]
 

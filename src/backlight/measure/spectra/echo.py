@@ -43,7 +43,7 @@ def block_reverb(U_RpK: Tensor, V_RqK: Tensor, blocks: Sequence[tuple[int, int]]
     U_RpK, V_RqK
         As for :func:`reverb`.
     blocks
-        Half-open ranges of directions, as of :func:`backlight.measure.shrinkage.clusters`.
+        Half-open ranges of directions, as of :func:`backlight.measure.spectra.shrinkage.clusters`.
     """
     count = U_RpK.shape[0]
     Z = np.zeros((len(blocks), count, count))

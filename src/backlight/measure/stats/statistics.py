@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure.carrier import Carrier
-from backlight.measure.compiled import DTYPES, KERNELS, PATIENCE
-from backlight.measure.layout import stored, synchronous
-from backlight.measure.norms import max_by, root_sum_squares_by
-from backlight.measure.packing import Owned, large_share
-from backlight.measure.pending import Arrays, Pending
-from backlight.measure.table import COLUMNS, Arrived, Table
+from backlight.measure.stats.compiled import DTYPES, KERNELS, PATIENCE
+from backlight.measure.stats.layout import stored, synchronous
+from backlight.measure.stats.norms import max_by, root_sum_squares_by
+from backlight.measure.stats.packing import Owned, large_share
+from backlight.measure.stats.table import COLUMNS, Arrived, Table
+from backlight.measure.transfer.batch import Carrier
+from backlight.measure.transfer.pending import Arrays, Pending
 
 FLOATS = ("norm", "max_abs", "sum")
 """Names of the float64 columns, in order."""

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure.alignment import Method, align, overlap_scores
-from backlight.measure.echo import ESTIMATORS, Estimator, reverb
+from backlight.measure.spectra.alignment import Method, align, overlap_scores
+from backlight.measure.spectra.echo import ESTIMATORS, Estimator, reverb
 
 MOST = 256
 """Directions and candidates that the null is taken from, at most: the best of many is hardly better."""

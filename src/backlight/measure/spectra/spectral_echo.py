@@ -17,18 +17,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure import echo as estimate
-from backlight.measure.alignment import Method as AlignmentMethod
-from backlight.measure.alignment import align, overlap_scores
-from backlight.measure.decomposition import Method, decompose
-from backlight.measure.echo import Estimator
-from backlight.measure.krylov import Directions
-from backlight.measure.noise import Noise, noise_about
-from backlight.measure.null import Null
-from backlight.measure.plan import Plan, plan, strengths
-from backlight.measure.replicates import BUDGET, Replicates, check_distinct
-from backlight.measure.result import SpectralEcho, to_length
-from backlight.measure.shrinkage import clusters, gavish_donoho, predict
+from backlight.measure.spectra import echo as estimate
+from backlight.measure.spectra.alignment import Method as AlignmentMethod
+from backlight.measure.spectra.alignment import align, overlap_scores
+from backlight.measure.spectra.echo import Estimator
+from backlight.measure.spectra.noise import Noise, noise_about
+from backlight.measure.spectra.null import Null
+from backlight.measure.spectra.randomized_svd import Directions
+from backlight.measure.spectra.replicates import BUDGET, Replicates, check_distinct
+from backlight.measure.spectra.result import SpectralEcho, to_length
+from backlight.measure.spectra.shrinkage import clusters, gavish_donoho, predict
+from backlight.measure.spectra.svd import Method, decompose
+from backlight.measure.spectra.svd_cost import Plan, plan, strengths
 
 Int64 = NDArray[np.int64]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from backlight.measure.pieces import Factors, Lookup, Piece, Vectors, layout, precision, working_dtype
+from backlight.measure.gram.factors import Factors, Lookup, Piece, Vectors, layout, precision, working_dtype
 
 
 def kept(pieces: Sequence[Piece]) -> list[Piece]:
