@@ -35,19 +35,19 @@ _SHIFTED = re.compile(
 )
 
 READ = """
-from backlight.steptime.trace.reader import read_trace
+from backlight.trace.reader import read_trace
 trace = read_trace(path, workers={workers})
 events = len(trace.events)
 """
 FULL = (
     READ
     + """
-from backlight.steptime.trace.analysis import analyse
+from backlight.trace.analysis import analyse
 analyse([trace])
 """
 )
 REOPEN = """
-from backlight.steptime.trace.cache import open_trace
+from backlight.trace.cache import open_trace
 events = len(open_trace(path).events)
 """
 JSON = """

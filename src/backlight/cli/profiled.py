@@ -17,7 +17,7 @@ from backlight.session.profile_document import short_line
 if TYPE_CHECKING:
     from backlight.records import Finding
     from backlight.session.profiling import Profile
-    from backlight.steptime.profile.operations import Operations
+    from backlight.trace.step_operators import Operations
 
 MODULES, OPERATORS, LINES = 12, 5, 8
 """Modules, operators of a phase, and copies that are printed; --json has them all."""

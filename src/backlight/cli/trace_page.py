@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from backlight.steptime.trace.analysis import Analysis, RankAnalysis, StepRow
-from backlight.steptime.trace.idle import Idle
-from backlight.steptime.trace.kinds import short
-from backlight.steptime.trace.operators import Row
-from backlight.steptime.trace.ranks import Ranks
-from backlight.steptime.trace.signals import straggler
+from backlight.trace.analysis import Analysis, RankAnalysis, StepRow
+from backlight.trace.idle import Idle
+from backlight.trace.kinds import short
+from backlight.trace.operators import Row
+from backlight.trace.ranks import Ranks
+from backlight.trace.signals import straggler
 
 _PAGE_WIDTH = 150
 

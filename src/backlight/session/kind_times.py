@@ -71,10 +71,10 @@ def _by_step(run: Run, steps: int) -> dict[str, Floats] | None:
         return None
     try:
         # Reading traces takes packages that reading runs does not.
-        from backlight.steptime.profile.operations import split  # noqa: PLC0415
-        from backlight.steptime.trace.analysis import analyse_rank  # noqa: PLC0415
-        from backlight.steptime.trace.reader import read_trace  # noqa: PLC0415
-        from backlight.steptime.trace.timeline import Timeline  # noqa: PLC0415
+        from backlight.trace.analysis import analyse_rank  # noqa: PLC0415
+        from backlight.trace.reader import read_trace  # noqa: PLC0415
+        from backlight.trace.step_operators import split  # noqa: PLC0415
+        from backlight.trace.timeline import Timeline  # noqa: PLC0415
 
         main, _ = split(read_trace(run.path / paths[-1]), steps)
         timeline = Timeline(main)

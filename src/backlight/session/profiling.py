@@ -22,15 +22,15 @@ from backlight.session.circumstances import CoreWait, Pauses, circumstances, way
 from backlight.session.confirming import Confirmed, control_of_this_run
 from backlight.session.explaining import end_script, explain
 from backlight.steptime.profile.arithmetic import Attention, attention
-from backlight.steptime.profile.attribution import Attribution, attribute
 from backlight.steptime.profile.observer import Observed, Observer
-from backlight.steptime.profile.operations import Operations, read_operations, split
 from backlight.steptime.profile.optimizations import Optimization, find_optimizations
 from backlight.steptime.profile.summary import StepProfile, summarize_steps
 from backlight.steptime.profile.throughput import Throughput, peak_of, throughput
 from backlight.steptime.steady import SeriesError
-from backlight.steptime.trace.errors import TraceError
-from backlight.steptime.trace.reader import read_trace
+from backlight.trace.errors import TraceError
+from backlight.trace.module_times import Attribution, attribute
+from backlight.trace.reader import read_trace
+from backlight.trace.step_operators import Operations, read_operations, split
 
 
 @dataclass(frozen=True)

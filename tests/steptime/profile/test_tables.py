@@ -11,16 +11,16 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from backlight.steptime.profile.arithmetic import attention
-from backlight.steptime.profile.attribution import attribute
-from backlight.steptime.profile.chains import chains
 from backlight.steptime.profile.lines import LineRanges, lines_possible
 from backlight.steptime.profile.observer import Observer
-from backlight.steptime.profile.operations import NO_OPERATOR, Operations, read_operations, split
 from backlight.steptime.profile.optimizations import OFF, ON, find_optimizations
 from backlight.steptime.profile.ranges import ModuleRanges
 from backlight.steptime.profile.throughput import throughput
-from backlight.steptime.trace.events import Trace
-from backlight.steptime.trace.reader import read_trace
+from backlight.trace.elementwise_chains import chains
+from backlight.trace.events import Trace
+from backlight.trace.module_times import attribute
+from backlight.trace.reader import read_trace
+from backlight.trace.step_operators import NO_OPERATOR, Operations, read_operations, split
 
 BATCH, LENGTH, HEADS, SIZE, WORDS = 2, 8, 2, 4, 11
 

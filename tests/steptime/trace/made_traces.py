@@ -8,7 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from backlight.steptime.trace.events import COLUMNS, MISSING
+from backlight.trace.events import COLUMNS, MISSING
 
 REAL = Path(__file__).parents[4] / "shared" / "data" / "traces"
 WHY = "the real traces (../shared/data/traces beside the clone) are not there"

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_traces import REAL, WHY, Maker, write
 
-from backlight.steptime.trace import signals
-from backlight.steptime.trace.analysis import RankAnalysis, analyse
-from backlight.steptime.trace.errors import TraceError
-from backlight.steptime.trace.idle import Idle
-from backlight.steptime.trace.kinds import Kind, kind_of, short
-from backlight.steptime.trace.nesting import tree
-from backlight.steptime.trace.operators import Costs
-from backlight.steptime.trace.pairs import joined
-from backlight.steptime.trace.reader import read_trace
-from backlight.steptime.trace.timeline import Timeline
+from backlight.trace import signals
+from backlight.trace.analysis import RankAnalysis, analyse
+from backlight.trace.call_tree import tree
+from backlight.trace.errors import TraceError
+from backlight.trace.idle import Idle
+from backlight.trace.kinds import Kind, kind_of, short
+from backlight.trace.operators import Costs
+from backlight.trace.pairs import joined
+from backlight.trace.reader import read_trace
+from backlight.trace.timeline import Timeline
 
 US = 1000
 GEMM = "ampere_sgemm_128x64_tn"

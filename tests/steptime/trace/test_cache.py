@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from made_traces import Maker
 
-from backlight.steptime.trace import cache
-from backlight.steptime.trace.cache import cache_path, open_trace
-from backlight.steptime.trace.errors import TraceError
-from backlight.steptime.trace.events import Trace
+from backlight.trace import cache
+from backlight.trace.cache import cache_path, open_trace
+from backlight.trace.errors import TraceError
+from backlight.trace.events import Trace
 
 
 def made(path: Path, name: str = "aten::mm") -> Path:

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backlight.steptime.trace.events import Integers
-from backlight.steptime.trace.intervals import shares, union
+from backlight.trace.events import Integers
+from backlight.trace.intervals import shares, union
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])),

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from made_traces import Maker
 
-from backlight.steptime.trace.nesting import tree
-from backlight.steptime.trace.reader import read_trace
+from backlight.trace.call_tree import tree
+from backlight.trace.reader import read_trace
 
 
 def inner(path: Path, spans: dict[str, tuple[float, float]]) -> dict[str, float]:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from made_traces import REAL, WHY, Maker
 
-from backlight.steptime.trace import signals
-from backlight.steptime.trace.analysis import analyse
-from backlight.steptime.trace.errors import TraceError
-from backlight.steptime.trace.events import Trace
-from backlight.steptime.trace.reader import read_trace
+from backlight.trace import signals
+from backlight.trace.analysis import analyse
+from backlight.trace.errors import TraceError
+from backlight.trace.events import Trace
+from backlight.trace.reader import read_trace
 
 US = 1000
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_traces import LAYOUTS, REAL, WHY, comparable, reference, text_of, write
 
-from backlight.steptime.trace import chunks
-from backlight.steptime.trace.decoding import nanoseconds
-from backlight.steptime.trace.errors import TraceError
-from backlight.steptime.trace.reader import rank_in_name, read_trace
+from backlight.trace import chunks
+from backlight.trace.decoder import nanoseconds
+from backlight.trace.errors import TraceError
+from backlight.trace.reader import rank_in_name, read_trace
 
 NAMES = st.one_of(
     st.sampled_from(

@@ -37,9 +37,9 @@ def trace(
     """Show where the time of a trace went: steps, idle time and its causes, operators, copies, ranks."""
     from backlight.cli.trace_page import print_analysis, save_page
     from backlight.records import to_json
-    from backlight.steptime.trace.analysis import analyse
-    from backlight.steptime.trace.cache import open_trace
-    from backlight.steptime.trace.reader import default_workers
+    from backlight.trace.analysis import analyse
+    from backlight.trace.cache import open_trace
+    from backlight.trace.reader import default_workers
 
     traces = [open_trace(f, cache=cache, workers=workers or default_workers(f)) for f in files]
     analysis = analyse(traces, step=step)

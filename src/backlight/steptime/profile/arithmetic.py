@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.records import Phase
-from backlight.steptime.trace.events import Events, Trace
-from backlight.steptime.trace.phases import PHASES
-from backlight.steptime.trace.timeline import Timeline
+from backlight.trace.events import Events, Trace
+from backlight.trace.phases import PHASES
+from backlight.trace.timeline import Timeline
 
 _CALL = "aten::scaled_dot_product_attention"
 _KERNELS = "aten::_scaled_dot_product_"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from backlight.steptime.trace.copies import LINE
+from backlight.trace.copies import LINE
 
 _LIBRARY = tuple(
     str(Path(module.__file__).parent) + "/"

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, dataloader
 from backlight.distributed import world
 from backlight.processes import available_cores
 from backlight.records import Phase
-from backlight.steptime.profile.attribution import Attribution
-from backlight.steptime.profile.operations import Operations
 from backlight.steptime.profile.ranges import compiled, is_compiled
+from backlight.trace.module_times import Attribution
+from backlight.trace.step_operators import Operations
 
 ON, OFF, UNKNOWN = "on", "off", "not measured"
 

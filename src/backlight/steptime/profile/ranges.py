@@ -16,7 +16,7 @@ from torch import nn
 from backlight.capture.events import Listener
 from backlight.capture.modules import Prefixes, inner
 from backlight.records import Phase
-from backlight.steptime.profile.attribution import MODULE, PHASE
+from backlight.trace.module_times import MODULE, PHASE
 
 
 class PhaseRanges(Listener):

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from backlight.steptime.trace.events import COLUMNS, Events, Trace
-from backlight.steptime.trace.reader import read_trace
+from backlight.trace.events import COLUMNS, Events, Trace
+from backlight.trace.reader import read_trace
 
 SUFFIX = ".backlight.parquet"
 VERSION = 1
@@ -41,12 +41,12 @@ def open_trace(
     folder:
         Where the Parquet lies; beside the trace by default.
     workers:
-        Processes that decode, as in :func:`~backlight.steptime.trace.reader.read_trace`.
+        Processes that decode, as in :func:`~backlight.trace.reader.read_trace`.
 
     Raises
     ------
     TraceError
-        As :func:`~backlight.steptime.trace.reader.read_trace` does.
+        As :func:`~backlight.trace.reader.read_trace` does.
     OSError
         If the Parquet cannot be written.
     """

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.steptime.trace import categories
-from backlight.steptime.trace.events import Column, Integers
-from backlight.steptime.trace.intervals import shares
-from backlight.steptime.trace.kinds import Kind, kind_of
-from backlight.steptime.trace.phases import PHASES
-from backlight.steptime.trace.timeline import KINDS, Step, Timeline
+from backlight.trace import categories
+from backlight.trace.events import Column, Integers
+from backlight.trace.intervals import shares
+from backlight.trace.kinds import Kind, kind_of
+from backlight.trace.phases import PHASES
+from backlight.trace.timeline import KINDS, Step, Timeline
 
 NO_OPERATOR = "(no operator)"
 """Stands for device events whose launch the trace does not name."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.steptime.trace.errors import TraceError
-from backlight.steptime.trace.events import Integers
-from backlight.steptime.trace.kinds import Kind
-from backlight.steptime.trace.timeline import Timeline
+from backlight.trace.errors import TraceError
+from backlight.trace.events import Integers
+from backlight.trace.kinds import Kind
+from backlight.trace.timeline import Timeline
 
 CLOCK_TOLERANCE = 1_000_000
 """Nanoseconds by which clocks of machines may differ before their times are not compared."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.steptime.trace.intervals import union
-from backlight.steptime.trace.kinds import Kind
-from backlight.steptime.trace.timeline import Step, Timeline
+from backlight.trace.intervals import union
+from backlight.trace.kinds import Kind
+from backlight.trace.timeline import Step, Timeline
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.steptime.trace.communication import Overlap, overlap
-from backlight.steptime.trace.copies import Copy, Transfer, copies, transfers
-from backlight.steptime.trace.critical import CriticalPath, Paths
-from backlight.steptime.trace.errors import TraceError
-from backlight.steptime.trace.events import Trace
-from backlight.steptime.trace.idle import Causes, Idle
-from backlight.steptime.trace.operators import Costs, Row, by_kernel, by_kind, by_operator, by_phase
-from backlight.steptime.trace.pairs import Pair, device_time, pairs
-from backlight.steptime.trace.ranks import Ranks, check_ranks, ranks
-from backlight.steptime.trace.timeline import Step, Timeline
+from backlight.trace.communication import Overlap, overlap
+from backlight.trace.copies import Copy, Transfer, copies, transfers
+from backlight.trace.critical_path import CriticalPath, Paths
+from backlight.trace.errors import TraceError
+from backlight.trace.events import Trace
+from backlight.trace.idle import Causes, Idle
+from backlight.trace.operators import Costs, Row, by_kernel, by_kind, by_operator, by_phase
+from backlight.trace.pairs import Pair, device_time, pairs
+from backlight.trace.ranks import Ranks, check_ranks, ranks
+from backlight.trace.timeline import Step, Timeline
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.records import Phase
-from backlight.steptime.trace.events import COMPLETE, Events
+from backlight.trace.events import COMPLETE, Events
 
 PHASE = "backlight:"
 """What the name of a phase's range begins with."""

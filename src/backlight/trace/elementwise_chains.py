@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.records import Phase
-from backlight.steptime.profile.attribution import ENGINE, MODULE
-from backlight.steptime.trace.events import Trace
-from backlight.steptime.trace.kinds import Kind
-from backlight.steptime.trace.operators import Costs
-from backlight.steptime.trace.pairs import device_time
-from backlight.steptime.trace.phases import PHASES
-from backlight.steptime.trace.timeline import KINDS, Timeline
+from backlight.trace.events import Trace
+from backlight.trace.kinds import Kind
+from backlight.trace.module_times import ENGINE, MODULE
+from backlight.trace.operators import Costs
+from backlight.trace.pairs import device_time
+from backlight.trace.phases import PHASES
+from backlight.trace.timeline import KINDS, Timeline
 
 SHORTEST = 3
 """Operations from which it is a chain: two are a bias and its activation, which gain little."""

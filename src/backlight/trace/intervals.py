@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.steptime.trace.events import Integers
+from backlight.trace.events import Integers
 
 
 @dataclass(frozen=True)

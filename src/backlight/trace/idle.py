@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.records import Phase
-from backlight.steptime.trace import categories
-from backlight.steptime.trace.events import Column, Integers
-from backlight.steptime.trace.intervals import Union, union
-from backlight.steptime.trace.phases import PHASES
-from backlight.steptime.trace.timeline import Step, Timeline
+from backlight.trace import categories
+from backlight.trace.events import Column, Integers
+from backlight.trace.intervals import Union, union
+from backlight.trace.phases import PHASES
+from backlight.trace.timeline import Step, Timeline
 
 SYNCHRONISING = re.compile(
     r"(Device|Stream|Event|Ctx)Synchronize|Memcpy(WithStream|2D|3D|DtoH|HtoD|DtoD)?(_v\d)?$|StreamWaitValue",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from backlight.steptime.trace.events import COMPLETE, Events, Mask
+from backlight.trace.events import COMPLETE, Events, Mask
 
 KERNEL = frozenset({"kernel", "concurrent_kernel"})
 MEMCPY = frozenset({"gpu_memcpy", "memcpy"})

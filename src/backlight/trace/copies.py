@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.steptime.trace import categories
-from backlight.steptime.trace.events import Events, Integers
-from backlight.steptime.trace.operators import Costs
-from backlight.steptime.trace.pairs import joined
+from backlight.trace import categories
+from backlight.trace.events import Events, Integers
+from backlight.trace.operators import Costs
+from backlight.trace.pairs import joined
 
 LINE = "backlight.line/"
 """What the name of a range begins with that says which line of Python called the operators in it."""

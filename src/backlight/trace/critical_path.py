@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.steptime.trace import categories
-from backlight.steptime.trace.events import Integers
-from backlight.steptime.trace.idle import SYNCHRONISING
-from backlight.steptime.trace.intervals import EMPTY, Union, union
-from backlight.steptime.trace.kinds import short
-from backlight.steptime.trace.phases import PHASES
-from backlight.steptime.trace.timeline import KINDS, Step, Timeline
+from backlight.trace import categories
+from backlight.trace.events import Integers
+from backlight.trace.idle import SYNCHRONISING
+from backlight.trace.intervals import EMPTY, Union, union
+from backlight.trace.kinds import short
+from backlight.trace.phases import PHASES
+from backlight.trace.timeline import KINDS, Step, Timeline
 
 BLOCKED = 50_000
 """Nanoseconds from which a launch, on a device busy all the while, is taken to wait for a full queue."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.steptime.trace import categories
-from backlight.steptime.trace.events import Integers
-from backlight.steptime.trace.nesting import Tree
-from backlight.steptime.trace.operators import Costs
+from backlight.trace import categories
+from backlight.trace.call_tree import Tree
+from backlight.trace.events import Integers
+from backlight.trace.operators import Costs
 
 _WRAPPER = "autograd::engine::evaluate_function: "
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.steptime.profile.chains import Chain, chains
-from backlight.steptime.profile.logits import Logits, logits
-from backlight.steptime.trace import categories
-from backlight.steptime.trace.analysis import RankAnalysis, StepRow, analyse
-from backlight.steptime.trace.errors import TraceError
-from backlight.steptime.trace.events import Events, Trace
-from backlight.steptime.trace.signals import exposed_communication, idle_causes, idle_share
-from backlight.steptime.trace.timeline import Timeline
+from backlight.trace import categories
+from backlight.trace.analysis import RankAnalysis, StepRow, analyse
+from backlight.trace.elementwise_chains import Chain, chains
+from backlight.trace.errors import TraceError
+from backlight.trace.events import Events, Trace
+from backlight.trace.logits import Logits, logits
+from backlight.trace.signals import exposed_communication, idle_causes, idle_share
+from backlight.trace.timeline import Timeline
 
 NO_OPERATOR = "(no operator)"
 """What lies in no operator: Python, the interpreter's own, waiting."""

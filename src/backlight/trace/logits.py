@@ -6,8 +6,8 @@ import json
 import math
 from dataclasses import dataclass
 
-from backlight.steptime.trace import categories
-from backlight.steptime.trace.events import Trace
+from backlight.trace import categories
+from backlight.trace.events import Trace
 
 _LOSSES = ("aten::cross_entropy_loss", "aten::_log_softmax", "aten::log_softmax")
 

@@ -9,11 +9,11 @@ from functools import cached_property
 import numpy as np
 
 from backlight.records import Phase
-from backlight.steptime.trace import categories
-from backlight.steptime.trace.events import COMPLETE, Column, Events, Integers, Trace
-from backlight.steptime.trace.kinds import Kind, kind_of
-from backlight.steptime.trace.nesting import Tree, tree
-from backlight.steptime.trace.phases import PHASES, phases
+from backlight.trace import categories
+from backlight.trace.call_tree import Tree, tree
+from backlight.trace.events import COMPLETE, Column, Events, Integers, Trace
+from backlight.trace.kinds import Kind, kind_of
+from backlight.trace.phases import PHASES, phases
 
 KINDS = tuple(Kind)
 """A kind is stored as its place in this tuple."""

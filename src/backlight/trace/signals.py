@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import numpy as np
 
-from backlight.steptime.trace.analysis import RankAnalysis
-from backlight.steptime.trace.idle import Idle
-from backlight.steptime.trace.ranks import Ranks
+from backlight.trace.analysis import RankAnalysis
+from backlight.trace.idle import Idle
+from backlight.trace.ranks import Ranks
 
 
 def idle_share(analysis: RankAnalysis) -> float | None:

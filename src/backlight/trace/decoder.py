@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from backlight.steptime.trace.errors import TraceError
-from backlight.steptime.trace.events import COLUMNS, MISSING, Column, Integers
+from backlight.trace.errors import TraceError
+from backlight.trace.events import COLUMNS, MISSING, Column, Integers
 
 Number = int | float | str
 _NONE = msgspec.Raw(b"")

@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 
 import msgspec
 
-from backlight.steptime.trace.errors import TraceError
+from backlight.trace.errors import TraceError
 
 CHUNK = 4 * 2**20
 """Bytes of text that are decoded at once."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.steptime.trace import categories
-from backlight.steptime.trace.events import Events, Integers
+from backlight.trace import categories
+from backlight.trace.events import Events, Integers
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import re
 import numpy as np
 
 from backlight.records import Phase
-from backlight.steptime.trace import categories
-from backlight.steptime.trace.events import MISSING, Events, Integers
-from backlight.steptime.trace.nesting import Tree
+from backlight.trace import categories
+from backlight.trace.call_tree import Tree
+from backlight.trace.events import MISSING, Events, Integers
 
 PHASES = tuple(Phase)
 """A phase is stored as its place in this tuple."""

@@ -20,8 +20,8 @@ from typing import IO, Any, Self, cast
 import msgspec
 import numpy as np
 
-from backlight.steptime.trace.decoding import Columns
-from backlight.steptime.trace.events import COLUMNS, Column
+from backlight.trace.decoder import Columns
+from backlight.trace.events import COLUMNS, Column
 
 _LENGTH = 8
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from backlight.steptime.trace.errors import TraceError
-from backlight.steptime.trace.events import COMPLETE, Events
+from backlight.trace.errors import TraceError
+from backlight.trace.events import COMPLETE, Events
 
 _EXPECTED = "expected the JSON that torch.profiler's export_chrome_trace writes"
 _OWN = frozenset({
