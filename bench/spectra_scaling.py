@@ -34,7 +34,7 @@ def worker(out: str, settings: dict[str, int], replicates: int, budget: int) -> 
     import torch
     import torch.distributed as dist
 
-    from backlight.measure.spectra.spectral_echo import spectral_echo
+    from backlight.measure.spectra.measurement import spectral_echo
     from backlight.session.spectra import measure_spectra
     from backlight.session.spectra_options import Asked
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.measure.spectra import replicates, svd
+from backlight.measure.spectra import decomposition, replicates
+from backlight.measure.spectra.decomposition import DecompositionError, count_above, decompose
 from backlight.measure.spectra.replicates import ReplicateError, Replicates
 from backlight.measure.spectra.shrinkage import threshold, upper_edge
-from backlight.measure.spectra.svd import DecompositionError, count_above, decompose
 
 METHODS = ["svd", "gram", "randomized"]
 
@@ -123,7 +123,7 @@ def failing(monkeypatch, *, until):
 
     def svd(*arguments, **options):
         if next(calls) < until:
-            raise svd.LinAlgError("did not converge")
+            raise decomposition.LinAlgError("did not converge")
         return real(*arguments, **options)
 
     monkeypatch.setattr(torch.linalg, "svd", svd)
@@ -147,8 +147,8 @@ def test_what_never_converges_is_named(monkeypatch):
 def test_an_unresolved_search_falls_back_to_all_directions(monkeypatch):
     """With no room for a second block nothing converges; the answer is right nevertheless."""
     A = spiked(200, 200, [2.0, 1.9, 1.8])
-    real = svd.strongest
-    monkeypatch.setattr(svd, "strongest", lambda *a, **k: real(*a, **{**k, "columns": 16}))
+    real = decomposition.strongest
+    monkeypatch.setattr(decomposition, "strongest", lambda *a, **k: real(*a, **{**k, "columns": 16}))
     found = decompose(A, 3, method="randomized", edge=upper_edge(1.0, 200, 200))
     assert bool(found.converged.all())
     assert float(overlaps(found, A).min()) > 0.999

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import backlight.measure
-from backlight.measure.spectra import spectral_echo
+from backlight.measure.spectra import measurement
 from backlight.measure.spectra.replicates import ReplicateError
 from backlight.measure.spectra.shrinkage import predict, threshold
+from backlight.measure.spectra.measurement import spectral_echo
 
 METHODS = ["svd", "gram", "randomized"]
 
@@ -139,7 +140,7 @@ def test_chunks_do_not_matter(method, monkeypatch):
     other = spectral_echo(list(G), method=method)
     np.testing.assert_allclose(other.echo, one.echo, atol=1e-4)
     np.testing.assert_allclose(other.diagonal, one.diagonal, rtol=1e-3, atol=1e-3)
-    real, failures = spectral_echo.decompose, []
+    real, failures = measurement.decompose, []
 
     def short_of_memory(A_Cpq, *arguments, **options):
         if len(A_Cpq) > 2:
@@ -147,7 +148,7 @@ def test_chunks_do_not_matter(method, monkeypatch):
             raise torch.OutOfMemoryError("none left")
         return real(A_Cpq, *arguments, **options)
 
-    monkeypatch.setattr(spectral_echo, "decompose", short_of_memory)
+    monkeypatch.setattr(measurement, "decompose", short_of_memory)
     np.testing.assert_allclose(spectral_echo(G, method=method).echo, one.echo, atol=1e-4)
     assert failures
 
@@ -324,7 +325,7 @@ def test_the_mean_numbers_the_directions(monkeypatch):
     """The references of some replicates have two directions the other way round; nothing may change."""
     G = planted(60, 100, 6, [8, 5, 3])
     expected = spectral_echo(G, method="gram")
-    real = spectral_echo.decompose
+    real = measurement.decompose
 
     def turned(*arguments, **options):
         found = real(*arguments, **options)
@@ -333,7 +334,7 @@ def test_the_mean_numbers_the_directions(monkeypatch):
             found = dataclasses.replace(found, left=left, right=right)
         return found
 
-    monkeypatch.setattr(spectral_echo, "decompose", turned)
+    monkeypatch.setattr(measurement, "decompose", turned)
     found = spectral_echo(G, method="gram", budget=1)
     np.testing.assert_allclose(found.echo[:3], expected.echo[:3], atol=1e-6)
     np.testing.assert_array_equal(found.permutation, expected.permutation)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from backlight.cli import app as application
-from backlight.measure.spectra.spectral_echo import spectral_echo
+from backlight.measure.spectra.measurement import spectral_echo
 from backlight.session import spectra_sweeps
 from backlight.session.recipe import read_recipe
 from backlight.session.spectra import measure_spectra

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backlight.measure.spectra.shrinkage import threshold
-from backlight.measure.spectra.spectral_echo import spectral_echo
+from backlight.measure.spectra.measurement import spectral_echo
 from backlight.spectra.conditions import (
     batch_far_from_critical,
     below_noise,

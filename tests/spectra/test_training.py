@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import backlight
-from backlight.measure.spectra.spectral_echo import spectral_echo
+from backlight.measure.spectra.measurement import spectral_echo
 from backlight.spectra.training import Measuring
 from backlight.store.format import spectra as stored
 from spectra.watched import batch, build, loss_of, one, same, scaler, train, unmeasured, weights

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from backlight.store.errors import RunFormatError
-from backlight.store.format import columns
+from backlight.store.format import column_codec
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(1, 4))
 FLOATS = st.floats() | st.floats(width=32) | st.sampled_from([0.0, -0.0, np.nan, np.inf, 1e300, 5e-324])
@@ -18,9 +18,9 @@ INTS = st.integers(-(2**63), 2**63 - 1) | st.integers(-200, 200)
 @given(SHAPES.flatmap(lambda s: hnp.arrays(np.float64, s, elements=FLOATS)))
 def test_floats_survive_bit_by_bit(values_SPK: npt.NDArray[np.float64]) -> None:
     _, P, K = values_SPK.shape
-    stored = columns.encode_floats(values_SPK)
+    stored = column_codec.encode_floats(values_SPK)
     for k in range(K):
-        back = columns.decode_floats(stored, P, K, k)
+        back = column_codec.decode_floats(stored, P, K, k)
         assert back.shape == values_SPK[:, :, k].shape
         assert np.array_equal(back.view(np.int64), np.ascontiguousarray(values_SPK[:, :, k]).view(np.int64))
 
@@ -28,17 +28,17 @@ def test_floats_survive_bit_by_bit(values_SPK: npt.NDArray[np.float64]) -> None:
 @given(SHAPES.flatmap(lambda s: hnp.arrays(np.int64, s, elements=INTS)))
 def test_integers_survive(values_SPK: npt.NDArray[np.int64]) -> None:
     _, P, K = values_SPK.shape
-    stored = columns.encode_integers(values_SPK)
+    stored = column_codec.encode_integers(values_SPK)
     for k in range(K):
-        assert np.array_equal(columns.decode_integers(stored, P, K, k), values_SPK[:, :, k])
+        assert np.array_equal(column_codec.decode_integers(stored, P, K, k), values_SPK[:, :, k])
 
 
 def test_blobs_of_different_layouts_are_read_in_order() -> None:
     first = np.full((2, 3, 1), 7.0)
     second = np.arange(6.0).reshape(2, 3, 1) + 0.1
-    stored = [*columns.encode_floats(first), *columns.encode_floats(second), *columns.encode_floats(first)]
+    stored = [*column_codec.encode_floats(first), *columns.encode_floats(second), *columns.encode_floats(first)]
     expected = np.concatenate([first, second, first])[:, :, 0]
-    assert np.array_equal(columns.decode_floats(stored, 3, 1, 0), expected)
+    assert np.array_equal(column_codec.decode_floats(stored, 3, 1, 0), expected)
 
 
 def test_what_says_little_takes_little() -> None:
@@ -46,17 +46,17 @@ def test_what_says_little_takes_little() -> None:
     numel = np.arange(P, dtype=np.int64) + 10**9
     ints = np.zeros((1, P, 3), dtype=np.int64)
     ints[0, :, 0], ints[0, :, 1], ints[0, 5, 2] = 1, numel, 100
-    (blob,) = columns.encode_integers(ints, numel)
+    (blob,) = column_codec.encode_integers(ints, numel)
     assert len(blob) == 3 + 8 + 0 + P
-    assert np.array_equal(columns.decode_integers([blob], P, 3, 1, numel)[0], numel)
+    assert np.array_equal(column_codec.decode_integers([blob], P, 3, 1, numel)[0], numel)
     narrow = np.random.default_rng(0).standard_normal((1, P, 1)).astype(np.float32).astype(np.float64)
-    assert len(columns.encode_floats(narrow)[0]) == 1 + 4 * P
+    assert len(column_codec.encode_floats(narrow)[0]) == 1 + 4 * P
 
 
 def test_a_nan_with_a_payload_is_not_narrowed_away() -> None:
     payload = np.array([0x7FF8_0000_0000_0001, 0x3FF0_0000_0000_0000], dtype=np.int64).view(np.float64)
-    stored = columns.encode_floats(payload.reshape(1, 2, 1))
-    assert np.array_equal(columns.decode_floats(stored, 2, 1, 0).view(np.int64), payload.view(np.int64)[None])
+    stored = column_codec.encode_floats(payload.reshape(1, 2, 1))
+    assert np.array_equal(column_codec.decode_floats(stored, 2, 1, 0).view(np.int64), payload.view(np.int64)[None])
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_nan_with_a_payload_is_not_narrowed_away() -> None:
 )
 def test_a_damaged_blob_is_refused(blob: bytes, match: str) -> None:
     with pytest.raises(RunFormatError, match=match):
-        columns.decode_floats([blob], 2, 1, 0)
+        column_codec.decode_floats([blob], 2, 1, 0)
 
 
 def test_sizes_that_are_not_known_are_refused() -> None:
     with pytest.raises(RunFormatError, match="refers to the sizes of a parameter table"):
-        columns.decode_integers([b"n"], 2, 1, 0)
+        column_codec.decode_integers([b"n"], 2, 1, 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backlight.store.export.files import COLUMNS, ENDINGS, SCALAR_COLUMNS
-from backlight.store.format import columns
+from backlight.store.format import column_codec
 from backlight.store.format.manifest import AttemptEntry, Manifest, Progress
 from backlight.store.format.schema import ARRAY_ENCODINGS, FORMAT_VERSION, HISTOGRAM, SCALARS, SERIES
 from backlight.store.platform.process import ProcessIdentity
@@ -54,7 +54,7 @@ def test_every_scalar() -> None:
 
 
 def test_every_letter_and_encoding() -> None:
-    assert missing([*columns._WIDTHS, "c", "n", *ARRAY_ENCODINGS]) == []
+    assert missing([*column_codec._WIDTHS, "c", "n", *ARRAY_ENCODINGS]) == []
 
 
 def test_every_export() -> None:

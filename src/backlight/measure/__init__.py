@@ -12,7 +12,7 @@ _PUBLIC = {
     "Noise": "noise",
     "ReplicateError": "replicates",
     "SpectralEcho": "result",
-    "spectral_echo": "spectra",
+    "spectral_echo": "measurement",
 }
 
 _MODULES = ("alignment", "echo", "noise", "shrinkage", "spectrum", "subspace")
@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from backlight.measure.spectra import alignment, echo, noise, shrinkage, spectral_echo, spectrum, subspace
+    from backlight.measure.spectra import alignment, echo, noise, shrinkage, spectrum, subspace
+    from backlight.measure.spectra.measurement import spectral_echo
     from backlight.measure.spectra.noise import Noise
     from backlight.measure.spectra.replicates import ReplicateError
     from backlight.measure.spectra.result import SpectralEcho
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"backlight.measure.{name}")
+        return importlib.import_module(f"backlight.measure.spectra.{name}")
     if name in _PUBLIC:
-        return getattr(importlib.import_module(f"backlight.measure.{_PUBLIC[name]}"), name)
+        return getattr(importlib.import_module(f"backlight.measure.spectra.{_PUBLIC[name]}"), name)
     raise AttributeError(f"module 'backlight.measure' has no attribute {name!r}")
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 
 from backlight.distributed import world
-from backlight.measure.spectra.svd import Method
+from backlight.measure.spectra.decomposition import Method
 from backlight.spectra.errors import SpectraError
 from backlight.spectra.team import CHUNK
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from backlight.measure.spectra.replicates import promoted
-from backlight.measure.spectra.spectral_echo import spectral_echo
+from backlight.measure.spectra.measurement import spectral_echo
 from backlight.session.recipe import Recipe
 from backlight.session.replicate_data import ReplicateData
 from backlight.session.spectra_options import Asked

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from backlight.measure.spectra.replicates import promoted
 from backlight.measure.spectra.result import SpectralEcho
-from backlight.measure.spectra.spectral_echo import spectral_echo
+from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.spectrum import stable_rank, stable_rank_of, values_by_gram
 from backlight.measure.spectra.subspace import drift
-from backlight.measure.spectra.svd import SMALL, decompose
+from backlight.measure.spectra.decomposition import SMALL, decompose
 from backlight.spectra.catching import Catching
 from backlight.spectra.layers import matrices
 from backlight.spectra.recording import Writer, record_arrays, state_measured

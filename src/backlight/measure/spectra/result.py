@@ -16,7 +16,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SpectralEcho:
-    """Result of :func:`backlight.measure.spectra.spectral_echo.spectral_echo`; every ``[D]`` has the strongest first.
+    """Result of :func:`backlight.measure.spectra.measurement.spectral_echo`; every ``[D]`` has the strongest first.
 
     Attributes
     ----------

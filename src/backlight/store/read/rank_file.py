@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from backlight.records import Finding, ParameterRecord
 from backlight.store.errors import RunFormatError
-from backlight.store.format import columns
+from backlight.store.format import column_codec
 from backlight.store.format.schema import SERIES
 from backlight.store.read.snapshot import Snapshot
 from backlight.store.write.batch import checksum
@@ -112,12 +112,12 @@ class RankFile:
             for name in names:
                 if name in integers:
                     ints, place = [row[4] for row in mine], integers.index(name)
-                    out.values[table, name] = columns.decode_integers(
+                    out.values[table, name] = column_codec.decode_integers(
                         ints, P, len(integers), place, sizes[table]
                     )
                 else:
                     data, place = [row[3] for row in mine], floats.index(name)
-                    out.values[table, name] = columns.decode_floats(data, P, len(floats), place)
+                    out.values[table, name] = column_codec.decode_floats(data, P, len(floats), place)
         return out
 
     def _sound_rows(self, series: str, window: tuple[int, int] | None = None) -> list[tuple[Any, ...]]:

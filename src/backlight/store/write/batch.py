@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from backlight.store.format import columns
+from backlight.store.format import column_codec
 from backlight.store.format.schema import SERIES
 
 _PLACE = struct.Struct("<qqq")
@@ -62,8 +62,8 @@ def stored_rows(rows: list[Row], sizes: Mapping[int, npt.NDArray[np.int64]]) -> 
     for i in range(1, len(rows) + 1):
         if i == len(rows) or rows[i][2] != rows[first][2]:
             group = rows[first:i]
-            floats = columns.encode_floats(np.stack([row[3] for row in group]))
-            ints = columns.encode_integers(np.stack([row[4] for row in group]), sizes[group[0][2]])
+            floats = column_codec.encode_floats(np.stack([row[3] for row in group]))
+            ints = column_codec.encode_integers(np.stack([row[4] for row in group]), sizes[group[0][2]])
             for (part, step, table, _, _), f, n in zip(group, floats, ints, strict=True):
                 yield part, step, table, checksum(part, step, table, f, n), f, n
             first = i

@@ -27,7 +27,7 @@ from backlight.measure.spectra.randomized_svd import Directions
 from backlight.measure.spectra.replicates import BUDGET, Replicates, check_distinct
 from backlight.measure.spectra.result import SpectralEcho, to_length
 from backlight.measure.spectra.shrinkage import clusters, gavish_donoho, predict
-from backlight.measure.spectra.svd import Method, decompose
+from backlight.measure.spectra.decomposition import Method, decompose
 from backlight.measure.spectra.svd_cost import Plan, plan, strengths
 
 Int64 = NDArray[np.int64]
