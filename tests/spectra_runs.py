@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from backlight.measure.spectra.shrinkage import threshold
 from backlight.measure.spectra.measurement import spectral_echo
+from backlight.measure.spectra.shrinkage import threshold
 from backlight.spectra.reading import Layer
 from backlight.spectra.recording import describe, leave_out, record
 from backlight.store.read.run import Run, open_run

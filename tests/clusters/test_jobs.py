@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from backlight.cli import app as application
-from backlight.session.cluster import ClusterError, Job, batch_script, minutes_of, parameters, require
+from backlight.launch.slurm import ClusterError, Job, batch_script, minutes_of, parameters, require
 
 COMMAND = ("-m", "backlight", "run", "--out", "/shared/run", "train.py", "a b", "it's")
 

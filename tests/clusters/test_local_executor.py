@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import backlight
+from backlight.launch.slurm import Job, submit
 from backlight.records import RunStatus
-from backlight.session.cluster import Job, submit
 
 pytest.importorskip("submitit")
 TRAINING = Path(__file__).parent / "training.py"

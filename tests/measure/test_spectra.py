@@ -9,9 +9,9 @@ import torch
 
 import backlight.measure
 from backlight.measure.spectra import measurement
+from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.replicates import ReplicateError
 from backlight.measure.spectra.shrinkage import predict, threshold
-from backlight.measure.spectra.measurement import spectral_echo
 
 METHODS = ["svd", "gram", "randomized"]
 

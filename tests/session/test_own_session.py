@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.session.own_session import run_in_own_session
+from backlight.launch.subprocess import run_in_own_session
 
 CHILD = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-IS', '-c', {CHILD!r}, sys.argv[1]])"

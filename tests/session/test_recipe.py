@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.session.recipe import Recipe, RecipeError, parse_settings, read_recipe
+from backlight.launch.recipe import Recipe, RecipeError, parse_settings, read_recipe
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_recipe.py"
 

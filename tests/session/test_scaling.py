@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backlight.cli.swept import as_object, show
-from backlight.session.recipe import RecipeError, read_recipe
+from backlight.launch.recipe import RecipeError, read_recipe
 from backlight.session.scaling import Point, _ask, _laws, parse_axes, sweep
 from backlight.session.scaling_point import answer, measure
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from backlight.cli import app as application
+from backlight.launch.recipe import read_recipe
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.session import spectra_sweeps
-from backlight.session.recipe import read_recipe
 from backlight.session.spectra import measure_spectra
 from backlight.session.spectra_options import Asked
 from backlight.spectra.errors import SpectraError

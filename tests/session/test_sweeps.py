@@ -12,7 +12,7 @@ import backlight
 from backlight.grokking.configuration import ConfigurationError, configure
 from backlight.grokking.estimate import Cost, Estimate
 from backlight.grokking.measures import TIERS, Measures
-from backlight.session.cluster import ClusterError, parameters
+from backlight.launch.slurm import ClusterError, parameters
 from backlight.session.slurm import filled_in, script, submit
 from backlight.session.sweeps import members, run_all, seeds, together
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.spectra.shrinkage import threshold
 from backlight.measure.spectra.measurement import spectral_echo
+from backlight.measure.spectra.shrinkage import threshold
 from backlight.spectra.conditions import (
     batch_far_from_critical,
     below_noise,

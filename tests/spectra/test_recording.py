@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.spectra.shrinkage import threshold
 from backlight.measure.spectra.measurement import spectral_echo
+from backlight.measure.spectra.shrinkage import threshold
 from backlight.spectra.reading import FIELDS, NUMBERS, Layer, layers, left_out, measurements, steps, table
 from backlight.spectra.recording import describe, leave_out, record, record_arrays
 from backlight.store.read.run import open_run

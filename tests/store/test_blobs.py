@@ -36,7 +36,11 @@ def test_integers_survive(values_SPK: npt.NDArray[np.int64]) -> None:
 def test_blobs_of_different_layouts_are_read_in_order() -> None:
     first = np.full((2, 3, 1), 7.0)
     second = np.arange(6.0).reshape(2, 3, 1) + 0.1
-    stored = [*column_codec.encode_floats(first), *columns.encode_floats(second), *columns.encode_floats(first)]
+    stored = [
+        *column_codec.encode_floats(first),
+        *columns.encode_floats(second),
+        *columns.encode_floats(first),
+    ]
     expected = np.concatenate([first, second, first])[:, :, 0]
     assert np.array_equal(column_codec.decode_floats(stored, 3, 1, 0), expected)
 
@@ -56,7 +60,9 @@ def test_what_says_little_takes_little() -> None:
 def test_a_nan_with_a_payload_is_not_narrowed_away() -> None:
     payload = np.array([0x7FF8_0000_0000_0001, 0x3FF0_0000_0000_0000], dtype=np.int64).view(np.float64)
     stored = column_codec.encode_floats(payload.reshape(1, 2, 1))
-    assert np.array_equal(column_codec.decode_floats(stored, 2, 1, 0).view(np.int64), payload.view(np.int64)[None])
+    assert np.array_equal(
+        column_codec.decode_floats(stored, 2, 1, 0).view(np.int64), payload.view(np.int64)[None]
+    )
 
 
 @pytest.mark.parametrize(

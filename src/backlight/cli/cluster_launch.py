@@ -20,7 +20,7 @@ def launch(
     script: Path | None,
 ) -> int:
     """Submit the watched training as one job, or write its batch script; return the exit code."""
-    from backlight.session.cluster import ENDED, Job, batch_script, parameters, require, submit, write_script
+    from backlight.launch.slurm import ENDED, Job, batch_script, parameters, require, submit, write_script
     from backlight.store.default_path import default_path
     from backlight.store.platform.filesystem import file_system_type, is_network_type
 

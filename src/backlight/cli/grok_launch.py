@@ -171,7 +171,7 @@ def _as_jobs(
     slurm: list[str],
     script: Path | None,
 ) -> int:
-    from backlight.session.cluster import parameters, write_script
+    from backlight.launch.slurm import parameters, write_script
     from backlight.session.estimating import choose, estimate_of
     from backlight.session.slurm import filled_in, submit
     from backlight.session.slurm import script as script_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from backlight.session.explaining import end_script, explain
+from backlight.launch.observe import end_script, explain
 from backlight.steptime.memory.account import Account
 from backlight.steptime.memory.allocator import Allocator
 from backlight.steptime.memory.observer import Observer
@@ -54,7 +54,7 @@ def measure_memory(
     Parameters
     ----------
     script, arguments, module:
-        As for :func:`backlight.session.launcher.launch`.
+        As for :func:`backlight.launch.script.launch`.
     warmup, steps:
         Steps to let pass, and steps to record after them.
     quiet:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from backlight.launch.subprocess import run_in_own_session
 from backlight.session.likeness import differences
-from backlight.session.own_session import run_in_own_session
 from backlight.steptime.differences import STEP, TimeComparison, compare_pairs
 from backlight.steptime.recorded import read_phases
 from backlight.store.read.run import RunFormatError, open_run

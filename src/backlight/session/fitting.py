@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from backlight.launch.recipe import Recipe
 from backlight.session.predicting import Predictor
-from backlight.session.recipe import Recipe
 from backlight.steptime.memory.predicted import Blocks, Prediction, PredictionError
 
 MOST = 2**20

@@ -16,7 +16,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from backlight.session.recipe import Recipe
+from backlight.launch.recipe import Recipe
 from backlight.steptime.memory.predicted import GRANULE, Prediction, PredictionError
 
 
@@ -43,7 +43,7 @@ def predict(
     Parameters
     ----------
     recipe:
-        From :func:`backlight.session.recipe.read_recipe`; without ``build_optimizer`` nothing is updated.
+        From :func:`backlight.launch.recipe.read_recipe`; without ``build_optimizer`` nothing is updated.
     checkpoint:
         Names of modules whose forward is computed again in backward.
     reentrant:

@@ -8,8 +8,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from backlight.launch.recipe import Recipe, RecipeError, read_recipe
 from backlight.session.predicting import Request
-from backlight.session.recipe import Recipe, RecipeError, read_recipe
 from backlight.steptime.memory.predicted import Prediction, PredictionError
 from backlight.steptime.memory.prediction import explained, predict_step
 

@@ -17,10 +17,10 @@ import torch
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.scope import Scope
 from backlight.distributed import world
+from backlight.launch.observe import end_script, explain
 from backlight.records import Fingerprint, ParameterRecord
 from backlight.session.circumstances import CoreWait, Pauses, circumstances, ways_of
 from backlight.session.confirming import Confirmed, control_of_this_run
-from backlight.session.explaining import end_script, explain
 from backlight.steptime.profile.arithmetic import Attention, attention
 from backlight.steptime.profile.observer import Observed, Observer
 from backlight.steptime.profile.optimizations import Optimization, find_optimizations
@@ -137,7 +137,7 @@ def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = Fal
     Parameters
     ----------
     script, arguments, module:
-        As for :func:`backlight.session.launcher.launch`.
+        As for :func:`backlight.launch.script.launch`.
     plan:
         What to take.
 

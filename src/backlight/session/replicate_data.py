@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from backlight.session.recipe import Recipe
+from backlight.launch.recipe import Recipe
 from backlight.spectra.batches import digest, samples, size
 from backlight.spectra.errors import SpectraError
 from backlight.spectra.gradients import seed_by

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight.session.own_session import run_in_own_session
-from backlight.session.recipe import RecipeError, parse_value
+from backlight.launch.recipe import RecipeError, parse_value
+from backlight.launch.subprocess import run_in_own_session
 from backlight.steptime.scaling import Exponent, PowerLaw, ScalingError, fit
 
 OUT_OF_MEMORY = "out of memory"
@@ -125,7 +125,7 @@ def sweep(
     Parameters
     ----------
     recipe:
-        See :mod:`backlight.session.recipe`.
+        See :mod:`backlight.launch.recipe`.
     axes:
         Values by setting.
     fake:

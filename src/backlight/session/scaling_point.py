@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from backlight.capture.phase_clock import PhaseClock
+from backlight.launch.recipe import REQUIRED, Recipe, RecipeError, read_recipe
 from backlight.records import Phase
-from backlight.session.recipe import REQUIRED, Recipe, RecipeError, read_recipe
 from backlight.steptime.memory.predicted import PredictionError
 from backlight.steptime.profile.summary import summarize_steps
 from backlight.steptime.steady import SeriesError

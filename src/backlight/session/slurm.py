@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backlight.grokking.configuration import Configuration
-from backlight.session.cluster import ClusterError, require, sbatch_lines
+from backlight.launch.slurm import ClusterError, require, sbatch_lines
 
 if TYPE_CHECKING:
     from backlight.grokking.estimate import Estimate

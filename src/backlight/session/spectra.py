@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from backlight.launch.recipe import Recipe, read_recipe
 from backlight.records import RunStatus
 from backlight.session.checkpoint_files import Checkpoint, find_checkpoints
-from backlight.session.recipe import Recipe, read_recipe
 from backlight.session.replicate_data import ReplicateData, check_data
 from backlight.session.spectra_folder import (
     CHECKPOINT,

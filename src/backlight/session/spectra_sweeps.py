@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from backlight.measure.spectra.replicates import promoted
+from backlight.launch.recipe import Recipe
 from backlight.measure.spectra.measurement import spectral_echo
-from backlight.session.recipe import Recipe
+from backlight.measure.spectra.replicates import promoted
 from backlight.session.replicate_data import ReplicateData
 from backlight.session.spectra_options import Asked
 from backlight.spectra.batches import moved

@@ -6,8 +6,8 @@ import math
 
 from torch import Tensor
 
-from backlight.measure.spectra.replicates import as_matrix, named, promoted, sum_squares
 from backlight.measure.spectra.decomposition import decompose
+from backlight.measure.spectra.replicates import as_matrix, named, promoted, sum_squares
 from backlight.spectra.errors import SpectraError
 
 

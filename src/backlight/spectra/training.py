@@ -16,12 +16,12 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from backlight.measure.spectra.decomposition import SMALL, decompose
+from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.replicates import promoted
 from backlight.measure.spectra.result import SpectralEcho
-from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.spectrum import stable_rank, stable_rank_of, values_by_gram
 from backlight.measure.spectra.subspace import drift
-from backlight.measure.spectra.decomposition import SMALL, decompose
 from backlight.spectra.catching import Catching
 from backlight.spectra.layers import matrices
 from backlight.spectra.recording import Writer, record_arrays, state_measured

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from backlight.session.recipe import read_recipe
+from backlight.launch.recipe import read_recipe
 
 
 def measured_peak(path: Path, settings: dict[str, Any]) -> int:

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+from backlight.launch.recipe import read_recipe
 from backlight.session.fitting import checkpointing, largest_batch
 from backlight.session.predicting import Predictor, Request, predict
 from backlight.session.predicting_process import answer
-from backlight.session.recipe import read_recipe
 from backlight.steptime.memory.faking import META, PIECEWISE, REAL, as_fake, build_fake, fake_mode
 from backlight.steptime.memory.ledger import Kind
 from backlight.steptime.memory.predicted import Prediction, PredictionError

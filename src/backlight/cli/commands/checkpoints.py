@@ -33,8 +33,8 @@ def checkpoints(
         If the script ended before anything could be looked at.
     """
     from backlight.cli.explained import Page, print_json
-    from backlight.session.explaining import end_script, explain
-    from backlight.session.launcher import check
+    from backlight.launch.observe import end_script, explain
+    from backlight.launch.script import check
     from backlight.stalls.inspection import Checkpoints
 
     check(script, module=module)

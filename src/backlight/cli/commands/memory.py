@@ -67,7 +67,7 @@ def memory(
 
         run_prediction(options)
         return 0
-    from backlight.session.launcher import check
+    from backlight.launch.script import check
 
     check(target, module=module)
     from backlight.cli.memory_page import print_measured

@@ -37,8 +37,8 @@ def nan(
         If the script ended before anything could be looked at.
     """
     from backlight.cli.explained import Page, print_json
-    from backlight.session.explaining import end_script, explain
-    from backlight.session.launcher import check
+    from backlight.launch.observe import end_script, explain
+    from backlight.launch.script import check
     from backlight.stalls.hunt import NanHunt
 
     check(script, module=module)

@@ -54,8 +54,8 @@ def profile(
     """
     from backlight.cli.explained import Page, print_json
     from backlight.cli.profiled import progress, show
+    from backlight.launch.script import check
     from backlight.records import to_json
-    from backlight.session.launcher import check
 
     check(script, module=module)
     from backlight.session.confirming import confirm as test

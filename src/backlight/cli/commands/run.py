@@ -79,8 +79,8 @@ def run(
     standard error when the script is over.
     """
     from backlight.cli.summary import after_run
+    from backlight.launch.script import check, launch
     from backlight.session.config import Settings
-    from backlight.session.launcher import check, launch
     from backlight.session.sizes import parse_groups, parse_size
 
     check(script, module=module)

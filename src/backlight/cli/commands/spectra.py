@@ -59,7 +59,7 @@ def spectra(
     is measured. Under torchrun the layers are spread over the ranks; the numbers stay the same.
     """
     from backlight.cli.spectra_page import as_object, bar, show
-    from backlight.session.recipe import parse_settings
+    from backlight.launch.recipe import parse_settings
     from backlight.session.sizes import parse_size
     from backlight.session.spectra_options import Asked, method_of
 

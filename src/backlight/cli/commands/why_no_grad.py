@@ -36,8 +36,8 @@ def why_no_grad(
         If the script ended without a backward.
     """
     from backlight.cli.explained import Page, print_json
-    from backlight.session.explaining import end_script, explain
-    from backlight.session.launcher import check
+    from backlight.launch.observe import end_script, explain
+    from backlight.launch.script import check
     from backlight.stalls.missing import WhyNoGrad
 
     check(script, module=module)

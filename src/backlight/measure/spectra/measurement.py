@@ -20,6 +20,7 @@ from torch import Tensor
 from backlight.measure.spectra import echo as estimate
 from backlight.measure.spectra.alignment import Method as AlignmentMethod
 from backlight.measure.spectra.alignment import align, overlap_scores
+from backlight.measure.spectra.decomposition import Method, decompose
 from backlight.measure.spectra.echo import Estimator
 from backlight.measure.spectra.noise import Noise, noise_about
 from backlight.measure.spectra.null import Null
@@ -27,7 +28,6 @@ from backlight.measure.spectra.randomized_svd import Directions
 from backlight.measure.spectra.replicates import BUDGET, Replicates, check_distinct
 from backlight.measure.spectra.result import SpectralEcho, to_length
 from backlight.measure.spectra.shrinkage import clusters, gavish_donoho, predict
-from backlight.measure.spectra.decomposition import Method, decompose
 from backlight.measure.spectra.svd_cost import Plan, plan, strengths
 
 Int64 = NDArray[np.int64]

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backlight.measure.spectra.decomposition import OVERSAMPLING, SMALL, Method, count_above, decompose
 from backlight.measure.spectra.noise import Noise
 from backlight.measure.spectra.randomized_svd import Directions
 from backlight.measure.spectra.shrinkage import infer, predict, upper_edge
-from backlight.measure.spectra.decomposition import OVERSAMPLING, SMALL, Method, count_above, decompose
 
 # With more directions than this share of D the search for a few of them costs as much as all.
 _SHARE = 1 / 8

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from backlight.capture.step_limit import StopTraining
-from backlight.session.launcher import launch
+from backlight.launch.script import launch
 
 
 def end_script() -> None:
@@ -45,7 +45,7 @@ def explain(
     observer:
         Entered before the script's first line and left after its last.
     target, arguments, module:
-        As for :func:`backlight.session.launcher.launch`.
+        As for :func:`backlight.launch.script.launch`.
     quiet:
         Send what the script prints to standard error, so that standard output holds the answer only.
     compiled:
