@@ -21,9 +21,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from backlight.grokking.detection import detect
-from backlight.grokking.experiment import EXPERIMENTS, Task
-from backlight.grokking.verdicts import Detection
+from backlight.experiments.experiment import EXPERIMENTS, Task
+from backlight.monitors.grokking.model.detection import detect
+from backlight.monitors.grokking.model.verdicts import Detection
 
 Log = tuple[int, dict[str, float]]
 Change = dict[str, Any]

@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from backlight.grokking.detection import detect
-from backlight.grokking.tasks import quadratic
-from backlight.grokking.verdicts import Detection, GrokkingVerdict
+from backlight.experiments.tasks import quadratic
+from backlight.monitors.grokking.model.detection import detect
+from backlight.monitors.grokking.model.verdicts import Detection, GrokkingVerdict
 
 CHANCE, SIZE = 1 / 23, 265
 STEPS = np.arange(0, 5001, 10)

@@ -29,10 +29,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from backlight.grokking.configuration import assigned, configure
-from backlight.grokking.estimate import size
-from backlight.grokking.training import Loop
-from backlight.session.experiments import Sink, build, pace_of, run_experiment, tracker_of
+from backlight.experiments.config import assigned, configure
+from backlight.experiments.cost_estimate import size
+from backlight.experiments.loop import Loop
+from backlight.experiments.runner import Sink, build, pace_of, run_experiment, tracker_of
 from backlight.store.format.hdf5_filters import Filters
 from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, write_piece
 from backlight.store.read.run import open_run

@@ -21,7 +21,7 @@ _PUBLIC = {
     "collect_groups": "backlight.session.collection",
     "findings_of": "backlight.findings.evaluate",
     "gathered": "backlight.capture.sharding.gather",
-    "gram": "backlight.grokking.gram.composition",
+    "gram": "backlight.monitors.grokking.instrument.gram.gram",
     "open_run": "backlight.store.read.run",
     "outer_product": "backlight.measure.gram.outer",
     "watch": "backlight.session.watch",
@@ -48,8 +48,8 @@ __all__ = [
 if TYPE_CHECKING:
     from backlight.capture.sharding.gather import gathered
     from backlight.findings.evaluate import findings_of
-    from backlight.grokking.gram.composition import gram
     from backlight.measure.gram.outer import outer_product
+    from backlight.monitors.grokking.instrument.gram.gram import gram
     from backlight.records import Evidence, Finding, Severity
     from backlight.session.collection import Pending, collect, collect_groups
     from backlight.session.watch import Watch, watch

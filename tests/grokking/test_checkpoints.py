@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from backlight.grokking.checkpoints import CheckpointError, newest, restore, save, training_state
-from backlight.grokking.tasks.quadratic import build
+from backlight.experiments.checkpoints import CheckpointError, newest, restore, save, training_state
+from backlight.experiments.tasks.quadratic import build
 
 STATE: dict[str, Any] = {
     "tensors": [torch.arange(6.0).reshape(2, 3), torch.tensor(True), torch.zeros(0, 4)],

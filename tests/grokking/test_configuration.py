@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from backlight.grokking.configuration import ConfigurationError, assigned, configure, preset, read
-from backlight.grokking.experiment import EXPERIMENTS
+from backlight.experiments.config import ConfigurationError, assigned, configure, preset, read
+from backlight.experiments.experiment import EXPERIMENTS
 
 
 @pytest.mark.parametrize("name", [*EXPERIMENTS, "oracle"])

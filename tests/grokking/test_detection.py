@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.grokking import curves
-from backlight.grokking.curves import DetectionError, Interval
-from backlight.grokking.detection import detect
-from backlight.grokking.thresholds import Thresholds
-from backlight.grokking.verdicts import Detection, GrokkingVerdict
+from backlight.monitors.grokking.model import curves
+from backlight.monitors.grokking.model.curves import DetectionError, Interval
+from backlight.monitors.grokking.model.detection import detect
+from backlight.monitors.grokking.model.thresholds import Thresholds
+from backlight.monitors.grokking.model.verdicts import Detection, GrokkingVerdict
 
 STEPS = np.arange(0, 5001, 10)
 CHANCE, SIZE = 0.043, 265

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backlight.grokking.disk import DiskWatch, free_bytes
-from backlight.grokking.measures import Measures, at_tier
-from backlight.session.geometry import Queue
+from backlight.monitors.grokking.instrument.geometry import Queue
+from backlight.monitors.grokking.model.disk_guard import DiskWatch, free_bytes
+from backlight.monitors.grokking.model.measures import Measures, at_tier
 
 
 def test_each_look_at_a_full_disk_takes_one_tier(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backlight
-from backlight.grokking.gram import batches
-from backlight.grokking.gram.gates import GramError
+from backlight.monitors.grokking.instrument.gram import batches
+from backlight.monitors.grokking.instrument.gram.gates import GramError
 from grokking import gram_models
 from grokking.gram_models import MODELS, N, Setup, images, labels, text, tokens
 

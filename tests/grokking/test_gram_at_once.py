@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import backlight
-from backlight.grokking.gram.gates import GramError
 from backlight.measure.gram.accumulate import joined, kept
 from backlight.measure.gram.factors import Factors, Lookup, Vectors
+from backlight.monitors.grokking.instrument.gram.gates import GramError
 from grokking.gram_models import MODELS, N, images, labels
 
 

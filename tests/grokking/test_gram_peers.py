@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import backlight
-from backlight.grokking.gram.fallback import per_sample
+from backlight.monitors.grokking.instrument.gram.fallback import per_sample
 from grokking.gram_models import MODELS
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import backlight
-from backlight.grokking.gram import repeats
-from backlight.grokking.gram.gates import GramError
+from backlight.monitors.grokking.instrument.gram import check_schedule
+from backlight.monitors.grokking.instrument.gram.gates import GramError
 from grokking.gram_models import images, labels
 
 
@@ -88,14 +88,14 @@ def test_a_failure_is_not_forgotten() -> None:
 
 def test_nothing_is_kept_alive() -> None:
     gc.collect()
-    before = len(repeats._PASSED)
+    before = len(check_schedule._PASSED)
     net = nn.Sequential(nn.Linear(7, 3)).double()
     backlight.gram(net, anew(), images(7))
-    assert len(repeats._PASSED) == before + 1
-    assert not len(repeats._PASSED[net])  # the function is gone
+    assert len(check_schedule._PASSED) == before + 1
+    assert not len(check_schedule._PASSED[net])  # the function is gone
     del net
     gc.collect()
-    assert len(repeats._PASSED) == before
+    assert len(check_schedule._PASSED) == before
 
 
 def test_a_loss_that_cannot_be_referred_to_weakly_is_checked_each_time() -> None:

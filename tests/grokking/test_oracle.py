@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from backlight.grokking.verdicts import GrokkingVerdict
+from backlight.monitors.grokking.model.verdicts import GrokkingVerdict
 
 
 @pytest.fixture(scope="module")

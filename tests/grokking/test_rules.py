@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from backlight.findings.evaluate import judge
-from backlight.grokking.reading import control_of, detect_run, stated
-from backlight.grokking.thresholds import Thresholds
+from backlight.monitors.grokking.model.reader import control_of, detect_run, stated
+from backlight.monitors.grokking.model.thresholds import Thresholds
 from backlight.records import Severity
 from backlight.registry import RULES
 from backlight.store.read.run import Run, open_run

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.grokking.measures import TIERS, Measures, at_tier, left_out
-from backlight.grokking.tracking import Tracker, stored
-from backlight.grokking.tracking_probe import Probe
-from backlight.grokking.tracking_sketch import Sketch
-from backlight.grokking.tracking_window import Window
+from backlight.monitors.grokking.instrument.gradient_sketch import Sketch
+from backlight.monitors.grokking.instrument.gradient_window import Window
+from backlight.monitors.grokking.instrument.probe_batch import Probe
+from backlight.monitors.grokking.instrument.tracker import Tracker, stored
+from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier, left_out
 
 
 class Kept:

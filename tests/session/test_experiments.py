@@ -16,13 +16,13 @@ import pytest
 import torch
 
 import backlight
-from backlight.grokking.configuration import Configuration, ConfigurationError, assigned, configure
-from backlight.grokking.estimate import Cost, Estimate
-from backlight.grokking.measures import TIERS, Measures, at_tier
+from backlight.experiments import runner
+from backlight.experiments.config import Configuration, ConfigurationError, assigned, configure
+from backlight.experiments.cost_check import Choice, DoesNotFitError, choose, estimate_of
+from backlight.experiments.cost_estimate import Cost, Estimate
+from backlight.experiments.runner import Progress, run_experiment
+from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier
 from backlight.records import RunStatus
-from backlight.session import experiments
-from backlight.session.estimating import Choice, DoesNotFitError, choose, estimate_of
-from backlight.session.experiments import Progress, run_experiment
 from backlight.store.errors import RunExistsError
 
 SETTINGS = (
@@ -78,7 +78,7 @@ def test_a_run_holds_what_it_promises(whole: Path) -> None:
 
 
 def test_the_gradient_of_every_logged_step_is_that_of_the_training(whole: Path) -> None:
-    task = experiments.build(configuration())
+    task = runner.build(configuration())
     torch.manual_seed(0)
     found = {name: run_array(whole, f"gradient/{name}") for name, _ in task.model.named_parameters()}
     for step in range(30):
@@ -102,7 +102,7 @@ def test_a_killed_run_goes_on_to_the_same_numbers(whole: Path, tmp_path: Path, s
     path = tmp_path / "killed"
     slow = (
         "import sys, time\n"
-        "import backlight.grokking.training as t\n"
+        "import backlight.experiments.loop as t\n"
         "step = t.Loop.step\n"
         "t.Loop.step = lambda self, n: (time.sleep(0.005), step(self, n))\n"
         "from backlight.cli.app import main\n"
@@ -174,13 +174,13 @@ def test_a_tier_is_kept_and_told_and_resumed(tmp_path: Path) -> None:
     }  # fmt: skip
     assert "gram/model/matrix" in run.array_names()
     assert not [n for n in run.array_names() if n.startswith("gradient/") or n.endswith("/vectors")]
-    assert experiments.tier_of(path) == "Gram"
-    run_experiment(configuration("training.steps=60"), path, resume=True, tier=experiments.tier_of(path))
+    assert runner.tier_of(path) == "Gram"
+    run_experiment(configuration("training.steps=60"), path, resume=True, tier=runner.tier_of(path))
     assert len(backlight.open_run(path).events("degradation")) == 1
 
 
 def test_a_disk_that_fills_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiments.DiskWatch, "look", _full_at_50)
+    monkeypatch.setattr(runner.DiskWatch, "look", _full_at_50)
     path = run_experiment(configuration(), tmp_path / "run")
     run = backlight.open_run(path)
     assert run.status is RunStatus.FINISHED

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import backlight
-from backlight.grokking.configuration import ConfigurationError, configure
-from backlight.grokking.estimate import Cost, Estimate
-from backlight.grokking.measures import TIERS, Measures
+from backlight.experiments.config import ConfigurationError, configure
+from backlight.experiments.cost_estimate import Cost, Estimate
+from backlight.experiments.slurm_jobs import filled_in, script, submit
+from backlight.experiments.sweep import members, run_all, seeds, together
 from backlight.launch.slurm import ClusterError, parameters
-from backlight.session.slurm import filled_in, script, submit
-from backlight.session.sweeps import members, run_all, seeds, together
+from backlight.monitors.grokking.model.measures import TIERS, Measures
 
 
 def test_seeds_and_members(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_seeds_and_members(tmp_path: Path) -> None:
 
 
 def test_runs_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backlight.session.sweeps.cores", lambda: 8)
+    monkeypatch.setattr("backlight.experiments.sweep.cores", lambda: 8)
     assert together(None, 20, 1) == 8
     assert together(None, 20, 3) == 2
     assert together(None, 2, 1) == 2

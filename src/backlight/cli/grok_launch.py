@@ -14,7 +14,7 @@ import typer
 from backlight.cli.grok_options import configured
 
 if TYPE_CHECKING:
-    from backlight.grokking.configuration import Configuration
+    from backlight.experiments.config import Configuration
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Asked:
 
 def here(asked: Asked, *, resume: bool) -> int:
     """Run in this process, the run and then its control; return the exit code."""
-    from backlight.session.experiments import default_folder, finished, resumed
+    from backlight.experiments.runner import default_folder, finished, resumed
 
     if resume and asked.out is not None and asked.config is None:
         named = {"experiment": asked.name, "preset": asked.preset}
@@ -70,8 +70,8 @@ def _one(
     configuration: Configuration, path: Path, *, resume: bool, degrade: bool, control_of: str = ""
 ) -> int:
     from backlight.cli.grok_progress import Bar
-    from backlight.session.estimating import Choice, choose, estimate_of
-    from backlight.session.experiments import refuse_existing, run_experiment, tier_of
+    from backlight.experiments.cost_check import Choice, choose, estimate_of
+    from backlight.experiments.runner import refuse_existing, run_experiment, tier_of
 
     if resume:
         choice = Choice(tier_of(path)) if (path / "manifest.json").exists() else Choice()
@@ -111,9 +111,9 @@ def sweep(
 ) -> int:
     """Run one process for each member of a sweep; return the exit code."""
     from backlight.cli.grok_options import overlay
-    from backlight.session.experiments import finished
-    from backlight.session.sweeps import command, members, run_all, together
-    from backlight.session.sweeps import seeds as seeds_of
+    from backlight.experiments.runner import finished
+    from backlight.experiments.sweep import command, members, run_all, together
+    from backlight.experiments.sweep import seeds as seeds_of
 
     configuration = asked.configuration()
     root = asked.out if asked.out is not None else Path("runs") / f"{configuration.experiment}-sweep"
@@ -154,8 +154,8 @@ def sweep(
 
 def submit(asked: Asked, slurm: list[str], script: Path | None) -> int:
     """Submit the run as a job, or write its script; return the exit code."""
-    from backlight.session.experiments import default_folder
-    from backlight.session.sweeps import Member, command
+    from backlight.experiments.runner import default_folder
+    from backlight.experiments.sweep import Member, command
 
     configuration = asked.configuration()
     path = asked.out if asked.out is not None else default_folder(configuration)
@@ -171,10 +171,10 @@ def _as_jobs(
     slurm: list[str],
     script: Path | None,
 ) -> int:
+    from backlight.experiments.cost_check import choose, estimate_of
+    from backlight.experiments.slurm_jobs import filled_in, submit
+    from backlight.experiments.slurm_jobs import script as script_of
     from backlight.launch.slurm import parameters, write_script
-    from backlight.session.estimating import choose, estimate_of
-    from backlight.session.slurm import filled_in, submit
-    from backlight.session.slurm import script as script_of
 
     found = estimate_of(configuration, root, budget=1.0)
     choice = choose(found, degrade=asked.degrade)

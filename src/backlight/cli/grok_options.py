@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from backlight.grokking.configuration import Configuration
+    from backlight.experiments.config import Configuration
 
 NAME = typer.Argument(metavar="NAME", help="An experiment, see backlight grok list.")
 PRESET = typer.Option(
@@ -31,7 +31,7 @@ def overlay(
     control: str | None = None,
 ) -> tuple[str, Mapping[str, Any]]:
     """Return what the options of a command line say, as a layer of a configuration."""
-    from backlight.grokking.configuration import assigned
+    from backlight.experiments.config import assigned
 
     values = assigned(changes or ())
     if steps is not None:
@@ -44,7 +44,7 @@ def configured(
     name: str | None, preset: str | None, config: Path | None, options: tuple[str, Mapping[str, Any]]
 ) -> Configuration:
     """Return the configuration of a preset, a file and options, the later ones winning."""
-    from backlight.grokking.configuration import configure, read
+    from backlight.experiments.config import configure, read
 
     layers = [] if config is None else [(str(config), read(config))]
     return configure(name, preset, *layers, options)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from backlight.session.experiments import Progress as Seen
+    from backlight.experiments.runner import Progress as Seen
 
 
 class Bar:

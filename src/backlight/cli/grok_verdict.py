@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from backlight.grokking.following import Following
-from backlight.grokking.verdicts import Detection
+from backlight.monitors.grokking.model.lead_lag import Following
+from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.report.text import number, visible
 from backlight.session.examining import Examined
 from backlight.session.overlaying import Overlaid, value_at

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from backlight.session.geometry import Samples
+    from backlight.monitors.grokking.instrument.geometry import Samples
 
 OTHER_RANKS = 10.0
 """Seconds that rank 0 waits, at most, for the other ranks to close, before it says what was found."""

@@ -22,7 +22,7 @@ from typing import Any, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from backlight.findings.evaluate import thresholds
-from backlight.grokking.measures import Measures
+from backlight.monitors.grokking.model.measures import Measures
 from backlight.session.plan import DEFAULT_ROOMS
 from backlight.session.tracing import traced_kinds
 from backlight.session.trackers import chosen

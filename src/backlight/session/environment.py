@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight.distributed import world
-from backlight.grokking.experiment import EXPERIMENTS
+from backlight.experiments.experiment import EXPERIMENTS
 from backlight.registry import PROBES, RULES, PlugInWarning, Registry
 from backlight.report.panel import PANELS
 from backlight.session.trackers import TRACKERS

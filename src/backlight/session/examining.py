@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from backlight.findings.evaluate import thresholds
-from backlight.grokking.change_points import change_points
-from backlight.grokking.curves import DetectionError
-from backlight.grokking.following import Following, follow
-from backlight.grokking.reading import TEST, Stated, control_of, detect_run, has_accuracies, stated
-from backlight.grokking.thresholds import Thresholds
-from backlight.grokking.verdicts import Detection
+from backlight.monitors.grokking.model.change_points import change_points
+from backlight.monitors.grokking.model.curves import DetectionError
+from backlight.monitors.grokking.model.lead_lag import Following, follow
+from backlight.monitors.grokking.model.reader import (
+    TEST,
+    Stated,
+    control_of,
+    detect_run,
+    has_accuracies,
+    stated,
+)
+from backlight.monitors.grokking.model.thresholds import Thresholds
+from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.records import to_json
 from backlight.store.errors import StoreError
 from backlight.store.read.run import Run, open_run

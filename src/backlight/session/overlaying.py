@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.grokking.curves import DetectionError
-from backlight.grokking.following import measures_of
-from backlight.grokking.reading import TEST, TRAIN, Stated, detect_run, stated
-from backlight.grokking.verdicts import Detection
+from backlight.monitors.grokking.model.curves import DetectionError
+from backlight.monitors.grokking.model.lead_lag import measures_of
+from backlight.monitors.grokking.model.reader import TEST, TRAIN, Stated, detect_run, stated
+from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.records import to_json
 from backlight.report.overlay import OverlayPage
 from backlight.session.examining import limits_of

@@ -20,8 +20,8 @@ from backlight.session.draft import Draft, Part
 
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope
+    from backlight.monitors.grokking.instrument.geometry import Geometry
     from backlight.session.cadence import Cadence
-    from backlight.session.geometry import Geometry
     from backlight.session.plan import Active, Plan
     from backlight.session.replicating import Replicating
 

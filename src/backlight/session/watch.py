@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from backlight.session.geometry import Samples
+    from backlight.monitors.grokking.instrument.geometry import Samples
     from backlight.session.replicating import Replicating
     from backlight.stalls.tracing import Tracer
     from backlight.store.write.writer import RunWriter
@@ -145,7 +145,7 @@ class Watch:
         self._scope = Scope(self._models, self._optimizers)
         self._recorder = Recorder(self._scope, self._plan, self._cadence, self._notices.event, self._at_step)
         if "grokking" in settings.rooms:
-            from backlight.session.geometry import Geometry  # noqa: PLC0415 - others need not pay for it
+            from backlight.monitors.grokking.instrument.geometry import Geometry  # noqa: PLC0415 - others need not pay for it
 
             self._recorder.geometry = Geometry(
                 settings.measures, self._samples, self._models, self.path, self._notices
@@ -466,7 +466,7 @@ def watch(
     given = _listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
     optimizers = [inner for outer in given for inner in underlying(outer)]
     if samples is not None:
-        from backlight.session.geometry import check_samples  # noqa: PLC0415 - others need not pay for it
+        from backlight.monitors.grokking.instrument.geometry import check_samples  # noqa: PLC0415 - others need not pay for it
 
         check_samples(samples, models)
     checked = Settings.of(settings)

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.grokking.data.gaussian import linear_teacher
-from backlight.grokking.data.images import image_split, load_images
-from backlight.grokking.data.knowledge import NO_TOKEN, knowledge_graph
-from backlight.grokking.data.modular import OPERATIONS, modular_table, one_hot_pairs, unordered
-from backlight.grokking.data.permutations import permutation_table
-from backlight.grokking.data.randomness import derived_seed, generator, seeded
-from backlight.grokking.data.split import apply_control, share_out
-from backlight.grokking.experiments.doshi import Data as Polynomial
-from backlight.grokking.experiments.doshi import polynomial_table
+from backlight.experiments.data.gaussian import linear_teacher
+from backlight.experiments.data.images import image_split, load_images
+from backlight.experiments.data.knowledge import NO_TOKEN, knowledge_graph
+from backlight.experiments.data.modular import OPERATIONS, modular_table, one_hot_pairs, unordered
+from backlight.experiments.data.permutations import permutation_table
+from backlight.experiments.data.random_streams import derived_seed, generator, seeded
+from backlight.experiments.data.split import apply_control, share_out
+from backlight.experiments.published.doshi import Data as Polynomial
+from backlight.experiments.published.doshi import polynomial_table
 
 PLAIN = {
     "add": lambda a, b, p: (a + b) % p,

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.grokking.models.mlp import Mlp
-from backlight.grokking.progress import fourier
-from backlight.grokking.progress.adversarial import adversarial_accuracy, attacked
-from backlight.grokking.progress.agop import alignment, circulant_deviation, input_agop
-from backlight.grokking.progress.local_complexity import local_complexity, neighbourhood
-from backlight.grokking.progress.norms import weight_norm
-from backlight.grokking.progress.representation import parallelograms, representation_quality
-from backlight.grokking.progress.softmax_collapse import smallest_margin, softmax_collapse
+from backlight.experiments.models.mlp import Mlp
+from backlight.experiments.progress import fourier
+from backlight.experiments.progress.adversarial import adversarial_accuracy, attacked
+from backlight.experiments.progress.agop import alignment, circulant_deviation, input_agop
+from backlight.experiments.progress.local_complexity import local_complexity, neighbourhood
+from backlight.experiments.progress.norms import weight_norm
+from backlight.experiments.progress.representation import parallelograms, representation_quality
+from backlight.experiments.progress.softmax_collapse import smallest_margin, softmax_collapse
 
 
 def draw(seed=0):

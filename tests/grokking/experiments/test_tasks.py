@@ -9,15 +9,15 @@ import inspect
 import pytest
 import torch
 
-from backlight.grokking.data.gaussian import closed_form
-from backlight.grokking.data.knowledge import NO_TOKEN
-from backlight.grokking.experiment import EXPERIMENTS
-from backlight.grokking.experiments import doshi, levi, minegishi, nanda, power, thilak, wang
-from backlight.grokking.models.decoder import Decoder
-from backlight.grokking.models.gpt import Gpt
-from backlight.grokking.tasks import quadratic
-from backlight.grokking.tasks.tickets import magnitude_masks, shuffled_masks
-from backlight.grokking.verdicts import GrokkingVerdict
+from backlight.experiments.data.gaussian import closed_form
+from backlight.experiments.data.knowledge import NO_TOKEN
+from backlight.experiments.experiment import EXPERIMENTS
+from backlight.experiments.models.decoder import Decoder
+from backlight.experiments.models.gpt import Gpt
+from backlight.experiments.published import doshi, levi, minegishi, nanda, power, thilak, wang
+from backlight.experiments.tasks import quadratic
+from backlight.experiments.tasks.tickets import magnitude_masks, shuffled_masks
+from backlight.monitors.grokking.model.verdicts import GrokkingVerdict
 
 pytest.importorskip("sklearn")
 

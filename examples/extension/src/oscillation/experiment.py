@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from backlight.grokking.data.gaussian import linear_teacher
-from backlight.grokking.data.split import apply_control
-from backlight.grokking.experiment import EXPERIMENTS, Experiment, Paper
-from backlight.grokking.tasks.supervised import SupervisedTask
+from backlight.experiments.data.gaussian import linear_teacher
+from backlight.experiments.data.split import apply_control
+from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.tasks.supervised import SupervisedTask
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def config(
     seed: Annotated[int | None, SEED] = None,
 ) -> None:
     """Print the whole configuration of an experiment as YAML, for run --config FILE."""
-    from backlight.grokking.configuration import configure
+    from backlight.experiments.config import configure
 
     configuration = configure(name, chosen, overlay(changes, steps=steps, seed=seed))
     print(configuration.as_yaml(), end="")

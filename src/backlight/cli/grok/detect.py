@@ -30,7 +30,7 @@ def detect(
     judged; the others are.
     """
     from backlight.cli.grok_verdict import print_examined
-    from backlight.grokking.curves import DetectionError
+    from backlight.monitors.grokking.model.curves import DetectionError
     from backlight.session.examining import beside, examine
     from backlight.store.read.run import open_run
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from backlight.cli.grok_options import DEVICE, PRESET, SEED, SET, STEPS, overlay
 
 if TYPE_CHECKING:
-    from backlight.grokking.estimate import Estimate
+    from backlight.experiments.cost_estimate import Estimate
 
 
 def estimate(
@@ -32,7 +32,7 @@ def estimate(
 ) -> None:
     """Time a few steps and each measure; print time, memory and disk of the whole run, and what would fit."""
     from backlight.cli.grok_options import configured
-    from backlight.session.estimating import estimate_of
+    from backlight.experiments.cost_check import estimate_of
 
     file = Path(what)
     named = None if file.suffix in {".yaml", ".yml"} else what
@@ -49,8 +49,8 @@ def estimate(
 
 def show(found: Estimate, console: Console) -> None:
     """Print an estimate."""
-    from backlight.grokking.estimate import size
-    from backlight.grokking.measures import TIERS
+    from backlight.experiments.cost_estimate import size
+    from backlight.monitors.grokking.model.measures import TIERS
 
     table = Table(box=None, pad_edge=False)
     table.add_column("part")

@@ -14,7 +14,7 @@ def listing(
     as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
 ) -> None:
     """List the experiments: name, what it is, source, its effect, the verdicts of that claim and of ci."""
-    from backlight.grokking.experiment import EXPERIMENTS
+    from backlight.experiments.experiment import EXPERIMENTS
 
     found = [
         {

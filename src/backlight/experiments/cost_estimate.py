@@ -1,0 +1,336 @@
+"""What a run will take, from a few timed steps: time, memory and disk, by measure and in all."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from backlight.experiments.loop import named_gradients
+from backlight.monitors.grokking.instrument.tracker import Tracker
+from backlight.monitors.grokking.model.available_memory import resident_bytes
+from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier, left_out
+
+if TYPE_CHECKING:
+    from backlight.experiments.experiment import Task
+    from backlight.experiments.loop import Pace
+    from backlight.monitors.grokking.instrument.probe_batch import Probe
+
+MEASURED = ("gradients", "products", "window", "mean_gradient", "gram", "vectors", "agop", "sketch")
+"""Measures by the key of their cadence."""
+
+SCALAR_BYTES = 22
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one thing costs: ``times`` over the run, each time ``seconds`` and ``disk`` bytes."""
+
+    name: str
+    times: int
+    seconds: float
+    disk: int
+    memory: int
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds over the run."""
+        return self.times * self.seconds
+
+    @property
+    def total_disk(self) -> int:
+        """Bytes over the run."""
+        return self.times * self.disk
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The costs of a configuration, beside what is free.
+
+    Attributes
+    ----------
+    training:
+        Steps, evaluations and checkpoints.
+    measured:
+        One cost for each measure that is on.
+    base_memory:
+        Bytes that the process has resident while it trains.
+    free_disk, reserve, free_memory:
+        Bytes free, bytes that are to stay free on the disk, bytes of memory that can be had.
+    """
+
+    training: tuple[Cost, ...]
+    measured: tuple[Cost, ...]
+    base_memory: int
+    free_disk: int
+    reserve: int
+    free_memory: int
+    measures: Measures = field(repr=False)
+
+    def seconds(self, tier: str = TIERS[0]) -> float:
+        """Return the seconds of the whole run."""
+        return sum(c.total_seconds for c in (*self.training, *self.at(tier)))
+
+    def disk(self, tier: str = TIERS[0]) -> int:
+        """Return the bytes of the whole run."""
+        return sum(c.total_disk for c in (*self.training, *self.at(tier)))
+
+    def memory(self, tier: str = TIERS[0]) -> int:
+        """Return the bytes needed at once: what trains, what is held, and the largest measurement."""
+        held = sum(c.memory for c in self.at(tier) if c.name in {"window", "sketch"})
+        passing = max((c.memory for c in self.at(tier) if c.name not in {"window", "sketch"}), default=0)
+        return self.base_memory + held + passing
+
+    def at(self, tier: str) -> tuple[Cost, ...]:
+        """Return the costs of the measures as ``tier`` keeps them."""
+        kept = at_tier(self.measures, tier)
+        scalars_only = not kept.spectra
+        return tuple(
+            replace(cost, disk=min(cost.disk, _SCALARS_EACH * SCALAR_BYTES)) if scalars_only else cost
+            for cost in self.measured
+            if getattr(kept, cost.name)
+        )
+
+    def problem(self, tier: str) -> str:
+        """Say why the run does not fit at ``tier``; empty where it does."""
+        disk, memory = self.disk(tier), self.memory(tier)
+        if disk + self.reserve > self.free_disk:
+            free = f"{size(self.free_disk)} free, of which {size(self.reserve)} are to stay free"
+            return f"{size(disk)} of disk are needed and {free}"
+        if memory - self.base_memory > self.free_memory:
+            more = size(memory - self.base_memory)
+            return f"{more} more memory are needed and {size(self.free_memory)} can be had"
+        return ""
+
+    def fitting(self) -> str:
+        """Return the first tier that fits; empty where none does."""
+        return next((tier for tier in TIERS if not self.problem(tier)), "")
+
+    def left_out(self, tier: str) -> tuple[str, ...]:
+        """Name what ``tier`` leaves out."""
+        return left_out(self.measures, at_tier(self.measures, tier))
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Return the estimate as plain values."""
+        fits = self.fitting()
+        return {
+            "parts": [
+                {
+                    "name": c.name,
+                    "times": c.times,
+                    "seconds": c.total_seconds,
+                    "disk_bytes": c.total_disk,
+                    "memory_bytes": c.memory,
+                }
+                for c in (*self.training, *self.measured)
+            ],
+            "seconds": self.seconds(),
+            "disk_bytes": self.disk(),
+            "memory_bytes": self.memory(),
+            "free_disk_bytes": self.free_disk,
+            "reserve_bytes": self.reserve,
+            "free_memory_bytes": self.free_memory,
+            "tiers": {
+                tier: {
+                    "fits": not self.problem(tier),
+                    "reason": self.problem(tier),
+                    "disk_bytes": self.disk(tier),
+                }
+                for tier in TIERS
+            },
+            "tier": fits,
+            "left_out": list(self.left_out(fits)) if fits else [],
+        }
+
+
+_SCALARS_EACH = 30
+_REPEATED = 5.0
+"""Seconds: what takes less is timed twice."""
+
+
+class _Counting:
+    """A sink that counts bytes as they would be stored."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def scalars(self, step: int, values: Mapping[str, float], source: str = "backlight") -> None:
+        self.bytes += SCALAR_BYTES * len(values)
+
+    def array(
+        self,
+        name: str,
+        step: int,
+        values: Any,
+        *,
+        dims: tuple[str, ...] = (),
+        unit: str = "1",
+        encoding: str = "plain",
+    ) -> None:
+        self.bytes += stored_bytes(np.asarray(values))
+
+    def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
+        self.bytes += 200
+
+
+def stored_bytes(values: np.ndarray, sample: int = 1 << 20) -> int:
+    """Return the bytes of an array once it is stored, from compressing a part of it as the store does."""
+    raw = np.ascontiguousarray(values).reshape(-1)
+    part = raw[: max(1, sample // raw.itemsize)]
+    if part.nbytes < 4096:
+        return raw.nbytes
+    shuffled = part.view(np.uint8).reshape(len(part), part.itemsize).T.copy()
+    return int(raw.nbytes * min(1.0, len(zlib.compress(shuffled.tobytes(), 1)) / part.nbytes))
+
+
+def estimate(
+    task: Task,
+    pace: Pace,
+    measures: Measures,
+    probe: Probe | None,
+    *,
+    free_disk: int,
+    reserve: int,
+    free_memory: int,
+    checkpoints: int = 2,
+    budget: float = 2.0,
+    on_part: Callable[[str], None] = lambda _name: None,
+) -> Estimate:
+    """Time a few steps and every measure once, and return what the whole run will take.
+
+    Parameters
+    ----------
+    task:
+        A task of its own: it is trained for the timed steps.
+    budget:
+        Seconds for the timed steps; at least two are taken.
+    on_part:
+        Called with the name of each part before it is timed.
+    """
+    on_part("training")
+    step_seconds = _timed_steps(task, budget)
+    base = resident_bytes()
+    on_part("evaluation")
+    cheap, _ = _timed(lambda: task.evaluate(thorough=False))
+    thorough, _ = _timed(lambda: task.evaluate(thorough=True))
+    logs = -(-pace.steps // pace.log_every)
+    costly = min(logs, -(-pace.steps // pace.thorough_every))
+    state = _state_bytes(task)
+    kept = state + _held_bytes(task, measures)
+    training = (
+        Cost("training", pace.steps, step_seconds, 0, state),
+        Cost("evaluation", logs - costly, cheap, 10 * SCALAR_BYTES, 0),
+        Cost("thorough evaluation", costly + 1, thorough, 20 * SCALAR_BYTES, 0),
+        Cost(
+            "checkpoints",
+            min(checkpoints, 1 + pace.steps // pace.checkpoint_every),
+            kept / 2e8,
+            kept,
+            kept,
+        ),
+    )
+    measured = []
+    for name in MEASURED:
+        if not getattr(measures, name) or (
+            probe is None and name in {"mean_gradient", "gram", "vectors", "agop"}
+        ):
+            continue
+        on_part(name)
+        measured.append(_measure(task, pace, measures, probe, name))
+    return Estimate(training, tuple(measured), base, free_disk, reserve, free_memory, measures)
+
+
+def _timed_steps(task: Task, budget: float) -> float:
+    seconds: list[float] = []
+    begin = time.perf_counter()
+    while len(seconds) < 3 or (time.perf_counter() - begin < budget and len(seconds) < 50):
+        at = time.perf_counter()
+        task.optimizer.zero_grad(set_to_none=True)
+        task.loss(task.model, task.batch(len(seconds))).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        task.optimizer.step()
+        _synchronise()
+        seconds.append(time.perf_counter() - at)
+    return statistics.median(seconds[1:])
+
+
+def _measure(task: Task, pace: Pace, measures: Measures, probe: Probe | None, name: str) -> Cost:
+    """Return the cost of one measure: that of all with it alone, less what every logged step costs."""
+    cadences: dict[str, Any] = dict.fromkeys(MEASURED, 0) | {name: 1}
+    sink = _Counting()
+    tracker = Tracker(replace(measures, every=1, **cadences), sink, probe, warn=lambda _what, _reason: None)
+    gradients = named_gradients(task.model)
+    if name == "window":
+        for step in range(measures.window_steps - 1):
+            tracker.gradients(step, gradients)
+            tracker.hold(step)
+    at = measures.window_steps
+    sink.bytes = 0
+    seconds, _ = _timed(lambda: _one(tracker, at, gradients))
+    stored = sink.bytes
+    if seconds < _REPEATED:  # the first measurement of a process also imports and compiles what it needs
+        seconds = min(seconds, _timed(lambda: _one(tracker, at + 1, gradients))[0])
+    size = sum(g.numel() * g.element_size() for _, g in gradients if g is not None)
+    samples, outer = _samples(task), sum(g.numel() for _, g in gradients if g is not None)
+    memory = {
+        "window": measures.window_steps * size,
+        "gradients": size,
+        "products": 2 * size,
+        "mean_gradient": size + 8 * samples**2,
+        "gram": 8 * samples**2 * (2 + len({n.rsplit(".", 1)[0] for n, _ in gradients})),
+        "vectors": 2 * min(measures.top_k, samples) * outer * 8,
+        "sketch": 2 * measures.sketch_rows * outer * 8,
+        "agop": 0,
+    }[name]
+    spacing = measures.every * getattr(measures, name)
+    return Cost(name, -(-pace.steps // spacing), seconds, stored, memory)
+
+
+def _one(tracker: Tracker, step: int, gradients: list[tuple[str, Any]]) -> None:
+    tracker.gradients(step, gradients)
+    tracker.close(step)
+    tracker.sample(step)
+
+
+def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    result = work()
+    _synchronise()
+    return time.perf_counter() - begin, result
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _samples(task: Task) -> int:
+    first = task.probe[0] if isinstance(task.probe, (tuple, list)) else task.probe
+    return int(first.shape[0]) if isinstance(first, torch.Tensor) else 0
+
+
+def _state_bytes(task: Task) -> int:
+    held = list(task.model.state_dict().values())
+    held += [v for state in task.optimizer.state.values() for v in state.values()]
+    return sum(t.numel() * t.element_size() for t in held if isinstance(t, torch.Tensor))
+
+
+def _held_bytes(task: Task, measures: Measures) -> int:
+    """Return the bytes of what a tracker holds, which a checkpoint holds as well."""
+    parameters = [p for p in task.model.parameters() if p.requires_grad]
+    window = measures.window_steps * sum(p.numel() * p.element_size() for p in parameters)
+    sketch = 2 * measures.sketch_rows * 8 * sum(p.numel() for p in parameters)
+    return (window if measures.window else 0) + (sketch if measures.sketch else 0)
+
+
+def size(amount: float) -> str:
+    """Return bytes in words."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if amount >= factor:
+            return f"{amount / factor:.3g} {unit}"
+    return f"{amount:.0f} B"

@@ -1,0 +1,73 @@
+"""Training and test samples as tensors, how they are shared out, and the control of random labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from backlight.experiments.data.random_streams import generator
+
+RANDOM_LABELS = "random-labels"
+CONTROLS = ("", RANDOM_LABELS)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples along the first dimension; ``labels`` are classes (int64) or targets (floating)."""
+
+    train_inputs: Tensor
+    train_labels: Tensor
+    test_inputs: Tensor
+    test_labels: Tensor
+
+    def to(self, device: torch.device) -> Split:
+        """Return the split on ``device``."""
+        return Split(
+            self.train_inputs.to(device),
+            self.train_labels.to(device),
+            self.test_inputs.to(device),
+            self.test_labels.to(device),
+        )
+
+
+def share_out(inputs: Tensor, labels: Tensor, train_size: int, seed: int) -> Split:
+    """Give ``train_size`` samples drawn without replacement to training, and all others to the test.
+
+    Raises
+    ------
+    ValueError
+        If one of the two shares would be empty.
+    """
+    total = len(inputs)
+    if not 0 < train_size < total:
+        raise ValueError(
+            f"train_size is {train_size}, expected 1 to {total - 1}: there are {total} samples, and both "
+            "training and test need some; change the training share"
+        )
+    order = torch.randperm(total, generator=generator(seed, "split"))
+    train, test = order[:train_size], order[train_size:]
+    return Split(inputs[train], labels[train], inputs[test], labels[test])
+
+
+def apply_control(split: Split, control: str, seed: int) -> Split:
+    """Return ``split`` as ``control`` wants it: unchanged, or with labels shuffled among the samples.
+
+    Training and test labels are permuted each among themselves, so that both keep how often each
+    label stands in them, and no label tells anything of its input.
+
+    Raises
+    ------
+    ValueError
+        If no control has that name.
+    """
+    if control not in CONTROLS:
+        names = ", ".join(repr(name) for name in CONTROLS)
+        raise ValueError(f"control is {control!r}, expected one of {names}")
+    if not control:
+        return split
+    draw = generator(seed, RANDOM_LABELS)
+    train = torch.randperm(len(split.train_labels), generator=draw)
+    test = torch.randperm(len(split.test_labels), generator=draw)
+    return replace(split, train_labels=split.train_labels[train], test_labels=split.test_labels[test])

@@ -1,0 +1,145 @@
+"""Doshi et al. 2024: modular polynomials in nets with a power activation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from backlight.experiments.data.random_streams import seeded
+from backlight.experiments.data.split import apply_control, share_out
+from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.models.quadratic import PowerNet
+from backlight.experiments.progress.agop import circulant_deviation, input_agop
+from backlight.experiments.progress.fourier import inverse_participation_ratio
+from backlight.experiments.progress.norms import weight_norm
+from backlight.experiments.tasks.optimization import adamw
+from backlight.experiments.tasks.supervised import SupervisedTask, one_hot_squared_error
+
+
+@dataclass(frozen=True)
+class Data:
+    """Σ cᵢ nᵢ^aᵢ mod ``p`` over as many terms as there are ``coefficients`` (section 2).
+
+    Every tuple (n₁, …, n_S) is a sample: p^S of them.
+    """
+
+    p: int = 97
+    coefficients: tuple[int, ...] = (1, 1)
+    exponents: tuple[int, ...] = (1, 1)
+    train_share: float = 0.5
+
+
+@dataclass(frozen=True)
+class Model:
+    """Two layers, one-hot inputs; the activation is the power S, the number of terms (section 2)."""
+
+    width: int = 500
+
+
+@dataclass(frozen=True)
+class Training:
+    """Full batches, squared error on one-hot, AdamW.
+
+    The decay is decoupled: as a part of the gradient it collapses such a net to zero.
+    """
+
+    steps: int = 20_000
+    lr: float = 5e-3
+    weight_decay: float = 5.0
+    betas: tuple[float, float] = (0.9, 0.98)
+    log_every: int = 20
+    thorough_every: int = 200
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The published setting for two terms, as far as it is known; see ``unclear``."""
+
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
+
+
+CI = Settings(
+    data=Data(p=11, coefficients=(1, 1, 1), exponents=(1, 1, 1), train_share=0.45),
+    model=Model(width=256),
+    training=Training(steps=1500, lr=5e-3, weight_decay=1.0, log_every=5, thorough_every=100),
+)
+
+
+def polynomial_table(data: Data) -> tuple[Tensor, Tensor]:
+    """Return tuples [p^S, S] and values of the polynomial [p^S], int64.
+
+    Raises
+    ------
+    ValueError
+        If coefficients and exponents differ in number, or there are fewer than two terms.
+    """
+    terms = len(data.coefficients)
+    if terms != len(data.exponents) or terms < 2:
+        raise ValueError(
+            f"data.coefficients has {terms} terms and data.exponents {len(data.exponents)}; expected as "
+            "many of both, at least two"
+        )
+    tuples = torch.cartesian_prod(*[torch.arange(data.p)] * terms)
+    value = torch.zeros(len(tuples), dtype=torch.int64)
+    for column, (coefficient, exponent) in enumerate(zip(data.coefficients, data.exponents, strict=True)):
+        powers = torch.tensor([coefficient * pow(n, exponent, data.p) for n in range(data.p)])
+        value += powers[tuples[:, column]]
+    return tuples, value % data.p
+
+
+def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+    """Return the task."""
+    p, width, training = settings.data.p, settings.model.width, settings.training
+    tuples, values = polynomial_table(settings.data)
+    terms = tuples.shape[1]
+    inputs = torch.nn.functional.one_hot(tuples, p).flatten(1).to(torch.float32)
+    split = share_out(inputs, values, round(settings.data.train_share * len(inputs)), seed)
+    split = apply_control(split, control, seed).to(device)
+    with seeded(seed, "model"):
+        model = PowerNet(
+            terms * p, width, p, power=terms, embed_std=(terms * p) ** -0.5, unembed_std=width**-0.5
+        ).to(device)
+
+    def participation() -> float:
+        # Each neuron has one wave for each term.
+        return inverse_participation_ratio(model.embed.weight.reshape(width * terms, p))
+
+    def deviation() -> float:
+        return circulant_deviation(input_agop(model, split.train_inputs[:256]), p)
+
+    return SupervisedTask(
+        model,
+        adamw(model, training),
+        split,
+        seed,
+        chance=1 / p,
+        sample_losses=one_hot_squared_error,
+        cheap={"fourier_ipr": participation, "weight_norm": lambda: weight_norm(model.parameters())},
+        thorough={"agop_circulant_deviation": deviation},
+    )
+
+
+EXPERIMENTS.add(
+    "doshi",
+    Experiment(
+        name="doshi",
+        title="Doshi: modular polynomials",
+        paper=Paper(
+            arxiv="2406.03495",
+            title="Grokking Modular Polynomials",
+            authors="Doshi, He, Das, Gromov",
+            claim="Two-layer nets with a power activation grok modular addition of many terms; each neuron "
+            "ends on one wave, so that the inverse participation ratio rises.",
+            unclear="Width, learning rate, weight decay and β of each figure could not be checked against "
+            "the paper; those here are the values known from the authors' work on modular arithmetic.",
+        ),
+        settings=Settings,
+        ci=CI,
+        build=build,
+        effect="late generalisation, neurons on one wave",
+    ),
+)

@@ -1,0 +1,166 @@
+"""Humayun et al. 2024: robustness to attacks comes long after accuracy, as regions migrate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from backlight.experiments.data.images import image_split
+from backlight.experiments.data.random_streams import generator, seeded
+from backlight.experiments.data.split import apply_control
+from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.models.mlp import Mlp
+from backlight.experiments.progress.adversarial import adversarial_accuracy
+from backlight.experiments.progress.local_complexity import local_complexity, neighbourhood
+from backlight.experiments.progress.norms import weight_norm
+from backlight.experiments.tasks.optimization import adamw
+from backlight.experiments.tasks.supervised import SupervisedTask, cross_entropy, one_hot_squared_error
+
+LOSSES = {"cross-entropy": cross_entropy, "squared-error": one_hot_squared_error}
+
+
+@dataclass(frozen=True)
+class Data:
+    """1,000 training images of MNIST (public code); ``path`` and the digits as in ``omnigrok``."""
+
+    path: str = ""
+    train_size: int = 1000
+    test_size: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """Depth 4, width 200 (public code, which names depths 2 to 6)."""
+
+    hidden: tuple[int, ...] = (200, 200, 200)
+    activation: str = "relu"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """AdamW, batches of 200, squared error on one-hot (public code).
+
+    Attacks have ``attack_radius`` in l∞ of pixels in [0, 1], with ``attack_steps`` projected gradient
+    steps; local complexity is counted on ``frame`` orthonormal directions at ``frame_radius``. Both are
+    measured on ``measured`` test images and training images.
+    """
+
+    steps: int = 1_000_000
+    batch_size: int = 200
+    loss: str = "squared-error"
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    attack_radius: float = 0.1
+    attack_steps: int = 10
+    frame: int = 25
+    frame_radius: float = 0.05
+    measured: int = 500
+    log_every: int = 1000
+    thorough_every: int = 1000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The published setting of the fully connected net."""
+
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
+
+
+CI = Settings(
+    data=Data(train_size=200),
+    model=Model(hidden=(100, 100), scale=8.0),
+    training=Training(
+        steps=8000,
+        batch_size=0,
+        lr=2e-3,
+        weight_decay=0.1,
+        attack_radius=0.06,
+        measured=200,
+        log_every=100,
+        thorough_every=100,
+    ),
+)
+
+
+def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+    """Return the task.
+
+    Raises
+    ------
+    ValueError
+        If no loss has the name in the settings.
+    """
+    data, training = settings.data, settings.training
+    if training.loss not in LOSSES:
+        raise ValueError(f"training.loss is {training.loss!r}, expected one of {', '.join(LOSSES)}")
+    split = image_split(data.path, data.train_size, data.test_size, seed)
+    split = apply_control(split, control, seed).to(device)
+    with seeded(seed, "model"):
+        model = Mlp(
+            (split.train_inputs.shape[1], *settings.model.hidden, 10),
+            activation=settings.model.activation,
+            scale=settings.model.scale,
+        ).to(device)
+    frame = neighbourhood(split.train_inputs.shape[1], training.frame, seed)
+    some_train = split.train_inputs[: training.measured]
+    some_test = split.test_inputs[: training.measured]
+    low, high = float(split.train_inputs.min()), float(split.train_inputs.max())
+    random = torch.rand(some_train.shape, generator=generator(seed, "random inputs"))
+    some_random = (low + (high - low) * random).to(device)
+
+    def hidden(inputs: torch.Tensor) -> list[torch.Tensor]:
+        return model.before_activations(inputs)[:-1]
+
+    def robust() -> float:
+        labels = split.test_labels[: training.measured]
+        return adversarial_accuracy(
+            model, some_test, labels, radius=training.attack_radius, steps=training.attack_steps
+        )
+
+    def complexity(points: torch.Tensor) -> float:
+        return local_complexity(hidden, points, frame, training.frame_radius)
+
+    return SupervisedTask(
+        model,
+        adamw(model, training),
+        split,
+        seed,
+        chance=0.1,
+        sample_losses=LOSSES[training.loss],
+        batch_size=training.batch_size,
+        cheap={"weight_norm": lambda: weight_norm(model.parameters())},
+        thorough={
+            "adversarial_accuracy": robust,
+            "local_complexity_train": lambda: complexity(some_train),
+            "local_complexity_test": lambda: complexity(some_test),
+            "local_complexity_random": lambda: complexity(some_random),
+        },
+    )
+
+
+EXPERIMENTS.add(
+    "humayun",
+    Experiment(
+        name="humayun",
+        title="Humayun: delayed robustness",
+        paper=Paper(
+            arxiv="2402.15555",
+            title="Deep Networks Always Grok and Here is Why",
+            authors="Humayun, Balestriero, Baraniuk",
+            claim="Accuracy on attacked samples comes long after accuracy on clean ones, while local "
+            "complexity around the data falls; clean accuracy itself need not be delayed.",
+            unclear="Attack and radius of each figure; the public code for MNIST measures complexity at "
+            "radii .05 to 5 and 50 vertices, depths 2 to 6, with GELU as the last default of its file.",
+        ),
+        settings=Settings,
+        ci=CI,
+        build=build,
+        effect="late robustness",
+        expects="",
+    ),
+)

@@ -1,0 +1,142 @@
+"""Nanda et al. 2023: modular addition reverse-engineered, and progress measures that foretell it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from backlight.experiments.data.modular import modular_table
+from backlight.experiments.data.random_streams import generator, seeded
+from backlight.experiments.data.split import apply_control, share_out
+from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.models.plain_transformer import PlainTransformer
+from backlight.experiments.progress import fourier
+from backlight.experiments.progress.norms import weight_norm
+from backlight.experiments.tasks.optimization import adamw, linear_warmup
+from backlight.experiments.tasks.supervised import SupervisedTask
+
+
+@dataclass(frozen=True)
+class Data:
+    """Addition mod 113, 30 % of the pairs for training (section 3)."""
+
+    p: int = 113
+    train_share: float = 0.3
+
+
+@dataclass(frozen=True)
+class Model:
+    """One layer, width 128, four heads, 512 ReLU units, no LayerNorm (section 3): 226,816 parameters."""
+
+    layers: int = 1
+    width: int = 128
+    heads: int = 4
+    hidden: int = 512
+
+
+@dataclass(frozen=True)
+class Training:
+    """Full batches, AdamW with weight decay 1, 40,000 epochs (section 3); β and warm-up from the code.
+
+    ``key_frequencies`` is how many the restricted and the excluded loss keep and remove.
+    """
+
+    steps: int = 40_000
+    lr: float = 1e-3
+    weight_decay: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.98)
+    warmup: int = 10
+    key_frequencies: int = 5
+    log_every: int = 100
+    thorough_every: int = 500
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The published setting."""
+
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
+
+
+CI = Settings(
+    data=Data(p=29, train_share=0.5),
+    model=Model(width=64, heads=4, hidden=256),
+    training=Training(steps=2000, lr=3e-3, weight_decay=2.0, log_every=20, thorough_every=100),
+)
+
+
+def precise_cross_entropy(outputs_NC: Tensor, labels_N: Tensor) -> Tensor:
+    """Return the cross-entropy of each sample in fp64, as the authors take it against softmax collapse."""
+    return torch.nn.functional.cross_entropy(outputs_NC.to(torch.float64), labels_N, reduction="none")
+
+
+def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+    """Return the task."""
+    p, shape, training = settings.data.p, settings.model, settings.training
+    pairs, results = modular_table(p, "add")
+    tokens = torch.cat([pairs, torch.full((len(pairs), 1), p)], 1)
+    train_size = round(settings.data.train_share * len(tokens))
+    split = apply_control(share_out(tokens, results, train_size, seed), control, seed).to(device)
+    trained = torch.randperm(len(tokens), generator=generator(seed, "split"))[:train_size].to(device)
+    # What the net is trained on, with the labels of the control where it is one.
+    labels = results.to(device).clone()
+    labels[trained] = split.train_labels
+    table = tokens.to(device)
+    with seeded(seed, "model"):
+        model = PlainTransformer(
+            p + 1, 3, layers=shape.layers, width=shape.width, heads=shape.heads, hidden=shape.hidden
+        ).to(device)
+
+    def logits() -> tuple[Tensor, list[int]]:
+        keys = fourier.key_frequencies(model.embed.weight[:p], training.key_frequencies)
+        return model(table)[:, :p], keys
+
+    def restricted() -> float:
+        outputs, keys = logits()
+        return fourier.restricted_loss(outputs, labels, p, keys, precise_cross_entropy)
+
+    def excluded() -> float:
+        outputs, keys = logits()
+        return fourier.excluded_loss(outputs, labels, p, keys, trained, precise_cross_entropy)
+
+    optimizer = adamw(model, training)
+    return SupervisedTask(
+        model,
+        optimizer,
+        split,
+        seed,
+        chance=1 / p,
+        sample_losses=precise_cross_entropy,
+        scheduler=linear_warmup(optimizer, training.warmup),
+        cheap={
+            "weight_norm": lambda: weight_norm(model.parameters()),
+            "fourier_ipr": lambda: fourier.inverse_participation_ratio(model.embed.weight[:p].T),
+        },
+        thorough={"restricted_loss": restricted, "excluded_loss": excluded},
+    )
+
+
+EXPERIMENTS.add(
+    "nanda",
+    Experiment(
+        name="nanda",
+        title="Nanda: modular addition with progress measures",
+        paper=Paper(
+            arxiv="2301.05217",
+            title="Progress measures for grokking via mechanistic interpretability",
+            authors="Nanda, Chan, Lieberum, Smith, Steinhardt",
+            claim="A one-layer transformer learns addition by Fourier waves; restricted loss falls and "
+            "excluded loss rises before the test loss falls.",
+            unclear="Key frequencies are those of the trained net in the paper; here they are the strongest "
+            "of the embedding at the step that is measured, so that no later step is looked at.",
+        ),
+        settings=Settings,
+        ci=CI,
+        build=build,
+        effect="late generalisation, restricted loss first",
+    ),
+)

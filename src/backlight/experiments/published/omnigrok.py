@@ -1,0 +1,113 @@
+"""Liu et al. 2023 (Omnigrok): grokking of images, induced by a large initialisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from backlight.experiments.data.images import image_split
+from backlight.experiments.data.random_streams import seeded
+from backlight.experiments.data.split import apply_control
+from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.models.mlp import Mlp
+from backlight.experiments.progress.norms import weight_norm
+from backlight.experiments.tasks.optimization import adamw
+from backlight.experiments.tasks.supervised import SupervisedTask, one_hot_squared_error
+
+
+@dataclass(frozen=True)
+class Data:
+    """1,000 training images of MNIST (section 3 and public code).
+
+    ``path`` is an .npz file of MNIST that the user supplies; where it is empty, scikit-learn's digits
+    stand for it, 1,797 images of 8 by 8 pixels, and the test images are those not trained on. A
+    ``test_size`` of 0 takes all.
+    """
+
+    path: str = ""
+    train_size: int = 1000
+    test_size: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """Depth 3, width 200, ReLU, weights and biases of PyTorch's initialisation times ``scale``."""
+
+    hidden: tuple[int, ...] = (200, 200)
+    scale: float = 8.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """Squared error on one-hot labels, AdamW, batches of 200, 10⁵ updates (public code)."""
+
+    steps: int = 100_000
+    batch_size: int = 200
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    log_every: int = 500
+    thorough_every: int = 5000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The published setting on MNIST; on the digits where no file is given."""
+
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
+
+
+CI = Settings(
+    data=Data(train_size=200),
+    model=Model(hidden=(100, 100), scale=8.0),
+    training=Training(steps=8000, batch_size=0, lr=2e-3, weight_decay=0.1, log_every=25, thorough_every=200),
+)
+
+
+def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+    """Return the task."""
+    data, training = settings.data, settings.training
+    split = image_split(data.path, data.train_size, data.test_size, seed)
+    split = apply_control(split, control, seed).to(device)
+    with seeded(seed, "model"):
+        model = Mlp((split.train_inputs.shape[1], *settings.model.hidden, 10), scale=settings.model.scale).to(
+            device
+        )
+    return SupervisedTask(
+        model,
+        adamw(model, training),
+        split,
+        seed,
+        chance=0.1,
+        sample_losses=one_hot_squared_error,
+        batch_size=training.batch_size,
+        cheap={
+            "weight_norm": lambda: weight_norm(model.parameters()),
+            "last_layer_norm": lambda: weight_norm(model.layers[-1].parameters()),
+        },
+    )
+
+
+EXPERIMENTS.add(
+    "omnigrok",
+    Experiment(
+        name="omnigrok",
+        title="Omnigrok: images with a large initialisation",
+        paper=Paper(
+            arxiv="2210.01117",
+            title="Omnigrok: Grokking Beyond Algorithmic Data",
+            authors="Liu, Michaud, Tegmark",
+            claim="Weights begun eight times too large memorise first and generalise when weight decay has "
+            "brought their norm down; begun at the usual size they do not grok.",
+            unclear="The paper trains in fp64 and does not state the weight decay of each figure; 0.01 is "
+            "that of the public code. Training here is in fp32.",
+        ),
+        settings=Settings,
+        ci=CI,
+        build=build,
+        effect="late generalisation",
+    ),
+)

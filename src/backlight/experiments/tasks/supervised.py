@@ -1,0 +1,154 @@
+"""A task on fixed training and test samples: what nine of ten experiments are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backlight.experiments.data.random_streams import generator
+from backlight.experiments.data.split import Split
+from backlight.experiments.experiment import Facts
+
+Batch = tuple[Tensor, Tensor]
+
+
+def cross_entropy(outputs_NC: Tensor, labels_N: Tensor) -> Tensor:
+    """Return the cross-entropy of each sample, [N]."""
+    return nn.functional.cross_entropy(outputs_NC, labels_N, reduction="none")
+
+
+def one_hot_squared_error(outputs_NC: Tensor, labels_N: Tensor) -> Tensor:
+    """Return the mean over classes of the squared distance to the one-hot label, [N]."""
+    target = nn.functional.one_hot(labels_N, outputs_NC.shape[1]).to(outputs_NC.dtype)
+    return (outputs_NC - target).square().mean(1)
+
+
+def largest_is_label(outputs_NC: Tensor, labels_N: Tensor) -> Tensor:
+    """Return for each sample whether its largest output is the label, [N] bool."""
+    return outputs_NC.argmax(1) == labels_N
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` in evaluation mode, each module back in its own mode after; no gradients."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@dataclass
+class SupervisedTask:
+    """A task whose samples are tensors; see :class:`backlight.experiments.experiment.Task`.
+
+    Parameters
+    ----------
+    sample_losses:
+        Outputs and labels of N samples → loss of each sample, [N]; the training loss is their mean.
+    right:
+        Outputs and labels → whether each sample is right, [N] bool.
+    batch_size:
+        Samples in a training batch; 0 for all. Each epoch is one permutation, a function of seed
+        and epoch; its last batch may be smaller.
+    cheap, thorough:
+        Progress measures by name, called without gradients and in evaluation mode; those that need
+        gradients of their own enable them and never write to ``.grad``. None leaves a measure out.
+    chunk:
+        Most samples in one forward of an evaluation.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    split: Split
+    seed: int
+    chance: float
+    sample_losses: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    right: Callable[[Tensor, Tensor], Tensor] = largest_is_label
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+    batch_size: int = 0
+    probe_size: int = 128
+    accuracy: str = ""
+    cheap: Mapping[str, Callable[[], float | None]] = field(default_factory=dict)
+    thorough: Mapping[str, Callable[[], float | None]] = field(default_factory=dict)
+    chunk: int = 4096
+
+    def __post_init__(self) -> None:
+        train = len(self.split.train_inputs)
+        wording = {"accuracy": self.accuracy} if self.accuracy else {}
+        self.facts = Facts(self.chance, train, len(self.split.test_inputs), **wording)
+        chosen = torch.randperm(train, generator=generator(self.seed, "probe"))[: self.probe_size]
+        chosen = chosen.to(self.split.train_inputs.device)
+        self.probe: Batch = (self.split.train_inputs[chosen], self.split.train_labels[chosen])
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.int64)
+
+    def batch(self, step: int) -> Batch:
+        """Return inputs and labels of ``step``, counted from 0."""
+        inputs, labels = self.split.train_inputs, self.split.train_labels
+        if not 0 < self.batch_size < len(inputs):
+            return inputs, labels
+        epoch, place = divmod(step, -(-len(inputs) // self.batch_size))
+        if epoch != self._epoch:
+            order = torch.randperm(len(inputs), generator=generator(self.seed, f"epoch {epoch}"))
+            self._epoch, self._order = epoch, order.to(inputs.device)
+        chosen = self._order[place * self.batch_size : (place + 1) * self.batch_size]
+        return inputs[chosen], labels[chosen]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean loss over the samples of ``batch``."""
+        return self.sample_losses(model(batch[0]), batch[1]).mean()
+
+    def sample_loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss summed over the samples of ``batch``."""
+        return self.sample_losses(model(batch[0]), batch[1]).sum()
+
+    def inputs(self, batch: Batch) -> Tensor | None:
+        """Return the input where it is real-valued; token ids have no input AGOP."""
+        return batch[0] if batch[0].is_floating_point() else None
+
+    def evaluate(self, *, thorough: bool) -> dict[str, float]:
+        """Return losses, accuracies and progress measures; nothing of the training is touched."""
+        with evaluating(self.model):
+            split = self.split
+            train_loss, train_accuracy = self.score(split.train_inputs, split.train_labels)
+            test_loss, test_accuracy = self.score(split.test_inputs, split.test_labels)
+            values: dict[str, float] = {
+                "train_loss": train_loss,
+                "test_loss": test_loss,
+                "train_accuracy": train_accuracy,
+                "test_accuracy": test_accuracy,
+            }
+            for name, measure in {**self.cheap, **(self.thorough if thorough else {})}.items():
+                value = measure()
+                if value is not None:
+                    values[f"progress/{name}"] = float(value)
+        return values
+
+    def score(self, inputs: Tensor, labels: Tensor) -> tuple[float, float]:
+        """Return mean loss and accuracy of ``inputs``, a chunk at a time, summed in fp64."""
+        loss, right = 0.0, 0
+        for start in range(0, len(inputs), self.chunk):
+            outputs = self.model(inputs[start : start + self.chunk])
+            truth = labels[start : start + self.chunk]
+            loss += float(self.sample_losses(outputs, truth).sum(dtype=torch.float64))
+            right += int(self.right(outputs, truth).sum())
+        return loss / len(inputs), right / len(inputs)
+
+    def before_step(self, step: int) -> None:
+        """Do nothing: such a task has no set steps."""
+
+    def extra_state(self) -> dict[str, Any]:
+        """Return nothing: model, optimizer and scheduler hold all that training changes."""
+        return {}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take back nothing."""

@@ -1,0 +1,100 @@
+"""A batch as samples: how many there are, and some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backlight.monitors.grokking.instrument.gram.gates import GramError
+
+
+def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a nest of tuples, lists and mappings, with its place."""
+    if isinstance(batch, Tensor):
+        yield "", batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from ((f"[{key!r}]{place}", tensor) for place, tensor in tensors(value))
+    elif isinstance(batch, (tuple, list)):
+        for index, value in enumerate(batch):
+            yield from ((f"[{index}]{place}", tensor) for place, tensor in tensors(value))
+
+
+def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same nest with ``change`` applied to every tensor that has a dimension."""
+    if isinstance(batch, Tensor):
+        return change(batch) if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        return {key: mapped(value, change) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        values = [mapped(value, change) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return batch
+
+
+def count(batch: Any) -> int:
+    """Return N, the length of the first dimension of the batch's tensors.
+
+    Raises
+    ------
+    GramError
+        If there is no tensor with a dimension, none has a sample, or they disagree.
+    """
+    sizes = {f"batch{place}": tensor.shape[0] for place, tensor in tensors(batch) if tensor.dim()}
+    if not sizes:
+        raise GramError(
+            f"gram: the batch holds no tensor with a first dimension, got {type(batch).__name__}; "
+            "give tensors, or tuples, lists and dicts of them, with samples along the first dimension"
+        )
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{place} {size}" for place, size in sizes.items())
+        raise GramError(
+            f"gram: samples must lie along the first dimension of every tensor of the batch, got {listed}; "
+            "transpose the batch, and turn it back within loss_fn"
+        )
+    n = next(iter(sizes.values()))
+    if not n:
+        raise GramError("gram: the batch holds no sample; expected at least one along the first dimension")
+    return n
+
+
+def some(batch: Any, index: Tensor) -> Any:
+    """Return the samples of ``index`` ``[n]``."""
+    return mapped(
+        batch,
+        lambda tensor: (
+            tensor.detach().index_select(0, index.to(tensor.device)).requires_grad_(tensor.requires_grad)
+        ),
+    )
+
+
+def between(batch: Any, start: int, stop: int) -> Any:
+    """Return samples ``start`` to ``stop``."""
+    return mapped(batch, lambda tensor: tensor[start:stop])
+
+
+def scalar(loss: Any) -> Tensor:
+    """Return ``loss`` if it is what a loss function must return.
+
+    Raises
+    ------
+    GramError
+        If it is not a real scalar that depends on a parameter.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise GramError(
+            f"gram: loss_fn(model, batch) must return one real number, the sum over samples, got {got}; "
+            "return losses.sum()"
+        )
+    if not loss.requires_grad:
+        raise GramError(
+            "gram: the loss depends on no parameter that requires a gradient; compute it with gradients on, "
+            "without detach() or item()"
+        )
+    if not bool(torch.isfinite(loss)):
+        raise GramError(f"gram: the loss is {float(loss.detach())}; `backlight nan` finds its origin")
+    return loss.reshape(())

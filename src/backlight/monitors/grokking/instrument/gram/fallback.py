@@ -1,0 +1,106 @@
+"""Per-sample gradients of parameters that no kernel knows: by ``vmap``, or a loop where that fails."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backlight.measure.gram.factors import Vectors
+from backlight.monitors.grokking.instrument.gram import batches
+
+LIMIT = 256 << 20
+"""Bytes of per-sample gradients that are there at once; one parameter may take more."""
+
+
+class _Loss(nn.Module):
+    """The loss of one sample as a module, so that parameters can be exchanged by name."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.loss_fn(self.model, batch).reshape(())
+
+
+def per_sample(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batch: Any,
+    parameters: Mapping[str, nn.Parameter],
+) -> Iterator[tuple[str, Vectors, str]]:
+    """Yield name, per-sample gradients ``[N, M_p]`` as a piece, and ``vmap`` or ``loop``.
+
+    Parameters are taken in groups whose gradients fit into :data:`LIMIT`, each with a pass of its own.
+    """
+    n = batches.count(batch)
+    group: dict[str, nn.Parameter] = {}
+    held = 0
+    for name, parameter in parameters.items():
+        size = n * parameter.numel() * parameter.element_size()
+        if group and held + size > LIMIT:
+            yield from _of_group(model, loss_fn, batch, group, n)
+            group, held = {}, 0
+        group[name] = parameter
+        held += size
+    if group:
+        yield from _of_group(model, loss_fn, batch, group, n)
+
+
+def _of_group(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batch: Any,
+    group: Mapping[str, nn.Parameter],
+    n: int,
+) -> Iterator[tuple[str, Vectors, str]]:
+    try:
+        found, method = _vmapped(model, loss_fn, batch, group), "vmap"
+    except Exception:  # noqa: BLE001 - whatever vmap cannot do, a loop can
+        found, method = _looped(model, loss_fn, batch, group, n), "loop"
+    for name, gradients in found.items():
+        flat = gradients.reshape(n, -1)
+        size = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        yield name, Vectors(flat, size, flat.dtype, rows=1), method
+
+
+def _vmapped(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any, group: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    keys = {f"model.{names[id(parameter)]}": name for name, parameter in group.items()}
+    module = _Loss(model, loss_fn)
+    values = {key: group[name].detach() for key, name in keys.items()}
+    flat = [tensor for _, tensor in batches.tensors(batch) if tensor.dim()]
+
+    def loss(parameters: dict[str, Tensor], samples: list[Tensor]) -> Tensor:
+        left = iter(samples)
+        sample = batches.mapped(batch, lambda _: next(left).unsqueeze(0))
+        return torch.func.functional_call(module, parameters, (sample,))  # type: ignore[no-any-return]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # operations without a batching rule are slow, not wrong
+        found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="error")(values, flat)
+    return {keys[key]: gradients.detach() for key, gradients in found.items()}
+
+
+def _looped(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batch: Any,
+    group: Mapping[str, nn.Parameter],
+    n: int,
+) -> dict[str, Tensor]:
+    leaves = list(group.values())
+    out = {name: parameter.new_zeros(n, *parameter.shape) for name, parameter in group.items()}
+    for i in range(n):
+        loss = batches.scalar(loss_fn(model, batches.between(batch, i, i + 1)))
+        for name, found in zip(group, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
+            if found is not None:
+                out[name][i] = found.to_dense() if found.is_sparse else found
+    return out

@@ -1,0 +1,225 @@
+"""The result of a measurement: Grams of the model and its parts, their spectra and eigenvectors."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from backlight.measure.gram.eigenvalues import Spectrum, eigenpairs, spectrum
+from backlight.monitors.grokking.instrument.gram.gates import Coverage, GramError
+
+DETAILS = ("parameter", "layer", "block", "model")
+"""How finely Grams are kept, finest first."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter belongs: its name, the module that owns it, and its block."""
+
+    name: str
+    layer: str
+    block: str
+
+    def at(self, detail: str) -> str:
+        """Return the key of this parameter in Grams of that detail."""
+        return {"parameter": self.name, "layer": self.layer, "block": self.block, "model": "model"}[detail]
+
+
+def block_of(name: str) -> str:
+    """Return the block of a parameter: its name up to the first number, else its first part."""
+    parts = name.split(".")
+    for position, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return parts[0]
+
+
+@dataclass(frozen=True)
+class Gram:
+    """Exact inner products of per-sample gradients.
+
+    Attributes
+    ----------
+    samples:
+        N, along the first dimension of the batch's tensors.
+    detail:
+        ``parameter``, ``layer``, ``block`` or ``model``: how finely Grams were kept.
+    places:
+        Where each parameter belongs, in model order; tied ones under their first name.
+    coverage:
+        How the Gram of each parameter was obtained, and its checks. A result exists only if they hold.
+    mean_gradient:
+        The mean per-sample gradient of each parameter, in its shape and type; None where the loss does
+        not depend on it.
+    eps:
+        Machine epsilon of the coarsest type that gradients came in.
+    rounding:
+        Machine epsilon of the coarsest type that gradients were multiplied in.
+    """
+
+    samples: int
+    detail: str
+    places: Mapping[str, Place]
+    coverage: Mapping[str, Coverage]
+    mean_gradient: Mapping[str, Tensor | None]
+    eps: float
+    rounding: float
+    _matrices: Mapping[str, Tensor] = field(repr=False)
+    _combine: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = field(repr=False)
+    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        """Return its size, how finely it was kept and by which kernels, without any of its numbers."""
+        methods = Counter(coverage.method for coverage in self.coverage.values())
+        told = ", ".join(f"{amount} {method}" for method, amount in sorted(methods.items()))
+        return f"Gram({self.samples} samples, by {self.detail}, {len(self.places)} parameters: {told})"
+
+    @property
+    def piece_eps(self) -> float:
+        """What bounds the smallest eigenvalue that can be told from 0, relative to N and the largest."""
+        return max(self.eps, math.sqrt(self.rounding))
+
+    @property
+    def matrix(self) -> Tensor:
+        """The Gram over all parameters, float64 ``[N, N]``."""
+        if "model" not in self._cache:
+            self._cache["model"] = _sum(self._matrices)
+        return self._cache["model"]
+
+    @property
+    def per_parameter(self) -> dict[str, Tensor]:
+        """Grams by parameter, float64 ``[N, N]`` each."""
+        return self._grouped("parameter")
+
+    @property
+    def per_layer(self) -> dict[str, Tensor]:
+        """Grams by module with parameters of its own; the outermost module is ``(root)``."""
+        return self._grouped("layer")
+
+    @property
+    def per_block(self) -> dict[str, Tensor]:
+        """Grams by block: ``blocks.3`` for ``blocks.3.attention.weight``, ``head`` for ``head.weight``."""
+        return self._grouped("block")
+
+    def _grouped(self, detail: str) -> dict[str, Tensor]:
+        if DETAILS.index(detail) < DETAILS.index(self.detail):
+            raise GramError(
+                f"gram: Grams were kept by {self.detail}; ask for detail={detail!r} to have them by {detail}"
+            )
+        grouped: dict[str, Tensor] = {}
+        for place in self.places.values():
+            key, source = place.at(detail), place.at(self.detail)
+            if detail == self.detail:
+                grouped[key] = self._matrices[source]
+            elif self.detail == "parameter" or key not in grouped:
+                members = {p.at(self.detail): None for p in self.places.values() if p.at(detail) == key}
+                grouped[key] = _sum({member: self._matrices[member] for member in members})
+        return grouped
+
+    def scopes(self) -> dict[str, Tensor]:
+        """Return every Gram that was kept: ``model``, ``block/…``, ``layer/…``, ``parameter/…``."""
+        found = {"model": self.matrix}
+        for detail in ("block", "layer", "parameter"):
+            if DETAILS.index(detail) >= DETAILS.index(self.detail):
+                found |= {f"{detail}/{key}": matrix for key, matrix in self._grouped(detail).items()}
+        return found
+
+    def scope(self, name: str) -> Tensor:
+        """Return the Gram of ``model``, ``block/…``, ``layer/…`` or ``parameter/…``.
+
+        Raises
+        ------
+        GramError
+            If there is no such scope.
+        """
+        if name == "model":
+            return self.matrix
+        detail, _, key = name.partition("/")
+        grouped = self._grouped(detail) if detail in DETAILS[:3] else {}
+        if key not in grouped:
+            known = [place.at(detail) for place in self.places.values()] if detail in DETAILS else []
+            listed = ", ".join(dict.fromkeys(known)) or "model, block/…, layer/…, parameter/…"
+            raise GramError(f"gram: there is no scope {name!r}; there are: {listed}")
+        return grouped[key]
+
+    def spectrum(
+        self,
+        *,
+        centred: bool = False,
+        scope: str = "model",
+        top: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> Spectrum:
+        """Return the eigenvalues of the second moment A^T A / N, or of the covariance.
+
+        Parameters
+        ----------
+        centred
+            Of the covariance of per-sample gradients.
+        scope
+            ``model``, ``block/…``, ``layer/…`` or ``parameter/…``.
+        top
+            Only so many of the largest.
+        device
+            Where eigenvalues are computed; None for where the Gram is.
+        """
+        return spectrum(self.scope(scope), centred=centred, top=top, device=device, piece_eps=self.piece_eps)
+
+    def eigenvectors(
+        self, k: int, *, centred: bool = False, scope: str = "model"
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the k leading eigenvalues, and their eigenvectors A^T v / sqrt(lambda) by parameter.
+
+        The model is run once more, all vectors sharing one walk over the per-sample gradients: cheaper
+        than a weighted backward for each. That they are orthonormal is checked, and fails if the
+        parameters have changed since.
+
+        Parameters
+        ----------
+        k
+            How many; those whose eigenvalue cannot be told from 0 are left out.
+        centred
+            Of the covariance.
+        scope
+            ``model``, ``block/…``, ``layer/…`` or ``parameter/…``.
+
+        Returns
+        -------
+        tuple
+            Eigenvalues float64 ``[r]``, and float64 ``[r, *shape]`` for each parameter of the scope; over
+            all of them together, vectors have length 1.
+
+        Raises
+        ------
+        GramError
+            If vectors are not orthonormal, or the scope does not exist.
+        """
+        values, weights = eigenpairs(self.scope(scope), k, centred=centred)
+        detail, _, key = scope.partition("/")
+        members = [place.name for place in self.places.values() if place.at(detail) == (key or "model")]
+        found = self._combine(dict.fromkeys(members, weights))
+        product = torch.zeros(len(values), len(values), dtype=values.dtype, device=values.device)
+        for vectors in found.values():
+            product += vectors.flatten(1) @ vectors.flatten(1).T
+        product.diagonal().sub_(1)
+        # An eigenvector to an eigenvalue near the rounding of gradients is as uncertain as that one.
+        slack = 1e-6 + 64 * self.eps * float(values[0] / values[-1]) if len(values) else 1.0
+        if len(values) and float(product.abs().max()) > slack:
+            raise GramError(
+                "gram: the eigenvectors are not orthonormal, so the model is not what it was when the Gram "
+                "was measured; take them before the parameters or the batch change"
+            )
+        return values, found
+
+
+def _sum(matrices: Mapping[str, Tensor]) -> Tensor:
+    values = list(matrices.values())
+    total = values[0].clone()
+    for matrix in values[1:]:
+        total += matrix
+    return total

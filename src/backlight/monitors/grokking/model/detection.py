@@ -1,0 +1,442 @@
+"""The verdict on grokking, from the accuracies of a run and nothing else. No torch.
+
+``grokking`` needs a delay that is long against the time to memorise, that begins from a test accuracy
+which is not half way there, that lasts while the training accuracy holds, that many logs show, and that
+is there wherever in .9 to .99 the lines are drawn. Everything else has a verdict of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from backlight.monitors.grokking.model import curves
+from backlight.monitors.grokking.model.curves import Curve, DetectionError, Interval
+from backlight.monitors.grokking.model.thresholds import Thresholds
+from backlight.monitors.grokking.model.verdicts import Condition, Detection, GrokkingVerdict, SweepPoint
+
+SWEEP_TRAIN = 4
+"""Training accuracies of the sweep, from ``sweep_train_low`` to ``train_accuracy``."""
+
+SWEEP_TEST = 3
+"""Shares of the way of the sweep, from ``sweep_test_low`` to ``test_share``."""
+
+NEAR = 1.25
+"""A delay below so many times the line is said to be near it."""
+
+END_SHARE = 0.1
+"""Share of the logs that is called the end of a run."""
+
+
+@dataclass(frozen=True)
+class _Level:
+    """What the test accuracy is measured against."""
+
+    chance: float
+    plateau: float
+
+    def at(self, share: float) -> float:
+        """Return the accuracy at ``share`` of the way; never above ``share`` itself."""
+        return min(share, self.chance + share * (self.plateau - self.chance))
+
+
+def detect(
+    train_steps: ArrayLike,
+    train_accuracy: ArrayLike,
+    test_steps: ArrayLike,
+    test_accuracy: ArrayLike,
+    *,
+    chance: float | None = None,
+    train_size: int | None = None,
+    test_size: int | None = None,
+    limits: Thresholds | None = None,
+) -> Detection:
+    """Judge the accuracies of one run.
+
+    Parameters
+    ----------
+    train_steps, train_accuracy, test_steps, test_accuracy:
+        Arrays of one length each: steps and shares of samples, as they were logged, in any order. A NaN
+        is a log without a measurement.
+    chance:
+        Accuracy of guessing; None where it is not known, and then 0 is taken, which asks for the longest
+        way.
+    train_size, test_size:
+        Samples behind an accuracy; None where not known, and then the number of different values says
+        how many there are at least.
+    limits:
+        Thresholds; None takes the defaults.
+
+    Returns
+    -------
+    The verdict with its intervals, conditions, sweep and notes.
+
+    Raises
+    ------
+    DetectionError
+        If there is nothing to judge, a value is no share of samples, or a size or chance is impossible.
+    """
+    limits = limits or Thresholds()
+    train = curves.read_curve(train_steps, train_accuracy, "train accuracy")
+    test = curves.read_curve(test_steps, test_accuracy, "test accuracy")
+    for name, curve in (("train accuracy", train), ("test accuracy", test)):
+        if not len(curve):
+            raise DetectionError(
+                f"no {name} was logged, so that there is nothing to judge; log it as a share of samples, "
+                f"such as watch.log({name.replace(' ', '_')}=0.98)"
+            )
+    if chance is not None and not 0 <= chance < 1:
+        raise DetectionError(f"chance is the accuracy of guessing, 0 <= chance < 1; got {chance!r}")
+    for name, size in (("train_size", train_size), ("test_size", test_size)):
+        if size is not None and size < 1:
+            raise DetectionError(f"{name} counts samples and must be at least 1; got {size!r}")
+    return _Judge(train, test, chance, train_size, test_size, limits).judge()
+
+
+class _Judge:
+    """The state of one judgement: curves without doubted zeros, the plateau, and what is known of both."""
+
+    def __init__(
+        self,
+        train: Curve,
+        test: Curve,
+        chance: float | None,
+        train_size: int | None,
+        test_size: int | None,
+        limits: Thresholds,
+    ) -> None:
+        self.limits, self.known_chance = limits, chance
+        self.chance = chance or 0.0
+        self.notes = [*train.notes, *test.notes]
+        self.size_known = test_size is not None
+        self.size = test_size if test_size is not None else curves.least_size(test)
+        if chance is None:
+            self.notes.append(
+                "chance is not known and is taken as 0, which asks for the longest way; "
+                "watch.log(chance=...) or backlight grok detect RUN --chance states it"
+            )
+        if test_size is None:
+            self.notes.append(
+                f"the size of the test set is not known; {self.size + 1} different accuracies need at "
+                f"least {self.size} samples; watch.log(test_size=...) or --test-size states it"
+            )
+        self.train, _ = self._trusted(train, train_size, "train accuracy")
+        self.test, self.doubted = self._trusted(test, test_size, "test accuracy")
+        self.level = _Level(self.chance, curves.plateau(self.test, limits.stay_logs))
+        self.last = int(max(train.steps[-1], test.steps[-1]))
+        self.logged = (len(train), len(test))
+
+    def _trusted(self, curve: Curve, size: int | None, name: str) -> tuple[Curve, Curve]:
+        """Split a curve into what counts and the zeros that look filled in."""
+        likely = 1.0 if self.known_chance == 0 else 0.0
+        if self.known_chance and size:
+            likely = (1 - self.known_chance) ** size
+        plausible = likely >= self.limits.zero_probability
+        doubted = curves.doubted_zeros(curve, self.limits.zero_logs, plausible=plausible, low=self.chance / 2)
+        if doubted.any():
+            self.notes.append(
+                f"{name}: {int(doubted.sum())} of {len(curve)} logs are exactly 0 as if filled in where "
+                "nothing was measured, and count as not logged"
+            )
+        return curve.without(doubted), curve.without(~doubted)
+
+    def judge(self) -> Detection:
+        """Return the verdict: each condition in turn, then the sweep."""
+        limits = self.limits
+        memorised, generalised = self._times(limits.train_accuracy, limits.test_share)
+        if min(map(len, (self.train, self.test))) < limits.stay_logs:
+            return self._say(
+                GrokkingVerdict.INSUFFICIENT_DATA,
+                f"Only {len(self.train)} train and {len(self.test)} test accuracies were logged; "
+                f"{limits.stay_logs} of each are the least.",
+                memorised,
+                generalised,
+            )
+        if memorised is None:
+            return self._never_memorised()
+        if generalised is None:
+            return self._never_generalised(memorised)
+        return self._both(memorised, generalised)
+
+    def _times(self, train_accuracy: float, share: float) -> tuple[Interval | None, Interval | None]:
+        """Return t_memorise and t_generalise; the second only where the plateau is a generalisation."""
+        memorised = curves.first_stay(self.train, train_accuracy, self.limits.stay_logs)
+        if not self._learned():
+            return memorised, None
+        return memorised, curves.first_stay(self.test, self.level.at(share), self.limits.stay_logs)
+
+    def _learned(self) -> bool:
+        """Tell whether the plateau of the test accuracy is far enough above chance."""
+        return (self.level.plateau - self.chance) / (1 - self.chance) >= self.limits.plateau_minimum
+
+    def _never_memorised(self) -> Detection:
+        limits, train = self.limits, self.train
+        best, where = float(train.values.max()), int(train.steps[int(np.argmax(train.values))])
+        reached = int((train.values >= limits.train_accuracy).sum())
+        if curves.ends_above(train, limits.train_accuracy):
+            return self._say(
+                GrokkingVerdict.CENSORED,
+                f"The run ends at step {self.last}, less than {limits.stay_logs} logs after the training "
+                f"accuracy reached {limits.train_accuracy:g}.",
+            )
+        if reached >= limits.stay_logs:
+            return self._say(
+                GrokkingVerdict.UNSTABLE,
+                f"The training accuracy was at {limits.train_accuracy:g} at {reached} logs and never for "
+                f"{limits.stay_logs} in a row.",
+            )
+        return self._say(
+            GrokkingVerdict.NOT_FITTED,
+            f"The training accuracy did not come to {limits.train_accuracy:g} until step {self.last}; its "
+            f"highest value is {best:.3g}, at step {where}.",
+        )
+
+    def _never_generalised(self, memorised: Interval) -> Detection:
+        limits, best = self.limits, self.level.plateau
+        reached = self.level.at(limits.test_share)
+        tail = curves.ends_above(self.test, reached) if self._learned() else 0
+        rise = self._rise()
+        when = f"by step {memorised.by}"
+        if len(self.doubted) and not len(self.test.between(memorised.by, self.last + 1)):
+            return self._say(
+                GrokkingVerdict.INSUFFICIENT_DATA,
+                f"The run memorised {when}; after that every test accuracy is exactly 0, as if it was not "
+                "measured.",
+                memorised,
+            )
+        if tail or rise > limits.rising:
+            what = "less than enough logs after it generalised" if tail else "while its test accuracy rises"
+            return self._say(
+                GrokkingVerdict.CENSORED,
+                f"The run memorised {when} and ends at step {self.last} {what} (at "
+                f"{float(self.test.values[-1]):.3g}): what would have come is not known.",
+                memorised,
+            )
+        if self.last < limits.delay_ratio_strong * max(1, memorised.by):
+            return self._say(
+                GrokkingVerdict.CENSORED,
+                f"The run memorised {when} and ends at step {self.last}, before "
+                f"{limits.delay_ratio_strong:g} times that: too early to say that it does not generalise.",
+                memorised,
+            )
+        return self._say(
+            GrokkingVerdict.MEMORISED,
+            f"The run memorised {when} and did not generalise until step {self.last}: its test accuracy "
+            f"held at most {best:.3g}.",
+            memorised,
+        )
+
+    def _rise(self) -> float:
+        """Return how far the test accuracy rose over the last fifth of the logs, chance taken off."""
+        last = curves.ending(self.test, END_SHARE, self.limits.stay_logs)
+        before = self.test.values[: -len(last)][-len(last) :]
+        return float(np.median(last) - np.median(before)) / (1 - self.chance) if len(before) else 0.0
+
+    def _both(self, memorised: Interval, generalised: Interval) -> Detection:
+        """Judge a run that did both, in the order in which a condition makes the next one meaningful."""
+        limits = self.limits
+        ratio = _ratio(memorised, generalised)
+        conditions, at_memorised = self._conditions(memorised, generalised)
+        held = {condition.name: condition.held for condition in conditions}
+        both = (
+            f"It memorised in steps {memorised} and generalised in steps {generalised}, "
+            f"{_times(ratio)} the time to memorise."
+        )
+
+        def say(verdict: GrokkingVerdict, words: str, strong: bool = False) -> Detection:
+            said = self._say(verdict, f"{words} {both}", memorised, generalised)
+            return replace(
+                said,
+                strong=strong,
+                ratio=ratio,
+                conditions=conditions,
+                memorised_test=at_memorised,
+                sweep=self._sweep() if verdict in _SWEPT else (),
+            )
+
+        if self._lost():
+            return say(GrokkingVerdict.UNSTABLE, "The test accuracy did not keep what it had reached.")
+        at_log = generalised.by / max(1, memorised.by)
+        if at_log < limits.delay_ratio:
+            return say(GrokkingVerdict.NO_DELAY, "The run generalised about when it memorised.")
+        if self._recovered(memorised, generalised) or held["training accuracy lasts"] is False:
+            return say(
+                GrokkingVerdict.UNSTABLE,
+                "The run lost between the two times what it had reached before: a recovery is no grokking.",
+            )
+        if held["starts from below"] is False:
+            return say(
+                GrokkingVerdict.NO_DELAY,
+                "The run was more than half way to generalising when it memorised: a slow end is no delay.",
+            )
+        doubt = self._doubt(memorised, generalised, held)
+        if doubt:
+            return say(GrokkingVerdict.INSUFFICIENT_DATA, doubt)
+        if self.level.at(1.0) < limits.test_share and self._rise() > limits.rising:
+            return say(GrokkingVerdict.CENSORED, "The test accuracy still rises at the end.")
+        missed = [point for point in self._sweep() if not point.grokking]
+        if missed:
+            return say(
+                GrokkingVerdict.THRESHOLD_ARTEFACT,
+                f"It would be grokking by these lines, but not at a training accuracy of "
+                f"{missed[0].train_accuracy:.3g} with {missed[0].test_share:.3g} of the way.",
+            )
+        if ratio[0] < NEAR * limits.delay_ratio:
+            self.notes.append(
+                f"the delay is near the line of {limits.delay_ratio:g} times: another seed may have none"
+            )
+        strong = ratio[0] >= limits.delay_ratio_strong
+        return say(GrokkingVerdict.GROKKING, f"{'Strong' if strong else 'Delayed'} generalisation.", strong)
+
+    def _doubt(self, memorised: Interval, generalised: Interval, held: dict[str, bool | None]) -> str:
+        """Return why the data cannot carry a verdict of grokking; empty if they can."""
+        limits = self.limits
+        filled = self.doubted.between(memorised.after - 1, generalised.by)
+        between = self.test.between(memorised.by, generalised.by)
+        if len(filled):
+            return (
+                f"{len(filled)} test accuracies before generalisation are exactly 0, as if filled in where "
+                "nothing was measured: log only what was measured."
+            )
+        if memorised.by <= 0 or memorised.after < 0:
+            return "The run had memorised at its first log: when that was is not known."
+        if not held["delay"]:
+            return "The logs are too far apart to bound the delay."
+        if not held["logs between"]:
+            return f"There are fewer than {limits.logs_between} logs between the two times."
+        if held["starts from below"] is None:
+            return "No test accuracy was logged when the run memorised."
+        if len(np.unique(between.values)) == 1:
+            return (
+                f"The test accuracy is exactly {between.values[0]:.4g} at every log between the two times: "
+                "it looks filled in."
+            )
+        if not held["test set"]:
+            return f"The test set is too small to tell (at least {self.size} samples)."
+        return ""
+
+    def _conditions(
+        self, memorised: Interval, generalised: Interval
+    ) -> tuple[tuple[Condition, ...], float | None]:
+        limits = self.limits
+        ratio = _ratio(memorised, generalised)
+        tests = self.test.between(memorised.by, generalised.by)
+        trains = self.train.between(memorised.by, generalised.by)
+        between = min(len(tests), len(trains))
+        start = self.test.between(memorised.by - 1, generalised.by)
+        at_memorised = float(start.values[0]) if len(start) else None
+        half = self.level.at(limits.test_share_memorised)
+        level = min(limits.train_stays, limits.train_accuracy)
+        lasting = float((trains.values >= level).mean()) if len(trains) else None
+        low, _ = curves.wilson(min(1.0, self.level.plateau), max(1, self.size))
+        needed = self.level.at(limits.wilson_share)
+        return (
+            Condition(
+                "delay",
+                f"t_generalise / t_memorise at least {limits.delay_ratio:g}",
+                _times(ratio),
+                ratio[0] >= limits.delay_ratio,
+            ),
+            Condition(
+                "logs between",
+                f"at least {limits.logs_between}",
+                str(between),
+                between >= limits.logs_between,
+            ),
+            Condition(
+                "starts from below",
+                f"test accuracy when it memorised at most {half:.3g}",
+                "not logged" if at_memorised is None else f"{at_memorised:.3g}",
+                None if at_memorised is None else at_memorised <= half,
+            ),
+            Condition(
+                "training accuracy lasts",
+                f"at least {level:g} at {limits.train_stays_share:.0%} of the logs between",
+                "no log between" if lasting is None else f"at {lasting:.1%}",
+                None if lasting is None else lasting >= limits.train_stays_share,
+            ),
+            Condition(
+                "test set",
+                f"Wilson lower bound of the plateau at least {needed:.3g}",
+                f"{low:.3g} for {'' if self.size_known else 'at least '}{self.size} samples",
+                low >= needed,
+            ),
+        ), at_memorised
+
+    def _sweep(self) -> tuple[SweepPoint, ...]:
+        limits = self.limits
+        points = []
+        for train in np.linspace(limits.sweep_train_low, limits.train_accuracy, SWEEP_TRAIN):
+            for share in np.linspace(limits.sweep_test_low, limits.test_share, SWEEP_TEST):
+                moved = replace(limits, train_accuracy=float(train), test_share=float(share))
+                points.append(self._point(moved))
+        return tuple(points)
+
+    def _point(self, limits: Thresholds) -> SweepPoint:
+        """Judge with other lines; everything but the lines is as in the verdict itself."""
+        kept, self.limits = self.limits, limits
+        try:
+            memorised, generalised = self._times(limits.train_accuracy, limits.test_share)
+            holds = False
+            if memorised is not None and generalised is not None:
+                conditions, _ = self._conditions(memorised, generalised)
+                holds = all(condition.held for condition in conditions)
+        finally:
+            self.limits = kept
+        return SweepPoint(limits.train_accuracy, limits.test_share, memorised, generalised, holds)
+
+    def _lost(self) -> bool:
+        """Tell whether the end of the run is below half of the way to its own plateau."""
+        end = curves.ending(self.test, END_SHARE, self.limits.stay_logs)
+        return bool(np.median(end) < self.level.at(0.5))
+
+    def _recovered(self, memorised: Interval, generalised: Interval) -> bool:
+        """Tell whether the run was past half of the way without delay and then fell below a quarter."""
+        early = self.test.between(-1, generalised.by)
+        past = np.flatnonzero(early.values > self.level.at(0.5))
+        if not len(past) or early.steps[past[0]] >= self.limits.delay_ratio * max(1, memorised.by):
+            return False
+        return bool((early.values[past[0] :] < self.level.at(0.25)).any())
+
+    def _say(
+        self,
+        verdict: GrokkingVerdict,
+        claim: str,
+        memorised: Interval | None = None,
+        generalised: Interval | None = None,
+    ) -> Detection:
+        has = len(self.test) > 0
+        return Detection(
+            verdict=verdict,
+            strong=False,
+            claim=claim,
+            memorised=memorised,
+            generalised=generalised,
+            ratio=None,
+            plateau=self.level.plateau if has else None,
+            test_accuracy=self.level.at(self.limits.test_share) if has and self._learned() else None,
+            memorised_test=None,
+            chance=self.known_chance,
+            test_size=self.size,
+            test_size_known=self.size_known,
+            wilson=curves.wilson(min(1.0, self.level.plateau), self.size) if has and self.size else None,
+            logs=self.logged,
+            last_step=self.last,
+            notes=tuple(self.notes),
+        )
+
+
+_SWEPT = {GrokkingVerdict.GROKKING, GrokkingVerdict.THRESHOLD_ARTEFACT}
+
+
+def _ratio(memorised: Interval, generalised: Interval) -> tuple[float, float | None]:
+    """Return the bounds of t_generalise / t_memorise that the two intervals leave."""
+    low = max(0, generalised.after) / max(1, memorised.by)
+    return low, generalised.by / memorised.after if memorised.after > 0 else None
+
+
+def _times(ratio: tuple[float, float | None]) -> str:
+    low, high = ratio
+    return f"at least {low:.3g} times" if high is None else f"{low:.3g} to {high:.3g} times"

@@ -1,0 +1,123 @@
+"""What a stored run says about grokking: its accuracies, and what the event ``grokking`` states. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from backlight.monitors.grokking.model.curves import DetectionError
+from backlight.monitors.grokking.model.detection import detect
+from backlight.monitors.grokking.model.thresholds import Thresholds
+from backlight.monitors.grokking.model.verdicts import Detection
+from backlight.store.read.run import Run
+
+TRAIN, TEST = "train_accuracy", "test_accuracy"
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What the run says of itself; None or empty where it says nothing.
+
+    ``control`` is ``"random-labels"`` in a control run, and ``control_of`` names the run that it is the
+    control of: by run id, by name, or by folder. ``chance`` and both sizes may also have been logged as
+    scalars of the user, as there is no such event in a loop of one's own.
+    """
+
+    experiment: str = ""
+    control: str = ""
+    control_of: str = ""
+    chance: float | None = None
+    train_size: int | None = None
+    test_size: int | None = None
+    seed: int | None = None
+
+
+def stated(run: Run) -> Stated:
+    """Return what the newest event ``grokking`` of the run holds, and what the user logged of it."""
+    events = run.events("grokking")
+    logged = {*run.scalar_names("user")} & {"chance", "train_size", "test_size"}
+    last = {name: run.scalar(name, source="user").values[-1].item() for name in logged}
+    told: Mapping[str, Any] = {**last, **(events[-1].payload if events else {})}
+
+    def number(name: str, kind: type[float] | type[int]) -> Any:
+        value = told.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            return None
+        return kind(value)
+
+    return Stated(
+        experiment=str(told.get("experiment") or ""),
+        control=str(told.get("control") or ""),
+        control_of=str(told.get("control_of") or ""),
+        chance=number("chance", float),
+        train_size=number("train_size", int),
+        test_size=number("test_size", int),
+        seed=number("seed", int),
+    )
+
+
+def has_accuracies(run: Run) -> bool:
+    """Tell whether both accuracies were logged at all."""
+    names = set(run.scalar_names("user"))
+    return {TRAIN, TEST} <= names
+
+
+def detect_run(
+    run: Run,
+    limits: Thresholds | None = None,
+    *,
+    chance: float | None = None,
+    test_size: int | None = None,
+) -> Detection:
+    """Judge a stored run by the accuracies that were logged in it.
+
+    Parameters
+    ----------
+    run:
+        A stored run with the scalars ``train_accuracy`` and ``test_accuracy``.
+    limits:
+        Thresholds; None takes the defaults.
+    chance, test_size:
+        Used in place of what the run states.
+
+    Raises
+    ------
+    DetectionError
+        If an accuracy was not logged or cannot be judged; the message names the run.
+    """
+    logged = run.scalar_names("user")
+    missing = [name for name in (TRAIN, TEST) if name not in logged]
+    if missing:
+        others = ", ".join(logged[:8]) or "nothing"
+        raise DetectionError(
+            f"{run.path}: no {' and no '.join(missing)} was logged, and grokking is judged by both; log "
+            f"them with watch.log({', '.join(f'{name}=...' for name in missing)}). The run logged {others}"
+        )
+    facts = stated(run)
+    train, test = (run.scalar(name, source="user") for name in (TRAIN, TEST))
+    try:
+        return detect(
+            train.steps,
+            train.values,
+            test.steps,
+            test.values,
+            chance=facts.chance if chance is None else chance,
+            train_size=facts.train_size,
+            test_size=facts.test_size if test_size is None else test_size,
+            limits=limits,
+        )
+    except DetectionError as error:
+        raise DetectionError(f"{run.path}: {error}") from None
+
+
+def control_of(run: Run, candidates: Iterable[Run]) -> Run | None:
+    """Return the newest of ``candidates`` that says it is the control of ``run``; None if none does."""
+    names = {run.run_id, run.name, str(run.path), run.path.name, str(run.path.resolve())} - {""}
+    found = [
+        other
+        for other in candidates
+        if other.run_id != run.run_id and (facts := stated(other)).control and facts.control_of in names
+    ]
+    return max(found, key=lambda other: other.attempts[-1].started, default=None)
