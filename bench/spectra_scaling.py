@@ -34,9 +34,9 @@ def worker(out: str, settings: dict[str, int], replicates: int, budget: int) -> 
     import torch
     import torch.distributed as dist
 
+    from backlight.diagnose.spectra.options import Asked
+    from backlight.diagnose.spectra.run import measure_spectra
     from backlight.measure.spectra.measurement import spectral_echo
-    from backlight.session.spectra import measure_spectra
-    from backlight.session.spectra_options import Asked
 
     torch.set_num_threads(1)
     spectral_echo(torch.randn(4, 64, 64))  # what is imported and allocated on first use

@@ -10,8 +10,8 @@ import torch
 
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.shrinkage import threshold
-from backlight.spectra.reading import Layer
-from backlight.spectra.recording import describe, leave_out, record
+from backlight.monitors.spectra.model.reader import Layer
+from backlight.monitors.spectra.model.recording import describe, leave_out, record
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 

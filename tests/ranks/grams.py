@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import backlight
-from backlight.spectra.training import Measuring
+from backlight.monitors.spectra.instrument.step_measurement import Measuring
 from ranks.network import Net, adam, batch, build, loss_of
 from ranks.trainings import FOLDER, collectives, sharded, tensor_parallel, told
 

@@ -190,7 +190,7 @@ def test_names_are_made_visible(tmp_path: Path) -> None:
 
 def test_what_stayed_of_the_leading_directions_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     from backlight.measure.spectra.measurement import spectral_echo
-    from backlight.spectra.recording import describe, record_arrays, state_measured
+    from backlight.monitors.spectra.model.recording import describe, record_arrays, state_measured
     from backlight.store.format.spectra import Layer
     from backlight.store.read.run import open_run
     from backlight.store.write.writer import RunWriter

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from backlight.cli import app as application
+from backlight.diagnose.spectra import checkpoint
+from backlight.diagnose.spectra.options import Asked
+from backlight.diagnose.spectra.run import measure_spectra
 from backlight.launch.recipe import read_recipe
 from backlight.measure.spectra.measurement import spectral_echo
-from backlight.session import spectra_sweeps
-from backlight.session.spectra import measure_spectra
-from backlight.session.spectra_options import Asked
-from backlight.spectra.errors import SpectraError
-from backlight.spectra.reading import FIELDS, layers, left_out, measurements, table
+from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.model.reader import FIELDS, layers, left_out, measurements, table
 from backlight.store.errors import StoreError
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
@@ -122,7 +122,7 @@ def test_it_measures_what_the_functions_measure(recipe, tmp_path):
 
     given = read_recipe(recipe, {"batch": 10})
     # The weights that were measured follow from the seed.
-    from backlight.spectra.gradients import seed_by
+    from backlight.monitors.spectra.instrument.replicate_gradient import seed_by
 
     seed_by(0, "model")
     model = given.build_model()
@@ -384,7 +384,7 @@ def test_other_types(recipe, tmp_path, dtype):
 @pytest.mark.parametrize("n_blocks", [1, 4])
 def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch, n_blocks):
     live = {"now": 0, "peak": 0}
-    original = spectra_sweeps.gradients
+    original = checkpoint.gradients
 
     def less(size):
         live["now"] -= size
@@ -397,7 +397,7 @@ def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch, n_blocks):
         live["peak"] = max(live["peak"], live["now"])
         return found
 
-    monkeypatch.setattr(spectra_sweeps, "gradients", counted)
+    monkeypatch.setattr(checkpoint, "gradients", counted)
     settings = {"dim": 16, "heads": 2, "n_blocks": n_blocks, "seq": 16, "batch": 2}
     budget = 5 * 2 * 16 * 64 * 4  # two of the larger matrices of a block, each five times
     outcome = measure(

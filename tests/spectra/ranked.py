@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import backlight
-from backlight.spectra.training import Measuring
+from backlight.monitors.spectra.instrument.step_measurement import Measuring
 from spectra.watched import batch, build, loss_of
 
 torch.set_num_threads(1)

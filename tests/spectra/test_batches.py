@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.spectra.batches import digest, moved, of_weights, samples, size
+from backlight.monitors.spectra.instrument.batches import digest, moved, of_weights, samples, size
 
 Pair = namedtuple("Pair", "x y")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from backlight.monitors.spectra.model.thresholds import Thresholds
 from backlight.registry import RULES
-from backlight.spectra.thresholds import Thresholds
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "findings"
 NAMES = [name for name, rule in RULES.items() if rule.room == "spectra"]

@@ -10,7 +10,7 @@ import torch
 
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.shrinkage import threshold
-from backlight.spectra.conditions import (
+from backlight.monitors.spectra.model.conditions import (
     batch_far_from_critical,
     below_noise,
     estimator_contradicted,
@@ -18,7 +18,7 @@ from backlight.spectra.conditions import (
     rank_collapse,
     too_few_replicates,
 )
-from backlight.spectra.thresholds import Thresholds
+from backlight.monitors.spectra.model.thresholds import Thresholds
 
 
 def measured(R, ratios, p=60, q=90):
@@ -82,6 +82,6 @@ def test_collapse_of_rank(rank, earlier, collapsed):
 
 
 def test_conditions_need_no_torch():
-    code = "import sys, backlight.spectra.conditions\nassert 'torch' not in sys.modules\n"
+    code = "import sys, backlight.monitors.spectra.model.conditions\nassert 'torch' not in sys.modules\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from backlight.spectra.errors import SpectraError
-from backlight.spectra.gradients import gradients, seed_by
-from backlight.spectra.stable_rank import stable_rank
+from backlight.monitors.spectra.instrument.replicate_gradient import gradients, seed_by
+from backlight.monitors.spectra.instrument.stable_rank import stable_rank
+from backlight.monitors.spectra.model.errors import SpectraError
 
 
 def whole(name, tensor):

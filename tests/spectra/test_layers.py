@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.spectra.errors import SpectraError
-from backlight.spectra.layers import select
+from backlight.monitors.spectra.instrument.layers import select
+from backlight.monitors.spectra.model.errors import SpectraError
 
 
 class Net(nn.Module):

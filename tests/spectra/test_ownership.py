@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backlight.spectra.ownership import cost, longest_first, sweeps
+from backlight.monitors.spectra.model.ownership import cost, longest_first, sweeps
 
 SHAPES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=30)
 

@@ -11,8 +11,17 @@ import torch
 
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.shrinkage import threshold
-from backlight.spectra.reading import FIELDS, NUMBERS, Layer, layers, left_out, measurements, steps, table
-from backlight.spectra.recording import describe, leave_out, record, record_arrays
+from backlight.monitors.spectra.model.reader import (
+    FIELDS,
+    NUMBERS,
+    Layer,
+    layers,
+    left_out,
+    measurements,
+    steps,
+    table,
+)
+from backlight.monitors.spectra.model.recording import describe, leave_out, record, record_arrays
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 
@@ -111,5 +120,5 @@ def test_a_stable_rank_of_something_else_is_refused(tmp_path, result):
 
 
 def test_reading_needs_no_torch():
-    code = "import sys; sys.modules['torch'] = None; import backlight.spectra.reading"
+    code = "import sys; sys.modules['torch'] = None; import backlight.monitors.spectra.model.reader"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,9 +7,9 @@ from collections import defaultdict
 import pytest
 import torch
 
-from backlight.spectra import team as module
-from backlight.spectra.errors import SpectraError
-from backlight.spectra.team import Team, replicates_of
+from backlight.monitors.spectra.instrument import rank_group as module
+from backlight.monitors.spectra.instrument.rank_group import Team, replicates_of
+from backlight.monitors.spectra.model.errors import SpectraError
 
 
 class Wire:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import backlight
-from backlight.session.targets import Targets
-from backlight.spectra import waiting
-from backlight.spectra.training import Measuring
+from backlight.monitors.spectra.instrument import replicate_buffer
+from backlight.monitors.spectra.instrument.layer_selection import Targets
+from backlight.monitors.spectra.instrument.step_measurement import Measuring
 from backlight.store.format import spectra as stored
 from spectra.watched import batch, build, loss_of, one, same, scaler, train, unmeasured, weights
 
@@ -164,7 +164,11 @@ def test_an_exception_of_ours_is_one_warning(
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("planted trouble")
 
-    target = {"copied": waiting, "Measuring.step": Measuring, "Waiting.end": waiting.Waiting}[place]
+    target = {
+        "copied": replicate_buffer,
+        "Measuring.step": Measuring,
+        "Waiting.end": replicate_buffer.Waiting,
+    }[place]
     monkeypatch.setattr(target, place.rpartition(".")[2], broken)
     plain = one(build(), {})
     with pytest.warns(RuntimeWarning, match="planted trouble") as told:
@@ -206,7 +210,7 @@ def test_a_slow_measurement_passes_steps_over(tmp_path: Path, monkeypatch: pytes
         return original(self, *args)
 
     monkeypatch.setattr(Measuring, "step", slow)
-    monkeypatch.setattr("backlight.session.beside.BACKLOG", 1)
+    monkeypatch.setattr("backlight.monitors.spectra.instrument.worker_thread.BACKLOG", 1)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=1):

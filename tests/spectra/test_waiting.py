@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backlight.spectra.exchange import Offer, agreed, common
-from backlight.spectra.sharing import owners
-from backlight.spectra.splitting import split
-from backlight.spectra.waiting import Target, Waiting, copied, fitting
+from backlight.monitors.spectra.instrument.batch_split import split
+from backlight.monitors.spectra.instrument.rank_exchange import Offer, agreed, common
+from backlight.monitors.spectra.instrument.replicate_buffer import Target, Waiting, copied, fitting
+from backlight.monitors.spectra.instrument.shared_step import owners
 from backlight.store.format.spectra import Layer
 
 

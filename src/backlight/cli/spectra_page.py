@@ -15,8 +15,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backlight.session.spectra import Outcome
-    from backlight.session.spectra_options import Stage
+    from backlight.diagnose.spectra.options import Stage
+    from backlight.diagnose.spectra.run import Outcome
     from backlight.store.format.spectra import Layer, Measurement
     from backlight.store.read.run import Run
 

@@ -23,10 +23,10 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from backlight.findings.evaluate import thresholds
 from backlight.monitors.grokking.model.measures import Measures
+from backlight.monitors.spectra.model.options import Catching
 from backlight.session.plan import DEFAULT_ROOMS
 from backlight.session.tracing import traced_kinds
 from backlight.session.trackers import chosen
-from backlight.spectra.catching import Catching
 
 FOLDERS = frozenset(
     {"out", "output", "outdir", "path", "dir", "folder", "log_dir", "logdir", "run_dir", "save_dir"}
@@ -78,7 +78,7 @@ class Settings:
         What the room grokking measures, and how often.
     spectra:
         What the room spectra catches, and how often; fields of
-        :class:`backlight.spectra.catching.Catching`.
+        :class:`backlight.monitors.spectra.model.options.Catching`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=False)

@@ -21,9 +21,9 @@ from backlight.session.draft import Draft, Part
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope
     from backlight.monitors.grokking.instrument.geometry import Geometry
+    from backlight.monitors.spectra.instrument.replicates import Replicating
     from backlight.session.cadence import Cadence
     from backlight.session.plan import Active, Plan
-    from backlight.session.replicating import Replicating
 
 QUEUE = 512
 """Drafts that may wait for a slow disk before the oldest is dropped."""

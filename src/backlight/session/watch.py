@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from backlight.monitors.grokking.instrument.geometry import Samples
-    from backlight.session.replicating import Replicating
+    from backlight.monitors.spectra.instrument.replicates import Replicating
     from backlight.stalls.tracing import Tracer
     from backlight.store.write.writer import RunWriter
 
@@ -98,7 +98,7 @@ class Watch:
             for pattern in settings.groups.values():
                 members([record.name for record in table.records], pattern)
             if "spectra" in settings.rooms:
-                from backlight.session.targets import selected  # noqa: PLC0415 - others need not pay for it
+                from backlight.monitors.spectra.instrument.layer_selection import selected  # noqa: PLC0415 - others need not pay for it
 
                 selected(settings.spectra, table)
 
@@ -152,7 +152,7 @@ class Watch:
             )
         self._replicating: Replicating | None = None
         if "spectra" in settings.rooms:
-            from backlight.session.replicating import Replicating  # noqa: PLC0415 - others need not pay for it
+            from backlight.monitors.spectra.instrument.replicates import Replicating  # noqa: PLC0415 - others need not pay for it
 
             self._replicating = Replicating(
                 settings.spectra, settings.every, self._samples, self._scope, self._notices

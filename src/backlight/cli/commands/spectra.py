@@ -59,9 +59,9 @@ def spectra(
     is measured. Under torchrun the layers are spread over the ranks; the numbers stay the same.
     """
     from backlight.cli.spectra_page import as_object, bar, show
+    from backlight.diagnose.spectra.options import Asked, method_of
     from backlight.launch.recipe import parse_settings
     from backlight.session.sizes import parse_size
-    from backlight.session.spectra_options import Asked, method_of
 
     asked = Asked(
         recipe=recipe,
@@ -78,7 +78,7 @@ def spectra(
         budget=parse_size(budget, "--budget"),
         out=out,
     )
-    from backlight.session.spectra import measure_spectra
+    from backlight.diagnose.spectra.run import measure_spectra
 
     with bar() as on_stage:
         outcome = measure_spectra(asked, on_stage)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from backlight.spectra.thresholds import Thresholds
+from backlight.monitors.spectra.model.thresholds import Thresholds
 
 
 @dataclass(frozen=True)

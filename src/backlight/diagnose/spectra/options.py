@@ -11,8 +11,8 @@ import torch
 
 from backlight.distributed import world
 from backlight.measure.spectra.decomposition import Method
-from backlight.spectra.errors import SpectraError
-from backlight.spectra.team import CHUNK
+from backlight.monitors.spectra.instrument.rank_group import CHUNK
+from backlight.monitors.spectra.model.errors import SpectraError
 
 BUDGET = 2 * 10**9
 """Bytes of replicates on a rank, unless told otherwise."""

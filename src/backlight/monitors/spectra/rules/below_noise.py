@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from backlight.monitors.spectra.model.conditions import below_noise as holds
+from backlight.monitors.spectra.model.layer_steps import Hit, among, evidence, followed, worst, written
+from backlight.monitors.spectra.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.spectra.conditions import below_noise as holds
-from backlight.spectra.judging import Hit, among, evidence, followed, worst, written
-from backlight.spectra.thresholds import Thresholds
 from backlight.store.read.run import Run
 
 

@@ -16,25 +16,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from backlight.launch.recipe import Recipe, read_recipe
-from backlight.records import RunStatus
-from backlight.session.checkpoint_files import Checkpoint, find_checkpoints
-from backlight.session.replicate_data import ReplicateData, check_data
-from backlight.session.spectra_folder import (
+from backlight.diagnose.spectra.checkpoint import CheckpointWork
+from backlight.diagnose.spectra.checkpoint_files import Checkpoint, find_checkpoints
+from backlight.diagnose.spectra.options import Asked, Stage
+from backlight.diagnose.spectra.replicate_data import ReplicateData, check_data
+from backlight.diagnose.spectra.resume import (
     CHECKPOINT,
     CONFIGURATION,
     Earlier,
     check_checkpoint,
     read_earlier,
 )
-from backlight.session.spectra_options import Asked, Stage
-from backlight.session.spectra_sweeps import CheckpointWork
-from backlight.spectra.batches import of_weights
-from backlight.spectra.errors import SpectraError
-from backlight.spectra.gradients import seed_by
-from backlight.spectra.layers import Selection, select
-from backlight.spectra.recording import describe, leave_out
-from backlight.spectra.team import Team, assembled, replicates_of
+from backlight.launch.recipe import Recipe, read_recipe
+from backlight.monitors.spectra.instrument.batches import of_weights
+from backlight.monitors.spectra.instrument.layers import Selection, select
+from backlight.monitors.spectra.instrument.rank_group import Team, assembled, replicates_of
+from backlight.monitors.spectra.instrument.replicate_gradient import seed_by
+from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.model.recording import describe, leave_out
+from backlight.records import RunStatus
 from backlight.store.default_path import default_path
 from backlight.store.write.writer import RunWriter
 

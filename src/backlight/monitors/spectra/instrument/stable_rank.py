@@ -8,7 +8,7 @@ from torch import Tensor
 
 from backlight.measure.spectra.decomposition import decompose
 from backlight.measure.spectra.replicates import as_matrix, named, promoted, sum_squares
-from backlight.spectra.errors import SpectraError
+from backlight.monitors.spectra.model.errors import SpectraError
 
 
 def stable_rank(matrix: Tensor, *, layer: str = "") -> float | None:

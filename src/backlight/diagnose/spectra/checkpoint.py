@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from backlight.diagnose.spectra.options import Asked
+from backlight.diagnose.spectra.replicate_data import ReplicateData
 from backlight.launch.recipe import Recipe
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.replicates import promoted
-from backlight.session.replicate_data import ReplicateData
-from backlight.session.spectra_options import Asked
-from backlight.spectra.batches import moved
-from backlight.spectra.errors import SpectraError
-from backlight.spectra.gradients import gradients, seed_by
-from backlight.spectra.layers import matrices
-from backlight.spectra.ownership import Sweep, cost, sweeps
-from backlight.spectra.recording import record_arrays, state_measured
-from backlight.spectra.stable_rank import stable_rank
-from backlight.spectra.team import Team, replicates_of
+from backlight.monitors.spectra.instrument.batches import moved
+from backlight.monitors.spectra.instrument.layers import matrices
+from backlight.monitors.spectra.instrument.rank_group import Team, replicates_of
+from backlight.monitors.spectra.instrument.replicate_gradient import gradients, seed_by
+from backlight.monitors.spectra.instrument.stable_rank import stable_rank
+from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.model.ownership import Sweep, cost, sweeps
+from backlight.monitors.spectra.model.recording import record_arrays, state_measured
 from backlight.store.format.spectra import Layer
 from backlight.store.write.writer import RunWriter
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from backlight.measure.spectra.replicates import as_matrix
-from backlight.spectra.errors import SpectraError
+from backlight.monitors.spectra.model.errors import SpectraError
 from backlight.store.format.spectra import Layer
 
 Split = Callable[[str, Tensor], Mapping[str, Tensor]]

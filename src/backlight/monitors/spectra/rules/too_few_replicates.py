@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from backlight.monitors.spectra.model.conditions import too_few_replicates as holds
+from backlight.monitors.spectra.model.layer_steps import Hit, among, evidence, followed, worst, written
+from backlight.monitors.spectra.model.reader import tables
+from backlight.monitors.spectra.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.spectra.conditions import too_few_replicates as holds
-from backlight.spectra.judging import Hit, among, evidence, followed, worst, written
-from backlight.spectra.reading import tables
-from backlight.spectra.thresholds import Thresholds
 from backlight.store.read.run import Run
 
 

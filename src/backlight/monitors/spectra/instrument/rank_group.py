@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backlight.distributed import world
-from backlight.spectra.errors import SpectraError
+from backlight.monitors.spectra.model.errors import SpectraError
 
 T = TypeVar("T")
 

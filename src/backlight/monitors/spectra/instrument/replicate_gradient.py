@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from backlight.spectra.errors import SpectraError
-from backlight.spectra.layers import Split, matrices
+from backlight.monitors.spectra.instrument.layers import Split, matrices
+from backlight.monitors.spectra.model.errors import SpectraError
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -59,7 +59,7 @@ def gradients(
     batch
         Where the model is.
     wanted
-        Names of matrices, as :func:`backlight.spectra.layers.select` gives them.
+        Names of matrices, as :func:`backlight.monitors.spectra.instrument.layers.select` gives them.
     split
         What takes a fused weight apart.
     replicate

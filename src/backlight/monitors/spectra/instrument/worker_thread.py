@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backlight.spectra.sharing import joined, offered
-from backlight.spectra.training import Measuring, Report, refused, scale_of
-from backlight.spectra.waiting import Caught, Target
+from backlight.monitors.spectra.instrument.replicate_buffer import Caught, Target
+from backlight.monitors.spectra.instrument.shared_step import joined, offered
+from backlight.monitors.spectra.instrument.step_measurement import Measuring, Report, refused, scale_of
 
 if TYPE_CHECKING:
+    from backlight.monitors.spectra.instrument.layer_selection import Targets
+    from backlight.monitors.spectra.instrument.rank_exchange import Exchange
+    from backlight.monitors.spectra.model.options import Catching
     from backlight.notifier import Notices
-    from backlight.session.targets import Targets
-    from backlight.spectra.catching import Catching
-    from backlight.spectra.exchange import Exchange
     from backlight.store.write.queue import Queue
 
 BACKLOG = 8
@@ -32,7 +32,7 @@ _NICE = 10
 
 
 class Beside:
-    """Measures steps that were caught; see :class:`backlight.session.replicating.Replicating`.
+    """Measures steps that were caught; see :class:`backlight.monitors.spectra.instrument.replicates.Replicating`.
 
     Parameters
     ----------

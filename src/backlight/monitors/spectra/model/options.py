@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from backlight.spectra.errors import SpectraError
+from backlight.monitors.spectra.model.errors import SpectraError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from backlight.spectra.batches import samples
-from backlight.spectra.errors import SpectraError
+from backlight.monitors.spectra.instrument.batches import samples
+from backlight.monitors.spectra.model.errors import SpectraError
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from backlight.monitors.spectra.model.conditions import rank_collapse as holds
+from backlight.monitors.spectra.model.layer_steps import Hit, among, evidence, followed, worst, written
+from backlight.monitors.spectra.model.thresholds import Thresholds
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.spectra.conditions import rank_collapse as holds
-from backlight.spectra.judging import Hit, among, evidence, followed, worst, written
-from backlight.spectra.thresholds import Thresholds
 from backlight.store.read.run import Run
 
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from backlight.monitors.spectra.model.conditions import estimator_contradicted as holds
+from backlight.monitors.spectra.model.conditions import modes_too_close
+from backlight.monitors.spectra.model.layer_steps import Hit, among, followed, worst, written
+from backlight.monitors.spectra.model.reader import Table, tables
+from backlight.monitors.spectra.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.spectra.conditions import estimator_contradicted as holds
-from backlight.spectra.conditions import modes_too_close
-from backlight.spectra.judging import Hit, among, followed, worst, written
-from backlight.spectra.reading import Table, tables
-from backlight.spectra.thresholds import Thresholds
 from backlight.store.read.run import Run
 
 _SHOWN = 5

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight.spectra.errors import SpectraError
-from backlight.spectra.reading import layers, tables
+from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.model.reader import layers, tables
 from backlight.store.read.run import open_run
 
 CONFIGURATION, CHECKPOINT = "spectra_configuration", "spectra_checkpoint"

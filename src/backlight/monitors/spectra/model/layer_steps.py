@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from backlight.monitors.spectra.model.conditions import Condition
+from backlight.monitors.spectra.model.reader import Layer, Measurement, layers, measurements
 from backlight.records import Evidence
-from backlight.spectra.conditions import Condition
-from backlight.spectra.reading import Layer, Measurement, layers, measurements
 from backlight.store.read.run import Run
 
 EVIDENCE_LAYERS = 5

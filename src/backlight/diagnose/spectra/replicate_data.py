@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from backlight.launch.recipe import Recipe
-from backlight.spectra.batches import digest, samples, size
-from backlight.spectra.errors import SpectraError
-from backlight.spectra.gradients import seed_by
-from backlight.spectra.team import Team
+from backlight.monitors.spectra.instrument.batches import digest, samples, size
+from backlight.monitors.spectra.instrument.rank_group import Team
+from backlight.monitors.spectra.instrument.replicate_gradient import seed_by
+from backlight.monitors.spectra.model.errors import SpectraError
 
 KEPT = 8
 """Batches may take this part of the budget; beyond that they are drawn again for every backward."""

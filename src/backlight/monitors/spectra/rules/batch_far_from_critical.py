@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from backlight.monitors.spectra.model.conditions import batch_far_from_critical as holds
+from backlight.monitors.spectra.model.layer_steps import CHECKPOINT, Hit, evidence, followed, worst, written
+from backlight.monitors.spectra.model.thresholds import Thresholds
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.spectra.conditions import batch_far_from_critical as holds
-from backlight.spectra.judging import CHECKPOINT, Hit, evidence, followed, worst, written
-from backlight.spectra.thresholds import Thresholds
 from backlight.store.read.run import Run
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from backlight.spectra.errors import SpectraError
-from backlight.spectra.exchange import Exchange, Offer, agreed, common
-from backlight.spectra.ownership import cost, longest_first
-from backlight.spectra.waiting import Caught, Target
+from backlight.monitors.spectra.instrument.rank_exchange import Exchange, Offer, agreed, common
+from backlight.monitors.spectra.instrument.replicate_buffer import Caught, Target
+from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.model.ownership import cost, longest_first
 
 
 def owners(targets: Sequence[Target], ranks: int) -> dict[str, int]:

@@ -10,20 +10,20 @@ import torch
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
 from backlight.capture.sharding.unsharded import unsharded
-from backlight.spectra.errors import SpectraError
-from backlight.spectra.layers import Selection, choose
-from backlight.spectra.recording import describe, leave_out
-from backlight.spectra.sharing import owners
-from backlight.spectra.waiting import Target, fitting
+from backlight.monitors.spectra.instrument.layers import Selection, choose
+from backlight.monitors.spectra.instrument.replicate_buffer import Target, fitting
+from backlight.monitors.spectra.instrument.shared_step import owners
+from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.model.recording import describe, leave_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from backlight.capture.parameters import ParameterTable
     from backlight.capture.scope import Scope
+    from backlight.monitors.spectra.instrument.rank_exchange import Exchange
+    from backlight.monitors.spectra.model.options import Catching
     from backlight.notifier import Notices
-    from backlight.spectra.catching import Catching
-    from backlight.spectra.exchange import Exchange
     from backlight.store.write.queue import Queue
 
 MOMENTA = ("exp_avg", "momentum_buffer")

@@ -15,20 +15,20 @@ import torch
 from backlight.capture.hooks.batch_size import Inputs
 from backlight.capture.hooks.microbatches import Microbatches
 from backlight.capture.preserve_state import untouched
-from backlight.session.beside import Beside
-from backlight.session.targets import Targets
-from backlight.spectra import splitting
-from backlight.spectra.batches import samples as samples_of
-from backlight.spectra.catching import EVERY, Catching
-from backlight.spectra.exchange import Exchange
-from backlight.spectra.waiting import Caught, Waiting, arrivals, copied
+from backlight.monitors.spectra.instrument import batch_split
+from backlight.monitors.spectra.instrument.batches import samples as samples_of
+from backlight.monitors.spectra.instrument.layer_selection import Targets
+from backlight.monitors.spectra.instrument.rank_exchange import Exchange
+from backlight.monitors.spectra.instrument.replicate_buffer import Caught, Waiting, arrivals, copied
+from backlight.monitors.spectra.instrument.worker_thread import Beside
+from backlight.monitors.spectra.model.options import EVERY, Catching
 from backlight.store.write.queue import Queue
 
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope
     from backlight.capture.steps import StepSummary
+    from backlight.monitors.spectra.instrument.batch_split import Loss
     from backlight.notifier import Notices
-    from backlight.spectra.splitting import Loss
 
 T = TypeVar("T")
 
@@ -212,7 +212,7 @@ class Replicating:
         model, leaves = self._targets.alone(), self._targets.parameters()
         loss, given = self._samples
         batch = given() if callable(given) else given
-        parts = splitting.split(batch, self._catching.split)
+        parts = batch_split.split(batch, self._catching.split)
         targets = self._targets.caught
         waiting = Waiting(targets, self._catching.memory, len(parts), self._catching.place)
         samples = samples_of(parts[0])
@@ -226,7 +226,7 @@ class Replicating:
 
         self._inputs.leave()
         with untouched(model):
-            splitting.differentiate(model, loss, parts, leaves, take)
+            batch_split.differentiate(model, loss, parts, leaves, take)
         self._waiting = waiting
         caught.extra = len(parts)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backlight.spectra.errors import SpectraError
+from backlight.monitors.spectra.model.errors import SpectraError
 
 CHUNK = 16 * 2**20
 """Bytes of a replicate that travel at once."""

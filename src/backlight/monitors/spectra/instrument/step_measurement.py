@@ -22,10 +22,10 @@ from backlight.measure.spectra.replicates import promoted
 from backlight.measure.spectra.result import SpectralEcho
 from backlight.measure.spectra.spectrum import stable_rank, stable_rank_of, values_by_gram
 from backlight.measure.spectra.subspace import drift
-from backlight.spectra.catching import Catching
-from backlight.spectra.layers import matrices
-from backlight.spectra.recording import Writer, record_arrays, state_measured
-from backlight.spectra.waiting import Caught, Target
+from backlight.monitors.spectra.instrument.layers import matrices
+from backlight.monitors.spectra.instrument.replicate_buffer import Caught, Target
+from backlight.monitors.spectra.model.options import Catching
+from backlight.monitors.spectra.model.recording import Writer, record_arrays, state_measured
 from backlight.store.format.spectra import PREFIX
 
 COST = "spectra_cost"
