@@ -26,8 +26,13 @@ from rich.table import Table
 from torch import nn
 
 import backlight
-from backlight.steptime.differences import STEP, TimeComparison, compare_pairs, compare_times
-from backlight.steptime.recorded import read_phases
+from backlight.monitors.steptime.model.phase_times import read_phases
+from backlight.monitors.steptime.model.step_comparison import (
+    STEP,
+    TimeComparison,
+    compare_pairs,
+    compare_times,
+)
 
 SLOWER = 1.03
 ROUNDS = 8

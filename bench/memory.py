@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT / "tests" / "steptime" / "memory"))
 import matrix_recipe as matrix  # noqa: E402 - found beside the tests
 from measured import measured_peak  # noqa: E402
 
+from backlight.diagnose.memory.predictor import Predictor  # noqa: E402
 from backlight.launch.recipe import read_recipe  # noqa: E402
-from backlight.session.predicting import Predictor  # noqa: E402
 
 RECIPE = ROOT / "tests" / "steptime" / "memory" / "matrix_recipe.py"
 GPT = ROOT / "examples" / "gpt_recipe.py"

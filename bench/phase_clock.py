@@ -24,9 +24,9 @@ from backlight.capture.hooks.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepTracker
-from backlight.steptime.profile.lines import LineRanges
-from backlight.steptime.profile.observer import Sink
-from backlight.steptime.profile.ranges import ModuleRanges, PhaseRanges
+from backlight.diagnose.profile.observer import Sink
+from backlight.diagnose.profile.ranges import ModuleRanges, PhaseRanges
+from backlight.diagnose.profile.source_lines import LineRanges
 
 
 def clock(training: Training, pairs: int) -> tuple[list[float], list[float]]:

@@ -14,7 +14,7 @@ from torch import nn
 
 import backlight
 from backlight.findings.evaluate import judge
-from backlight.session.circumstances import Pauses, compilation, ways_of
+from backlight.monitors.steptime.instrument.runtime_info import Pauses, compilation, ways_of
 
 
 def train(path: Path, steps: int = 40, **optimizer: Any) -> backlight.Run:
@@ -55,7 +55,7 @@ def test_ways_of_optimizers_without_a_choice_claim_nothing() -> None:
 
 def test_pauses_are_kept_until_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[str, dict[str, Any], int | None]] = []
-    monkeypatch.setattr("backlight.session.circumstances.PAUSE", 0.0)
+    monkeypatch.setattr("backlight.monitors.steptime.instrument.runtime_info.PAUSE", 0.0)
     pauses = Pauses(lambda *given: heard.append(given), lambda: 7)
     pauses.start()
     try:

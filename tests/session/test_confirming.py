@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from backlight.session import confirming
-from backlight.session.confirming import Suspicion, confirm, suspicions
-from backlight.session.profiling import Plan
-from backlight.steptime.profile.controls import (
+from backlight.diagnose.profile import ablations
+from backlight.diagnose.profile.ablations import Suspicion, confirm, suspicions
+from backlight.diagnose.profile.interventions import (
     CACHED_BATCH,
     FUSED_OPTIMIZER,
     NO_CLIPPING,
@@ -25,7 +24,8 @@ from backlight.steptime.profile.controls import (
     WITHOUT_LINE,
     Control,
 )
-from backlight.steptime.profile.optimizations import Live, Optimization
+from backlight.diagnose.profile.optimizations import Live, Optimization
+from backlight.diagnose.profile.run import Plan
 
 
 def profile(shares: dict[str, float], **more: Any) -> Any:
@@ -69,7 +69,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch, without: list[Any], with_it: list[A
         order.append(on)
         return taken[on].pop(0)
 
-    monkeypatch.setattr(confirming, "_run", run)
+    monkeypatch.setattr(ablations, "_run", run)
     (found,) = confirm(profile({"data": 0.3}), Plan(), module=False, pairs=len(without))
     return found, order
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backlight.steptime.differences import compare_pairs, compare_times
-from backlight.steptime.recorded import read_phases
-from backlight.steptime.steady import SeriesError
-from backlight.steptime.wording import CIRCUMSTANCES
+from backlight.monitors.steptime.model.phase_times import read_phases
+from backlight.monitors.steptime.model.steady_state import SeriesError
+from backlight.monitors.steptime.model.step_comparison import compare_pairs, compare_times
+from backlight.monitors.steptime.model.wording import CIRCUMSTANCES
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 

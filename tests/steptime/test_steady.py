@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from backlight.steptime.steady import (
+from backlight.monitors.steptime.model.steady_state import (
     SeriesError,
     difference,
     find_steady,

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from backlight.cli.explained import Page, print_json
-from backlight.session.memory_answer import (
+from backlight.diagnose.memory.document import (
     NOT_PREDICTED,
     measured_answer,
     predicted_answer,
@@ -18,10 +18,10 @@ from backlight.session.memory_answer import (
 )
 
 if TYPE_CHECKING:
-    from backlight.session.accounting import Measured
-    from backlight.session.fitting import Fit, Saving
-    from backlight.steptime.memory.account import Account
-    from backlight.steptime.memory.predicted import Logits, Prediction
+    from backlight.diagnose.memory.account import Account
+    from backlight.diagnose.memory.batch_search import Fit, Saving
+    from backlight.diagnose.memory.measure import Measured
+    from backlight.diagnose.memory.prediction_result import Logits, Prediction
 
 MODULES, TENSORS = 10, 8
 """Rows that are printed; --json has more."""
@@ -86,7 +86,7 @@ def print_predicted(
         _note(page, "checkpointing: no blocks of one structure stand side by side in this model")
     if fit is not None:
         _fit(page, fit)
-    from backlight.steptime.memory.predicted import COMMUNICATION, CONTEXT
+    from backlight.diagnose.memory.prediction_result import COMMUNICATION, CONTEXT
 
     _note(
         page,
@@ -133,7 +133,7 @@ def _kinds(account: Account) -> None:
 def _modules(account: Account) -> None:
     modules = account.modules()
     table = _table("module at the peak", "own", "inclusive", "params", "grads", "state", "activations")
-    from backlight.steptime.memory.ledger import Kind
+    from backlight.diagnose.memory.storage_log import Kind
 
     columns = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE, Kind.ACTIVATIONS)
     for module in modules[:MODULES]:

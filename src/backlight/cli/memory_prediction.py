@@ -16,11 +16,11 @@ def run_prediction(options: FakeOptions) -> None:
     ValueError
         From what cannot be read or predicted.
     """
+    from backlight.diagnose.memory.batch_search import checkpointing, largest_batch
+    from backlight.diagnose.memory.document import predicted_answer
+    from backlight.diagnose.memory.predictor import Predictor
+    from backlight.diagnose.memory.save import open_memory_run, store_memory
     from backlight.launch.recipe import parse_settings, read_recipe
-    from backlight.session.fitting import checkpointing, largest_batch
-    from backlight.session.memory_answer import predicted_answer
-    from backlight.session.memory_run import open_memory_run, store_memory
-    from backlight.session.predicting import Predictor
     from backlight.session.sizes import parse_size
 
     budget = None if options.budget is None else parse_size(options.budget, "--budget")

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from backlight.cli.explained import Page
-from backlight.session.profile_document import short_line
+from backlight.diagnose.profile.document import short_line
 
 if TYPE_CHECKING:
+    from backlight.diagnose.profile.run import Profile
     from backlight.records import Finding
-    from backlight.session.profiling import Profile
     from backlight.trace.step_operators import Operations
 
 MODULES, OPERATORS, LINES = 12, 5, 8

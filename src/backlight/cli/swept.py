@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from backlight.diagnose.scaling.sweep import DONE, Point, Scaling
 from backlight.records import to_json
-from backlight.session.scaling import DONE, Point, Scaling
 
 UNITS = {"step_ms": "step", "memory": "memory", "flops": "operations", "parameters": "parameters"}
 

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.health.scoring import health_series
+from backlight.monitors.steptime.model.steady_state import CONFIDENCE
+from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
 from backlight.session.kind_times import compare_kinds
 from backlight.session.likeness import Difference, Role, differences, judged
-from backlight.steptime.differences import TimeComparison, compare_times
-from backlight.steptime.steady import CONFIDENCE
 from backlight.store.read.run import Run, Scalar
 
 POINTS = 256

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from backlight.steptime.differences import TimeComparison, TimeRow, core_wait, widened
-from backlight.steptime.steady import CONFIDENCE, Floats, difference
-from backlight.steptime.wording import Profiled, read_profile
+from backlight.monitors.steptime.model.steady_state import CONFIDENCE, Floats, difference
+from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow, core_wait, widened
+from backlight.monitors.steptime.model.wording import Profiled, read_profile
 from backlight.store.read.run import Run
 
 NEEDED = 4

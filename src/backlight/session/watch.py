@@ -20,10 +20,16 @@ from backlight.capture.scope import Scope
 from backlight.capture.step_limit import LimitedTracker, StopTraining
 from backlight.findings.evaluate import judge
 from backlight.health.groups import GroupError, members
+from backlight.monitors.steptime.instrument.runtime_info import (
+    CIRCUMSTANCES,
+    CoreWait,
+    Pauses,
+    circumstances,
+    ways_of,
+)
 from backlight.notifier import Notices
 from backlight.records import Finding, Made, RunStatus
 from backlight.session.cadence import Cadence
-from backlight.session.circumstances import CIRCUMSTANCES, CoreWait, Pauses, circumstances, ways_of
 from backlight.session.config import Settings
 from backlight.session.drain import Drain
 from backlight.session.ending import final_findings

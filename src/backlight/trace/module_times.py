@@ -78,7 +78,7 @@ def attribute(events: Events, steps: int) -> Attribution:
     Parameters
     ----------
     events:
-        Events of a trace with ranges by :mod:`backlight.steptime.profile.ranges`.
+        Events of a trace with ranges by :mod:`backlight.diagnose.profile.ranges`.
     steps:
         Steps that the trace covers; times are per step.
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.steptime.memory.account import Account
-from backlight.steptime.memory.ledger import Kind, Ledger, Storage
+from backlight.diagnose.memory.account import Account
+from backlight.diagnose.memory.storage_log import Kind, Ledger, Storage
 
 MODULES = ("", "a", "a.b", "c")
 

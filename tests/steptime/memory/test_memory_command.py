@@ -11,10 +11,10 @@ import pytest
 
 from backlight.cli import app as application
 from backlight.cli.memory_options import FakeOptions, fake_options
+from backlight.diagnose.memory import allocator
+from backlight.diagnose.memory.allocator import Allocator, read_allocator
 from backlight.report.panel import PANELS, Drawn, NotMeasured
 from backlight.report.source import Source
-from backlight.steptime.memory import allocator
-from backlight.steptime.memory.allocator import Allocator, read_allocator
 from backlight.store.read.run import open_run
 
 RECIPE = Path(__file__).parents[3] / "examples" / "gpt_recipe.py"

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import nn
 
+from backlight.diagnose.memory.batch_search import checkpointing, largest_batch
+from backlight.diagnose.memory.fake_step import META, PIECEWISE, REAL, as_fake, build_fake, fake_mode
+from backlight.diagnose.memory.prediction import predict_step
+from backlight.diagnose.memory.prediction_result import Prediction, PredictionError
+from backlight.diagnose.memory.predictor import Predictor, Request, predict
+from backlight.diagnose.memory.predictor_worker import answer
+from backlight.diagnose.memory.storage_log import Kind
 from backlight.launch.recipe import read_recipe
-from backlight.session.fitting import checkpointing, largest_batch
-from backlight.session.predicting import Predictor, Request, predict
-from backlight.session.predicting_process import answer
-from backlight.steptime.memory.faking import META, PIECEWISE, REAL, as_fake, build_fake, fake_mode
-from backlight.steptime.memory.ledger import Kind
-from backlight.steptime.memory.predicted import Prediction, PredictionError
-from backlight.steptime.memory.prediction import predict_step
 
 HERE = Path(__file__).parent
 RECIPE = HERE / "matrix_recipe.py"

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from backlight.diagnose.memory.account import Account
+from backlight.diagnose.memory.block_checkpointing import checkpointed
+from backlight.diagnose.memory.flop_counter import Counter
+from backlight.diagnose.memory.recorder import Recorder
+from backlight.diagnose.memory.storage_log import Kind, Storage
 from backlight.records import Phase
-from backlight.steptime.memory.account import Account
-from backlight.steptime.memory.checkpointing import checkpointed
-from backlight.steptime.memory.counting import Counter
-from backlight.steptime.memory.ledger import Kind, Storage
-from backlight.steptime.memory.recording import Recorder
 
 
 class Inner(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 from backlight.capture.hooks.forward import Forwards
 from backlight.capture.hub import HUB
-from backlight.steptime.profile.device_phases import WAITING, DevicePhases
+from backlight.diagnose.profile.device_phases import WAITING, DevicePhases
 
 
 class Stream:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from backlight.steptime.profile.arithmetic import attention
-from backlight.steptime.profile.lines import LineRanges, lines_possible
-from backlight.steptime.profile.observer import Observer
-from backlight.steptime.profile.optimizations import OFF, ON, find_optimizations
-from backlight.steptime.profile.ranges import ModuleRanges
-from backlight.steptime.profile.throughput import throughput
+from backlight.diagnose.profile.attention_flops import attention
+from backlight.diagnose.profile.observer import Observer
+from backlight.diagnose.profile.optimizations import OFF, ON, find_optimizations
+from backlight.diagnose.profile.ranges import ModuleRanges
+from backlight.diagnose.profile.source_lines import LineRanges, lines_possible
+from backlight.diagnose.profile.throughput import throughput
 from backlight.trace.elementwise_chains import chains
 from backlight.trace.events import Trace
 from backlight.trace.module_times import attribute
@@ -57,7 +57,7 @@ def observed(path: Path, traced: int = 2) -> Observer:
     observer = Observer(stop, 4, traced, path)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Enough), observer:
         # Another test of this process may have compiled something.
-        patch.setattr("backlight.steptime.profile.observer.compiled", lambda: False)
+        patch.setattr("backlight.diagnose.profile.observer.compiled", lambda: False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         for (batch,) in DataLoader(TensorDataset(words), batch_size=BATCH):
             with torch.autocast("cpu", torch.bfloat16):

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from backlight.findings.evaluate import judge
+from backlight.monitors.steptime.model.thresholds import Thresholds
+from backlight.monitors.steptime.model.wording import CIRCUMSTANCES, read_profile
 from backlight.records import Finding, Fingerprint
-from backlight.steptime.thresholds import Thresholds
-from backlight.steptime.wording import CIRCUMSTANCES, read_profile
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 

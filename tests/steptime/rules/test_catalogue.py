@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from backlight.monitors.steptime.model.thresholds import Thresholds
 from backlight.registry import RULES
-from backlight.steptime.thresholds import Thresholds
 
 PAGES = Path(__file__).resolve().parents[3] / "docs" / "findings"
 NAMES = [name for name, rule in RULES.items() if rule.room == "steptime"]

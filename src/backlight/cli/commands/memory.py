@@ -71,9 +71,9 @@ def memory(
 
     check(target, module=module)
     from backlight.cli.memory_page import print_measured
-    from backlight.session.accounting import measure_memory
-    from backlight.session.memory_answer import measured_answer
-    from backlight.session.memory_run import open_memory_run, store_memory
+    from backlight.diagnose.memory.document import measured_answer
+    from backlight.diagnose.memory.measure import measure_memory
+    from backlight.diagnose.memory.save import open_memory_run, store_memory
 
     arguments = list(context.args)
     writer = open_memory_run(out, target, arguments) if out is not None else None

@@ -58,11 +58,11 @@ def profile(
     from backlight.records import to_json
 
     check(script, module=module)
-    from backlight.session.confirming import confirm as test
-    from backlight.session.profile_document import document
-    from backlight.session.profile_run import findings, profile_run, store
-    from backlight.session.profiling import Plan
-    from backlight.session.profiling import profile as run
+    from backlight.diagnose.profile.ablations import confirm as test
+    from backlight.diagnose.profile.document import document
+    from backlight.diagnose.profile.run import Plan
+    from backlight.diagnose.profile.run import profile as run
+    from backlight.diagnose.profile.save import findings, profile_run, store
 
     where = trace or (None if out is not None else Path(f"{Path(script).stem}-trace.json.gz"))
     plan = Plan(

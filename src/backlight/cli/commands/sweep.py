@@ -31,9 +31,9 @@ def sweep(
     """Measure a recipe at several sizes, each in a process of its own, and fit how time and memory grow."""
     from backlight.cli.comparing import Turns
     from backlight.cli.swept import as_object, show
+    from backlight.diagnose.scaling.sweep import parse_axes
+    from backlight.diagnose.scaling.sweep import sweep as run
     from backlight.launch.recipe import parse_settings
-    from backlight.session.scaling import parse_axes
-    from backlight.session.scaling import sweep as run
 
     axes = parse_axes(chosen)
     with Turns(quiet=as_json, what="size") as bar:

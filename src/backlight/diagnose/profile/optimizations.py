@@ -1,0 +1,228 @@
+"""Which optimisations a training already has, from its live objects and its trace.
+
+Advice must not repeat what is there. What neither the objects nor the trace can tell says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, dataloader
+
+from backlight.diagnose.profile.ranges import compiled, is_compiled
+from backlight.distributed import world
+from backlight.processes import available_cores
+from backlight.records import Phase
+from backlight.trace.module_times import Attribution
+from backlight.trace.step_operators import Operations
+
+ON, OFF, UNKNOWN = "on", "off", "not measured"
+
+_ATTENTION = re.compile(
+    r"_scaled_dot_product_(?!attention$)\w+|flash_attn|flash_attention|_efficient_attention"
+)
+_CHUNKED = re.compile(r"liger.*cross_?entropy|linear_?cross_?entropy|cut_?cross_?entropy", re.IGNORECASE)
+_LOSS = re.compile(r"^aten::(cross_entropy_loss|nll_loss_nd)$")
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """One optimisation: ``state`` is ``on``, ``off`` or ``not measured``, ``detail`` what was seen."""
+
+    name: str
+    state: str
+    detail: str
+
+
+@dataclass
+class Live:
+    """What the live objects of a training say; the script's frames are gone when its trace is read.
+
+    Attributes
+    ----------
+    optimizers:
+        Type, whether a group asks for the fused and for the foreach way, of each optimizer.
+    compiled:
+        Names of compiled modules, or that a function was compiled.
+    types:
+        Elements of the parameters by type.
+    autocast:
+        Types of the autocast that was on when a module was called.
+    loaders:
+        Workers and words of each DataLoader.
+    matmul:
+        Precision of float32 products.
+    threads, cores:
+        Threads within operations, and cores that the process may use.
+    """
+
+    optimizers: list[tuple[str, bool, bool]] = field(default_factory=list)
+    compiled: tuple[str, ...] = ()
+    types: dict[str, int] = field(default_factory=dict)
+    autocast: set[str] = field(default_factory=set)
+    loaders: list[tuple[int, str]] = field(default_factory=list)
+    matmul: str = ""
+    threads: int = 1
+    cores: int = 1
+
+
+def look(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Live:
+    """Look at what lives now."""
+    types: Counter[str] = Counter()
+    for parameter in {id(p): p for model in models for p in model.parameters()}.values():
+        types[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    regions = [
+        name or "(model)" for model in models for name, module in model.named_modules() if is_compiled(module)
+    ]
+    return Live(
+        optimizers=[(type(o).__name__, _asks(o, "fused"), _asks(o, "foreach")) for o in optimizers],
+        compiled=tuple(regions) or (("a function",) if compiled() else ()),
+        types=dict(types.most_common()),
+        loaders=_loaders(),
+        matmul=torch.get_float32_matmul_precision(),
+        threads=torch.get_num_threads(),
+        cores=available_cores(),
+    )
+
+
+def find_optimizations(
+    live: Live, operations: Operations | None, modules: Attribution | None
+) -> tuple[Optimization, ...]:
+    """Say what is on, from the live objects and from the trace where there is one."""
+    names: dict[str, float] | None = None
+    updates: set[str] | None = None
+    if operations is not None:
+        names = defaultdict(float)
+        for row in operations.operators:
+            names[row.name] += row.calls
+        updates = {row.name for row in operations.operators if row.phase == Phase.OPTIMIZER}
+    return (
+        _optimizer(live, updates),
+        Optimization(
+            "compiled regions", ON if live.compiled else OFF, _some(live.compiled) or "nothing was compiled"
+        ),
+        _checkpointing(modules),
+        _precision(live),
+        Optimization(
+            "fast float32 products", OFF if live.matmul == "highest" else ON, f"precision {live.matmul}"
+        ),
+        _attention(names),
+        _chunked_loss(names),
+        _workers(live),
+        _threads(live),
+    )
+
+
+def _asks(optimizer: torch.optim.Optimizer, way: str) -> bool:
+    return any(bool(group.get(way)) for group in optimizer.param_groups)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _optimizer(live: Live, names: set[str] | None) -> Optimization:
+    told, states = [], []
+    for kind, fused, foreach in live.optimizers:
+        if fused or any(name.startswith("aten::_fused_") for name in names or ()):
+            way, state = "fused", ON
+        elif foreach or any(name.startswith("aten::_foreach_") for name in names or ()):
+            way, state = "foreach", ON
+        elif names is None:
+            way, state = "its default, which depends on the device", UNKNOWN
+        else:
+            way, state = "a loop over parameters", OFF
+        told.append(f"{kind}: {way}")
+        states.append(state)
+    if not told:
+        return Optimization("fused optimizer", UNKNOWN, "no optimizer was alive")
+    return Optimization(
+        "fused optimizer", OFF if OFF in states else states[0], _some(list(dict.fromkeys(told)))
+    )
+
+
+def _checkpointing(modules: Attribution | None) -> Optimization:
+    if modules is None:
+        return Optimization("checkpointing", UNKNOWN, "no trace")
+    again = [module.name or "(model)" for module in modules.modules if module.recomputed]
+    if not again:
+        return Optimization("checkpointing", OFF, "no module was called in backward")
+    return Optimization("checkpointing", ON, f"recomputed: {_some(again)}")
+
+
+def _precision(live: Live) -> Optimization:
+    types = ", ".join(f"{name} {count:,}" for name, count in live.types.items())
+    if live.autocast:
+        return Optimization(
+            "low precision", ON, f"autocast to {_some(sorted(live.autocast))}; parameters: {types}"
+        )
+    low = any(name in {"bfloat16", "float16"} or name.startswith("float8") for name in live.types)
+    return Optimization("low precision", ON if low else OFF, f"no autocast; parameters: {types}")
+
+
+def _attention(names: dict[str, float] | None) -> Optimization:
+    if names is None:
+        return Optimization("fused attention", UNKNOWN, "no trace")
+    found = sorted(name for name in names if _ATTENTION.search(name) and "backward" not in name)
+    if found and all(name.endswith("_math") for name in found):
+        return Optimization("fused attention", OFF, ", ".join(found))
+    if found:
+        return Optimization("fused attention", ON, ", ".join(found))
+    return Optimization("fused attention", OFF, "no call of scaled_dot_product_attention in the trace")
+
+
+def _chunked_loss(names: dict[str, float] | None) -> Optimization:
+    if names is None:
+        return Optimization("chunked loss", UNKNOWN, "no trace")
+    known = sorted(name for name in names if _CHUNKED.search(name))
+    if known:
+        return Optimization("chunked loss", ON, ", ".join(known))
+    calls = max((count for name, count in names.items() if _LOSS.search(name)), default=0)
+    if not calls:
+        return Optimization("chunked loss", OFF, "no cross entropy in the trace")
+    return Optimization(
+        "chunked loss", OFF, f"cross entropy is called {calls:g} times a step, on whole logits"
+    )
+
+
+def _loaders() -> list[tuple[int, str]]:
+    # A loop over a loader that it has just made keeps the iterator alone alive.
+    iterators = getattr(dataloader, "_BaseDataLoaderIter", None)
+    kinds = tuple(kind for kind in (DataLoader, iterators) if kind is not None)
+    # type() first: isinstance() on a stranger may run its __class__ property.
+    return [_loader(one) for one in gc.get_objects() if issubclass(type(one), kinds)]
+
+
+def _loader(loader: Any) -> tuple[int, str]:
+    def said(name: str) -> Any:
+        return getattr(loader, name, getattr(loader, f"_{name}", None))
+
+    workers = int(said("num_workers") or 0)
+    words = [f"{workers} workers"]
+    if workers:
+        words.append(f"prefetch {said('prefetch_factor')}")
+        words += ["persistent"] if said("persistent_workers") else []
+    words += ["pinned memory"] if said("pin_memory") else []
+    return workers, ", ".join(words)
+
+
+def _workers(live: Live) -> Optimization:
+    if not live.loaders:
+        return Optimization("data-loader workers", UNKNOWN, "no DataLoader of torch")
+    state = ON if any(workers for workers, _ in live.loaders) else OFF
+    return Optimization(
+        "data-loader workers", state, "; ".join(dict.fromkeys(text for _, text in live.loaders))
+    )
+
+
+def _threads(live: Live) -> Optimization:
+    local = world().local_size
+    told = f"{live.threads} on {live.cores} cores" + (f", {local} ranks" if local > 1 else "")
+    return Optimization("threads within operations", ON if live.threads > 1 else OFF, told)

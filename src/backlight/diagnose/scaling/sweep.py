@@ -1,0 +1,239 @@
+"""A recipe over sizes: each in a process of its own, with a time limit, and how what it takes grows.
+
+No torch here: it is imported by those processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backlight.diagnose.scaling.power_law import Exponent, PowerLaw, ScalingError, fit
+from backlight.launch.recipe import RecipeError, parse_value
+from backlight.launch.subprocess import run_in_own_session
+
+OUT_OF_MEMORY = "out of memory"
+"""Status of a size that did not fit."""
+
+DONE = frozenset({"measured", "predicted"})
+"""Statuses of sizes with numbers."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size.
+
+    Attributes
+    ----------
+    settings:
+        Those that differ between the points.
+    status:
+        ``measured``, ``predicted``, ``out of memory``, ``did not finish`` or ``failed``.
+    parameters:
+        Numbers of elements; None where there is no answer, as for what follows.
+    step_ms, low_ms, high_ms:
+        Median of the steady steps with its interval.
+    phases:
+        Median milliseconds by phase.
+    memory, flops:
+        Bytes at the peak, and floating-point operations of a step.
+    message:
+        What speaks against the numbers, or why there are none.
+    """
+
+    settings: Mapping[str, Any]
+    status: str
+    parameters: int | None = None
+    step_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    memory: int | None = None
+    memory_by_kind: Mapping[str, int] = field(default_factory=dict)
+    flops: int | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """A sweep.
+
+    Attributes
+    ----------
+    points:
+        In the order of the settings.
+    laws:
+        A power law for each quantity that allows one.
+    faster:
+        Exponents of phases, or of other quantities, that lie above 1 with their whole interval.
+    expected:
+        Quantities at the size that was asked for, within twice the range.
+    notes:
+        Why something could not be fitted.
+    """
+
+    recipe: str
+    fake: bool
+    points: tuple[Point, ...]
+    laws: tuple[PowerLaw, ...]
+    faster: tuple[Exponent, ...]
+    expected: Mapping[str, float]
+    notes: tuple[str, ...]
+
+
+def parse_axes(pairs: Sequence[str]) -> dict[str, list[Any]]:
+    """Read ``name=value`` and ``name=value,value,...``.
+
+    Raises
+    ------
+    RecipeError
+        If a pair has another form, or a name comes twice.
+    """
+    axes: dict[str, list[Any]] = {}
+    for pair in pairs:
+        name, sign, text = pair.partition("=")
+        values = [part.strip() for part in text.split(",")]
+        if not sign or not name.strip().isidentifier() or not all(values):
+            raise RecipeError(f"--set {pair}: expected name=value,value, such as dim=512,768,1024")
+        if name.strip() in axes:
+            raise RecipeError(f"--set {pair}: {name.strip()} is set twice")
+        axes[name.strip()] = list(dict.fromkeys(parse_value(value) for value in values))
+    return axes
+
+
+def sweep(
+    recipe: Path,
+    axes: Mapping[str, Sequence[Any]],
+    *,
+    fake: bool = False,
+    steps: int = 30,
+    limit: float = 600.0,
+    max_memory: int | None = None,
+    at: Mapping[str, Any] | None = None,
+    on_point: Callable[[int, int], None] = lambda _done, _of: None,
+) -> Scaling:
+    """Measure or predict a recipe at every combination of settings.
+
+    Parameters
+    ----------
+    recipe:
+        See :mod:`backlight.launch.recipe`.
+    axes:
+        Values by setting.
+    fake:
+        Predict memory and operations on fake tensors; nothing is timed, and nothing need fit.
+    steps:
+        Steps that are clocked at each size.
+    limit:
+        Seconds for one size.
+    max_memory:
+        Bytes that the process of one size may hold; more is out of memory.
+    at:
+        A size that the fits are asked for.
+    on_point:
+        Called with the number of sizes done and of all.
+
+    Raises
+    ------
+    RecipeError
+        If there is no recipe, nothing is swept, or no size gave an answer.
+    ScalingError
+        If ``at`` lies beyond twice the range.
+    """
+    if not recipe.is_file():
+        raise RecipeError(f"{recipe}: no such recipe; expected a Python file, seen from {Path.cwd()}")
+    swept = [name for name, values in axes.items() if len(values) > 1]
+    if not swept:
+        raise RecipeError("nothing is swept: give a setting several values, such as --set dim=512,768,1024")
+    combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    points = []
+    for number, settings in enumerate(combinations):
+        on_point(number, len(combinations))
+        request = {
+            "recipe": str(recipe),
+            "settings": settings,
+            "fake": fake,
+            "steps": steps,
+            "max_memory": max_memory,
+        }
+        given = _ask(request, limit)
+        points.append(Point({name: settings[name] for name in swept}, **given))
+    on_point(len(combinations), len(combinations))
+    if all(point.status == "failed" for point in points):
+        raise RecipeError(f"no size gave an answer: {points[0].message}")
+    laws, notes = _laws(points)
+    expected = {law.quantity: law.at(at) for law in laws} if at else {}
+    faster = tuple(e for law in laws for e in law.exponents if e.faster_than_linear)
+    return Scaling(str(recipe), fake, tuple(points), tuple(laws), faster, expected, tuple(notes))
+
+
+def _ask(request: Mapping[str, Any], limit: float) -> dict[str, Any]:
+    """Answer one size in a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="backlight-sweep-") as folder:
+        question, out = Path(folder) / "request.json", Path(folder) / "answer.json"
+        question.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-m", "backlight.diagnose.scaling.worker", str(question), str(out)]
+        try:
+            done = run_in_own_session(command, limit=limit, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        except subprocess.TimeoutExpired:
+            return {"status": "did not finish", "message": f"not within {limit:g} s (--limit)"}
+        if out.is_file():
+            known = {f for f in Point.__dataclass_fields__ if f != "settings"}
+            return {k: v for k, v in json.loads(out.read_text(encoding="utf-8")).items() if k in known}
+        if done.returncode == -signal.SIGKILL:
+            return {"status": OUT_OF_MEMORY, "message": "the system ended the process (SIGKILL)"}
+        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        return {"status": "failed", "message": f"ended with exit code {done.returncode}: {last[0]}"}
+
+
+def _laws(points: Sequence[Point]) -> tuple[list[PowerLaw], list[str]]:
+    """Fit each quantity over the points that have it, against the swept settings that are numbers."""
+    done = [point for point in points if point.status in DONE]
+    names = [
+        name
+        for name in (points[0].settings if points else ())
+        if all(_is_size(point.settings[name]) for point in points)
+        and len({point.settings[name] for point in done}) > 1
+    ]
+    others = [name for name in points[0].settings if name not in names]
+    if not names:
+        return [], ["no setting with two or more sizes that worked is a positive number: nothing is fitted"]
+    if others:
+        return [], [f"{', '.join(others)} is no number, or worked at one value only: nothing is fitted"]
+    laws, notes = [], []
+    for quantity, values in _quantities(done).items():
+        kept = [(point, value) for point, value in zip(done, values, strict=True) if value]
+        sizes = {name: [float(point.settings[name]) for point, _ in kept] for name in names}
+        try:
+            laws.append(fit(quantity, sizes, [value for _, value in kept]))
+        except ScalingError as error:
+            notes.append(str(error))
+    return laws, list(dict.fromkeys(notes))
+
+
+def _quantities(done: Sequence[Point]) -> dict[str, list[float]]:
+    """Return the quantities by name, 0 where a point lacks one."""
+    found: dict[str, list[float]] = {}
+    for name in ("parameters", "step_ms", "memory", "flops"):
+        values = [float(getattr(point, name) or 0) for point in done]
+        if any(values):
+            found[name] = values
+    whole = [sum(point.phases.values()) for point in done]
+    for phase in dict.fromkeys(phase for point in done for phase in point.phases):
+        values = [point.phases.get(phase, 0.0) for point in done]
+        # A phase that is never a hundredth of a step grows with the clock's noise.
+        if any(value > 0.01 * total for value, total in zip(values, whole, strict=True)):
+            found[f"phase {phase}"] = values
+    return found
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

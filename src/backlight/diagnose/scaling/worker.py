@@ -1,0 +1,144 @@
+"""One size of a recipe, measured or predicted, in a process of its own: see :mod:`backlight.diagnose.scaling.sweep`.
+
+``python -m backlight.diagnose.scaling.worker REQUEST ANSWER`` reads a JSON file and writes one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from backlight.capture.phase_clock import PhaseClock
+from backlight.diagnose.memory.prediction_result import PredictionError
+from backlight.diagnose.profile.step_summary import summarize_steps
+from backlight.launch.recipe import REQUIRED, Recipe, RecipeError, read_recipe
+from backlight.monitors.steptime.model.steady_state import SeriesError
+from backlight.records import Phase
+
+OUT_OF_MEMORY = "out of memory"
+"""Status of a size that the memory does not hold; the scaling of a recipe shows it as a result."""
+
+
+def measure(recipe: Recipe, steps: int) -> dict[str, Any]:
+    """Run some steps of a recipe under a clock; on an accelerator it waits at the ends of phases.
+
+    Raises
+    ------
+    ValueError
+        If the recipe ends early, or no steady part is found.
+    """
+    import torch  # noqa: PLC0415 - a prediction leaves it to another process
+
+    model = recipe.build_model()
+    optimizer = (
+        recipe.build_optimizer(model)
+        if recipe.has("build_optimizer")
+        else torch.optim.SGD(model.parameters(), lr=0.0)
+    )
+    parameters = {id(p): p for p in model.parameters()}.values()
+    device = next((p.device for p in parameters if p.device.type == "cuda"), None)
+    clock = PhaseClock()
+
+    def enter(phase: Phase) -> None:
+        if device is not None:
+            torch.cuda.synchronize(device)
+        clock.enter(phase)
+
+    def leave(phase: Phase) -> None:
+        if device is not None:
+            torch.cuda.synchronize(device)
+        clock.leave(phase)
+
+    model.register_forward_pre_hook(
+        lambda *_given: None if clock.inside(Phase.BACKWARD) else enter(Phase.FORWARD)
+    )
+    model.register_forward_hook(lambda *_given: leave(Phase.FORWARD), always_call=True)
+    batches: Iterator[Any] = recipe.batches()
+    seconds, phases, separated = [], [], []
+    clock.take()
+    for number in range(steps):
+        enter(Phase.DATA)
+        batch = next(batches, None)
+        leave(Phase.DATA)
+        if batch is None:
+            raise ValueError(f"{recipe.path}: batches ended after {number} of {steps} steps")
+        loss = recipe.loss(model, batch)
+        enter(Phase.BACKWARD)
+        loss.backward()  # type: ignore[no-untyped-call]  # as torch has it
+        leave(Phase.BACKWARD)
+        enter(Phase.OPTIMIZER)
+        optimizer.step()
+        optimizer.zero_grad()
+        leave(Phase.OPTIMIZER)
+        separated.append(clock.separated)
+        spent, whole = clock.take()
+        seconds.append(whole)
+        phases.append(
+            {**{str(k): v for k, v in spent.items()}, "other": max(0.0, whole - sum(spent.values()))}
+        )
+    found = summarize_steps(seconds, phases, separated)
+    if found.step is None:
+        raise ValueError(f"{recipe.path}: {found.steady.trouble}")
+    return {
+        "status": "measured",
+        "parameters": sum(p.numel() for p in parameters),
+        "step_ms": found.step.median * 1e3,
+        "low_ms": found.step.low * 1e3,
+        "high_ms": found.step.high * 1e3,
+        "phases": {row.name: row.median_ms for row in found.phases},
+        "memory": int(torch.cuda.max_memory_allocated(device)) if device is not None else None,
+        "message": found.steady.trouble,
+    }
+
+
+def predicted(recipe: Recipe) -> dict[str, Any]:
+    """Predict memory and operations of a step on fake tensors."""
+    from backlight.diagnose.memory.predictor import predict  # noqa: PLC0415 - a measurement needs none of it
+
+    found = predict(recipe)
+    return {
+        "status": "predicted",
+        "parameters": found.parameters,
+        "memory": found.peak,
+        "memory_by_kind": {str(kind): size for kind, size in found.kinds.items()},
+        "flops": found.flops.step,
+        "message": "",
+    }
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of one size, whatever becomes of it; running out of memory is a result."""
+    if request.get("max_memory"):
+        import resource  # noqa: PLC0415 - only where a limit was asked for
+
+        resource.setrlimit(resource.RLIMIT_DATA, (int(request["max_memory"]),) * 2)
+    try:
+        recipe = read_recipe(request["recipe"], request["settings"], REQUIRED)
+        return predicted(recipe) if request["fake"] else measure(recipe, int(request["steps"]))
+    except (RecipeError, PredictionError, SeriesError) as error:
+        return {"status": "failed", "message": str(error)}
+    except MemoryError:
+        return {"status": OUT_OF_MEMORY, "message": "MemoryError"}
+    except Exception as error:  # noqa: BLE001 - a recipe may raise anything, and the other sizes go on
+        first = (str(error).strip().splitlines() or [""])[0]
+        status = OUT_OF_MEMORY if _is_memory(error) else "failed"
+        return {"status": status, "message": f"{type(error).__name__}: {first}"}
+
+
+def _is_memory(error: Exception) -> bool:
+    text = str(error).lower()
+    named = type(error).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in text or "out of memory" in text or "not enough memory" in text
+
+
+def main(arguments: list[str]) -> None:
+    """Answer one request."""
+    request, out = (Path(argument) for argument in arguments)
+    out.write_text(json.dumps(answer(json.loads(request.read_text(encoding="utf-8")))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,240 @@
+"""How a training was run, recorded at its end: ways of the optimizers, compiler, threads, memory, pauses.
+
+Rules on time need these facts; none of them shows in a gradient. They are read once, when a run ends,
+except for pauses by Python's garbage collector, which are events of their own. What torch keeps under
+private names is looked for in one place each; where it is gone, the fact is None, not zero.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import backlight
+from backlight.distributed import world
+from backlight.monitors.steptime.model.wording import CIRCUMSTANCES
+from backlight.monitors.steptime.rules.outlier_steps import COLLECTION
+from backlight.processes import available_cores
+
+__all__ = ["CIRCUMSTANCES", "Pauses", "circumstances"]
+
+PAUSE = 1e-3
+"""Seconds from which a pause by the garbage collector is recorded."""
+
+PAUSES = 500
+"""Pauses that a run records; what comes after them is counted in no event."""
+
+REASONS = 20
+"""Reasons of graph breaks, and functions that were compiled again, that are kept."""
+
+_OWN = str(Path(backlight.__file__).parent) + os.sep
+
+
+class Pauses:
+    """Listens to Python's garbage collector, from :meth:`start` to :meth:`stop`.
+
+    The collector runs wherever an object is made, also while a lock of the writer is held: what was heard
+    is only kept, until :meth:`tell` is called from a place of our choice.
+
+    Parameters
+    ----------
+    notice:
+        Called as ``notice(kind, payload, step)``.
+    step:
+        Returns the number of the step that is under way.
+    """
+
+    def __init__(
+        self, notice: Callable[[str, dict[str, Any], int | None], None], step: Callable[[], int]
+    ) -> None:
+        self._notice = notice
+        self._step = step
+        self._began = 0.0
+        self._left = PAUSES
+        self._heard: deque[tuple[int, dict[str, Any]]] = deque()
+
+    def start(self) -> None:
+        """Begin to listen."""
+        gc.callbacks.append(self._hear)
+
+    def stop(self) -> None:
+        """Listen no more, and tell what is left."""
+        if self._hear in gc.callbacks:
+            gc.callbacks.remove(self._hear)
+        self.tell()
+
+    def tell(self) -> None:
+        """Record as events what was heard since the last call."""
+        while self._heard:
+            step, payload = self._heard.popleft()
+            self._notice(COLLECTION, payload, step)
+
+    def _hear(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+            return
+        seconds = time.perf_counter() - self._began
+        if seconds < PAUSE or self._left <= 0:
+            return
+        self._left -= 1
+        payload = {"seconds": seconds, "generation": info["generation"], "collected": info["collected"]}
+        self._heard.append((self._step(), payload))
+
+
+class CoreWait:
+    """How long the thread that trains was ready and had no core to run on, from the making of this.
+
+    Linux counts it for every thread (``/proc/thread-self/schedstat``); elsewhere it is not known.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._waited = _waited()
+
+    def share(self) -> float | None:
+        """Return the share of the time since then; None where it is not counted."""
+        now, elapsed = _waited(), time.perf_counter() - self._began
+        if now is None or self._waited is None or elapsed <= 0:
+            return None
+        return min(1.0, max(0.0, (now - self._waited) / elapsed))
+
+
+def _waited() -> float | None:
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def circumstances(ways: Sequence[dict[str, Any]], waiting: CoreWait | None = None) -> dict[str, Any]:
+    """Return the facts as JSON types; ``ways`` are those of the optimizers, which may be gone by now."""
+    return {
+        "core_wait": waiting.share() if waiting is not None else None,
+        "cores": available_cores(),
+        "threads": torch.get_num_threads(),
+        "local_ranks": world().local_size,
+        "workers": _workers(),
+        "optimizers": list(ways),
+        "memory": memory(),
+        "compilation": compilation(),
+    }
+
+
+def ways_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return type, number of tensors, and whether the fused or foreach way is in use, of each group.
+
+    Without a choice torch takes foreach where every tensor is a plain one on an accelerator.
+    """
+    ways = []
+    for group in optimizer.param_groups:
+        tensors = [p for p in group["params"] if isinstance(p, torch.Tensor)]
+        fused, foreach = group.get("fused"), group.get("foreach")
+        if foreach is None and not fused and "foreach" in group:
+            foreach = bool(tensors) and all(p.device.type != "cpu" for p in tensors)
+        ways.append(
+            {
+                "type": type(optimizer).__name__,
+                "tensors": len(tensors),
+                "fused": bool(fused),
+                # An optimizer without the choice may do either: nothing is claimed of it.
+                "foreach": bool(foreach) or ("foreach" not in group and "fused" not in group),
+            }
+        )
+    return ways
+
+
+def memory() -> dict[str, Any]:
+    """Return peak and capacity in bytes: of the device, with the allocator's reserve, or of the process."""
+    if torch.cuda.is_available() and torch.cuda.memory_stats():
+        device = torch.cuda.current_device()
+        stats = torch.cuda.memory_stats(device)
+        return {
+            "where": "device",
+            "peak": int(stats.get("allocated_bytes.all.peak", 0)),
+            "reserved": int(stats.get("reserved_bytes.all.peak", 0)),
+            "retries": int(stats.get("num_alloc_retries", 0)),
+            "capacity": int(torch.cuda.get_device_properties(device).total_memory),
+        }
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"where": "process", "peak": int(peak), "capacity": int(pages)}
+
+
+def compilation() -> dict[str, Any] | None:
+    """Return what torch.compile counted; None where it was not used, or does not say."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", None)
+    if counters is None or not counters.get("frames"):
+        return None
+    inductor = counters.get("inductor") or {}
+    compiled = _compilations(utils)
+    own = sum(1 for row in compiled if _is_own(row))
+    return {
+        "graphs": max(0, int((counters.get("stats") or {}).get("unique_graphs", 0)) - own),
+        "graph_breaks": _breaks(counters.get("graph_break") or {}),
+        "recompiled": _recompiled([row for row in compiled if not _is_own(row)]),
+        "cuda_graph_skips": int(inductor.get("cudagraph_skips", 0)),
+        "cuda_graph_reasons": sorted(
+            {_first(r) for row in compiled if (r := getattr(row, "cudagraph_skip_reason", None))}
+        ),
+    }
+
+
+def _workers() -> int | None:
+    """Return the workers of the loaders that live; None where there is none of torch's."""
+    from torch.utils.data import DataLoader  # noqa: PLC0415 - loaded in time by those who have one
+
+    # type() first: isinstance() on a stranger may run its __class__ property.
+    loaders = [one for one in gc.get_objects() if issubclass(type(one), DataLoader)]
+    return max((int(loader.num_workers) for loader in loaders), default=None)
+
+
+def _compilations(utils: Any) -> list[Any]:
+    listed = getattr(utils, "get_compilation_metrics", None)
+    return list(listed()) if listed is not None else []
+
+
+def _is_own(row: Any) -> bool:
+    return str(getattr(row, "co_filename", "") or "").startswith(_OWN)
+
+
+def _breaks(counted: dict[str, int]) -> dict[str, int]:
+    breaks: dict[str, int] = defaultdict(int)
+    for reason, count in counted.items():
+        breaks[_first(reason)] += int(count)
+    most = sorted(breaks, key=lambda reason: -breaks[reason])[:REASONS]
+    return {reason: breaks[reason] for reason in most}
+
+
+def _recompiled(rows: list[Any]) -> list[dict[str, Any]]:
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for row in rows:
+        reason = getattr(row, "recompile_reason", None)
+        if not reason:
+            continue
+        name, file = str(row.co_name), str(row.co_filename)
+        entry = found.setdefault(
+            (name, file, int(row.co_firstlineno or 0)),
+            {"function": name, "line": f"{file}:{row.co_firstlineno}", "count": 0, "seconds": 0.0},
+        )
+        entry["count"] += 1
+        entry["seconds"] += float(getattr(row, "entire_frame_compile_time_s", None) or 0.0)
+        entry["reason"] = _first(str(reason))  # the last one: the first is usual
+    return sorted(found.values(), key=lambda entry: -int(entry["count"]))[:REASONS]
+
+
+def _first(text: str) -> str:
+    """Return the first line of a reason, without the guard's number before it and the spaces inside."""
+    line = " ".join(text.strip().splitlines()[0].split("  # ")[0].split())
+    head, separator, rest = line.partition(": ")
+    return rest if separator and head.replace("/", "").isdigit() else line
