@@ -19,10 +19,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from backlight.stalls.hunt import NanHunt
-from backlight.stalls.inspection import Checkpoints
-from backlight.stalls.missing import WhyNoGrad
-from backlight.stalls.tracing import KINDS, Tracer
+from backlight.diagnose.checkpointing.observer import Checkpoints
+from backlight.diagnose.missing_gradients.observer import WhyNoGrad
+from backlight.diagnose.nan.tracer import NanHunt
+from backlight.monitors.stalls.instrument.backward_trace import KINDS, Tracer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from overhead import Training

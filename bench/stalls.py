@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 import backlight
+from backlight.monitors.stalls.model.shared_state import Board, Slot
 from backlight.records import Finding
-from backlight.stalls.board import Board, Slot
 from backlight.store.read.run import open_run
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
@@ -35,7 +35,7 @@ from faults.verdicts import HERE, ONE, RANKS, STALL, Fault, about, run_faults, s
 
 def beat_cost(count: int = 200_000) -> float:
     """Return the nanoseconds that the hook of a parameter takes."""
-    from backlight.stalls.beat import _arrived
+    from backlight.monitors.stalls.instrument.heartbeat import _arrived
 
     with tempfile.TemporaryDirectory() as folder:
         board = Board(Path(folder) / "rank-00000.board")

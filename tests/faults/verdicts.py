@@ -11,8 +11,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from backlight.monitors.stalls.model.runtime_dir import meeting_place
 from backlight.records import Finding
-from backlight.stalls.rendezvous import meeting_place
 from backlight.store.read.run import open_run
 from backlight.store.write.watchdog import host_name
 

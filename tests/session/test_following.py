@@ -11,15 +11,17 @@ from torch import nn
 import backlight
 from backlight.capture.hub import HUB
 from backlight.capture.modules import SeenModules
-from backlight.stalls import rendezvous
+from backlight.monitors.stalls.model import runtime_dir
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     base = tmp_path / "shared"
     base.mkdir()
-    monkeypatch.setattr(rendezvous, "base", lambda: base)
-    monkeypatch.setattr("backlight.session.stalling.Stalling._start_sidecar", lambda _self: None)
+    monkeypatch.setattr(runtime_dir, "base", lambda: base)
+    monkeypatch.setattr(
+        "backlight.monitors.stalls.instrument.watchdog_client.Stalling._start_sidecar", lambda _self: None
+    )
 
 
 def train(run: Path | None, rooms: tuple[str, ...], *, given: bool = False) -> tuple[nn.Module, list[int]]:
@@ -107,7 +109,7 @@ def test_an_error_of_ours_in_a_forward_does_not_reach_the_training(
     def broken(_self: object) -> None:
         raise RuntimeError("broken board")
 
-    monkeypatch.setattr("backlight.stalls.beat.Beats.forward_begin", broken)
+    monkeypatch.setattr("backlight.monitors.stalls.instrument.heartbeat.Beats.forward_begin", broken)
     model, hooks = train(tmp_path / "run", ("stalls", "steptime"))
     assert len(hooks) == 3
     run = backlight.open_run(tmp_path / "run")

@@ -16,11 +16,17 @@ from pathlib import Path
 import pytest
 
 from backlight import processes
+from backlight.monitors.stalls.instrument.stack_sampler import look, takes_turns
+from backlight.monitors.stalls.model import runtime_dir, stack_dumps
+from backlight.monitors.stalls.model.shared_state import PHASES, RING, Board, Slot, State, read_board
+from backlight.monitors.stalls.model.stacks import (
+    from_faulthandler,
+    from_py_spy,
+    from_witness,
+    place,
+    working,
+)
 from backlight.records import Phase
-from backlight.stalls import dumps, rendezvous
-from backlight.stalls.board import PHASES, RING, Board, Slot, State, read_board
-from backlight.stalls.stacks import from_faulthandler, from_py_spy, from_witness, place, working
-from backlight.stalls.witness import look, takes_turns
 
 
 @pytest.fixture
@@ -81,14 +87,14 @@ def test_a_meeting_place_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(PermissionError, match="belongs to somebody else"):
-        rendezvous.prepare(tmp_path / "link")
+        runtime_dir.prepare(tmp_path / "link")
 
 
 def test_the_same_launch_meets_and_another_does_not(tmp_path: Path) -> None:
-    one = rendezvous.meeting_place(tmp_path, 0, "a")
-    assert one == rendezvous.meeting_place(tmp_path, 0, "a")
-    assert one != rendezvous.meeting_place(tmp_path, 1, "a")
-    assert one != rendezvous.meeting_place(tmp_path, 0, "b")
+    one = runtime_dir.meeting_place(tmp_path, 0, "a")
+    assert one == runtime_dir.meeting_place(tmp_path, 0, "a")
+    assert one != runtime_dir.meeting_place(tmp_path, 1, "a")
+    assert one != runtime_dir.meeting_place(tmp_path, 0, "b")
 
 
 def test_a_process_is_seen_stopped_and_dead_with_its_cause() -> None:
@@ -136,7 +142,7 @@ def test_the_signal_is_only_sent_to_who_handles_it(tmp_path: Path) -> None:
     child = subprocess.Popen(["sleep", "60"])
     descriptor = os.pidfd_open(child.pid)
     try:
-        found, reason = dumps.ask_handler(descriptor, child.pid, tmp_path / "dump")
+        found, reason = stack_dumps.ask_handler(descriptor, child.pid, tmp_path / "dump")
         assert found is None
         assert "no handler" in reason
         assert child.poll() is None
@@ -152,7 +158,7 @@ def test_a_dump_by_signal_while_c_code_holds_the_interpreter_lock(tmp_path: Path
     script.write_text(
         "import collections, faulthandler, itertools, sys\n"
         f"file = open({str(dump)!r}, 'ab', buffering=0)\n"
-        f"faulthandler.register({dumps.SIGNAL}, file=file, all_threads=True)\n"
+        f"faulthandler.register({stack_dumps.SIGNAL}, file=file, all_threads=True)\n"
         "print('ready', flush=True)\n"
         "def stuck():\n"
         "    collections.deque(itertools.repeat(0), maxlen=0)\n"
@@ -164,7 +170,7 @@ def test_a_dump_by_signal_while_c_code_holds_the_interpreter_lock(tmp_path: Path
         child.stdout.readline()
         time.sleep(0.1)
         descriptor = os.pidfd_open(child.pid)
-        found, reason = dumps.ask_handler(descriptor, child.pid, dump)
+        found, reason = stack_dumps.ask_handler(descriptor, child.pid, dump)
         os.close(descriptor)
         assert found is not None, reason
         frame = place(found.threads[-1])
@@ -179,11 +185,11 @@ def test_a_dump_by_signal_while_c_code_holds_the_interpreter_lock(tmp_path: Path
 
 def test_py_spy_that_is_missing_or_denied_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_a, **_k: None)
-    found, reason = dumps.py_spy(os.getpid())
+    found, reason = stack_dumps.py_spy(os.getpid())
     assert found is None
     assert "not installed" in reason
     monkeypatch.setattr("shutil.which", lambda *_a, **_k: "/bin/false")
-    found, reason = dumps.py_spy(os.getpid())
+    found, reason = stack_dumps.py_spy(os.getpid())
     assert found is None
     assert "exit code 1" in reason
 

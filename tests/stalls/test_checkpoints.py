@@ -15,8 +15,8 @@ import torch
 import torch.utils.checkpoint
 
 from backlight.capture.hub import HUB
-from backlight.stalls.inspection import Checkpoints
-from backlight.stalls.regions import Region
+from backlight.diagnose.checkpointing.observer import Checkpoints
+from backlight.diagnose.checkpointing.regions import Region
 from cases import CASES
 from faults.checkpoints import FAULTS
 from faults.planting import Fault, Train

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from backlight.stalls.board import Board, Collective, read_board
-from backlight.stalls.collectives import Collectives
+from backlight.monitors.stalls.instrument.collectives import Collectives
+from backlight.monitors.stalls.model.shared_state import Board, Collective, read_board
 
 
 @pytest.fixture

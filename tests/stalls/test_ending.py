@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backlight.stalls.ending import Ending, describe, read
+from backlight.monitors.stalls.model.exit_reason import Ending, describe, read
 
 
 def raised(error: BaseException, file: str = "/home/me/train.py", name: str = "main") -> BaseException:

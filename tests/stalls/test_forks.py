@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from backlight.capture.module_calls import ModuleCalls
-from backlight.stalls.nonfinite import NonFinite
-from backlight.stalls.tape import Tape
+from backlight.diagnose.missing_gradients.tape import Tape
+from backlight.diagnose.nan.value_tracker import NonFinite
 
 
 def fail(error: Exception) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from backlight.capture.module_calls import ModuleCalls
-from backlight.stalls import graph
-from backlight.stalls.graph import Graph, WalkError, walk
-from backlight.stalls.origin import Origin, Origins
-from backlight.stalls.overwritten import find_overwritten
-from backlight.stalls.tape import Tape
+from backlight.diagnose.missing_gradients import graph
+from backlight.diagnose.missing_gradients.graph import Graph, WalkError, walk
+from backlight.diagnose.missing_gradients.inplace_error import find_overwritten
+from backlight.diagnose.missing_gradients.tape import Tape
+from backlight.diagnose.node_origin import Origin, Origins
 from backlight.user_code import user_line
 
 
@@ -70,8 +70,8 @@ def test_origins_of_numbers_that_nobody_added() -> None:
 
 CHAIN = """
 import gc, resource, sys, torch
-from backlight.stalls.graph import walk
-from backlight.stalls.missing import WhyNoGrad
+from backlight.diagnose.missing_gradients.graph import walk
+from backlight.diagnose.missing_gradients.observer import WhyNoGrad
 limit = 8 << 20
 resource.setrlimit(resource.RLIMIT_STACK, (limit, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 x = torch.ones(1, requires_grad=True)

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from backlight.findings.evaluate import findings_of
+from backlight.monitors.stalls.model import joint_diagnosis, runtime_dir
+from backlight.monitors.stalls.model.joint_diagnosis import pack, together, unpack
+from backlight.monitors.stalls.model.observation import View
+from backlight.monitors.stalls.model.shared_state import PHASES, Board, Slot, State
+from backlight.monitors.stalls.model.thresholds import Thresholds
+from backlight.monitors.stalls.model.watchdog import Sidecar
 from backlight.records import Phase
-from backlight.stalls import joining, rendezvous
-from backlight.stalls.board import PHASES, Board, Slot, State
-from backlight.stalls.joining import pack, together, unpack
-from backlight.stalls.sidecar import Sidecar
-from backlight.stalls.thresholds import Thresholds
-from backlight.stalls.view import View
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.watchdog import WatchdogWriter, host_name
 from backlight.store.write.writer import RunWriter
@@ -43,12 +43,14 @@ class Machine:
 
     def __init__(self, folder: Path, run: Path, rank: int, pid: int) -> None:
         self.place = folder / f"node-{rank}"
-        rendezvous.prepare(self.place)
-        self.board = Board(rendezvous.board_path(self.place, rank))
+        runtime_dir.prepare(self.place)
+        self.board = Board(runtime_dir.board_path(self.place, rank))
         self.board.open(rank=rank, world=2, main_ident=1, main_tid=pid, stall=5.0)
         self.board.slots[Slot.PID] = pid
         self.board.slots[Slot.BACKWARDS] = self.board.slots[Slot.FORWARDS] = self.board.slots[Slot.STEP] = 3
-        rendezvous.write_document(rendezvous.document_path(self.place, rank, "groups"), {str(GROUP): [0, 1]})
+        runtime_dir.write_document(
+            runtime_dir.document_path(self.place, rank, "groups"), {str(GROUP): [0, 1]}
+        )
         self.sidecar = Sidecar(self.place, run, run / "attempt-000", Thresholds(), host=f"node-{rank}")
 
     def waits(self, seconds: float, text: bytes = b"all_reduce(8 float32) #4") -> None:
@@ -114,10 +116,10 @@ def test_a_machine_that_has_nothing_to_say_itself_answers_when_it_is_asked(tmp_p
         assert here.sidecar.turn()
         there.sidecar._elsewhere._next = 0.0
         assert there.sidecar.turn()
-        before = len(open_run(run).events(joining.KIND))
+        before = len(open_run(run).events(joint_diagnosis.KIND))
         there.sidecar._elsewhere._next = 0.0
         there.sidecar.turn()
-        assert len(open_run(run).events(joining.KIND)) == before == 2  # a question is answered once
+        assert len(open_run(run).events(joint_diagnosis.KIND)) == before == 2  # a question is answered once
     ((verdict, rank, _),) = stalls(open_run(run))
     assert (verdict, rank) == ("PHASE", 1)
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from backlight.stalls import makers
-from backlight.stalls.board import Board
-from backlight.stalls.makers import Making, enclosing, largest, read
-from backlight.stalls.position import Position
-from backlight.stalls.stacks import Frame
-from backlight.stalls.witness import users
+from backlight.monitors.stalls.instrument.backward_position import Position
+from backlight.monitors.stalls.instrument.stack_sampler import users
+from backlight.monitors.stalls.model import graph_samples
+from backlight.monitors.stalls.model.graph_samples import Making, enclosing, largest, read
+from backlight.monitors.stalls.model.shared_state import Board
+from backlight.monitors.stalls.model.stacks import Frame
 
 SCRIPT = """def attention(h):
     for head in range(8):
@@ -76,7 +76,7 @@ def test_the_loop_of_the_step_itself_explains_nothing(script: str) -> None:
 
 
 def test_too_few_looks_or_too_much_that_was_not_seen_give_no_share(script: str) -> None:
-    few = [(100 * i, 0) for i in range(makers.FEWEST - 1)]
+    few = [(100 * i, 0) for i in range(graph_samples.FEWEST - 1)]
     assert largest(making(script, few)) is None
     assert largest(making(script, [(5 * i, 0) for i in range(1, 20)])) is None  # 10 % of the graph
     assert largest(None) is None

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from backlight.capture.hub import HUB
-from backlight.stalls.hunt import NanHunt
+from backlight.diagnose.nan.tracer import NanHunt
 from cases import CASES
 from faults.non_finite import FAULTS, scaler_searches
 from faults.planting import Fault, Train

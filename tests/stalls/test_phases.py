@@ -12,23 +12,25 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import backlight
+from backlight.monitors.stalls.model import runtime_dir
+from backlight.monitors.stalls.model.shared_state import BoardState, read_board
 from backlight.records import Phase
-from backlight.stalls import rendezvous
-from backlight.stalls.board import BoardState, read_board
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     base = tmp_path / "shared"
     base.mkdir()
-    monkeypatch.setattr(rendezvous, "base", lambda: base)
+    monkeypatch.setattr(runtime_dir, "base", lambda: base)
     return base
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No second process: what is tested here is written by the training itself."""
-    monkeypatch.setattr("backlight.session.stalling.Stalling._start_sidecar", lambda _self: None)
+    monkeypatch.setattr(
+        "backlight.monitors.stalls.instrument.watchdog_client.Stalling._start_sidecar", lambda _self: None
+    )
 
 
 def board(place: Path) -> BoardState:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from backlight.monitors.stalls.model.diagnosis import judge
+from backlight.monitors.stalls.model.exit_reason import Ending
+from backlight.monitors.stalls.model.observation import Judgement, View
+from backlight.monitors.stalls.model.rank_diagnosis import attribute
+from backlight.monitors.stalls.model.shared_state import Collective, State
+from backlight.monitors.stalls.model.stacks import Frame, ThreadStack, in_collective
 from backlight.records import Phase, Verdict
-from backlight.stalls.board import Collective, State
-from backlight.stalls.ending import Ending
-from backlight.stalls.ranks import attribute
-from backlight.stalls.stacks import Frame, ThreadStack, in_collective
-from backlight.stalls.verdict import judge
-from backlight.stalls.view import Judgement, View
 from stalls.test_verdict import LIMITS, TOP, S, board, looks, view
 
 WORLD = 3

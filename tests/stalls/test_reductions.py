@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from backlight.monitors.stalls.model.ddp_reductions import read, with_reductions
+from backlight.monitors.stalls.model.observation import View
+from backlight.monitors.stalls.model.shared_state import Board, BoardState, Slot, read_board
 from backlight.records import Phase
-from backlight.stalls.board import Board, BoardState, Slot, read_board
-from backlight.stalls.reductions import read, with_reductions
-from backlight.stalls.view import View
 from backlight.store.read.run import open_run
 
 BUCKETS = ((2, 3), (0, 1))

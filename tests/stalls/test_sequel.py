@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from backlight.stalls.board import Board, BoardState, Slot, State, read_board
-from backlight.stalls.ending import Ending
-from backlight.stalls.sequel import ENDED, MOVES, Reported, outcome
+from backlight.monitors.stalls.model.exit_reason import Ending
+from backlight.monitors.stalls.model.resolution import ENDED, MOVES, Reported, outcome
+from backlight.monitors.stalls.model.shared_state import Board, BoardState, Slot, State, read_board
 from backlight.store.read.run import open_run
 
 

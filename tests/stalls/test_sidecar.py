@@ -17,11 +17,11 @@ import torch
 import backlight
 from backlight import processes
 from backlight.cli.app import main
+from backlight.monitors.stalls.instrument import watchdog_client
+from backlight.monitors.stalls.model import runtime_dir
+from backlight.monitors.stalls.model.attach import ProcessNotFoundError, attach
+from backlight.monitors.stalls.model.shared_state import State, read_board
 from backlight.records import Verdict
-from backlight.session import stalling
-from backlight.stalls import rendezvous
-from backlight.stalls.attaching import ProcessNotFoundError, attach
-from backlight.stalls.board import State, read_board
 from backlight.store.read.run import open_run
 
 
@@ -42,7 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the boards of the tests are, so that they can be counted."""
     base = tmp_path / "shared"
     base.mkdir()
-    monkeypatch.setattr(rendezvous, "base", lambda: base)
+    monkeypatch.setattr(runtime_dir, "base", lambda: base)
     return base
 
 
@@ -50,7 +50,7 @@ def sidecar_of(base: Path) -> int:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         for found in base.glob("backlight-*/sidecar.json"):
-            data = rendezvous.read_document(found)
+            data = runtime_dir.read_document(found)
             if data:
                 return int(data["pid"])
         time.sleep(0.02)
@@ -74,7 +74,7 @@ def test_the_board_follows_the_training_and_nothing_stays_behind(tmp_path: Path,
         assert (state.step, state.backwards, state.forwards) == (3, 3, 3)
         assert (state.reached, state.expected, state.state) == (4, 4, State.RUNNING)
         assert state.nodes_total > 5
-        names = rendezvous.read_document(path.with_name("rank-00000.names.json"))
+        names = runtime_dir.read_document(path.with_name("rank-00000.names.json"))
         assert names[state.row] in {"0.weight", "0.bias"}
         # Nobody's child: a script that waits for all of its own must not meet it.
         parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]
@@ -95,7 +95,7 @@ def test_watching_changes_no_weight(tmp_path: Path, place: Path) -> None:
 def test_a_killed_sidecar_is_noted_and_the_training_goes_on(
     tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stalling, "_CHECK_EVERY", 1)
+    monkeypatch.setattr(watchdog_client, "_CHECK_EVERY", 1)
     plain = train(30)
     with backlight.watch(run=tmp_path / "run", rooms="stalls"):
         pid = sidecar_of(place)
@@ -125,7 +125,7 @@ def test_a_full_shared_memory_is_noted_and_the_training_goes_on(
 
 
 def test_a_signal_that_somebody_else_handles_is_left_to_them(tmp_path: Path, place: Path) -> None:
-    from backlight.stalls.dumps import SIGNAL
+    from backlight.monitors.stalls.model.stack_dumps import SIGNAL
 
     def theirs(*_args: object) -> None:
         return None

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import backlight
+from backlight.monitors.stalls.instrument.backward_trace import Tracer
+from backlight.monitors.stalls.instrument.trace_option import traced_kinds
 from backlight.session.config import Settings
-from backlight.session.tracing import traced_kinds
-from backlight.stalls.tracing import Tracer
 from cases import CASES, build
 from thinning import thinned
 
@@ -122,7 +122,7 @@ def test_a_watch_that_traces_changes_nothing(name: str, tmp_path: Path) -> None:
 
 def test_a_long_chain_of_modules_is_not_followed_to_the_end() -> None:
     code = (
-        "import torch\nfrom backlight.stalls.tracing import Tracer\n"
+        "import torch\nfrom backlight.monitors.stalls.instrument.backward_trace import Tracer\n"
         "cell = torch.nn.Tanh()\nx = y = torch.ones(1, requires_grad=True)\nlines = []\n"
         "tracer = Tracer(('modules',), lambda text, payload: lines.append(payload['what']))\ntracer.start()\n"
         "for _ in range(60000):\n    y = cell(y)\n"

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from backlight.findings.thresholds import ThresholdError
+from backlight.monitors.stalls.model.diagnosis import judge, native_operation, speed
+from backlight.monitors.stalls.model.graph_samples import Making
+from backlight.monitors.stalls.model.observation import View
+from backlight.monitors.stalls.model.shared_state import BoardState, Collective, State
+from backlight.monitors.stalls.model.stacks import Frame, Look, ThreadStack
+from backlight.monitors.stalls.model.thresholds import Thresholds
+from backlight.monitors.stalls.model.timeouts import patience, suspicious
 from backlight.records import Phase, Verdict
-from backlight.stalls.board import BoardState, Collective, State
-from backlight.stalls.makers import Making
-from backlight.stalls.patience import patience, suspicious
-from backlight.stalls.stacks import Frame, Look, ThreadStack
-from backlight.stalls.thresholds import Thresholds
-from backlight.stalls.verdict import judge, native_operation, speed
-from backlight.stalls.view import View
 
 LIMITS = Thresholds()
 S = 10**9

@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from backlight.capture.hub import HUB
-from backlight.stalls.missing import Missing, Row, WhyNoGrad
+from backlight.diagnose.missing_gradients.observer import Missing, Row, WhyNoGrad
 from cases import CASES
 from faults.missing_gradients import FAULTS, NON_LEAF, OVERWRITTEN, adversarial
 from faults.planting import Fault, Train

@@ -24,8 +24,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from backlight.findings.evaluate import thresholds
 from backlight.monitors.grokking.model.measures import Measures
 from backlight.monitors.spectra.model.options import Catching
+from backlight.monitors.stalls.instrument.trace_option import traced_kinds
 from backlight.session.plan import DEFAULT_ROOMS
-from backlight.session.tracing import traced_kinds
 from backlight.session.trackers import chosen
 
 FOLDERS = frozenset(

@@ -20,6 +20,8 @@ from backlight.capture.scope import Scope
 from backlight.capture.step_limit import LimitedTracker, StopTraining
 from backlight.findings.evaluate import judge
 from backlight.health.groups import GroupError, members
+from backlight.monitors.stalls.instrument.trace_option import start_tracing
+from backlight.monitors.stalls.instrument.watchdog_client import Stalling
 from backlight.monitors.steptime.instrument.runtime_info import (
     CIRCUMSTANCES,
     CoreWait,
@@ -37,8 +39,6 @@ from backlight.session.entering import open_writer
 from backlight.session.plan import make_plan
 from backlight.session.recorder import Recorder
 from backlight.session.reducing import Reducing
-from backlight.session.stalling import Stalling
-from backlight.session.tracing import start_tracing
 from backlight.session.tracking import Tracking
 from backlight.store.default_path import default_path
 from backlight.store.read.run import open_run
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from backlight.monitors.grokking.instrument.geometry import Samples
     from backlight.monitors.spectra.instrument.replicates import Replicating
-    from backlight.stalls.tracing import Tracer
+    from backlight.monitors.stalls.instrument.backward_trace import Tracer
     from backlight.store.write.writer import RunWriter
 
 

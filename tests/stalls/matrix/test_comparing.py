@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from backlight.diagnose.matrix.case_run import stalls_of, steps_at
+from backlight.diagnose.matrix.cases import Case
+from backlight.diagnose.matrix.comparison import Effect, Seen, compare
+from backlight.diagnose.matrix.directory import Attempt
+from backlight.diagnose.matrix.evaluation import Judgement
+from backlight.diagnose.matrix.launch_spec import Launch
+from backlight.diagnose.matrix.observations import Ended, Observation
 from backlight.records import Fingerprint, Verdict
-from backlight.stalls.matrix.cases import Case
-from backlight.stalls.matrix.comparing import Effect, Seen, compare
-from backlight.stalls.matrix.folder import Attempt
-from backlight.stalls.matrix.judging import Judgement
-from backlight.stalls.matrix.launching import Launch
-from backlight.stalls.matrix.observations import Ended, Observation
-from backlight.stalls.matrix.runfolder import stalls_of, steps_at
 from backlight.store.write.writer import RunWriter
 
 FINGERPRINT = Fingerprint(

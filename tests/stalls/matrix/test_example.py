@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from backlight.diagnose.matrix.report import MatrixReport
+from backlight.diagnose.matrix.runner import execute, prepare
 from backlight.records import Verdict
-from backlight.stalls.matrix.execution import execute, prepare
-from backlight.stalls.matrix.report import MatrixReport
 
 pytestmark = pytest.mark.alone
 

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 
+from backlight.diagnose.matrix import processes
+from backlight.diagnose.matrix.comparison import Effect
+from backlight.diagnose.matrix.directory import MatrixFolderError, is_matrix
+from backlight.diagnose.matrix.plan_errors import PlanError
+from backlight.diagnose.matrix.rendering.bundle import write_bundle
+from backlight.diagnose.matrix.rendering.markdown import render_markdown
+from backlight.diagnose.matrix.rendering.page import render_html
+from backlight.diagnose.matrix.report import MatrixReport, read_report
+from backlight.diagnose.matrix.runner import execute, prepare
+from backlight.diagnose.matrix.tree import Standing
 from backlight.records import Verdict
-from backlight.stalls.matrix import processes
-from backlight.stalls.matrix.comparing import Effect
-from backlight.stalls.matrix.execution import execute, prepare
-from backlight.stalls.matrix.folder import MatrixFolderError, is_matrix
-from backlight.stalls.matrix.problems import PlanError
-from backlight.stalls.matrix.rendering.bundle import write_bundle
-from backlight.stalls.matrix.rendering.markdown import render_markdown
-from backlight.stalls.matrix.rendering.page import render_html
-from backlight.stalls.matrix.report import MatrixReport, read_report
-from backlight.stalls.matrix.tree import Standing
 
 Writer = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]

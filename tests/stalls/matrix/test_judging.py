@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from backlight.records import Verdict, to_json
-from backlight.stalls.matrix.judging import judge, read_verdicts
-from backlight.stalls.matrix.observations import (
+from backlight.diagnose.matrix.evaluation import judge, read_verdicts
+from backlight.diagnose.matrix.observations import (
     Ended,
     Observation,
     Place,
@@ -18,6 +17,7 @@ from backlight.stalls.matrix.observations import (
     StallSeen,
     Window,
 )
+from backlight.records import Verdict, to_json
 
 LOCK = Place("wait", "/home/me/ops.py", 22)
 TOP = Place("<module>", "/home/me/train.py", 9)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from backlight.stalls.matrix.cases import cases_of, options
-from backlight.stalls.matrix.execution import prepare
-from backlight.stalls.matrix.plan import read_plan
-from backlight.stalls.matrix.problems import PlanError
-from backlight.stalls.matrix.tree import check_tree
+from backlight.diagnose.matrix.cases import cases_of, options
+from backlight.diagnose.matrix.plan import read_plan
+from backlight.diagnose.matrix.plan_errors import PlanError
+from backlight.diagnose.matrix.runner import prepare
+from backlight.diagnose.matrix.tree import check_tree
 
 Writer = Callable[..., Path]
 
@@ -232,7 +232,7 @@ class Block:
         if name == "torch" or name.startswith("torch."):
             raise ImportError("torch is blocked here")
 sys.meta_path.insert(0, Block())
-import backlight.stalls.matrix as package
+import backlight.diagnose.matrix as package
 names = [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
 for name in (*names, "backlight.cli.commands.matrix"):
     importlib.import_module(name)

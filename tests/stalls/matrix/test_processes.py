@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from backlight.stalls.matrix import processes
-from backlight.stalls.matrix.evidence import Collection, collect
-from backlight.stalls.matrix.processes import MARK, Tree
+from backlight.diagnose.matrix import processes
+from backlight.diagnose.matrix.evidence import Collection, collect
+from backlight.diagnose.matrix.processes import MARK, Tree
 
 OURS = f"of-{uuid.uuid4().hex}"
 CHILD = "import time; print('up', flush=True); time.sleep(60)"
@@ -136,7 +136,7 @@ def test_stacks_are_asked_for_only_where_a_handler_is(start: Start, tmp_path: Pa
 def test_without_pyspy_that_is_said(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leader = start(CHILD)
     assert leader.stdout.readline() == "up\n"
-    monkeypatch.setattr("backlight.stalls.matrix.evidence.pyspy", lambda: None)
+    monkeypatch.setattr("backlight.diagnose.matrix.evidence.pyspy", lambda: None)
     collection = Collection(tmp_path / "evidence", tmp_path)
     collect(collection, [processes.look(leader.pid)])
     assert collection.stacks == []
@@ -153,7 +153,7 @@ def test_tracing_that_is_denied_is_said(
     program = tmp_path / "py-spy"
     program.write_text("#!/bin/sh\necho 'Permission Denied: ptrace' >&2\nexit 1\n")
     program.chmod(0o755)
-    monkeypatch.setattr("backlight.stalls.matrix.evidence.pyspy", lambda: str(program))
+    monkeypatch.setattr("backlight.diagnose.matrix.evidence.pyspy", lambda: str(program))
     collection = Collection(tmp_path / "evidence", tmp_path)
     collect(collection, [processes.look(leader.pid)])
     assert [(m.what, m.why) for m in collection.missing if "py-spy" in m.what] == [

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import backlight
-from backlight.stalls.matrix import stacks
-from backlight.stalls.matrix.observations import Place, Stack
+from backlight.diagnose.matrix import stacks
+from backlight.diagnose.matrix.observations import Place, Stack
 
 
 def test_faulthandlers_own_output_is_read(tmp_path: Path) -> None:

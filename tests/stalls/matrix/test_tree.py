@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from backlight.diagnose.matrix.comparison import Comparison, Effect
+from backlight.diagnose.matrix.evaluation import Judgement
+from backlight.diagnose.matrix.plan import read_plan
+from backlight.diagnose.matrix.tree import Standing, walk
 from backlight.records import Verdict
-from backlight.stalls.matrix.comparing import Comparison, Effect
-from backlight.stalls.matrix.judging import Judgement
-from backlight.stalls.matrix.plan import read_plan
-from backlight.stalls.matrix.tree import Standing, walk
 
 TREE = """
 [cases.base]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backlight.stalls.matrix.rendering.words import code, markdown, markup, visible
+from backlight.diagnose.matrix.rendering.escape import code, markdown, markup, visible
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ def attach(
     as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
 ) -> None:
     """Say what a process does, all threads, Python and native, and what cannot be seen from outside."""
+    from backlight.monitors.stalls.model.attach import attach as look_into
+    from backlight.monitors.stalls.model.stacks import as_text
     from backlight.records import to_json
-    from backlight.stalls.attaching import attach as look_into
-    from backlight.stalls.stacks import as_text
 
     found = look_into(pid, seconds, native=native)
     if as_json:

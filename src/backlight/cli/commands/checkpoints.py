@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from backlight.stalls.inspection import Checkpoints
+    from backlight.diagnose.checkpointing.observer import Checkpoints
 
 
 def checkpoints(
@@ -33,9 +33,9 @@ def checkpoints(
         If the script ended before anything could be looked at.
     """
     from backlight.cli.explained import Page, print_json
+    from backlight.diagnose.checkpointing.observer import Checkpoints
     from backlight.launch.observe import end_script, explain
     from backlight.launch.script import check
-    from backlight.stalls.inspection import Checkpoints
 
     check(script, module=module)
     observer = Checkpoints(steps, end_script)

@@ -41,11 +41,11 @@ def matrix(
     Goes on where it stopped when called again. With --init it writes a plan:
     backlight matrix --init PLAN.toml -- train.py --lr 3
     """
-    from backlight.stalls.matrix.execution import execute, prepare
-    from backlight.stalls.matrix.judging import read_verdicts
-    from backlight.stalls.matrix.rendering.bundle import write_bundle, write_reports
-    from backlight.stalls.matrix.rendering.terminal import one_line, print_cases, print_report
-    from backlight.stalls.matrix.template import refuse_script, write_plan
+    from backlight.diagnose.matrix.evaluation import read_verdicts
+    from backlight.diagnose.matrix.rendering.bundle import write_bundle, write_reports
+    from backlight.diagnose.matrix.rendering.terminal import one_line, print_cases, print_report
+    from backlight.diagnose.matrix.runner import execute, prepare
+    from backlight.diagnose.matrix.template import refuse_script, write_plan
     from backlight.store.export.archive import check_archive
 
     if init:

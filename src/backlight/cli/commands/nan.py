@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from backlight.stalls.birthplace import Birthplace
-    from backlight.stalls.hunt import NanHunt
+    from backlight.diagnose.nan.origin import Birthplace
+    from backlight.diagnose.nan.tracer import NanHunt
 
 SHOWN = 8
 """Names of a list that are printed; --json has them all."""
@@ -37,9 +37,9 @@ def nan(
         If the script ended before anything could be looked at.
     """
     from backlight.cli.explained import Page, print_json
+    from backlight.diagnose.nan.tracer import NanHunt
     from backlight.launch.observe import end_script, explain
     from backlight.launch.script import check
-    from backlight.stalls.hunt import NanHunt
 
     check(script, module=module)
     hunt = NanHunt(end_script, steps)

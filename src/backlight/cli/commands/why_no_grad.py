@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from backlight.stalls.rows import Missing, Row
+    from backlight.diagnose.missing_gradients.parameter_rows import Missing, Row
     from backlight.user_code import Line
 
 
@@ -36,9 +36,9 @@ def why_no_grad(
         If the script ended without a backward.
     """
     from backlight.cli.explained import Page, print_json
+    from backlight.diagnose.missing_gradients.observer import WhyNoGrad
     from backlight.launch.observe import end_script, explain
     from backlight.launch.script import check
-    from backlight.stalls.missing import WhyNoGrad
 
     check(script, module=module)
     page = Page()

@@ -1,0 +1,305 @@
+"""Follows non-finite values through forward, backward and optimizer, operation by operation.
+
+A dispatch mode checks what each operation gives; only where that is not finite are its inputs looked
+at and a record kept. It computes nothing that the training sees: sums are taken of detached values
+below autograd, and no random number is drawn.
+"""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backlight.capture.operations import tensors_in
+from backlight.diagnose.fork_guard import pause_in_children
+from backlight.diagnose.node_origin import Origin, Origins, next_number
+from backlight.user_code import Line, user_line
+
+if TYPE_CHECKING:
+    from backlight.capture.module_calls import ModuleCalls
+
+_UNFILLED = ("empty", "new_empty", "resize", "set_", "_to_copy.out")
+"""Operations whose result may hold anything until it is filled."""
+
+LINES = 200_000
+"""Operations of which lines are kept: a graph may be older than the step."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@dataclass(eq=False, slots=True)
+class Bad:
+    """One operation with a non-finite output.
+
+    ``kind`` is ``born`` (its inputs were finite), ``spread``, ``constant`` (an infinity written by
+    the user, as in a mask) or ``outside`` (a tensor that came in so). ``node`` is the class of the
+    autograd node in whose backward it ran, empty in forward. ``storage`` is the address of what came
+    in from outside.
+    """
+
+    index: int
+    operation: str
+    kind: str
+    line: Line | None
+    module: int
+    phase: str
+    node: str = ""
+    own_line: Line | None = None
+    nan: bool = False
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    parents: list[Bad] = field(default_factory=list)
+    storage: int = 0
+
+
+class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+    """Watches every operation of the thread that enters it, and of backward.
+
+    Parameters
+    ----------
+    calls:
+        Tells which module runs.
+    on_error:
+        Called once if watching fails; the training goes on without it.
+    """
+
+    def __init__(self, calls: ModuleCalls, on_error: Callable[[Exception], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
+        self._calls = calls
+        self._on_error = on_error
+        self._last = next_number()
+        self._bad: dict[int, Bad] = {}
+        self._count = 0
+        self.records: list[Bad] = []
+        self.origins = Origins()
+        self.phase = "forward"
+        self.operations = 0
+        self.paused = False
+        pause_in_children(self)
+
+    def clear(self) -> None:
+        """Forget the records of a step; tensors that are bad stay known, lines of older graphs too."""
+        self.records.clear()
+        self.origins.trim(LINES)
+
+    def forget(self) -> None:
+        """Forget what is bad as well, after a step that was skipped on purpose."""
+        self.clear()
+        self._bad.clear()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func`` and look at what it gave."""
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        name, written, views = _known_schema(func)
+        before: list[torch.Tensor] = []
+        if written:
+            before = [t for t in _given(written, args, kwargs) if not_finite(t)]
+        result = func(*args, **kwargs)
+        try:
+            self._follow(name)
+            if not views:
+                self._look(name, args, kwargs, result, written, before)
+        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            self.paused = True
+            self._on_error(error)
+        return result
+
+    def _follow(self, name: str) -> None:
+        """Note which line the nodes come from that were made since the last operation."""
+        self.operations += 1
+        number = next_number()
+        if number > self._last:
+            self.origins.add(self._last, number, Origin(name, user_line(), str(self._module())))
+            self._last = number
+
+    def _look(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        written: tuple[tuple[int, str], ...],
+        before: list[torch.Tensor],
+    ) -> None:
+        if name.startswith(_UNFILLED):
+            return
+        outputs = tensors_in(result)
+        if written:
+            outputs += [t for t in _given(written, args, kwargs) if all(t is not o for o in outputs)]
+        bad = [t for t in outputs if not_finite(t)]
+        if not bad:
+            return
+        record = self._record(name, args, kwargs, bad, before, {id(t) for t in _given(written, args, kwargs)})
+        for tensor in bad:
+            self._bad[storage_of(tensor)] = record
+
+    def _module(self) -> int:
+        module = self._calls.current()
+        return 0 if module is None else id(module)
+
+    def _record(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        bad: list[torch.Tensor],
+        before: list[torch.Tensor],
+        changed: set[int],
+    ) -> Bad:
+        record = Bad(
+            self._count, name, "born", None, self._module(), self.phase, nan=_any_nan(bad),
+            shape=tuple(bad[0].shape), dtype=str(bad[0].dtype).removeprefix("torch."),
+        )  # fmt: skip
+        self._count += 1
+        self._place(record)
+        inputs = tensors_in(kwargs, tensors_in(args))
+        were_bad = [t for t in inputs if id(t) not in changed and not_finite(t)] + before
+        for tensor in were_bad:
+            record.parents.append(self._known(tensor) or self._outside(tensor, record))
+        if record.parents:
+            spoiled = all(p.kind == "constant" for p in record.parents)
+            # Masks hold infinities on purpose; a NaN made of them was nobody's purpose.
+            fresh = record.nan and not any(p.nan for p in record.parents)
+            record.kind = "born" if spoiled and fresh else "constant" if spoiled else "spread"
+        elif not inputs or _literal((args, kwargs)) == "nan" or (_literal((args, kwargs)) and not record.nan):
+            record.kind = "constant"
+        self.records.append(record)
+        return record
+
+    def _place(self, record: Bad) -> None:
+        node = torch._C._current_autograd_node()  # the public ways need a hook on every node
+        own = user_line()
+        if node is None or self.phase != "backward":
+            record.line = own
+            return
+        record.node = node.name().rpartition("::")[2]
+        origin = self.origins.of(node._sequence_nr()) if record.node != "AccumulateGrad" else None
+        if origin is not None:
+            record.line = origin.line
+            record.module = int(origin.module or 0)
+        inside = self._calls.current()
+        if inside is not None:
+            record.phase, record.line, record.module = "recomputation", own, id(inside)
+        elif record.node.endswith("Backward"):
+            record.own_line = own  # a custom function: its backward has lines of its own
+
+    def _known(self, tensor: torch.Tensor) -> Bad | None:
+        return self._bad.get(storage_of(tensor))
+
+    def _outside(self, tensor: torch.Tensor, user: Bad) -> Bad:
+        # A single infinity is a constant such as torch.tensor(-inf) for a mask.
+        constant = tensor.numel() == 1 and not _any_nan([tensor])
+        record = Bad(
+            self._count, user.operation, "constant" if constant else "outside", user.line, user.module,
+            user.phase, node=user.node, nan=_any_nan([tensor]), shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."), storage=storage_of(tensor),
+        )  # fmt: skip
+        self._count += 1
+        self._bad[storage_of(tensor)] = record
+        self.records.append(record)
+        return record
+
+    def from_elsewhere(self, parameter: torch.Tensor) -> Bad:
+        """Return a record for a gradient that no operation of this process made non-finite."""
+        self._count += 1
+        grads = [] if parameter.grad is None else [parameter.grad]
+        return Bad(
+            self._count, "", "outside", None, 0, "backward", nan=_any_nan(grads),
+            shape=tuple(parameter.shape), dtype=str(parameter.dtype).removeprefix("torch."),
+        )  # fmt: skip
+
+    def record_of(self, tensor: torch.Tensor) -> Bad | None:
+        """Return what made ``tensor`` non-finite; None if it is finite or nothing of it is known."""
+        return self._known(tensor) if not_finite(tensor) else None
+
+
+_Schema = tuple[str, tuple[tuple[int, str], ...], bool]
+_schemas: dict[Any, _Schema] = {}
+
+
+def _known_schema(func: Any) -> _Schema:
+    """Return name, position and name of the arguments written into, and whether it only gives views."""
+    known = _schemas.get(func)
+    if known is None:
+        schema = func._schema
+        written = tuple(
+            (position, argument.name)
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        views = not written and any(r.alias_info is not None for r in schema.returns)
+        known = _schemas[func] = (str(func).removeprefix("aten."), written, views)
+    return known
+
+
+def _given(
+    written: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for position, name in written:
+        value = kwargs[name] if name in kwargs else args[position] if position < len(args) else None
+        tensors_in(value, found)
+    return found
+
+
+def _floating(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the values to look at, on this process; None where there are none to be read."""
+    part = getattr(tensor, "_local_tensor", None)
+    tensor = tensor if part is None else part
+    if type(tensor) not in _PLAIN or not _floating(tensor) or tensor.device.type == "meta":
+        return None
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.element_size() < 2:
+        return None
+    return tensor if tensor.numel() else None
+
+
+def not_finite(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` holds a NaN or an infinity; waits for its device."""
+    values = _values(tensor)
+    if values is None:
+        return False
+    # A finite sum proves it in one pass; an overflowing one does not disprove it.
+    if cmath.isfinite(values.sum().item()):
+        return False
+    return not bool(torch.isfinite(values).all())
+
+
+def _any_nan(tensors: list[torch.Tensor]) -> bool:
+    return any(v is not None and bool(torch.isnan(v).any()) for v in map(_values, tensors))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the address under which a tensor and its views are known."""
+    values = _values(tensor)
+    return id(tensor) if values is None else values.untyped_storage().data_ptr()
+
+
+def _literal(arguments: Any) -> str:
+    """Return ``nan`` or ``inf`` if a plain number among the arguments is such, else nothing."""
+    if isinstance(arguments, dict):
+        arguments = tuple(arguments.values())
+    if isinstance(arguments, (tuple, list)):
+        found = {_literal(argument) for argument in arguments}
+        return "nan" if "nan" in found else "inf" if "inf" in found else ""
+    if isinstance(arguments, (float, complex)) and not cmath.isfinite(arguments):
+        return "nan" if cmath.isnan(arguments) else "inf"
+    return ""

@@ -1,0 +1,245 @@
+"""Lines while backward runs: each gradient as it arrives, each module as backward enters it, each bucket.
+
+Nothing waits and nothing is computed: hooks on parameters and on the node behind a module's output
+read names and a clock. They let gradients pass as they are, and in-place edits of outputs go on
+working, which they do not under full backward hooks.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+
+from backlight.capture.events import Listener
+from backlight.capture.expected_parameters import candidates, named_roots
+from backlight.capture.hub import HUB
+from backlight.capture.module_calls import module_names
+from backlight.capture.operations import tensors_in
+from backlight.monitors.stalls.instrument.ddp_buckets import Assignment, assignment, wrappers
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+KINDS = ("gradients", "modules", "buckets")
+"""What can be traced."""
+
+MODULES = 5_000
+"""Calls of modules that are followed between two backwards: each leaves a Python object in the graph."""
+
+Emit = Callable[[str, dict[str, Any]], None]
+"""Receives ``(text, payload)`` of one line."""
+
+
+class Tracer(Listener):
+    """Traces every backward of the process.
+
+    Parameters
+    ----------
+    kinds:
+        Some of ``KINDS``.
+    emit:
+        Receives each line at the moment it happens.
+    """
+
+    def __init__(self, kinds: Sequence[str], emit: Emit) -> None:
+        self._kinds = frozenset(kinds)
+        self._emit = emit
+        self._handles: list[Any] = []
+        self._hooked: dict[int, weakref.ref[Any]] = {}
+        self._names: dict[int, str] = {}
+        self._modules: dict[int, str] = {}
+        self._known = -1
+        self._followed = 0
+        self._begin = 0.0
+        self._arrived = 0
+        self._expected = 0
+        self._missing: dict[int, set[int]] = {}
+        self._where: dict[int, tuple[int, int]] = {}
+        self._assignments: list[Assignment] = []
+        self._told: dict[int, Assignment] = {}
+        self._inside = False
+
+    def start(self) -> None:
+        """Attach."""
+        HUB.seen.scan()
+        if "modules" in self._kinds:
+            _FOLLOWING.append(weakref.ref(self))
+            self._handles.append(register_module_forward_hook(_follow))
+        HUB.add(self)
+
+    def stop(self) -> None:
+        """Take everything off."""
+        HUB.remove(self)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        _FOLLOWING[:] = [reference for reference in _FOLLOWING if reference() not in {None, self}]
+
+    # Events
+
+    def backward_begin(self, roots: Sequence[Tensor]) -> None:
+        """Hook what is new, and say that backward begins."""
+        self._arrived = 0
+        self._followed = 0
+        if self._known != HUB.seen.changes:
+            self._known = HUB.seen.changes
+            self._attach()
+        self._begin = time.perf_counter()
+        self._line("backward begins", "begin")
+        if "buckets" in self._kinds:
+            self._buckets()
+        self._inside = True
+
+    def backward_end(self) -> None:
+        """Say that backward is over, and how many gradients came."""
+        if not self._inside:
+            return
+        self._inside = False
+        reduced = any(a.reduced and a.buckets for a in self._assignments)
+        text = f"backward ends: {self._arrived} gradients arrived"
+        if "gradients" not in self._kinds and not self._where:
+            text = "backward ends"
+        self._line(text + ("; every bucket is reduced" if reduced else ""), "end")
+
+    def grad_begin(self, roots: Sequence[Tensor]) -> None:
+        """Say that gradients are being computed outside a backward; modules show, parameters get nothing."""
+        if self._known != HUB.seen.changes:
+            self._known = HUB.seen.changes
+            self._attach()
+        self._begin = time.perf_counter()
+        self._line("torch.autograd.grad begins", "grad_begin")
+        self._inside = True
+
+    def grad_end(self) -> None:
+        """Say that it is over."""
+        if self._inside:
+            self._inside = False
+            self._line("torch.autograd.grad ends", "grad_end")
+
+    def _line(self, text: str, what: str, **payload: Any) -> None:
+        seconds = time.perf_counter() - self._begin
+        self._emit(f"+{seconds * 1e3:.1f} ms {text}", {"what": what, "seconds": seconds, **payload})
+
+    # Gradients
+
+    def _attach(self) -> None:
+        HUB.seen.refresh()
+        roots = named_roots(HUB.seen)
+        self._modules = module_names(roots)
+        self._names = {}
+        for candidate in candidates(roots):
+            parameter = candidate.parameter
+            if not (parameter.requires_grad and parameter.is_leaf):
+                continue
+            self._names[id(parameter)] = candidate.name
+            known = self._hooked.get(id(parameter))
+            if known is None or known() is not parameter:
+                self._hooked[id(parameter)] = weakref.ref(parameter)
+                tensor: Any = parameter
+                self._handles.append(tensor.register_post_accumulate_grad_hook(self._arrive))
+        self._expected = len(self._names)
+
+    def _arrive(self, parameter: Tensor) -> None:
+        try:
+            self._arrived += 1
+            name = self._names.get(id(parameter), "")
+            if "gradients" in self._kinds:
+                shape = "x".join(map(str, parameter.shape)) or "scalar"
+                count = f"{self._arrived}/{self._expected}"
+                self._line(f"gradient {count} {name} [{shape}]", "gradient", name=name, number=self._arrived)
+            if self._where:
+                self._fill(id(parameter))
+        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        HUB.remove(self)
+        self._kinds = frozenset()
+        self._where = {}
+        self._emit(f"tracing ended after {type(error).__name__}: {error}", {"what": "error"})
+
+    # Modules
+
+    def follow(self, module: nn.Module, output: Any) -> None:
+        """Say so when backward comes to what ``module`` gave."""
+        if self._followed >= MODULES or not torch.is_grad_enabled():
+            return
+        first = next((t for t in tensors_in(output) if t.requires_grad), None)
+        if first is None or first.grad_fn is None:
+            return
+        self._followed += 1
+        reference, kind = weakref.ref(module), type(module).__name__
+        if self._followed == MODULES:
+            self._emit(f"more than {MODULES} calls of modules: the rest is not followed", {"what": "limit"})
+
+        def before(_grads: Any) -> None:
+            if not self._inside:
+                return  # a backward that was not seen to begin
+            owner = reference()
+            name = self._modules.get(id(owner), "") if owner is not None else ""
+            self._line(f"module {name or '(no name)'} ({kind})", "module", name=name, type=kind)
+
+        first.grad_fn.register_prehook(before)
+
+    # Buckets
+
+    def _buckets(self) -> None:
+        self._where, self._missing = {}, {}
+        alive = {id(m): m for root in HUB.seen.roots() for m in root.modules()}
+        self._assignments = []
+        for model in wrappers(alive.values()):
+            found = assignment(model)
+            self._assignments.append(found)
+            number = len(self._assignments) - 1
+            if self._told.get(id(model)) != found:
+                self._told[id(model)] = found
+                self._say_assignment(found)
+            for bucket, ids in enumerate(found.ids):
+                self._missing[number << 32 | bucket] = set(ids)
+                for key in ids:
+                    self._where[key] = (number, bucket)
+
+    def _say_assignment(self, found: Assignment) -> None:
+        note = f" ({found.note})" if found.note else ""
+        text = f"{found.model}: {len(found.buckets)} buckets{note}"
+        self._line(
+            text, "assignment", model=found.model, buckets=[list(b) for b in found.buckets], note=found.note
+        )
+
+    def _fill(self, key: int) -> None:
+        place = self._where.get(key)
+        if place is None:
+            return
+        number, bucket = place
+        missing = self._missing[number << 32 | bucket]
+        missing.discard(key)
+        if missing:
+            return
+        found = self._assignments[number]
+        names = found.buckets[bucket]
+        span = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        count = f"{bucket + 1}/{len(found.buckets)}"
+        then = "its all-reduce starts" if found.reduced else "not reduced (no_sync)"
+        noun = "gradient" if len(names) == 1 else "gradients"
+        self._line(
+            f"bucket {count} has its {len(names)} {noun} ({span}); {then}",
+            "bucket", bucket=bucket, model=found.model, parameters=list(names), reduced=found.reduced,
+        )  # fmt: skip
+
+
+_FOLLOWING: list[weakref.ref[Tracer]] = []
+
+
+def _follow(module: nn.Module, _args: Any, output: Any) -> None:
+    # A function of the module, so that compiled code that meets it sees a plain return.
+    if torch.compiler.is_compiling():
+        return
+    for reference in _FOLLOWING:
+        tracer = reference()
+        if tracer is not None and HUB.active:
+            tracer.follow(module, output)

@@ -1,0 +1,284 @@
+"""Beats: what the training is doing, written to the board as it happens.
+
+Nothing here waits or reads a device. Backward, optimizer, clipping and batches come from the capture's
+events. Inside backward a hook on each parameter tells which gradient has arrived, and the entry of custom
+functions, which are Python, tells which of them is at work since when. Native nodes are reached by a few
+hooks (see :mod:`backlight.monitors.stalls.instrument.backward_position`).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import function
+
+from backlight.capture.events import Listener
+from backlight.capture.hooks.patch import Patches
+from backlight.monitors.stalls.instrument.backward_position import Position
+from backlight.monitors.stalls.model.shared_state import PHASES, ROWS, Board, Slot
+from backlight.records import Phase
+
+_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+_DATA, _FORWARD, _BACKWARD = _NUMBER[Phase.DATA], _NUMBER[Phase.FORWARD], _NUMBER[Phase.BACKWARD]
+_CLIP, _OPTIMIZER, _OTHER = _NUMBER[Phase.CLIP], _NUMBER[Phase.OPTIMIZER], _NUMBER[Phase.OTHER]
+_LOSS = _NUMBER[Phase.LOSS]
+_EVALUATION, _CHECKPOINT = _NUMBER[Phase.EVALUATION], _NUMBER[Phase.CHECKPOINT]
+_now = time.monotonic_ns
+
+# Plain numbers for what runs hundreds of times in a step: looking a member up costs as much as the store.
+_ROW, _REACHED, _CALLS = int(Slot.ROW), int(Slot.REACHED), int(Slot.NODE_CALLS)
+_PROGRESS, _BEAT, _SINCE = int(Slot.PROGRESS), int(Slot.BEAT), int(Slot.NODE_SINCE)
+
+
+class Beats(Listener):
+    """Writes the board of this process.
+
+    Parameters
+    ----------
+    board:
+        The board, open.
+    parameters:
+        Returns the names and tensors of the parameters that are watched; another tuple when they changed.
+    on_parameters:
+        Called with their names when they changed.
+    on_dropped:
+        Called with the error by which this listener was taken off.
+    on_buckets:
+        Called at the begin of the first backwards, until it returns False: DDP builds its buckets anew.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        parameters: Callable[[], tuple[tuple[str, ...], Sequence[torch.Tensor | None]]],
+        on_parameters: Callable[[tuple[str, ...]], None],
+        on_dropped: Callable[[Exception], None],
+        on_buckets: Callable[[], bool] | None = None,
+    ) -> None:
+        self.board = board
+        self.position = Position(board)
+        self._slots = board.slots
+        self._parameters = parameters
+        self._on_parameters = on_parameters
+        self._on_dropped = on_dropped
+        self._on_buckets = on_buckets
+        self._hooked: tuple[str, ...] = ()
+        self._handles: list[Any] = []
+        self._patches = Patches()
+        self._names: dict[type, bytes] = {}
+        self._training_data = 0
+        self._source = 0
+        self._expected = 0
+        self._before = _OTHER
+        self._depth = 0
+        self._zeros = b""
+
+    # Life
+
+    def attach(self) -> None:
+        """Patch the entry of custom functions and the writing of checkpoints."""
+        base = getattr(function, "BackwardCFunction", None)
+        if base is not None:
+            self._patches.replace(base, "apply", self._wrap_node)
+        self._patches.replace(torch, "save", self._wrap_save)
+
+    def detach(self) -> None:
+        """Take everything off."""
+        self._patches.undo()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._hooked = [], ()
+
+    def dropped(self, error: Exception) -> None:
+        """Take off what is attached, and pass the error on."""
+        self.detach()
+        self._on_dropped(error)
+
+    # Phases
+
+    def _enter(self, phase: int) -> None:
+        slots, now = self._slots, _now()
+        old = slots[Slot.PHASE]
+        if phase != old:
+            took = now - slots[Slot.PHASE_SINCE]
+            at = Slot.TYPICAL + old
+            usual = slots[at]
+            # A moving mean that one stall cannot lift far.
+            slots[at] = took if not usual else usual + (min(took, 4 * usual) - usual) // 10
+            slots[Slot.PHASE] = phase
+            slots[Slot.PHASE_SINCE] = now
+        slots[Slot.PROGRESS] += 1
+        slots[Slot.BEAT] = now
+
+    def batch_begin(self, source: int) -> None:
+        """Waiting for data begins; in an evaluation only the data set of the training ends it."""
+        self._source = source
+        if self._slots[Slot.PHASE] != _EVALUATION or source == self._training_data:
+            self._enter(_DATA)
+
+    def batch(self, index: int, seconds: float) -> None:
+        """A batch came."""
+        self._slots[Slot.BATCHES] += 1
+        self._enter(_EVALUATION if self._slots[Slot.PHASE] == _EVALUATION else _OTHER)
+
+    def forward_begin(self) -> None:
+        """The outermost module is called; without gradients that is an evaluation."""
+        if self._slots[Slot.PHASE] == _BACKWARD:
+            return  # recomputation
+        self._depth += 1
+        if self._depth == 1:
+            self._slots[Slot.FORWARDS] += 1
+            self._enter(_FORWARD if torch.is_grad_enabled() else _EVALUATION)
+
+    def forward_end(self) -> None:
+        """The outermost module has returned; what follows is the loss, or the next evaluation."""
+        self._depth = max(self._depth - 1, 0)
+        if not self._depth and self._slots[Slot.PHASE] != _BACKWARD:
+            self._enter(_LOSS if self._slots[Slot.PHASE] == _FORWARD else self._slots[Slot.PHASE])
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Backward begins: note how many nodes lie before it."""
+        self._training_data = self._source
+        self._depth = 0
+        self._follow_parameters()
+        if self._on_buckets is not None and not self._on_buckets():
+            self._on_buckets = None
+        slots = self._slots
+        slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.NODE_SINCE] = 0
+        slots[Slot.EXPECTED] = self._expected
+        self.board.rows[: len(self._zeros)] = self._zeros
+        slots[Slot.BACKWARD_IDENT] = threading.get_ident()
+        self._enter(_BACKWARD)
+        self.position.begin(roots)
+
+    def backward_end(self) -> None:
+        """Backward is over, also when it raised."""
+        self.position.end((_now() - self._slots[Slot.PHASE_SINCE]) / 1e9)
+        self._slots[Slot.BACKWARDS] += 1
+        self._slots[Slot.NODE_SINCE] = 0
+        self._enter(_OTHER)
+
+    def backward_raised(self, error: BaseException) -> None:
+        """Backward ends with an exception: that is no progress, whatever comes after it."""
+        self._slots[Slot.RAISED] += 1
+
+    def nested_begin(self) -> None:
+        """A backward begins inside another: its nodes are the engine's now."""
+        self.position.seal()
+
+    def grad_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """``torch.autograd.grad`` begins: a backward in which no parameter gets a gradient."""
+        slots = self._slots
+        self._before = slots[Slot.PHASE]
+        slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.NODE_SINCE] = slots[Slot.EXPECTED] = 0
+        slots[Slot.BACKWARD_IDENT] = threading.get_ident()
+        self._enter(_BACKWARD)
+        self.position.begin(roots)
+
+    def grad_end(self) -> None:
+        """It is over; the graph may go on to be built, as for a penalty on gradients."""
+        self.position.end((_now() - self._slots[Slot.PHASE_SINCE]) / 1e9, keeps=True)
+        self._slots[Slot.NODE_SINCE] = 0
+        self._enter(self._before)
+
+    def norm_begin(self) -> None:
+        """The norm that clipping asks for is computed: on several ranks it waits for the others."""
+        self._enter(_CLIP)
+
+    def norm_end(self) -> None:
+        """The norm is there."""
+        self._enter(_OTHER)
+
+    def clip_begin(
+        self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
+    ) -> None:
+        """Clipping begins."""
+        self._enter(_CLIP)
+
+    def clip_end(self) -> None:
+        """Clipping is over."""
+        self._enter(_OTHER)
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """The optimizer begins."""
+        self._enter(_OPTIMIZER)
+
+    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer is done: a step is over."""
+        self._slots[Slot.STEP] += 1
+        self._enter(_OTHER)
+
+    # Inside backward
+
+    def _follow_parameters(self) -> None:
+        names, tensors = self._parameters()
+        if names is self._hooked:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._hooked = [], names
+        arrived = functools.partial(_arrived, self._slots, self.board.rows)
+        for row, tensor in enumerate(tensors):
+            if tensor is not None and tensor.requires_grad and tensor.is_leaf:
+                self._handles.append(
+                    tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # as torch has it
+                        functools.partial(arrived, row + 1)
+                    )
+                )
+        self._zeros = bytes(min(len(names), ROWS))
+        self._slots[Slot.ROWS] = len(self._zeros)
+        self._expected = len(self._handles)
+        self._slots[Slot.DEVICE] = any(t is not None and t.device.type != "cpu" for t in tensors)
+        self._on_parameters(names)
+
+    def _wrap_node(self, original: Any) -> Any:
+        slots, board, names, position = self._slots, self.board, self._names, self.position
+
+        @functools.wraps(original)
+        def apply(node: Any, *args: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(node, *args)
+            kind = type(node)
+            name = names.get(kind)
+            if name is None:
+                name = names[kind] = kind.__name__.encode("utf-8", "replace")
+            outer = slots[_SINCE]
+            board.node(name)
+            position.at(node._sequence_nr())
+            slots[_CALLS] += 1
+            slots[_PROGRESS] += 1
+            slots[_BEAT] = slots[_SINCE] = _now()
+            try:
+                return original(node, *args)
+            finally:
+                slots[_SINCE] = outer
+                slots[_PROGRESS] += 1
+                slots[_BEAT] = _now()
+
+        return apply
+
+    def _wrap_save(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            before = self._slots[Slot.PHASE]
+            self._enter(_CHECKPOINT)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._enter(before)
+
+        return save
+
+
+def _arrived(slots: memoryview, rows: memoryview, row: int, _parameter: torch.Tensor) -> None:
+    slots[_ROW] = row
+    if row <= ROWS:
+        rows[row - 1] = 1
+    slots[_REACHED] += 1
+    slots[_PROGRESS] += 1
+    slots[_BEAT] = _now()
