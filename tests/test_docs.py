@@ -12,7 +12,7 @@ import typer
 
 import backlight
 from backlight.cli import app as application
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import Rule
 from backlight.session.config import Settings

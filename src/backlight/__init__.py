@@ -13,12 +13,12 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Evidence": "backlight.records",
     "Finding": "backlight.records",
-    "Pending": "backlight.session.collection",
+    "Pending": "backlight.monitors.health.instrument.collect",
     "Run": "backlight.store.read.run",
     "Severity": "backlight.records",
     "Watch": "backlight.session.watch",
-    "collect": "backlight.session.collection",
-    "collect_groups": "backlight.session.collection",
+    "collect": "backlight.monitors.health.instrument.collect",
+    "collect_groups": "backlight.monitors.health.instrument.collect",
     "findings_of": "backlight.findings.evaluate",
     "gathered": "backlight.capture.sharding.gather",
     "gram": "backlight.monitors.grokking.instrument.gram.gram",
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from backlight.findings.evaluate import findings_of
     from backlight.measure.gram.outer import outer_product
     from backlight.monitors.grokking.instrument.gram.gram import gram
+    from backlight.monitors.health.instrument.collect import Pending, collect, collect_groups
     from backlight.records import Evidence, Finding, Severity
-    from backlight.session.collection import Pending, collect, collect_groups
     from backlight.session.watch import Watch, watch
     from backlight.store.read.run import Run, open_run
 

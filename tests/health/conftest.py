@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from backlight.findings.evaluate import judge
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Finding, Made, ParameterRecord, RunStatus
 from backlight.registry import RULES
 from backlight.store.read.run import Run, open_run

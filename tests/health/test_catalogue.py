@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.registry import RULES
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "findings"

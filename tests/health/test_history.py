@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.health.history import (
+from backlight.monitors.health.model.history import (
     RunningMedian,
     at_steps,
     ending_share,

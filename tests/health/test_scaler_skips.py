@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from backlight.health.rules.scaler_skips import calibrated
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.monitors.health.rules.scaler_skips import calibrated
 from backlight.records import Severity
 
 

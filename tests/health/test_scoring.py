@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.health.scoring import (
+from backlight.monitors.health.model.score import (
     exploding,
     health,
     health_series,
@@ -13,7 +13,7 @@ from backlight.health.scoring import (
     total_norms,
     vanishing,
 )
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.thresholds import Thresholds
 
 LIMITS = Thresholds()
 YES = np.ones(4, dtype=bool)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from backlight.health.rules.spike import leaps
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.monitors.health.rules.spike import leaps
 from backlight.records import Severity
 
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from backlight.findings.thresholds import ThresholdError
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.registry import RULES
 
 FIELDS = dataclasses.fields(Thresholds)

@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from backlight.findings.evaluate import judge
-from backlight.health import history, scoring
-from backlight.health.history import ending, ending_share, ending_streaks, medians_outrun, running_median
-from backlight.health.rules import large_update, no_update, vanishing, zero_gradient
-from backlight.health.scoring import clip_norms, exploding, health, health_series, total_norms
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model import history, score
+from backlight.monitors.health.model.history import (
+    ending,
+    ending_share,
+    ending_streaks,
+    medians_outrun,
+    running_median,
+)
+from backlight.monitors.health.model.score import clip_norms, exploding, health, health_series, total_norms
+from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.monitors.health.rules import large_update, no_update, vanishing, zero_gradient
 from backlight.store.read.run import Run
 
 from .conftest import parameter, write_synthetic
@@ -108,7 +114,7 @@ def test_rules_say_what_they_would_say_of_the_whole(
 ) -> None:
     run = drawn_run(tmp_path / "run", seed)
     quick = judge(run)
-    monkeypatch.setattr(scoring, "medians_outrun", every_median)
+    monkeypatch.setattr(score, "medians_outrun", every_median)
     monkeypatch.setattr(vanishing, "ending", lambda measured_SP, window: 0)
     monkeypatch.setattr(vanishing, "CHUNK", 10**9)
     for module in (no_update, zero_gradient):
@@ -128,7 +134,7 @@ def test_the_health_of_a_run_is_that_of_each_of_its_steps(seed: int, tmp_path: P
     frame, bad = run.frame("gradient", "rms"), run.frame("gradient", "non_finite")
     rms = np.where(frame.measured, frame.values, np.nan)
     medians = running_median(rms, limits.history_window, limits.history_refresh, limits.history_minimum)
-    vanishes = scoring.vanishing(rms, frame.measured, limits)
+    vanishes = score.vanishing(rms, frame.measured, limits)
     explodes = exploding(
         rms,
         frame.measured,

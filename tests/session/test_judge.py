@@ -10,7 +10,7 @@ import pytest
 
 from backlight.findings.evaluate import RuleFailedWarning, findings_of, in_order, judge, thresholds
 from backlight.findings.thresholds import ThresholdError
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Finding, Made, ParameterRecord, Severity, Subject
 from backlight.registry import RULES, Rule
 from backlight.store.read.run import Run, open_run

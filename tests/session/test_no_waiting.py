@@ -63,7 +63,7 @@ def test_the_path_of_a_step_reads_nothing(name: str, tmp_path: Path, monkeypatch
 
 
 def test_the_mode_would_see_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from backlight.health.probes.gradient import GradientProbe
+    from backlight.monitors.health.instrument.gradient import GradientProbe
 
     measure = GradientProbe.measure
 

@@ -179,7 +179,9 @@ def test_an_error_of_ours_is_one_warning(tmp_path: Path, monkeypatch: pytest.Mon
     def broken(*_: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("backlight.health.probes.gradient.statistics", lambda *_a, **_k: broken())
+    monkeypatch.setattr(
+        "backlight.monitors.health.instrument.gradient.statistics", lambda *_a, **_k: broken()
+    )
     with pytest.warns(
         RuntimeWarning, match="not measured: everything from here on, after ZeroDivisionError: ours"
     ) as told:
@@ -217,7 +219,7 @@ def test_what_cannot_start_leaves_the_training_alone(tmp_path: Path, monkeypatch
 def test_a_warning_made_an_error_does_not_end_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("backlight.health.probes.gradient.statistics", lambda *_a, **_k: 1 / 0)
+    monkeypatch.setattr("backlight.monitors.health.instrument.gradient.statistics", lambda *_a, **_k: 1 / 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with backlight.watch(run=tmp_path / "run", every=1):

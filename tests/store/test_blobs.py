@@ -38,8 +38,8 @@ def test_blobs_of_different_layouts_are_read_in_order() -> None:
     second = np.arange(6.0).reshape(2, 3, 1) + 0.1
     stored = [
         *column_codec.encode_floats(first),
-        *columns.encode_floats(second),
-        *columns.encode_floats(first),
+        *column_codec.encode_floats(second),
+        *column_codec.encode_floats(first),
     ]
     expected = np.concatenate([first, second, first])[:, :, 0]
     assert np.array_equal(column_codec.decode_floats(stored, 3, 1, 0), expected)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.health.scoring import health_series
+from backlight.monitors.health.model.score import health_series
 from backlight.monitors.steptime.model.steady_state import CONFIDENCE
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
 from backlight.session.kind_times import compare_kinds

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings.evaluate import findings_of, thresholds
-from backlight.health.groups import GroupError, group_rms
-from backlight.health.scoring import health_series
 from backlight.measure.spectra.shrinkage import muon
 from backlight.monitors.grokking.model.curves import Interval
 from backlight.monitors.grokking.model.verdicts import Detection
+from backlight.monitors.health.model.groups import GroupError, group_rms
+from backlight.monitors.health.model.score import health_series
 from backlight.records import Finding
 from backlight.report.learning import Followed, Learning, Row
 from backlight.report.markdown import render_markdown

@@ -19,7 +19,7 @@ from backlight.capture.process_group import launch_id, place
 from backlight.capture.scope import Scope
 from backlight.capture.step_limit import LimitedTracker, StopTraining
 from backlight.findings.evaluate import judge
-from backlight.health.groups import GroupError, members
+from backlight.monitors.health.model.groups import GroupError, members
 from backlight.monitors.stalls.instrument.trace_option import start_tracing
 from backlight.monitors.stalls.instrument.watchdog_client import Stalling
 from backlight.monitors.steptime.instrument.runtime_info import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from backlight.findings import wording
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run

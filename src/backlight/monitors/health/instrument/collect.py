@@ -15,12 +15,12 @@ from torch import nn
 
 from backlight.capture.modules import named_parameters
 from backlight.capture.parameters import local
-from backlight.health.groups import members, ratio
-from backlight.health.scoring import exploding, health, vanishing
-from backlight.health.thresholds import Thresholds
 from backlight.measure.stats.norms import root_sum_squares
 from backlight.measure.stats.statistics import FLOATS, INTEGERS, statistics
 from backlight.measure.transfer.pending import Pending as Measured
+from backlight.monitors.health.model.groups import members, ratio
+from backlight.monitors.health.model.score import exploding, health, vanishing
+from backlight.monitors.health.model.thresholds import Thresholds
 
 Parameters = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """A module, its ``parameters()``, its ``named_parameters()`` or any tensors with a ``.grad``."""

@@ -7,9 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from backlight.findings import wording
-from backlight.health import scoring
-from backlight.health.history import Bools, Integers, ending, ending_median, ending_share, finite_median
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model import score
+from backlight.monitors.health.model.history import (
+    Bools,
+    Integers,
+    ending,
+    ending_median,
+    ending_share,
+    finite_median,
+)
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run
@@ -95,7 +102,7 @@ def vanishing(run: Run, limits: Thresholds) -> Iterator[Finding]:
 def _hits(frame: Frame, measured_SP: Bools, rows: slice | Integers, limits: Thresholds) -> Bools:
     """Mark what vanishes without being zero at some rows."""
     values = frame.values[rows]
-    return scoring.vanishing(values, measured_SP[rows], limits) & (values > 0)
+    return score.vanishing(values, measured_SP[rows], limits) & (values > 0)
 
 
 def _first(frame: Frame, measured_SP: Bools, column: int, limits: Thresholds) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Set
 import numpy as np
 
 from backlight.findings import wording
-from backlight.health.apart import SHOWN, blamed
-from backlight.health.scoring import skipped_steps, total_norms
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.rank_divergence import SHOWN, blamed
+from backlight.monitors.health.model.score import skipped_steps, total_norms
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run, Scalar

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.health.history import at_steps, finite_median, medians_outrun, present
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.history import at_steps, finite_median, medians_outrun, present
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.store.read.run import Run
 
 Floats = NDArray[np.float64]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from backlight.findings import wording
-from backlight.health.history import Bools, Integers, ending_streaks, finite_median
-from backlight.health.scoring import skipped_steps
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.history import Bools, Integers, ending_streaks, finite_median
+from backlight.monitors.health.model.score import skipped_steps
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from backlight.findings import wording
-from backlight.health.apart import out_of_step
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.rank_divergence import out_of_step
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from backlight.findings import wording
-from backlight.health.history import Bools, Integers, ending_streaks
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.history import Bools, Integers, ending_streaks
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings import wording
-from backlight.health.apart import SHOWN, out_of_step
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.rank_divergence import SHOWN, out_of_step
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Layout, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.frames import placement

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.findings import wording
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings import wording
-from backlight.health.scoring import total_norms
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.score import total_norms
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from backlight.findings import wording
-from backlight.health.history import present, running_median, stretches
-from backlight.health.scoring import clip_norms, outrun, total_norms
-from backlight.health.scoring import exploding as exploding_mask
-from backlight.health.thresholds import Thresholds
+from backlight.monitors.health.model.history import present, running_median, stretches
+from backlight.monitors.health.model.score import clip_norms, outrun, total_norms
+from backlight.monitors.health.model.score import exploding as exploding_mask
+from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run
