@@ -10,7 +10,7 @@ from packed import unpack
 from synthetic import Plan, health_of, records, write_run
 
 from backlight.report.encoding import PRECISION
-from backlight.report.learning import Followed, Learning, Row
+from backlight.report.grokking_verdict import Followed, Learning, Row
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.source import Source
 from backlight.report.text import duration, percent

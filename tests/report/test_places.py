@@ -8,8 +8,8 @@ import pytest
 from synthetic import finding
 
 from backlight.records import Evidence
+from backlight.report.evidence_links import Place, place_of
 from backlight.report.panel import in_order
-from backlight.report.places import Place, place_of
 
 ROWS: Mapping[str, int] = {"a.weight": 4, "strange/name/with/slashes": 9, "head.weight": 0}
 

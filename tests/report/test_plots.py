@@ -16,8 +16,8 @@ from backlight.report import encoding
 from backlight.report import page as pages
 from backlight.report.page import rendered
 from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
-from backlight.report.plots import drawing, writing
-from backlight.report.plots.writing import colours, write_plots
+from backlight.report.plots import panels, save
+from backlight.report.plots.save import colours, write_plots
 from backlight.report.source import Source
 from grokking_runs import Grok, write_grokking_run
 
@@ -48,7 +48,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Source:
 def test_every_panel_that_is_a_picture_is_written_in_both_formats(full: Source, tmp_path: Path) -> None:
     written = write_plots(full, tmp_path / "new" / "plots")
     names = {file.stem for file in written.files}
-    pictures = {p.name for p, r in rendered(full) if isinstance(r, Drawn) and r.kind in drawing.DRAWERS}
+    pictures = {p.name for p, r in rendered(full) if isinstance(r, Drawn) and r.kind in panels.DRAWERS}
     assert {"parameters", "depth", "exponents", "phases", "health", "progress", "gram_spectrum"} <= pictures
     assert pictures <= names
     assert {f"parameters-{name}" for name in ("max_abs", "zero_share", "non_finite", "ratio")} <= names
@@ -63,7 +63,7 @@ def test_every_panel_that_is_a_picture_is_written_in_both_formats(full: Source, 
 def test_a_line_of_a_picture_goes_through_the_values_of_the_run(full: Source) -> None:
     panel, result = next((p, r) for p, r in rendered(full) if p.name == "total_norm")
     assert isinstance(result, Drawn)
-    figure = drawing.lines(full, panel.title, result.data)[""]
+    figure = panels.lines(full, panel.title, result.data)[""]
     norm = full.run.scalar("total_norm")
     x, y = figure.axes[0].get_lines()[0].get_data()
     finite = np.isfinite(np.asarray(y, float))
@@ -78,7 +78,7 @@ def test_a_line_of_a_picture_goes_through_the_values_of_the_run(full: Source) ->
 def test_cells_that_were_not_measured_are_not_drawn_as_values(full: Source) -> None:
     panel, result = next((p, r) for p, r in rendered(full) if p.name == "parameters")
     assert isinstance(result, Drawn)
-    figure = drawing.parameters(full, panel.title, result.data)[""]
+    figure = panels.parameters(full, panel.title, result.data)[""]
     cells = figure.axes[0].collections[0].get_array()
     assert cells is not None
     rows = cells.reshape(len(full.parameters), -1)
@@ -94,7 +94,7 @@ def test_both_times_are_marked(tmp_path: Path) -> None:
     source = source_of(write_grokking_run(tmp_path / "run", Grok(steps=1500, geometry=False)))
     panel, result = next((p, r) for p, r in rendered(source) if p.name == "learning_curves")
     assert isinstance(result, Drawn)
-    figure = drawing.lines(source, panel.title, result.data)[""]
+    figure = panels.lines(source, panel.title, result.data)[""]
     marks = [text.get_text() for text in figure.axes[0].texts]
     assert marks == ["t_m", "t_g"]
     spans = [patch.get_x() for patch in figure.axes[0].patches]  # type: ignore[attr-defined] # rectangles
@@ -129,7 +129,7 @@ def test_a_disk_that_is_full_is_no_fault_of_a_panel(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     source = Source(write_run(tmp_path / "run", Plan(steps=5)))
-    monkeypatch.setattr(writing, "_save", full_disk)
+    monkeypatch.setattr(save, "_save", full_disk)
     with pytest.raises(OSError, match="No space left on device"):
         write_plots(source, tmp_path / "plots", formats=("svg",))
 
@@ -145,7 +145,7 @@ def test_the_packed_arrays_are_read_as_the_page_reads_them() -> None:
 def test_colours_are_those_of_the_page() -> None:
     tones = colours()
     assert tones["tone-first"] == "#1f6fd0"
-    assert {f"tone-{name}" for name in (*drawing.TONES, "health", "loss", "limit")} <= set(tones)
+    assert {f"tone-{name}" for name in (*panels.TONES, "health", "loss", "limit")} <= set(tones)
 
 
 def test_a_file_is_no_folder(full: Source, tmp_path: Path) -> None:

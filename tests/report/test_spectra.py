@@ -13,9 +13,9 @@ from synthetic import finding
 from backlight.measure.spectra.shrinkage import muon
 from backlight.records import Evidence
 from backlight.report import spectra as shared
+from backlight.report.evidence_links import place_of
 from backlight.report.page import model
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
-from backlight.report.places import place_of
 from backlight.report.source import Source
 from backlight.report.spectra import FIELDS, explorer, frobenius, read_spectra, thinned
 from backlight.report.text import visible

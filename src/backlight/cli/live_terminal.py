@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.live import Live
 
-from backlight.report.live.following import Followed
+from backlight.report.live.follower import Followed
 from backlight.report.live.terminal import frame
 
 BEAT = 0.1

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.report.charts import Axis, Line, Span, chart, spans_decades
-from backlight.report.learning import Between, Learning
+from backlight.report.grokking_verdict import Between, Learning
 from backlight.report.panel import Drawn, Fact, NotMeasured
 from backlight.report.source import Source
 from backlight.report.text import number, visible

@@ -20,9 +20,10 @@ from backlight.records import Finding
 from backlight.registry import warn
 from backlight.report import verdict
 from backlight.report.encoding import PRECISION, script_json
+from backlight.report.evidence_links import Place, place_of
 from backlight.report.geometry import figures_of
+from backlight.report.grokking_verdict import Learning
 from backlight.report.layers import figures_of as spectra_figures
-from backlight.report.learning import Learning
 from backlight.report.panel import (
     Drawn,
     Failed,
@@ -33,7 +34,6 @@ from backlight.report.panel import (
     in_order,
     shown,
 )
-from backlight.report.places import Place, place_of
 from backlight.report.source import Source
 from backlight.report.text import duration, number, score, visible
 from backlight.store.read.run import Run

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from backlight.records import Finding, ParameterRecord
 from backlight.report.frames import ParameterFrames, read_frames
-from backlight.report.learning import Learning
+from backlight.report.grokking_verdict import Learning
 from backlight.report.spectra import Curve, Spectra, read_spectra
 from backlight.store.read.run import Run, Scalar
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from backlight.findings.evaluate import findings_of
 from backlight.records import Finding
-from backlight.report.live.following import Followed
+from backlight.report.live.follower import Followed
+from backlight.report.live.overlay import Several
 from backlight.report.live.server import LiveServer, Subject
-from backlight.report.live.several import Several
 from backlight.report.source import Source
 from backlight.session.reporting import source_of
 from backlight.store.format.manifest import MANIFEST

@@ -16,11 +16,11 @@ from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.monitors.health.model.groups import GroupError, group_rms
 from backlight.monitors.health.model.score import health_series
 from backlight.records import Finding
-from backlight.report.learning import Followed, Learning, Row
+from backlight.report.grokking_verdict import Followed, Learning, Row
 from backlight.report.markdown import render_markdown
 from backlight.report.page import render_page, write_page
 from backlight.report.plots.animation import write_animations
-from backlight.report.plots.writing import Written, write_plots
+from backlight.report.plots.save import Written, write_plots
 from backlight.report.source import Source
 from backlight.session.examining import examined_where_possible
 from backlight.store.read.run import Run, open_run

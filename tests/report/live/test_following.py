@@ -19,10 +19,10 @@ from synthetic import Plan, finding
 
 from backlight.records import Finding, RunStatus
 from backlight.report import verdict
-from backlight.report.live import following
-from backlight.report.live.following import Followed
-from backlight.report.live.several import Several
-from backlight.report.live.standing import Standing
+from backlight.report.live import follower
+from backlight.report.live.follower import Followed
+from backlight.report.live.overlay import Several
+from backlight.report.live.run_state import Standing
 from backlight.report.panel import Drawn, Panel, in_order
 from backlight.report.source import Source
 from backlight.session.live import followed
@@ -116,8 +116,8 @@ def test_what_did_not_change_is_not_read_again(tmp_path: Path) -> None:
 
 
 def test_nothing_is_read_while_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "PATIENCE", 0.2)
-    monkeypatch.setattr(following, "PAUSE", 0.01)
+    monkeypatch.setattr(follower, "PATIENCE", 0.2)
+    monkeypatch.setattr(follower, "PAUSE", 0.01)
     run = Growing(tmp_path / "run")
     run.steps(3)
     calls: list[Run] = []
@@ -195,8 +195,8 @@ def test_what_is_sent_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: py
 def test_what_is_dear_to_reduce_follows_later_but_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "PACE", 1e9)
-    monkeypatch.setattr(following, "QUICK", -1.0)
+    monkeypatch.setattr(follower, "PACE", 1e9)
+    monkeypatch.setattr(follower, "QUICK", -1.0)
     run = Growing(tmp_path / "run")
     run.steps(10)
     it = follow(run.path)
@@ -208,7 +208,7 @@ def test_what_is_dear_to_reduce_follows_later_but_follows(
     assert it.source is not None
     assert len(it.source.frames.buckets) == 10
     assert not it.catch_up()  # too soon
-    monkeypatch.setattr(following, "PACE", 0.0)
+    monkeypatch.setattr(follower, "PACE", 0.0)
     assert it.catch_up()
     assert len(it.source.frames.buckets) == 15
     assert not it.catch_up()
@@ -365,7 +365,7 @@ def failing(source: Source) -> Drawn:
 def test_a_panel_that_fails_is_named_and_the_run_is_followed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(following, "PAUSE", 0.01)
+    monkeypatch.setattr(follower, "PAUSE", 0.01)
     known = in_order()
     wrong = [
         drawing("raises", failing),
@@ -373,7 +373,7 @@ def test_a_panel_that_fails_is_named_and_the_run_is_followed_on(
         drawing("returns_a_list", lambda source: []),
         drawing("draws_an_object", lambda source: Drawn("lines", {"values": object()})),
     ]
-    monkeypatch.setattr(following, "in_order", lambda: [*wrong, *known])
+    monkeypatch.setattr(follower, "in_order", lambda: [*wrong, *known])
     run = Growing(tmp_path / "run")
     run.steps(3)
     it = follow(run.path)
@@ -405,18 +405,18 @@ def test_a_panel_that_fails_is_named_and_the_run_is_followed_on(
 
 def test_a_thread_outlives_what_breaks_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("PAUSE", 0.01), ("LONGEST_REST", 0.05), ("PACE", 0.0), ("QUICK", -1.0)):
-        monkeypatch.setattr(following, name, value)
+        monkeypatch.setattr(follower, name, value)
     run = Growing(tmp_path / "run")
     run.steps(3)
     broken = threading.Event()
-    whole = following._files
+    whole = follower._files
 
     def files(path: Path) -> Any:
         if broken.is_set():
             raise ZeroDivisionError("in the files")
         return whole(path)
 
-    monkeypatch.setattr(following, "_files", files)
+    monkeypatch.setattr(follower, "_files", files)
     it = follow(run.path)
     it.start()
 

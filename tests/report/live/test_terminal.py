@@ -14,8 +14,8 @@ from synthetic import Plan, finding
 
 from backlight.cli.live_terminal import show
 from backlight.records import Finding, Severity
-from backlight.report.live.following import Followed
-from backlight.report.live.standing import EMPTY
+from backlight.report.live.follower import Followed
+from backlight.report.live.run_state import EMPTY
 from backlight.report.live.terminal import frame, sparkline
 from backlight.report.source import Source
 from backlight.session.live import followed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from backlight.report.panel import PANELS, Drawn
-from backlight.report.plots.writing import file_name, prepared, styled
+from backlight.report.plots.save import file_name, prepared, styled
 from backlight.report.source import Source
 
 DPI = 90

@@ -51,7 +51,7 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
     OSError
         If a picture cannot be written.
     """
-    from backlight.report.plots import drawing  # noqa: PLC0415 - needs an optional package
+    from backlight.report.plots import panels  # noqa: PLC0415 - needs an optional package
 
     style = styled()  # before anything is made, for it needs the package
     folder = prepared(folder)
@@ -59,7 +59,7 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
     words_only: list[str] = []
     with style:
         for panel, result in rendered(source):
-            draw = drawing.DRAWERS.get(result.kind) if isinstance(result, Drawn) else None
+            draw = panels.DRAWERS.get(result.kind) if isinstance(result, Drawn) else None
             if draw is None or not isinstance(result, Drawn):
                 words_only += [panel.title] if isinstance(result, Drawn) else []
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backlight.report.panel import Drawn, NotMeasured, panel
-from backlight.report.profiled import NONE, Figures, count, figures, ms, profile_of, rows_of, share
+from backlight.report.profile_tables import NONE, Figures, count, figures, ms, profile_of, rows_of, share
 from backlight.report.source import Source
 
 SMALL = 0.005

@@ -12,8 +12,8 @@ import numpy as np
 from backlight.report import verdict
 from backlight.report.charts import Axis, Line, chart, spans_decades
 from backlight.report.encoding import script_json
-from backlight.report.live.following import Followed
-from backlight.report.live.standing import Stand, Standing
+from backlight.report.live.follower import Followed
+from backlight.report.live.run_state import Stand, Standing
 from backlight.report.overlay import SHOWN, compared, left_out, listing, part
 from backlight.report.panel import not_drawn
 from backlight.report.source import Series, Source

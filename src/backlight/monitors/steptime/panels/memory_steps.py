@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from backlight.report.accounted import account_of, size
 from backlight.report.charts import Axis, Line, chart
+from backlight.report.memory_account import account_of, size
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
 from backlight.report.text import visible

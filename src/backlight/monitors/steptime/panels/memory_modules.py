@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from backlight.report.accounted import account_of, size
+from backlight.report.memory_account import account_of, size
 from backlight.report.panel import Drawn, NotMeasured, panel
-from backlight.report.profiled import Figures, figures
+from backlight.report.profile_tables import Figures, figures
 from backlight.report.source import Source
 
 ROWS = 60
