@@ -29,7 +29,7 @@ names = [
     for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
 ]
 names += ["backlight.findings.evaluate", "backlight.session.comparison", "backlight.findings.fail_on",
-          "backlight.session.reporting", "backlight.session.environment", "backlight.session.live",
+          "backlight.session.reporting", "backlight.cli.doctor", "backlight.session.live",
           "backlight.cli.app"]
 import backlight.cli
 names += [m.name for m in pkgutil.walk_packages(backlight.cli.__path__, "backlight.cli.")]

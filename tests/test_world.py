@@ -11,8 +11,8 @@ import torch
 
 import backlight
 from backlight.capture.process_group import launch_id, place
+from backlight.cli.doctor import examine
 from backlight.distributed import World, world
-from backlight.session.environment import examine
 from backlight.store.default_path import default_path
 from backlight.store.write.attempt import job_of
 from backlight.store.write.writer import RunWriter

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from backlight.cli.drawing import panels_told
+from backlight.cli.render.panels import panels_told
 from backlight.report.panel import PanelWarning
 
 

@@ -158,7 +158,7 @@ def test_a_file_is_no_folder(full: Source, tmp_path: Path) -> None:
 def test_without_matplotlib_the_extra_is_named(
     full: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backlight.cli.outcome import told
+    from backlight.cli.errors import told
 
     real = builtins.__import__
 

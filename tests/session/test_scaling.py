@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.cli.swept import as_object, show
+from backlight.cli.render.sweep import as_object, show
 from backlight.diagnose.scaling.sweep import Point, _ask, _laws, parse_axes, sweep
 from backlight.diagnose.scaling.worker import answer, measure
 from backlight.launch.recipe import RecipeError, read_recipe

@@ -14,7 +14,7 @@ import typer
 
 import backlight
 from backlight.cli import commands
-from backlight.cli.outcome import REFUSALS, told
+from backlight.cli.errors import REFUSALS, told
 
 app = typer.Typer(
     name="backlight",

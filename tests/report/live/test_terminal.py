@@ -12,7 +12,7 @@ from growing import Growing
 from rich.console import Console
 from synthetic import Plan, finding
 
-from backlight.cli.live_terminal import show
+from backlight.cli.render.live import show
 from backlight.records import Finding, Severity
 from backlight.report.live.follower import Followed
 from backlight.report.live.run_state import EMPTY

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backlight.cli import app as application
-from backlight.cli.memory_options import FakeOptions, fake_options
+from backlight.cli.launch.memory_options import FakeOptions, fake_options
 from backlight.diagnose.memory import allocator
 from backlight.diagnose.memory.allocator import Allocator, read_allocator
 from backlight.report.panel import PANELS, Drawn, NotMeasured

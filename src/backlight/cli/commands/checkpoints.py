@@ -32,7 +32,7 @@ def checkpoints(
     ValueError
         If the script ended before anything could be looked at.
     """
-    from backlight.cli.explained import Page, print_json
+    from backlight.cli.console import Page, print_json
     from backlight.diagnose.checkpointing.observer import Checkpoints
     from backlight.launch.observe import end_script, explain
     from backlight.launch.script import check
@@ -53,7 +53,7 @@ def checkpoints(
 
 
 def _print(page: Any, observer: Checkpoints, code: int) -> None:
-    from backlight.cli.explained import place
+    from backlight.cli.console import place
 
     regions = observer.regions
     looked = f"{observer.steps} steps, {observer.backwards} backwards"
@@ -77,7 +77,7 @@ def _print(page: Any, observer: Checkpoints, code: int) -> None:
 
 
 def _as_json(observer: Checkpoints, script: str, code: int) -> dict[str, Any]:
-    from backlight.cli.explained import line_json
+    from backlight.cli.console import line_json
 
     return {
         "script": script,

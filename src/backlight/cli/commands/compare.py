@@ -44,7 +44,7 @@ def compare(
         raise ValueError(
             "expected two runs, or --ab with two commands; got " + (str(first) if first else "none")
         )
-    from backlight.cli.comparing import print_comparison
+    from backlight.cli.render.comparison import print_comparison
     from backlight.records import to_json
     from backlight.session.comparison import compare as compare_runs
     from backlight.store.read.run import open_run
@@ -62,7 +62,7 @@ def compare(
 def _alternate(
     commands: tuple[str, str], rounds: int, steps: int, limit: float, *, given: bool, as_json: bool
 ) -> int:
-    from backlight.cli.comparing import Turns, print_alternated
+    from backlight.cli.render.comparison import Turns, print_alternated
     from backlight.records import to_json
     from backlight.session.alternating import alternate
 

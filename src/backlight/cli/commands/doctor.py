@@ -16,8 +16,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
 ) -> int:
     """Check what backlight needs; exit code 1 if training cannot be watched here."""
+    from backlight.cli.doctor import examine
     from backlight.records import to_json
-    from backlight.session.environment import examine
 
     checks = examine()
     if as_json:

@@ -49,7 +49,7 @@ def memory(
     A script runs until some steps are recorded, and is ended. With --fake, also after TARGET, nothing is
     allocated: the options may follow the recipe, and --NAME VALUE is a setting of it.
     """
-    from backlight.cli.memory_options import fake_options
+    from backlight.cli.launch.memory_options import fake_options
 
     options = fake_options(
         target,
@@ -63,14 +63,14 @@ def memory(
         as_json=as_json,
     )
     if options is not None:
-        from backlight.cli.memory_prediction import run_prediction
+        from backlight.cli.launch.memory_prediction import run_prediction
 
         run_prediction(options)
         return 0
     from backlight.launch.script import check
 
     check(target, module=module)
-    from backlight.cli.memory_page import print_measured
+    from backlight.cli.render.memory import print_measured
     from backlight.diagnose.memory.document import measured_answer
     from backlight.diagnose.memory.measure import measure_memory
     from backlight.diagnose.memory.save import open_memory_run, store_memory

@@ -36,7 +36,7 @@ def nan(
     ValueError
         If the script ended before anything could be looked at.
     """
-    from backlight.cli.explained import Page, print_json
+    from backlight.cli.console import Page, print_json
     from backlight.diagnose.nan.tracer import NanHunt
     from backlight.launch.observe import end_script, explain
     from backlight.launch.script import check
@@ -57,7 +57,7 @@ def nan(
 
 
 def _print(page: Any, hunt: NanHunt, code: int) -> None:
-    from backlight.cli.explained import place
+    from backlight.cli.console import place
 
     found = hunt.found
     looked = f"{hunt.operations} operations, {hunt.backwards} backwards, {hunt.step + 1} steps"
@@ -109,7 +109,7 @@ def _some(names: list[str]) -> str:
 
 
 def _as_json(hunt: NanHunt, script: str, code: int) -> dict[str, Any]:
-    from backlight.cli.explained import line_json
+    from backlight.cli.console import line_json
 
     found = hunt.found
     return {

@@ -52,8 +52,8 @@ def profile(
     The script runs until its steps are counted: some under a clock alone, then a few under torch's
     profiler. It is ended after them.
     """
-    from backlight.cli.explained import Page, print_json
-    from backlight.cli.profiled import progress, show
+    from backlight.cli.console import Page, print_json
+    from backlight.cli.render.profile import progress, show
     from backlight.launch.script import check
     from backlight.records import to_json
 

@@ -50,7 +50,7 @@ def report(
     typer.Exit
         If a panel could not be drawn.
     """
-    from backlight.cli.drawing import panels_told
+    from backlight.cli.render.panels import panels_told
 
     with panels_told() as failed:
         _written(path, out, form, bundle, plots, animate=animate)

@@ -78,10 +78,10 @@ def run(
     The script's exit code, output and signals pass through. What backlight has to say goes to
     standard error when the script is over.
     """
-    from backlight.cli.summary import after_run
+    from backlight.cli.options import parse_groups, parse_size
+    from backlight.cli.render.summary import after_run
     from backlight.launch.script import check, launch
     from backlight.session.config import Settings
-    from backlight.session.sizes import parse_groups, parse_size
 
     check(script, module=module)
     given: dict[str, Any] = {
@@ -102,7 +102,7 @@ def run(
     settings = Settings.read(config, given) if config is not None else Settings.of(given)
     arguments = list(context.args)
     if slurm is not None or slurm_script is not None:
-        from backlight.cli.cluster_launch import launch as launch_job
+        from backlight.cli.launch.slurm import launch as launch_job
 
         return launch_job(context, script, arguments, out, slurm or [], slurm_script)
     from backlight.distributed import world

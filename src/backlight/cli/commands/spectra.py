@@ -58,10 +58,10 @@ def spectra(
     Each replicate is the gradient of one batch of the recipe. Without --checkpoints the freshly built model
     is measured. Under torchrun the layers are spread over the ranks; the numbers stay the same.
     """
-    from backlight.cli.spectra_page import as_object, bar, show
+    from backlight.cli.options import parse_size
+    from backlight.cli.render.spectra import as_object, bar, show
     from backlight.diagnose.spectra.options import Asked, method_of
     from backlight.launch.recipe import parse_settings
-    from backlight.session.sizes import parse_size
 
     asked = Asked(
         recipe=recipe,
@@ -88,7 +88,7 @@ def spectra(
 
     run = open_run(outcome.path)
     if as_json:
-        from backlight.cli.explained import print_json
+        from backlight.cli.console import print_json
 
         print_json(as_object(outcome, run))
     else:

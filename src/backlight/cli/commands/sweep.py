@@ -29,8 +29,8 @@ def sweep(
     as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
 ) -> int:
     """Measure a recipe at several sizes, each in a process of its own, and fit how time and memory grow."""
-    from backlight.cli.comparing import Turns
-    from backlight.cli.swept import as_object, show
+    from backlight.cli.render.comparison import Turns
+    from backlight.cli.render.sweep import as_object, show
     from backlight.diagnose.scaling.sweep import parse_axes
     from backlight.diagnose.scaling.sweep import sweep as run
     from backlight.launch.recipe import parse_settings

@@ -16,7 +16,7 @@ def top(
     ] = False,
 ) -> None:
     """Show a training live in the terminal: loss, phases, parameters, findings. q or Ctrl-C leaves."""
-    from backlight.cli.live_terminal import show
+    from backlight.cli.render.live import show
     from backlight.session.live import followed
 
     (run,) = followed([path])

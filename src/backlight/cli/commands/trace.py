@@ -35,7 +35,7 @@ def trace(
     ] = None,
 ) -> int:
     """Show where the time of a trace went: steps, idle time and its causes, operators, copies, ranks."""
-    from backlight.cli.trace_page import print_analysis, save_page
+    from backlight.cli.render.trace import print_analysis, save_page
     from backlight.records import to_json
     from backlight.trace.analysis import analyse
     from backlight.trace.cache import open_trace

@@ -35,7 +35,7 @@ def why_no_grad(
     ValueError
         If the script ended without a backward.
     """
-    from backlight.cli.explained import Page, print_json
+    from backlight.cli.console import Page, print_json
     from backlight.diagnose.missing_gradients.observer import WhyNoGrad
     from backlight.launch.observe import end_script, explain
     from backlight.launch.script import check
@@ -67,7 +67,7 @@ def why_no_grad(
 
 
 def _print_row(page: Any, row: Row) -> None:
-    from backlight.cli.explained import place
+    from backlight.cli.console import place
 
     reason = row.reason
     if reason is not None:
@@ -80,7 +80,7 @@ def _print_row(page: Any, row: Row) -> None:
 
 def _print(page: Any, answer: Missing, code: int, told: dict[str, str]) -> None:
     """Print what is new since the rows that were ``told`` before the first backward, and the sum."""
-    from backlight.cli.explained import place
+    from backlight.cli.console import place
 
     watched = f"{answer.watched} parameters, {answer.steps} steps, {answer.backwards} backwards"
     fresh = [row for row in answer.rows if row.reason and told.get(row.name) != row.reason.text]
@@ -105,7 +105,7 @@ def _print(page: Any, answer: Missing, code: int, told: dict[str, str]) -> None:
 
 
 def _as_json(answer: Missing, script: str, code: int) -> dict[str, Any]:
-    from backlight.cli.explained import line_json
+    from backlight.cli.console import line_json
 
     failure = answer.failure
     return {

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from backlight.cli.explained import Page, print_json
+from backlight.cli.console import Page, print_json
 from backlight.diagnose.memory.document import (
     NOT_PREDICTED,
     measured_answer,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from backlight.cli.grok_options import NAME, PRESET, SEED, SET, STEPS, overlay
+from backlight.cli.launch.grok_options import NAME, PRESET, SEED, SET, STEPS, overlay
 
 
 def config(

@@ -52,7 +52,7 @@ def launch(
         reason = f": {ENDED}{said[-1].partition(ENDED)[2]}" if said else ""
         print(f"backlight: job {handle.job_id} failed{reason}; its output is in {job.logs}", file=sys.stderr)
         return 2
-    from backlight.cli.summary import after_run
+    from backlight.cli.render.summary import after_run
 
     after_run(path)
     return 0

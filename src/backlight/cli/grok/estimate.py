@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from backlight.cli.grok_options import DEVICE, PRESET, SEED, SET, STEPS, overlay
+from backlight.cli.launch.grok_options import DEVICE, PRESET, SEED, SET, STEPS, overlay
 
 if TYPE_CHECKING:
     from backlight.experiments.cost_estimate import Estimate
@@ -31,7 +31,7 @@ def estimate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the estimate as one object.")] = False,
 ) -> None:
     """Time a few steps and each measure; print time, memory and disk of the whole run, and what would fit."""
-    from backlight.cli.grok_options import configured
+    from backlight.cli.launch.grok_options import configured
     from backlight.experiments.cost_check import estimate_of
 
     file = Path(what)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from backlight.cli.grok_options import CONFIG, DEVICE, NAME, PRESET, SEED, SET, STEPS, overlay
+from backlight.cli.launch.grok_options import CONFIG, DEVICE, NAME, PRESET, SEED, SET, STEPS, overlay
 
 
 def run(
@@ -54,9 +54,9 @@ def run(
     Interrupted by Ctrl-C or killed, it goes on with --resume to the same numbers. Before it starts, what it
     takes is compared with what is free.
     """
-    from backlight.cli import grok_launch
+    from backlight.cli.launch import grok
 
-    asked = grok_launch.Asked(
+    asked = grok.Asked(
         name=name,
         preset=preset,
         config=config,
@@ -66,10 +66,10 @@ def run(
         degrade=degrade,
     )
     if seeds is not None or sweep:
-        return grok_launch.sweep(asked, seeds, sweep or [], jobs, slurm, slurm_script)
+        return grok.sweep(asked, seeds, sweep or [], jobs, slurm, slurm_script)
     if slurm is not None or slurm_script is not None:
-        return grok_launch.submit(asked, slurm or [], slurm_script)
-    return grok_launch.here(asked, resume=resume)
+        return grok.submit(asked, slurm or [], slurm_script)
+    return grok.here(asked, resume=resume)
 
 
 def add_to(app: typer.Typer) -> None:

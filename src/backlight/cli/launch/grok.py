@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from backlight.cli.grok_options import configured
+from backlight.cli.launch.grok_options import configured
 
 if TYPE_CHECKING:
     from backlight.experiments.config import Configuration
@@ -69,7 +69,7 @@ def here(asked: Asked, *, resume: bool) -> int:
 def _one(
     configuration: Configuration, path: Path, *, resume: bool, degrade: bool, control_of: str = ""
 ) -> int:
-    from backlight.cli.grok_progress import Bar
+    from backlight.cli.progress import Bar
     from backlight.experiments.cost_check import Choice, choose, estimate_of
     from backlight.experiments.runner import refuse_existing, run_experiment, tier_of
 
@@ -110,7 +110,7 @@ def sweep(
     script: Path | None,
 ) -> int:
     """Run one process for each member of a sweep; return the exit code."""
-    from backlight.cli.grok_options import overlay
+    from backlight.cli.launch.grok_options import overlay
     from backlight.experiments.runner import finished
     from backlight.experiments.sweep import command, members, run_all, together
     from backlight.experiments.sweep import seeds as seeds_of

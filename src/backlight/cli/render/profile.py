@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from backlight.cli.explained import Page
+from backlight.cli.console import Page
 from backlight.diagnose.profile.document import short_line
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from backlight.cli.memory_options import FakeOptions
-from backlight.cli.memory_page import print_predicted
+from backlight.cli.launch.memory_options import FakeOptions
+from backlight.cli.render.memory import print_predicted
 
 
 def run_prediction(options: FakeOptions) -> None:
@@ -16,12 +16,12 @@ def run_prediction(options: FakeOptions) -> None:
     ValueError
         From what cannot be read or predicted.
     """
+    from backlight.cli.options import parse_size
     from backlight.diagnose.memory.batch_search import checkpointing, largest_batch
     from backlight.diagnose.memory.document import predicted_answer
     from backlight.diagnose.memory.predictor import Predictor
     from backlight.diagnose.memory.save import open_memory_run, store_memory
     from backlight.launch.recipe import parse_settings, read_recipe
-    from backlight.session.sizes import parse_size
 
     budget = None if options.budget is None else parse_size(options.budget, "--budget")
     recipe = read_recipe(options.recipe, parse_settings(options.settings))
