@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "report"))
 from growing import Growing
 from synthetic import Plan
 
+from backlight.analysis.live import Live, followed
+from backlight.analysis.report import write_html
 from backlight.findings.evaluate import findings_of
-from backlight.session.live import Live, followed
-from backlight.session.reporting import write_html
 from backlight.store.read.incremental import Follower
 from backlight.store.read.run import Run, open_run
 

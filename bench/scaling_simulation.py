@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from scaling import Inputs, measured, reading
 
-from backlight.session.cadence import BUDGET
+from backlight.session.sampling import BUDGET
 from backlight.store.write.segments import AGE_SHARE, FIRST_SEGMENT, SEGMENT_INTERVAL
 
 DAY = 86_400.0

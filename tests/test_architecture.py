@@ -28,8 +28,8 @@ names = [
     for package in (backlight.store, backlight.report)
     for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
 ]
-names += ["backlight.findings.evaluate", "backlight.session.comparison", "backlight.findings.fail_on",
-          "backlight.session.reporting", "backlight.cli.doctor", "backlight.session.live",
+names += ["backlight.findings.evaluate", "backlight.analysis.compare", "backlight.findings.fail_on",
+          "backlight.analysis.report", "backlight.cli.doctor", "backlight.analysis.live",
           "backlight.cli.app"]
 import backlight.cli
 names += [m.name for m in pkgutil.walk_packages(backlight.cli.__path__, "backlight.cli.")]

@@ -15,7 +15,7 @@ from backlight.cli import app as application
 from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import Rule
-from backlight.session.config import Settings
+from backlight.session.settings import Settings
 from backlight.store.format.schema import GRADIENT
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from backlight.analysis.overlay import overlay
 from backlight.cli import app as application
-from backlight.session.overlaying import overlay
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, write_grokking_run

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
+from backlight.analysis.grokking import examine, examined_where_possible
 from backlight.monitors.grokking.model.change_points import change_points
 from backlight.monitors.grokking.model.lead_lag import LEAST, follow, rank_correlation
 from backlight.monitors.grokking.model.reader import detect_run
-from backlight.session.examining import examine, examined_where_possible
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, sigmoid, write_grokking_run

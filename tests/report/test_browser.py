@@ -15,6 +15,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from synthetic import Plan, finding, health_of, write_run
 
+from backlight.analysis.overlay import as_page, overlay
+from backlight.analysis.report import source_of
 from backlight.records import Evidence, Finding, Made, Severity
 from backlight.report import page as pages
 from backlight.report.overlay import write_overlay
@@ -22,8 +24,6 @@ from backlight.report.page import render_page, write_page, write_report
 from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
 from backlight.report.source import Source
 from backlight.report.text import number
-from backlight.session.overlaying import as_page, overlay
-from backlight.session.reporting import source_of
 from backlight.store.read.run import Run
 from grokking_runs import Grok, write_grokking_run
 

@@ -12,9 +12,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
+from backlight.analysis.report import source_of
 from backlight.report.page import render_page, write_page
 from backlight.report.text import number
-from backlight.session.reporting import source_of
 from backlight.store.format.spectra import measurements
 from backlight.store.read.run import Run
 from spectra_runs import STRENGTHS, Planted, write_spectra_run

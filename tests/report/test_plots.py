@@ -89,7 +89,7 @@ def test_cells_that_were_not_measured_are_not_drawn_as_values(full: Source) -> N
 
 
 def test_both_times_are_marked(tmp_path: Path) -> None:
-    from backlight.session.reporting import source_of
+    from backlight.analysis.report import source_of
 
     source = source_of(write_grokking_run(tmp_path / "run", Grok(steps=1500, geometry=False)))
     panel, result = next((p, r) for p, r in rendered(source) if p.name == "learning_curves")

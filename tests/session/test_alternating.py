@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backlight.session import alternating
-from backlight.session.alternating import AlternatingError, alternate, last_words
+from backlight.analysis import ab_test
+from backlight.analysis.ab_test import AlternatingError, alternate, last_words
 from backlight.store.write.writer import RunWriter
 
 TRAIN = """
@@ -55,7 +55,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             writer.scalar(step, "phase/other", 0.02 * load * noise[1])
         writer.close()
 
-    monkeypatch.setattr(alternating, "_run", run)
+    monkeypatch.setattr(ab_test, "_run", run)
     return order
 
 
@@ -102,7 +102,7 @@ def test_two_rounds_are_refused() -> None:
     ],
 )
 def test_a_command_is_run_under_the_watch(command: str, expected: list[str]) -> None:
-    line = alternating._watched(command)(Path("out"), 30)
+    line = ab_test._watched(command)(Path("out"), 30)
     watched = line.index("backlight")
     assert line[watched - 1 : watched + 2] == ["-m", "backlight", "run"]
     assert line[-len(expected) :] == expected

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from backlight.analysis.bundle import bundle
+from backlight.analysis.report import write_html, write_markdown
 from backlight.cli.app import main
 from backlight.records import Evidence, Finding, Fingerprint, Made, RunStatus, Severity, Subject
-from backlight.session.bundling import bundle
-from backlight.session.reporting import write_html, write_markdown
 from backlight.store.errors import RunFormatError
 from backlight.store.write.watchdog import WatchdogWriter
 from backlight.store.write.writer import RunWriter

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from backlight.session.cadence import Cadence
+from backlight.session.sampling import Cadence
 
 
 def simulate(cadence: Cadence, steps: int, step_seconds: float, cost: float) -> list[int]:

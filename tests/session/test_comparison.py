@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backlight.analysis.compare import compare
+from backlight.analysis.fingerprint_diff import Role, arguments
 from backlight.records import Fingerprint, ParameterRecord, to_json
-from backlight.session.comparison import compare
-from backlight.session.likeness import Role, arguments
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 

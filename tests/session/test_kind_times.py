@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backlight.session import kind_times
-from backlight.session.kind_times import compare_kinds
+from backlight.analysis import op_times
+from backlight.analysis.op_times import compare_kinds
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 
@@ -76,7 +76,7 @@ def test_a_slower_kind_is_found_and_a_rare_one_not_tested(
             "other": np.full(steps, 1e-6),
         }
 
-    monkeypatch.setattr(kind_times, "_by_step", by_step)
+    monkeypatch.setattr(op_times, "_by_step", by_step)
     each = {"matmul": 4.0, "elementwise": 2.0, "other": 1e-6}
     found = compare_kinds(profiled(tmp_path / "a", 8, **each), profiled(tmp_path / "b", 8, **each))
     assert found is not None
@@ -92,7 +92,7 @@ def test_kinds_of_each_step_are_read_from_a_real_trace(tmp_path: Path) -> None:
     # In a process of its own: the profiler can crash under a test runner.
     subprocess.run([sys.executable, "-c", TRACED, str(out)], check=True)
     run = profiled(tmp_path / "run", 5, gzip.compress(out.read_bytes()), matmul=1.0)
-    found = kind_times._by_step(run, 5)
+    found = op_times._by_step(run, 5)
     assert found is not None
     assert len(found["matmul"]) == 5
     assert (found["matmul"] > 0).all()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from backlight.analysis.fingerprint_diff import differences
+from backlight.analysis.module_diff import count_words, layers, tree_words
 from backlight.records import Fingerprint
-from backlight.session.likeness import differences
-from backlight.session.module_trees import count_words, layers, tree_words
 
 
 def tree(count: int, *, inner: int = 0) -> dict[str, str]:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import backlight
+from backlight.analysis.sql import QueryError, query, tables, write
 from backlight.cli import app as application
-from backlight.session.querying import QueryError, query, tables, write
 from backlight.store.errors import ExportError
 from backlight.store.read.run import Run, open_run
 from cases import CASES

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from backlight.session.config import Settings
-from backlight.session.reducing import Reducing
+from backlight.session.distributed_norm import Reducing
+from backlight.session.settings import Settings
 
 
 @pytest.mark.parametrize(

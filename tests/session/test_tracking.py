@@ -18,11 +18,10 @@ from torch import nn
 import backlight
 from backlight.notifier import Notices
 from backlight.records import Finding, Layout, ParameterRecord, Placement
-from backlight.session import tracking
-from backlight.session.config import Settings
-from backlight.session.points import MOST_GROUPS, Naming, groups_of, is_split
-from backlight.session.sending import points_of, send
-from backlight.session.trackers import TRACKERS, Point, Tracked, Tracker, TrackerError
+from backlight.session.settings import Settings
+from backlight.session.trackers import TRACKERS, Point, Tracked, Tracker, TrackerError, thread
+from backlight.session.trackers.metrics import MOST_GROUPS, Naming, groups_of, is_split
+from backlight.session.trackers.replay import points_of, send
 from backlight.store.read.run import open_run
 
 ROOMS = ("health", "steptime")
@@ -191,7 +190,7 @@ def test_an_alarm_that_cannot_be_judged_leaves_the_training_unharmed(
         tried.set()
         raise OSError("gone")
 
-    monkeypatch.setattr(tracking, "open_run", broken)
+    monkeypatch.setattr(thread, "open_run", broken)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.warns(RuntimeWarning, match="not measured: findings for trackers before .* OSError: gone"):
@@ -273,9 +272,9 @@ def test_warnings_that_are_errors_do_not_end_the_training(
 def test_a_tracker_that_hangs_is_waited_for_but_not_for_ever(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "PATIENCE", 0.2)
-    monkeypatch.setattr(tracking, "WAITING", 4)
-    monkeypatch.setattr(tracking, "INTERVAL", 0.01)
+    monkeypatch.setattr(thread, "PATIENCE", 0.2)
+    monkeypatch.setattr(thread, "WAITING", 4)
+    monkeypatch.setattr(thread, "INTERVAL", 0.01)
     free = threading.Event()
     register("stuck", lambda *_: free.wait(60) and Kept())
     try:
@@ -291,15 +290,15 @@ def test_a_tracker_that_hangs_is_waited_for_but_not_for_ever(
 def test_a_slow_tracker_loses_the_oldest_and_it_is_said(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "WAITING", 4)
+    monkeypatch.setattr(thread, "WAITING", 4)
     kept, free = Kept(), threading.Event()
-    stopped = tracking.Feed.ask_to_stop
+    stopped = thread.Feed.ask_to_stop
 
     def ask(feed: Any, *, failed: bool) -> None:
         stopped(feed, failed=failed)
         free.set()
 
-    monkeypatch.setattr(tracking.Feed, "ask_to_stop", ask)
+    monkeypatch.setattr(thread.Feed, "ask_to_stop", ask)
     register("slow", lambda *_: free.wait(60) and kept)
     with pytest.warns(RuntimeWarning, match="'slow' was too slow: 5 steps were not sent"):
         train(tmp_path / "run", ["slow"], steps=9)
@@ -318,7 +317,7 @@ def test_only_the_first_rank_has_trackers(register: Callable[..., None]) -> None
     settings = Settings.of({"trackers": ["kept"]})
     for rank in (1, 0):
         writer: Any = SimpleNamespace(path=Path("run"), rank=rank, step_offset=0)
-        several = tracking.Tracking(settings, writer, Notices(Path("run")))
+        several = thread.Tracking(settings, writer, Notices(Path("run")))
         several.meet()
         several.stored(0, (), {"loss": 1.0}, {})
         several.end([], 0, failed=False)

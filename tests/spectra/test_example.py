@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.session.reporting import write_html
+from backlight.analysis.report import write_html
 from backlight.store.export.files import export
 from backlight.store.format.spectra import layers, measurements
 from backlight.store.read.run import open_run

@@ -17,7 +17,7 @@ from backlight.distributed import world
 from backlight.experiments.experiment import EXPERIMENTS
 from backlight.registry import PROBES, RULES, PlugInWarning, Registry
 from backlight.report.panel import PANELS
-from backlight.session.trackers import TRACKERS
+from backlight.session.trackers.base import TRACKERS
 from backlight.store.platform.filesystem import file_system_type, is_network_type
 from backlight.store.write.database import SQLITE_VERSION
 

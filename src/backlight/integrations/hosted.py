@@ -21,8 +21,8 @@ from backlight.findings.evaluate import findings_of
 from backlight.notifier import Notices
 from backlight.records import Finding
 from backlight.report.terminal import print_findings
-from backlight.session.config import Settings
-from backlight.session.plan import check_rooms
+from backlight.session.probes import check_rooms
+from backlight.session.settings import Settings
 from backlight.session.watch import Watch, watch
 from backlight.store.default_path import default_path
 from backlight.store.errors import StoreError

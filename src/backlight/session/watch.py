@@ -31,15 +31,15 @@ from backlight.monitors.steptime.instrument.runtime_info import (
 )
 from backlight.notifier import Notices
 from backlight.records import Finding, Made, RunStatus
-from backlight.session.cadence import Cadence
-from backlight.session.config import Settings
-from backlight.session.drain import Drain
-from backlight.session.ending import final_findings
-from backlight.session.entering import open_writer
-from backlight.session.plan import make_plan
-from backlight.session.recorder import Recorder
-from backlight.session.reducing import Reducing
-from backlight.session.tracking import Tracking
+from backlight.session.distributed_norm import Reducing
+from backlight.session.finalize import final_findings
+from backlight.session.probes import make_plan
+from backlight.session.run_directory import open_writer
+from backlight.session.sampling import Cadence
+from backlight.session.settings import Settings
+from backlight.session.step_recorder import Recorder
+from backlight.session.trackers.thread import Tracking
+from backlight.session.writer_thread import Drain
 from backlight.store.default_path import default_path
 from backlight.store.read.run import open_run
 
@@ -455,7 +455,7 @@ def watch(
         one. Without them, what needs per-sample gradients is not measured. The room spectra splits that
         batch where ``spectra={"split": R}`` asks for it.
     **settings:
-        Fields of :class:`backlight.session.config.Settings`: ``rooms``, ``every``, ``groups``,
+        Fields of :class:`backlight.session.settings.Settings`: ``rooms``, ``every``, ``groups``,
         ``histogram``, ``thresholds``, ``max_disk`` and others.
 
     Returns

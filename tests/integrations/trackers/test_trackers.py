@@ -21,8 +21,8 @@ from torch import nn
 
 import backlight
 from backlight.records import Finding, Severity, Subject
-from backlight.session.sending import send
 from backlight.session.trackers import TRACKERS, Tracked, TrackerError
+from backlight.session.trackers.replay import send
 from backlight.store.read.run import open_run
 
 STEPS = 6
@@ -297,7 +297,7 @@ def test_wandb_makes_a_run_of_its_own(tmp_path: Path, offline: Any) -> None:
 
 
 def test_wandb_is_told_findings_again_and_keeps_those_of_another_watch() -> None:
-    from backlight.integrations.trackers.wandb import _Run
+    from backlight.session.trackers.wandb import _Run
 
     theirs = SimpleNamespace(
         summary={"backlight/findings/spike": "warning: of before"},
@@ -349,7 +349,7 @@ def test_wandb_without_credentials(tmp_path: Path, offline: Any, monkeypatch: py
 def test_wandb_does_not_hold_the_process_for_a_server_that_is_not_there(
     tmp_path: Path, offline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backlight.integrations.trackers import wandb as ours
+    from backlight.session.trackers import wandb as ours
 
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
@@ -365,7 +365,7 @@ def test_wandb_does_not_hold_the_process_for_a_server_that_is_not_there(
 def test_wandb_waits_as_long_as_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
-    from backlight.integrations.trackers.wandb import PATIENCE, _patience
+    from backlight.session.trackers.wandb import PATIENCE, _patience
 
     for name in ("INIT", "FINISH"):
         monkeypatch.delenv(f"WANDB_{name}_TIMEOUT", raising=False)
@@ -436,7 +436,7 @@ def test_mlflow_uses_the_open_run(tmp_path: Path, mlflow: Any) -> None:
 def test_an_mlflow_server_that_is_not_there_is_said_soon(
     tmp_path: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backlight.integrations.trackers import mlflow as ours
+    from backlight.session.trackers import mlflow as ours
 
     train(tmp_path / "run", f"prometheus={tmp_path / 'run.prom'}")
     monkeypatch.setattr(ours, "ATTEMPTS", "1")

@@ -17,6 +17,7 @@ from growing import Growing
 from packed import unpack
 from synthetic import Plan, finding
 
+from backlight.analysis.live import followed
 from backlight.records import Finding, RunStatus
 from backlight.report import verdict
 from backlight.report.live import follower
@@ -25,7 +26,6 @@ from backlight.report.live.overlay import Several
 from backlight.report.live.run_state import Standing
 from backlight.report.panel import Drawn, Panel, in_order
 from backlight.report.source import Source
-from backlight.session.live import followed
 from backlight.store.errors import RunFormatError
 from backlight.store.read.run import Run, Scalar, open_run
 

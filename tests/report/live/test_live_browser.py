@@ -19,8 +19,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from synthetic import Plan
 
+from backlight.analysis.live import Live, followed
 from backlight.records import RunStatus
-from backlight.session.live import Live, followed
 from backlight.store.errors import RunFormatError
 from backlight.store.read.run import open_run
 

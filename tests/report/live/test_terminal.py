@@ -12,13 +12,13 @@ from growing import Growing
 from rich.console import Console
 from synthetic import Plan, finding
 
+from backlight.analysis.live import followed
 from backlight.cli.render.live import show
 from backlight.records import Finding, Severity
 from backlight.report.live.follower import Followed
 from backlight.report.live.run_state import EMPTY
 from backlight.report.live.terminal import frame, sparkline
 from backlight.report.source import Source
-from backlight.session.live import followed
 from backlight.store.read.run import open_run
 
 HOSTILE = "[red]\x1b[2J\u202e[/]\nname"

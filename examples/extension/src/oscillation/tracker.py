@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight.records import Finding
-from backlight.session.trackers import Point, Tracked, tracker
+from backlight.session.trackers.base import Point, Tracked, tracker
 
 
 class Lines:

@@ -44,9 +44,9 @@ def compare(
         raise ValueError(
             "expected two runs, or --ab with two commands; got " + (str(first) if first else "none")
         )
+    from backlight.analysis.compare import compare as compare_runs
     from backlight.cli.render.comparison import print_comparison
     from backlight.records import to_json
-    from backlight.session.comparison import compare as compare_runs
     from backlight.store.read.run import open_run
 
     one = open_run(first)
@@ -62,9 +62,9 @@ def compare(
 def _alternate(
     commands: tuple[str, str], rounds: int, steps: int, limit: float, *, given: bool, as_json: bool
 ) -> int:
+    from backlight.analysis.ab_test import alternate
     from backlight.cli.render.comparison import Turns, print_alternated
     from backlight.records import to_json
-    from backlight.session.alternating import alternate
 
     if given:
         raise ValueError("--ab takes two commands and no runs: leave out the runs, or --ab")

@@ -19,8 +19,8 @@ def demo(
     steps: Annotated[int, typer.Option("--steps", min=10, help="Steps to train.")] = 120,
 ) -> int:
     """Train a small transformer on the standard library's sources, watched, and write the report."""
+    from backlight.analysis.report import write_html
     from backlight.cli.demo_script import example_script
-    from backlight.session.reporting import write_html
 
     target = out if out is not None else Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     script = example_script("char_gpt.py")

@@ -61,7 +61,7 @@ def export(
     """
     from backlight.findings.evaluate import findings_of
     from backlight.report.text import count
-    from backlight.session.sending import send_all
+    from backlight.session.trackers.replay import send_all
     from backlight.store.export.files import export as write
     from backlight.store.export.table_files import export_tables
     from backlight.store.read.run import open_run

@@ -22,7 +22,7 @@ def open_page(
     ] = True,
 ) -> None:
     """Serve a live page of one run or of several, on this machine alone, until Ctrl-C."""
-    from backlight.session.live import Live, followed
+    from backlight.analysis.live import Live, followed
 
     live = Live(followed(paths), port)
     print(f"backlight: live page at {live.address}\nbacklight: Ctrl-C closes it", file=sys.stderr, flush=True)

@@ -41,7 +41,7 @@ def query(
     typer.BadParameter
         If there is neither a statement nor --tables, or two forms of output are asked for.
     """
-    from backlight.session import querying
+    from backlight.analysis import sql
     from backlight.store.read.run import open_run
 
     if (statement is None) != tables:
@@ -50,13 +50,13 @@ def query(
         raise typer.BadParameter("--json, --csv and --out exclude one another")
     run = open_run(path)
     if statement is None:
-        _print_tables(querying.tables(run), as_json=as_json)
+        _print_tables(sql.tables(run), as_json=as_json)
         return
-    with querying.query(run, statement) as answer:
+    with sql.query(run, statement) as answer:
         if out is not None:
-            print(querying.write(answer, out, overwrite=overwrite))
+            print(sql.write(answer, out, overwrite=overwrite))
         elif as_csv:
-            querying.print_csv(answer, sys.stdout)
+            sql.print_csv(answer, sys.stdout)
         elif as_json:
             listed = [dict(zip(answer.names, row, strict=True)) for row in answer.rows()]
             print(json.dumps(listed, indent=2, default=str))

@@ -64,17 +64,17 @@ def _written(
     if animate and plots is None:
         raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
     if bundle is not None:
+        from backlight.analysis.bundle import bundle as bundle_run
         from backlight.diagnose.matrix.directory import is_matrix
         from backlight.diagnose.matrix.rendering.bundle import write_bundle
-        from backlight.session.bundling import bundle as bundle_run
 
         if out is not None:
             raise ValueError(f"report: --out {out} and --bundle {bundle} exclude each other; give one")
         print(write_bundle(path, bundle) if is_matrix(path) else bundle_run(path, bundle))
         return
+    from backlight.analysis.report import write_html, write_markdown, write_pictures
     from backlight.diagnose.matrix.directory import is_matrix
     from backlight.diagnose.matrix.rendering.bundle import write_form
-    from backlight.session.reporting import write_html, write_markdown, write_pictures
 
     target = out if out is not None else path / f"report.{form.value}"
     if is_matrix(path):

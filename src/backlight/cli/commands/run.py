@@ -81,7 +81,7 @@ def run(
     from backlight.cli.options import parse_groups, parse_size
     from backlight.cli.render.summary import after_run
     from backlight.launch.script import check, launch
-    from backlight.session.config import Settings
+    from backlight.session.settings import Settings
 
     check(script, module=module)
     given: dict[str, Any] = {

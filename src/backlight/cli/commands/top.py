@@ -16,8 +16,8 @@ def top(
     ] = False,
 ) -> None:
     """Show a training live in the terminal: loss, phases, parameters, findings. q or Ctrl-C leaves."""
+    from backlight.analysis.live import followed
     from backlight.cli.render.live import show
-    from backlight.session.live import followed
 
     (run,) = followed([path])
     show(run, Console(), once=once)

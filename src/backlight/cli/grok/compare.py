@@ -25,9 +25,9 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print one object with every curve.")] = False,
 ) -> None:
     """Lay accuracies, losses and measures of several runs over each other, by step or from t_generalise."""
+    from backlight.analysis.overlay import as_page, overlay
     from backlight.cli.render.grok import print_overlaid
     from backlight.report.overlay import write_overlay
-    from backlight.session.overlaying import as_page, overlay
     from backlight.store.read.run import open_run
 
     overlaid = overlay([open_run(path) for path in runs], align=align, only=measure or ())

@@ -29,9 +29,9 @@ def detect(
     A control is found among the given runs and in the folders beside each. Exit code 2 if a run cannot be
     judged; the others are.
     """
+    from backlight.analysis.grokking import beside, examine
     from backlight.cli.render.grok import print_examined
     from backlight.monitors.grokking.model.curves import DetectionError
-    from backlight.session.examining import beside, examine
     from backlight.store.read.run import open_run
 
     opened = [open_run(path) for path in runs]

@@ -9,9 +9,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from backlight.analysis.ab_test import Alternated, words_of
+from backlight.analysis.compare import Comparison
 from backlight.monitors.steptime.model.step_comparison import TimeComparison
-from backlight.session.alternating import Alternated, words_of
-from backlight.session.comparison import Comparison
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:

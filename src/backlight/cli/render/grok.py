@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from backlight.analysis.grokking import Examined
+from backlight.analysis.overlay import Overlaid, value_at
 from backlight.monitors.grokking.model.lead_lag import Following
 from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.report.text import number, visible
-from backlight.session.examining import Examined
-from backlight.session.overlaying import Overlaid, value_at
 
 FOLLOWING = 10
 """Measures that are printed; --json has all."""

@@ -22,7 +22,7 @@ from backlight.store.read.frames import Block, join_ranks, model_order, total
 
 if TYPE_CHECKING:
     from backlight.notifier import Notices
-    from backlight.session.config import Settings
+    from backlight.session.settings import Settings
 
 SCALAR = "reduced/total_norm"
 PATIENCE = 60.0

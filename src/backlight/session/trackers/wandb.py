@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight.records import Finding
-from backlight.session.trackers import PREFIX, Point, Tracked, TrackerError, tracker
+from backlight.session.trackers.base import PREFIX, Point, Tracked, TrackerError, tracker
 
 PATIENCE = 20.0
 """Seconds for which a run of ours waits for a server, at its begin and for its last rows.

@@ -16,14 +16,14 @@ from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
 from backlight.capture.steps import StepSummary
 from backlight.records import Layout
-from backlight.session.draft import Draft, Part
+from backlight.session.step_record import Draft, Part
 
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope
     from backlight.monitors.grokking.instrument.geometry import Geometry
     from backlight.monitors.spectra.instrument.replicates import Replicating
-    from backlight.session.cadence import Cadence
-    from backlight.session.plan import Active, Plan
+    from backlight.session.probes import Active, Plan
+    from backlight.session.sampling import Cadence
 
 QUEUE = 512
 """Drafts that may wait for a slow disk before the oldest is dropped."""

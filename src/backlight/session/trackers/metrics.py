@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from backlight.monitors.health.model.groups import GroupError, members
 from backlight.records import Layout, ParameterRecord
-from backlight.session.trackers import Point
+from backlight.session.trackers.base import Point
 from backlight.store.format.schema import GRADIENT, UPDATE
 
 MOST_GROUPS = 32

@@ -1,7 +1,7 @@
 """What a tracker is: one file that takes numbers of a run to where a team already looks. No torch.
 
 A tracker is found by its name, and imported when somebody asks for it. It is given points: numbers of
-one step under the names of :mod:`backlight.session.points`.
+one step under the names of :mod:`backlight.session.trackers.metrics`.
 """
 
 from __future__ import annotations

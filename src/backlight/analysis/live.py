@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from backlight.analysis.report import source_of
 from backlight.findings.evaluate import findings_of
 from backlight.records import Finding
 from backlight.report.live.follower import Followed
 from backlight.report.live.overlay import Several
 from backlight.report.live.server import LiveServer, Subject
 from backlight.report.source import Source
-from backlight.session.reporting import source_of
 from backlight.store.format.manifest import MANIFEST
 from backlight.store.read.incremental import Follower
 from backlight.store.read.run import Run, open_run

@@ -9,9 +9,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from backlight.analysis.report import write_html, write_markdown
 from backlight.findings.evaluate import findings_of
 from backlight.records import to_json
-from backlight.session.reporting import write_html, write_markdown
 from backlight.store.export.archive import Member, check_archive, write_archive
 from backlight.store.platform.atomic_json import dump
 from backlight.store.read.run import Run, open_run

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight.records import Finding
-from backlight.session.trackers import PREFIX, Point, Tracked, in_markdown, tracker
+from backlight.session.trackers.base import PREFIX, Point, Tracked, in_markdown, tracker
 from backlight.store.format.names import safe_name
 
 

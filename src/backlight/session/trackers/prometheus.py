@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from backlight.records import Finding
-from backlight.session.trackers import Point, Tracked, TrackerError, tracker
+from backlight.session.trackers.base import Point, Tracked, TrackerError, tracker
 
 PORT = 9464
 """Port where none is named."""

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from backlight.session.draft import Draft
+from backlight.session.step_record import Draft
 from backlight.store.format.schema import GRADIENT
 
 if TYPE_CHECKING:
-    from backlight.session.recorder import Recorder
-    from backlight.session.reducing import Reducing
-    from backlight.session.tracking import Tracking
+    from backlight.session.distributed_norm import Reducing
+    from backlight.session.step_recorder import Recorder
+    from backlight.session.trackers.thread import Tracking
     from backlight.store.write.writer import RunWriter
 
 _NORM = GRADIENT.floats.index("norm")

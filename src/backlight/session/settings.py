@@ -25,8 +25,8 @@ from backlight.findings.evaluate import thresholds
 from backlight.monitors.grokking.model.measures import Measures
 from backlight.monitors.spectra.model.options import Catching
 from backlight.monitors.stalls.instrument.trace_option import traced_kinds
-from backlight.session.plan import DEFAULT_ROOMS
-from backlight.session.trackers import chosen
+from backlight.session.probes import DEFAULT_ROOMS
+from backlight.session.trackers.base import chosen
 
 FOLDERS = frozenset(
     {"out", "output", "outdir", "path", "dir", "folder", "log_dir", "logdir", "run_dir", "save_dir"}
@@ -73,7 +73,7 @@ class Settings:
         Overridden thresholds by room and name.
     trackers:
         Where numbers go while the training runs: ``NAME`` or ``NAME=TARGET`` of
-        :data:`backlight.session.trackers.TRACKERS`.
+        :data:`backlight.session.trackers.base.TRACKERS`.
     measures:
         What the room grokking measures, and how often.
     spectra:

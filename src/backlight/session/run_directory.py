@@ -10,7 +10,7 @@ from backlight.capture.process_group import launch_id, place
 from backlight.distributed import world
 from backlight.notifier import Notices
 from backlight.records import OTHERS
-from backlight.session.config import Settings
+from backlight.session.settings import Settings
 from backlight.store.errors import RunExistsError
 from backlight.store.format.hdf5_filters import Filters
 from backlight.store.write.attempt import JOIN_TIMEOUT

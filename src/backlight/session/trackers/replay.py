@@ -10,8 +10,8 @@ import numpy as np
 
 from backlight.findings.evaluate import findings_of
 from backlight.records import RunStatus
-from backlight.session.points import Naming, is_split
-from backlight.session.trackers import Point, Tracked, TrackerError, chosen
+from backlight.session.trackers.base import Point, Tracked, TrackerError, chosen
+from backlight.session.trackers.metrics import Naming, is_split
 from backlight.store.read.run import Run
 
 POINTS = 1000

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from backlight.analysis.module_diff import count_words, ignored, tree_words
 from backlight.records import Fingerprint
-from backlight.session.module_trees import count_words, ignored, tree_words
 
 PLACES = frozenset({
     "out", "output", "output_dir", "out_dir", "save", "save_dir", "log_dir", "logdir", "run_name", "name",

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from backlight.findings.evaluate import judge
 from backlight.records import Finding, Made, ParameterRecord
 from backlight.registry import RULES
-from backlight.session.points import Naming, is_split, point_of_blobs
-from backlight.session.trackers import Point, Sink, Tracked, Tracker, chosen
+from backlight.session.trackers.base import Point, Sink, Tracked, Tracker, chosen
+from backlight.session.trackers.metrics import Naming, is_split, point_of_blobs
 from backlight.store.read.run import open_run
 
 if TYPE_CHECKING:
     from backlight.notifier import Notices
-    from backlight.session.config import Settings
+    from backlight.session.settings import Settings
     from backlight.store.write.writer import RunWriter
 
 WAITING = 2048

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight.records import Finding
-from backlight.session.trackers import PREFIX, Point, Tracked, tracker
+from backlight.session.trackers.base import PREFIX, Point, Tracked, tracker
 
 EXPERIMENT = "backlight"
 """Experiment that runs of our own belong to."""

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.analysis.grokking import limits_of
 from backlight.monitors.grokking.model.curves import DetectionError
 from backlight.monitors.grokking.model.lead_lag import measures_of
 from backlight.monitors.grokking.model.reader import TEST, TRAIN, Stated, detect_run, stated
 from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.records import to_json
 from backlight.report.overlay import OverlayPage
-from backlight.session.examining import limits_of
 from backlight.store.read.run import Run
 
 CURVES = (TRAIN, TEST, "train_loss", "test_loss")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.analysis.grokking import examined_where_possible
 from backlight.findings.evaluate import findings_of, thresholds
 from backlight.measure.spectra.shrinkage import muon
 from backlight.monitors.grokking.model.curves import Interval
@@ -22,7 +23,6 @@ from backlight.report.page import render_page, write_page
 from backlight.report.plots.animation import write_animations
 from backlight.report.plots.save import Written, write_plots
 from backlight.report.source import Source
-from backlight.session.examining import examined_where_possible
 from backlight.store.read.run import Run, open_run
 
 
