@@ -8,7 +8,7 @@ ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 TESTS := $(ONE) $(BIN)/python -m pytest -q
 BESIDE := -n $(JOBS) --dist worksteal
 # Where tests stand that run alone: no other file need be read to find them (tests/test_architecture.py).
-ALONE := tests/faults tests/report/live tests/stalls tests/ways
+ALONE := tests/diagnose/matrix tests/faults tests/monitors/stalls tests/report/live tests/setups
 
 .PHONY: demo test test-full lint coverage ways bench docs clean
 .DELETE_ON_ERROR:
@@ -38,8 +38,8 @@ coverage: $(VENV)/.dev  ## line and branch coverage, watched scripts included
 docs: $(VENV)/.dev  ## the documentation site in build/site; its examples run while it is built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-ways: $(VENV)/.dev  ## every room in every way of training; writes the tables of README and docs/ways.md
-	$(ONE) $(BIN)/python tests/ways/table.py
+ways: $(VENV)/.dev  ## every room in every way of training; writes the tables of README and docs/setups.md
+	$(ONE) $(BIN)/python tests/setups/table.py
 
 bench: $(VENV)/.dev  ## every claim of speed, side by side with a peer
 	for file in bench/*.py; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$file || exit 1; done

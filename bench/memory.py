@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "steptime" / "memory"))
+sys.path.insert(0, str(ROOT / "tests" / "diagnose" / "memory"))
 
 import matrix_recipe as matrix  # noqa: E402 - found beside the tests
 from measured import measured_peak  # noqa: E402
@@ -34,7 +34,7 @@ from measured import measured_peak  # noqa: E402
 from backlight.diagnose.memory.predictor import Predictor  # noqa: E402
 from backlight.launch.recipe import read_recipe  # noqa: E402
 
-RECIPE = ROOT / "tests" / "steptime" / "memory" / "matrix_recipe.py"
+RECIPE = ROOT / "tests" / "diagnose" / "memory" / "matrix_recipe.py"
 GPT = ROOT / "examples" / "gpt_recipe.py"
 
 

@@ -68,7 +68,7 @@ def _torch() -> Check:
 def _device() -> Check:
     if importlib.util.find_spec("torch") is None:
         return Check("device", "limited", "no torch", "")
-    import torch  # noqa: PLC0415 - reading needs no torch
+    import torch
 
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
@@ -124,7 +124,7 @@ def _ranks() -> Check:
     """Check what starts several ranks, and what the environment says of this process."""
     if importlib.util.find_spec("torch") is None:
         return Check("ranks", "limited", "no torch", "")
-    import torch.distributed as dist  # noqa: PLC0415 - reading needs no torch
+    import torch.distributed as dist
 
     if not dist.is_available():
         return Check("ranks", "limited", "torch without distributed", "one process at a time")
@@ -156,8 +156,8 @@ def _names() -> Check:
     """Check the private names of torch that captures rely on; each has a fallback."""
     if importlib.util.find_spec("torch") is None:
         return Check("hooks", "limited", "no torch", "")
-    from torch.nn.utils import clip_grad  # noqa: PLC0415 - reading needs no torch
-    from torch.utils.data import dataloader  # noqa: PLC0415
+    from torch.nn.utils import clip_grad
+    from torch.utils.data import dataloader
 
     wanted = {
         "clipping by norm": hasattr(clip_grad, "_clip_grads_with_norm_"),

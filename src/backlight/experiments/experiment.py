@@ -123,5 +123,5 @@ class Experiment(Generic[S]):
 
 
 EXPERIMENTS: Registry[Experiment[Any]] = Registry(
-    "experiment", part="experiments", group="backlight.experiments", holds=Experiment
+    "experiment", part="published", group="backlight.experiments", holds=Experiment
 )

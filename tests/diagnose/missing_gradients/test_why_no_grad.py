@@ -1,0 +1,236 @@
+"""Every planted reason is found, with its line, before backward where the graph allows; twins are silent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from backlight.capture.hub import HUB
+from backlight.diagnose.missing_gradients.observer import Missing, Row, WhyNoGrad
+from cases import CASES
+from faults.missing_gradients import FAULTS, NON_LEAF, OVERWRITTEN, adversarial
+from faults.planting import Fault, Train
+from thinning import thinned
+
+
+class _Stop(BaseException):
+    """Ends a training that has been observed for long enough."""
+
+
+def observe(train: Train, planted: bool, steps: int = 2) -> tuple[Missing, list[Row]]:
+    early: list[Row] = []
+
+    def end() -> None:
+        raise _Stop
+
+    observer = WhyNoGrad(steps, end, lambda rows, _line: early.extend(rows))
+    with observer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with contextlib.suppress(_Stop, RuntimeError):
+            train(planted)
+    assert not HUB.active
+    assert not observer.answer.notes
+    return observer.answer, early
+
+
+EACH = pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+
+
+@EACH
+def test_the_reason_and_its_line(fault: Fault) -> None:
+    answer, early = observe(fault.train, planted=True)
+    expected = fault.expected
+    found = {row.name: row for row in answer.rows}
+    assert set(found) == set(expected["names"])
+    for row in found.values():
+        assert row.reason.cause == expected["cause"]
+        assert re.search(expected["text"], row.reason.text), row.reason.text
+        if fault.line is not None:
+            assert row.reason.line is not None
+            assert row.reason.line.path == fault.train.__code__.co_filename
+            assert row.reason.line.number == fault.line
+    before = {row.name for row in early}
+    late = expected.get("after") or expected["cause"] in {"not in an optimizer", "optimizer holds another"}
+    assert before == (set() if late else set(found))
+
+
+@EACH
+def test_the_healthy_twin_is_silent(fault: Fault) -> None:
+    answer, early = observe(fault.train, planted=False)
+    assert [f"{r.name}: {r.reason.text}" for r in answer.rows] == []
+    assert early == []
+    assert answer.steps == 2
+    assert answer.failure is None
+
+
+def test_a_saved_tensor_changed_in_place() -> None:
+    answer, _ = observe(OVERWRITTEN.train, planted=True)
+    assert answer.failure is not None
+    assert re.search(r"of shape \(5, 8\) .* in place by add_ after tanh had used it", answer.failure.text)
+    assert answer.failure.line.number == OVERWRITTEN.line
+    assert "tanh(self.first(x))" in answer.failure.saved.text
+    assert observe(OVERWRITTEN.train, planted=False)[0].failure is None
+
+
+def test_the_grad_of_a_computed_tensor_is_read() -> None:
+    def end() -> None:
+        raise _Stop
+
+    rows = {}
+    for planted in (True, False):
+        observer = WhyNoGrad(3, end)
+        with observer, contextlib.suppress(_Stop), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            NON_LEAF.train(planted)
+        assert observer.answer.steps == 3
+        rows[planted] = observer.answer.rows
+    assert [row.reason.cause for row in rows[True]] == ["not a leaf"]
+    assert rows[True][0].reason.line.number == NON_LEAF.line
+    assert "so backward leaves nothing in its .grad, read at" in rows[True][0].reason.text
+    assert rows[False] == []
+
+
+def test_what_arrives_in_a_later_backward_is_taken_back() -> None:
+    answer, early = observe(adversarial, planted=False, steps=3)
+    assert {row.name for row in early} == {"Linear.weight", "Linear.bias"}
+    assert answer.rows == []
+
+
+@pytest.mark.parametrize("name", thinned(CASES))
+def test_cases_stay_bit_identical_and_only_the_known_ones_are_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+    alone = case.train()
+
+    def end() -> None:
+        raise AssertionError("ended too early")
+
+    observer = WhyNoGrad(10**6, end)
+    with observer:
+        watched = case.train()
+    for one, two in zip(alone, watched, strict=True):
+        assert torch.equal(one.nan_to_num(), two.nan_to_num())
+    assert {row.name for row in observer.answer.rows} == set(case.unmeasured)
+    assert observer.answer.notes == []
+
+
+SCRIPT = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    print("step", step, sys.argv[1:])
+    hidden = model[1](model[0](torch.ones(2, 3)))
+    loss = model[2](hidden.detach()).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "backlight", "why-no-grad", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_the_command_speaks_before_the_first_backward(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = command(tmp_path, "--steps", "1", "train.py", "--json")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "step 0 ['--json']"
+    assert lines[1] == "before the first backward (train.py:10):"
+    text = "  0.weight [4x3]  cut on its way to the loss by detach: detached  train.py:8  loss ="
+    assert lines[2].startswith(text)
+    assert lines[3].startswith("  0.bias [4]  cut")
+    # The second step's forward runs before its backward ends the script.
+    summary = "2 parameters are not trained (4 parameters, 1 steps, 1 backwards)"
+    assert lines[4:] == ["step 1 ['--json']", summary]
+
+
+def test_the_command_in_json(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = command(tmp_path, "--json", "--fail", "train.py")
+    assert done.returncode == 1, done.stderr
+    answer = json.loads(done.stdout)
+    assert [(r["parameter"], r["cause"], r["found"]) for r in answer["not_trained"]] == [
+        ("0.weight", "cut", "before backward"),
+        ("0.bias", "cut", "before backward"),
+    ]
+    assert answer["not_trained"][0]["place"]["line"] == "train.py:8"
+    assert done.stderr.startswith("step 0 []\n")
+
+
+def test_the_example(tmp_path: Path) -> None:
+    example = Path(__file__).parents[3] / "examples" / "cut_gradient.py"
+    done = command(tmp_path, "--json", str(example), "--plant")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["not_trained"]
+    assert {(row["parameter"], row["cause"]) for row in rows} == {
+        ("centres", "cut"),
+        ("encoder.weight", "left torch"),
+        ("encoder.bias", "left torch"),
+    }
+    assert "< 0.5).sum" in rows[0]["place"]["source"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "train.py: no such script"),
+        (
+            "print('nothing to train')\n",
+            "train.py: ended (exit code 0) without a backward; expected a script",
+        ),
+        ("import sys\nsys.exit(5)\n", "train.py: ended (exit code 5) without a backward"),
+    ],
+)
+@pytest.mark.parametrize("name", ["why-no-grad", "nan", "checkpoints"])
+def test_a_script_that_does_not_train(
+    name: str, text: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from backlight.cli.app import main
+
+    if text is not None:
+        (tmp_path / "train.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    with pytest.raises(SystemExit) as leaving:
+        main([name, "train.py"])
+    assert leaving.value.code == 2
+    errors = capfd.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_a_branch_cut_inside_a_reentrant_checkpoint_is_not_called_unused() -> None:
+    def train(_planted: bool) -> None:
+        first, cut, last = (torch.nn.Linear(4, 4) for _ in range(3))
+        model = torch.nn.ModuleList([first, cut, last])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            hidden = checkpoint(lambda h: h + cut(h).detach(), first(torch.ones(2, 4)), use_reentrant=True)
+            last(hidden).sum().backward()
+            optimizer.step()
+
+    answer, _ = observe(train, planted=True, steps=3)
+    assert {row.name for row in answer.rows} == {"1.weight", "1.bias"}
+    assert all("re-entrant checkpoint" in row.reason.text for row in answer.rows), answer.rows

@@ -1,0 +1,133 @@
+"""A recipe over sizes: measured, out of memory as a result, time limits, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from backlight.cli.render.sweep import as_object, show
+from backlight.diagnose.scaling.sweep import Point, _ask, _laws, parse_axes, sweep
+from backlight.diagnose.scaling.worker import answer, measure
+from backlight.launch.recipe import RecipeError, read_recipe
+
+RECIPE = """
+import time
+import torch
+from torch import nn
+
+def build_model(dim=8):
+    if dim == 512:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+    return nn.Sequential(nn.Linear(8, dim), nn.ReLU(), nn.Linear(dim, 1))
+
+def build_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+def batches(rank, world_size, dim=8):
+    while True:
+        time.sleep(1e-4 * dim)
+        yield torch.randn(4, 8)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_axes_are_read_and_refused() -> None:
+    assert parse_axes(["dim=512,768", "amp=true", "name=a"]) == {
+        "dim": [512, 768],
+        "amp": [True],
+        "name": ["a"],
+    }
+    for pair in ("dim", "dim=1,,2", "=3"):
+        with pytest.raises(RecipeError, match=f"--set {pair}: expected name=value,value"):
+            parse_axes([pair])
+    with pytest.raises(RecipeError, match="dim is set twice"):
+        parse_axes(["dim=1", "dim=2"])
+
+
+def test_phases_of_a_recipe_are_measured(recipe: Path) -> None:
+    found = measure(read_recipe(recipe, {"dim": 50}), 16)
+    assert found["parameters"] == 50 * 9 + 51
+    assert 5 <= found["phases"]["data"] <= found["step_ms"]
+    assert {"data", "forward", "loss", "backward", "optimizer"} <= set(found["phases"])
+    assert sum(found["phases"].values()) == pytest.approx(found["step_ms"], rel=0.1)
+
+
+@pytest.mark.full
+def test_sizes_are_measured_and_one_without_memory_is_a_result(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[int, int]] = []
+    found = sweep(
+        recipe, {"dim": [50, 100, 200, 512]}, steps=16, at={"dim": 300},
+        on_point=lambda done, of: seen.append((done, of)),
+    )  # fmt: skip
+    assert [point.status for point in found.points] == ["measured"] * 3 + ["out of memory"]
+    assert seen[-1] == (4, 4)
+    laws = {law.quantity: law.exponents[0] for law in found.laws}
+    assert 0.8 <= laws["phase data"].value <= 1.1  # sleeps that are proportional to it
+    assert found.expected["phase data"] == pytest.approx(30, rel=0.25)
+    assert json.loads(json.dumps(as_object(found)))["points"][3]["status"] == "out of memory"
+    show(found)
+    printed = capsys.readouterr().out
+    assert "out of memory" in printed
+    assert "power of dim" in printed
+    assert "dim=512: OutOfMemoryError: CUDA out of memory" in printed
+
+
+def test_a_size_that_takes_too_long_is_ended(recipe: Path) -> None:
+    request = {"recipe": str(recipe), "settings": {"dim": 8}, "fake": False, "steps": 16, "max_memory": None}
+    assert _ask(request, 0.5) == {"status": "did not finish", "message": "not within 0.5 s (--limit)"}
+
+
+def test_errors_of_a_recipe_are_statuses(recipe: Path) -> None:
+    request = {
+        "recipe": str(recipe),
+        "settings": {"width": 8},
+        "fake": False,
+        "steps": 16,
+        "max_memory": None,
+    }
+    found = answer(request)
+    assert found["status"] == "failed"
+    assert "takes the setting 'width'" in found["message"]
+
+
+def test_what_cannot_be_swept_is_refused(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="nothing is swept"):
+        sweep(recipe, {"dim": [8]})
+    with pytest.raises(RecipeError, match="no such recipe"):
+        sweep(tmp_path / "none.py", {"dim": [8, 16]})
+
+
+def test_settings_without_sizes_are_not_fitted() -> None:
+    points = [
+        Point({"act": name}, "measured", parameters=5, step_ms=1.0) for name in ("relu", "gelu", "silu")
+    ]
+    laws, notes = _laws(points)
+    assert laws == []
+    assert "no setting with two or more sizes" in notes[0]
+
+
+@pytest.mark.full
+def test_a_billion_parameters_are_predicted() -> None:
+    example = Path(__file__).resolve().parents[3] / "examples" / "gpt_recipe.py"
+    axes = {"dim": [1024, 1536, 2304], "n_blocks": [16], "seq": [512], "heads": [16]}
+    found = sweep(example, axes, fake=True)
+    assert [point.status for point in found.points] == ["predicted"] * 3
+    assert (found.points[-1].parameters or 0) > 1e9
+    # AdamW: parameters, gradients and two moments of four bytes each are the least.
+    assert all((point.memory or 0) > 16 * (point.parameters or 0) for point in found.points)
+    laws = {law.quantity: law.exponents[0].value for law in found.laws}
+    assert laws["parameters"] == pytest.approx(2.0, abs=0.02)
+    assert 1.0 < laws["memory"] < 2.0

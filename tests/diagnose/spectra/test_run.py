@@ -1,0 +1,460 @@
+"""Spectra of a recipe: right, the same on any number of ranks, resumed after a kill, refused with reasons."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from backlight.cli import app as application
+from backlight.diagnose.spectra import checkpoint
+from backlight.diagnose.spectra.options import Asked
+from backlight.diagnose.spectra.run import measure_spectra
+from backlight.launch.recipe import read_recipe
+from backlight.measure.spectra.measurement import spectral_echo
+from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.model.reader import FIELDS, layers, left_out, measurements, table
+from backlight.store.errors import StoreError
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt_recipe.py"
+
+RECIPE = """
+import time
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4)
+        self.qkv, self.drop, self.head = nn.Linear(4 * dim, 3 * dim), nn.Dropout(0.1), nn.Linear(3 * dim, 5)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.conv(x[:, None]))).flatten(1)
+        return self.head(self.drop(self.qkv(x)))
+
+def build_model(dim=8):
+    return Net(dim)
+
+def batches(rank, world_size, batch=12, dim=8):
+    generator = torch.Generator().manual_seed(1000 + rank)
+    while True:
+        x = torch.randn(batch, dim, generator=generator)
+        yield x, (x[:, :5] + torch.randn(batch, 5, generator=generator)).argmax(1)
+
+def loss(model, batch, pause=0.0):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+def split(name, tensor):
+    return dict(zip([f"{name}:{p}" for p in "qkv"], tensor.chunk(3))) if name == "qkv.weight" else None
+"""
+
+NAMES = ["conv.weight", "qkv.weight:q", "qkv.weight:k", "qkv.weight:v", "head.weight"]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE, encoding="utf-8")
+    return path
+
+
+def changed(recipe, old, new):
+    text = recipe.read_text(encoding="utf-8")
+    assert old in text
+    recipe.write_text(text.replace(old, new), encoding="utf-8")
+    return recipe
+
+
+def measure(recipe, out, **options):
+    return measure_spectra(Asked(recipe=recipe, out=out, **{"replicates": 5, **options}))
+
+
+def equal(first, second):
+    """Tell whether two runs hold the same numbers, to the bit."""
+    one, other = open_run(first), open_run(second)
+    assert layers(one) == layers(other)
+    keys = [(m.step, m.parameter) for m in measurements(one)]
+    assert sorted(keys) == sorted((m.step, m.parameter) for m in measurements(other))
+    assert keys
+    for step, parameter in keys:
+        a, b = table(one, step, parameter), table(other, step, parameter)
+        assert repr(a.measurement) == repr(b.measurement)
+        np.testing.assert_array_equal(a.singular_values, b.singular_values)
+        for name in FIELDS:
+            np.testing.assert_array_equal(a[name], b[name], err_msg=f"{parameter} {name}")
+
+
+def launched(ranks, *arguments):
+    """Start the command on several ranks, as torchrun does."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    command += ["-m", "backlight", "spectra", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [str(word) for word in command],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_it_measures_what_the_functions_measure(recipe, tmp_path):
+    changed(recipe, "Dropout(0.1)", "Dropout(0.0)")
+    outcome = measure(recipe, tmp_path / "run", settings={"batch": 10})
+    assert (outcome.layers, outcome.measured, outcome.there, outcome.batch) == (5, 5, 0, 10)
+    run = open_run(tmp_path / "run")
+    assert [layer.parameter for layer in layers(run)] == NAMES
+    assert set(left_out(run)) == {"conv.bias", "norm.weight", "norm.bias", "qkv.bias", "head.bias"}
+    assert run.rooms == ("spectra",)
+
+    given = read_recipe(recipe, {"batch": 10})
+    # The weights that were measured follow from the seed.
+    from backlight.monitors.spectra.instrument.replicate_gradient import seed_by
+
+    seed_by(0, "model")
+    model = given.build_model()
+    found = []
+    for replicate in range(5):
+        value = given.loss(model, next(given.batches(replicate, 5)))
+        found.append(torch.autograd.grad(value, [model.conv.weight, model.qkv.weight]))
+    expected = {
+        "conv.weight": spectral_echo([g[0].reshape(4, 3) for g in found]),
+        "qkv.weight:k": spectral_echo([g[1].chunk(3)[1] for g in found]),
+    }
+    for name, result in expected.items():
+        stored = table(run, 0, name)
+        np.testing.assert_allclose(stored["echo"], result.echo, rtol=1e-6)
+        np.testing.assert_allclose(stored.singular_values, result.singular_values, rtol=1e-6)
+        assert stored.measurement["signal_share"] == pytest.approx(result.noise.signal_share, rel=1e-9)
+        assert stored.measurement["noise_scale"] == pytest.approx(result.noise.noise_scale(10), rel=1e-9)
+    s = torch.linalg.svdvals(model.head.weight.detach().double())
+    rank = float((s**2).sum() / s[0] ** 2)
+    assert table(run, 0, "head.weight").measurement["stable_rank_weight"] == pytest.approx(rank, rel=1e-4)
+    s = torch.linalg.svdvals(torch.stack([g[0].reshape(4, 3) for g in found]).mean(0).double())
+    rank = float((s**2).sum() / s[0] ** 2)
+    assert table(run, 0, "conv.weight").measurement["stable_rank_gradient"] == pytest.approx(rank, rel=1e-4)
+
+
+def test_how_the_work_is_spread_changes_nothing(recipe, tmp_path):
+    measure(recipe, tmp_path / "one")
+    outcome = measure(recipe, tmp_path / "sweeps", budget=6000)
+    assert outcome.sweeps > 2
+    equal(tmp_path / "one", tmp_path / "sweeps")
+    measure(recipe, tmp_path / "part", include=["qkv.weight:k", "conv"])
+    one, part = open_run(tmp_path / "one"), open_run(tmp_path / "part")
+    for name in ("qkv.weight:k", "conv.weight"):
+        np.testing.assert_array_equal(table(one, 0, name)["echo"], table(part, 0, name)["echo"])
+    measure(recipe, tmp_path / "other", seed=1)
+    other = table(open_run(tmp_path / "other"), 0, "qkv.weight:k")
+    assert not np.array_equal(other["echo"], table(one, 0, "qkv.weight:k")["echo"])
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4, 7))])
+def test_ranks_change_nothing(recipe, tmp_path, ranks):
+    measure(recipe, tmp_path / "one")
+    process = launched(
+        ranks, recipe, "--replicates", 5, "--budget", 9000, "--out", tmp_path / "several", "--json"
+    )
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    answer = json.loads(out)
+    assert (answer["world_size"], answer["measured"], len(answer["layers"])) == (ranks, 5, 5)
+    equal(tmp_path / "one", tmp_path / "several")
+    run = open_run(tmp_path / "several")
+    owners = [event.rank for event in run.events("spectra_measured")]
+    assert len(owners) == 5
+    assert len(set(owners)) == min(ranks, 5)
+
+
+def test_an_error_of_one_rank_is_that_of_all(recipe, tmp_path):
+    # Replicate 3 belongs to rank 1 of 2, and its batch leaves the head unused.
+    changed(
+        recipe,
+        "    x, y = batch\n",
+        "    x, y = batch\n    if FIRST[3](x):\n        return model.qkv.weight.sum()\n",
+    )
+    recipe.write_text(
+        recipe.read_text(encoding="utf-8")
+        + "\nFIRST = {3: lambda x: torch.equal(x, next(batches(3, 5))[0])}\n",
+        encoding="utf-8",
+    )
+    # Without a launcher, which would end the other rank before it has spoken.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "backlight", "spectra", str(recipe), "--replicates", "5"]
+    ranks = [
+        subprocess.Popen(
+            [*command, "--out", str(tmp_path / "run")],
+            env={**os.environ, **where, "RANK": rank}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    said = [process.communicate(timeout=60)[1].splitlines()[-1] for process in ranks]
+    assert [process.returncode for process in ranks] == [2, 2]
+    assert said[0] == said[1]
+    assert said[0].startswith("backlight: layer 'conv.weight': replicate 3 gave it no gradient")
+    with pytest.raises(SpectraError, match=r"layer 'conv\.weight': replicate 3 gave it no gradient"):
+        measure(recipe, tmp_path / "one")
+
+
+def test_it_goes_on_after_a_kill(recipe, tmp_path):
+    changed(recipe, "    x, y = batch\n", "    x, y = batch\n    time.sleep(0.1)\n")
+    options = ("--replicates", 5, "--budget", 3000, "--out", tmp_path / "run")
+    process = launched(2, recipe, *options)
+    try:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            try:
+                if measurements(open_run(tmp_path / "run")):
+                    break
+            except StoreError:
+                pass
+            time.sleep(0.01)
+    finally:
+        # The ranks first: the launcher would end them, or leave them behind.
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii")
+        for child in [*map(int, children.split()), process.pid]:
+            os.kill(child, signal.SIGKILL)
+        process.communicate()
+    before = {m.parameter for m in measurements(open_run(tmp_path / "run"))}
+    assert 0 < len(before) < 5
+    outcome = measure(recipe, tmp_path / "run", budget=10**9)
+    assert outcome.there >= len(before)
+    assert outcome.there + outcome.measured == 5
+    run = open_run(tmp_path / "run")
+    assert len(run.attempts) == 2
+    assert len(run.events("spectra_measured")) == 5
+    measure(recipe, tmp_path / "whole")
+    equal(tmp_path / "whole", tmp_path / "run")
+    assert measure(recipe, tmp_path / "run").measured == 0
+    assert len(open_run(tmp_path / "run").attempts) == 2
+
+
+def test_layers_whose_arrays_were_lost_are_measured_again(recipe, tmp_path):
+    measure(recipe, tmp_path / "run")
+    min((tmp_path / "run" / "attempt-000" / "arrays").iterdir()).unlink()
+    outcome = measure(recipe, tmp_path / "run")
+    assert outcome.measured >= 1
+    assert outcome.measured + outcome.there == 5
+    measure(recipe, tmp_path / "whole")
+    equal(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_folder_that_vanishes_is_said(recipe, tmp_path):
+    def vanish(stage):
+        if "travel" in stage.text:
+            shutil.rmtree(tmp_path / "run")
+
+    asked = Asked(recipe=recipe, replicates=5, out=tmp_path / "run")
+    with pytest.raises(SpectraError, match="run the same command again once that is mended"):
+        measure_spectra(asked, vanish)
+
+
+def test_checkpoints_in_their_order(recipe, tmp_path):
+    model = read_recipe(recipe).build_model()
+    for step in (10, 9):
+        torch.save({"model": model.state_dict()}, tmp_path / f"step-{step}.pt")
+        torch.nn.init.normal_(model.head.weight)
+    stages = []
+    pattern = str(tmp_path / "step-*.pt")
+    asked = Asked(recipe=recipe, checkpoints=[pattern], replicates=4, out=tmp_path / "run")
+    outcome = measure_spectra(asked, stages.append)
+    assert [(c.step, c.path.name) for c in outcome.checkpoints] == [(9, "step-9.pt"), (10, "step-10.pt")]
+    assert stages[-1].done == stages[-1].total == 10
+    run = open_run(tmp_path / "run")
+    weights = [m["stable_rank_weight"] for m in measurements(run, "head.weight")]
+    assert len(set(weights)) == 2
+    torch.save(model.state_dict(), tmp_path / "step-11.pt")
+    later = measure_spectra(asked)
+    assert (later.measured, later.there) == (5, 10)
+    torch.save(model.state_dict(), tmp_path / "step-9.pt")
+    with pytest.raises(SpectraError, match=r"step 9 was measured on other weights \(.*step-9\.pt\)"):
+        measure_spectra(asked)
+
+
+def test_another_configuration_is_refused(recipe, tmp_path):
+    measure(recipe, tmp_path / "run")
+    with pytest.raises(
+        SpectraError, match=r"another configuration \(--replicates was 5, is 6\); use the same"
+    ):
+        measure(recipe, tmp_path / "run", replicates=6)
+    with pytest.raises(SpectraError, match="--method was auto, is svd"):
+        measure(recipe, tmp_path / "run", method="svd")
+    with pytest.raises(SpectraError, match=r"\(the recipe changed\)"):
+        measure(changed(recipe, "relu", "gelu"), tmp_path / "run")
+    RunWriter.create(tmp_path / "stranger").close()
+    writer = RunWriter.create(tmp_path / "stranger")
+    writer.scalar(0, "loss", 1.0)
+    writer.close()
+    with pytest.raises(SpectraError, match="is a run of something else; choose another --out"):
+        measure(recipe, tmp_path / "stranger")
+
+
+REFUSED = {
+    "one batch for all ranks": ("seed(1000 + rank)", "seed(7)", {}, "replicates 0 and 1 got the same batch"),
+    "batches of two sizes": (
+        "generator = torch", "batch += rank // 4\n    generator = torch", {},
+        "the batch of replicate 4 has 13 samples, that of replicate 0 has 12",
+    ),
+    "no batch": ("while True:", "while rank < 3:", {}, r"batches\(3, 5\) gave no batch"),
+    "NaN in one replicate": (
+        "x = torch.randn(batch, dim, generator=generator)",
+        "x = torch.randn(batch, dim, generator=generator) * (float('nan') if rank == 2 else 1)", {},
+        "the gradient of replicate 2 holds NaN",
+    ),
+    "all gradients zero": ("return F.cross_entropy(model(x), y)", "return 0 * model(x).sum()", {},
+                           r"layer 'conv\.weight': all 5 replicates are zero"),
+    "a loss that fails": ("x, y = batch", "x, y, z = batch", {},
+                          "replicate 0: loss or backward failed: ValueError: not enough values"),
+    "a loss without a graph": ("F.cross_entropy(model(x), y)", "model(x).sum().detach()", {},
+                               "replicate 0: the loss has no graph"),
+    "batches that do not come again": (
+        "seed(1000 + rank)", "seed(time.time_ns() % 2**40)", {"budget": 100},
+        r"batches\(0, 5\) began with another batch when it was called again",
+    ),
+    "too few": ("", "", {"replicates": 2}, "--replicates 2: at least 3 are needed"),
+    "a device": ("", "", {"device": "moon"}, "--device moon: cannot be used here"),
+    "a type": ("", "", {"dtype": "int8"}, "--dtype int8: expected one of float32, bfloat16, float64"),
+    "no checkpoint": ("", "", {"checkpoints": ["nowhere/*.pt"]}, r"'nowhere/\*\.pt' matches no file"),
+    "no matrix": ("", "", {"include": ["norm"]}, "--include 'norm' matches none of 5 matrices"),
+    "a setting": ("", "", {"settings": {"dimm": 3}}, "takes the setting 'dimm'; did you mean 'dim'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused(recipe, tmp_path, case):
+    old, new, options, text = REFUSED[case]
+    with pytest.raises(SpectraError, match=text):
+        measure(changed(recipe, old, new), tmp_path / "run", **options)
+
+
+def test_batches_of_no_known_form(recipe, tmp_path):
+    changed(recipe, "import time\n", "import time\nfrom types import SimpleNamespace\n")
+    changed(recipe, "yield x, (x[:, :5] + torch.randn(batch, 5, generator=generator)).argmax(1)",
+            "yield SimpleNamespace(x=x, y=x[:, :5].argmax(1))")  # fmt: skip
+    changed(recipe, "x, y = batch\n", "x, y = batch.x, batch.y\n")
+    assert np.isnan(measure(recipe, tmp_path / "run").batch)
+    numbers = table(open_run(tmp_path / "run"), 0, "head.weight").measurement
+    assert np.isnan(numbers["noise_scale"])
+    assert numbers["signal_share"] > 0
+    # The batches cannot be compared, but the gradients are.
+    changed(recipe, "seed(1000 + rank)", "seed(1000 + rank % 4)")
+    changed(recipe, "Dropout(0.1)", "Dropout(0.0)")
+    with pytest.raises(
+        SpectraError, match="replicates 0 and 4 are the same, as if both had seen the same data"
+    ):
+        measure(recipe, tmp_path / "other")
+
+
+def test_checkpoints_that_cannot_be_used(recipe, tmp_path):
+    torch.save(torch.nn.Linear(3, 3).state_dict(), tmp_path / "other.pt")
+    with pytest.raises(SpectraError, match=r"other\.pt: does not fit the model of .*recipe\.py"):
+        measure(recipe, tmp_path / "run", checkpoints=[str(tmp_path / "other.pt")])
+    torch.save({"model": torch.nn.Linear(3, 3)}, tmp_path / "code.pt")
+    with pytest.raises(SpectraError, match=r"code\.pt: refused, because .* opening it could run code"):
+        measure(recipe, tmp_path / "run", checkpoints=[str(tmp_path / "code.pt")])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_other_types(recipe, tmp_path, dtype):
+    measure(recipe, tmp_path / "run", dtype=dtype)
+    measure(recipe, tmp_path / "float32")
+    other = table(open_run(tmp_path / "run"), 0, "head.weight").measurement["signal_share"]
+    plain = table(open_run(tmp_path / "float32"), 0, "head.weight").measurement["signal_share"]
+    assert other == pytest.approx(plain, abs=0.05)
+    assert other != plain
+
+
+@pytest.mark.parametrize("n_blocks", [1, 4])
+def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch, n_blocks):
+    live = {"now": 0, "peak": 0}
+    original = checkpoint.gradients
+
+    def less(size):
+        live["now"] -= size
+
+    def counted(*args, **kwargs):
+        found = original(*args, **kwargs)
+        for tensor in found.values():
+            live["now"] += tensor.nbytes
+            weakref.finalize(tensor, less, tensor.nbytes)
+        live["peak"] = max(live["peak"], live["now"])
+        return found
+
+    monkeypatch.setattr(checkpoint, "gradients", counted)
+    settings = {"dim": 16, "heads": 2, "n_blocks": n_blocks, "seq": 16, "batch": 2}
+    budget = 5 * 2 * 16 * 64 * 4  # two of the larger matrices of a block, each five times
+    outcome = measure(
+        EXAMPLE, tmp_path / "run", settings=settings, budget=budget, exclude=["token", "head", "position"]
+    )
+    assert outcome.layers == 6 * n_blocks
+    assert budget / 2 < live["peak"] <= budget
+
+
+def test_planted_directions_are_found(tmp_path):
+    settings = {"dim": 32, "heads": 2, "n_blocks": 1, "seq": 32, "batch": 4}
+    measure(EXAMPLE, tmp_path / "twin", settings=settings, replicates=12)
+    twin = table(open_run(tmp_path / "twin"), 0, "blocks.0.up.weight")
+    strongest = float(twin["singular_value"][0])
+    sizes = [6 * strongest, 3 * strongest]
+    planting = f"""
+_plain = loss
+
+def loss(model, batch):
+    torch.manual_seed(5)
+    U, V = (torch.linalg.qr(torch.randn(n, 2))[0] for n in (128, 32))
+    # Its gradient is this matrix of rank two, in every replicate.
+    planted = (U * torch.tensor({sizes})) @ V.T
+    return _plain(model, batch) + (planted * model.blocks[0].up.weight).sum()
+"""
+    recipe = tmp_path / "planted.py"
+    recipe.write_text(EXAMPLE.read_text(encoding="utf-8") + planting, encoding="utf-8")
+    measure(recipe, tmp_path / "planted", settings=settings, replicates=12)
+    found = table(open_run(tmp_path / "planted"), 0, "blocks.0.up.weight")
+    np.testing.assert_allclose(found["unbiased"][:2], sizes, rtol=0.03)
+    np.testing.assert_allclose(found["strength"][:2], sizes, rtol=0.03)
+    assert (found["echo"][:2] > 0.97).all()
+    assert (found["echo_low"][:2] > 3 * found["echo_null"][:2]).all()
+    assert found.measurement.identifiable >= 2
+    assert found.measurement["stable_rank_gradient"] == pytest.approx(1.25, abs=0.05)
+    for name in ("blocks.0.down.weight", "head.weight"):
+        one, other = (table(open_run(tmp_path / run), 0, name) for run in ("twin", "planted"))
+        np.testing.assert_allclose(one["echo"], other["echo"], atol=1e-5)
+
+
+def test_in_print(recipe, tmp_path, capsys):
+    arguments = ["spectra", str(recipe), "--replicates", "5", "--out", str(tmp_path / "run")]
+    for extra in ([], ["--json"]):
+        with pytest.raises(SystemExit) as leaving:
+            application.main([*arguments, *extra])
+        assert not leaving.value.code
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        if extra:
+            answer = json.loads(printed.out)
+            assert [layer["parameter"] for layer in answer["layers"]]
+            assert answer["measured_before"] == 5
+        else:
+            for name in NAMES:
+                assert name in printed.out
+            assert f"next: backlight report {tmp_path / 'run'}" in printed.out
+    with pytest.raises(SystemExit) as leaving:
+        application.main([*arguments[:2], "--method", "magic"])
+    assert leaving.value.code == 2
+    assert "--method magic: expected one of auto, svd, gram, randomized" in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""The rules of the room on planted runs and their healthy twins."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from backlight.findings.evaluate import judge
+from backlight.monitors.grokking.model.reader import control_of, detect_run, stated
+from backlight.monitors.grokking.model.thresholds import Thresholds
+from backlight.records import Severity
+from backlight.registry import RULES
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
+from grokking_runs import Grok, write_grokking_run
+
+PAGES = Path(__file__).resolve().parents[4] / "docs" / "findings"
+NAMES = [name for name, rule in RULES.items() if rule.room == "grokking"]
+
+
+def noted(path: Path, *events: tuple[int, str, dict[str, object]]) -> Run:
+    writer = RunWriter.create(path, rooms=("grokking",))
+    for step, kind, payload in events:
+        writer.event(step, kind, payload)
+    writer.close()
+    return open_run(path)
+
+
+def test_the_verdict_is_a_finding_with_both_times(tmp_path: Path) -> None:
+    run = write_grokking_run(tmp_path / "run")
+    (found,) = judge(run)
+    detection = detect_run(run)
+    assert detection.generalised is not None
+    assert (found.rule, found.severity, found.subject.verdict) == ("grokking", Severity.INFO, "grokking")
+    assert found.subject.step == detection.generalised.by
+    assert found.claim.startswith("Grokking, strong: ")
+    assert f"{detection.generalised}" in found.claim
+    places = {(e.path, e.step) for e in found.evidence}
+    assert ("user/test_accuracy", detection.generalised.by) in places
+    assert ("user/train_accuracy", detection.memorised.after) in places
+    assert "control" in found.next_check
+
+
+def test_a_control_is_a_remark_that_it_memorised(tmp_path: Path) -> None:
+    (found,) = judge(write_grokking_run(tmp_path / "run", Grok(control="random-labels", control_of="x")))
+    assert (found.severity, found.subject.verdict) == (Severity.INFO, "memorised")
+
+
+def test_an_overridden_threshold_changes_the_verdict_and_is_shown(tmp_path: Path) -> None:
+    run = write_grokking_run(tmp_path / "run")
+    (found,) = judge(run, {"grokking": {"delay_ratio": 100.0}})
+    assert found.subject.verdict == "no-delay"
+    assert found.overridden == {"delay_ratio": 100.0}
+
+
+def test_a_run_without_accuracies_has_no_verdict(tmp_path: Path) -> None:
+    assert judge(write_grokking_run(tmp_path / "run", Grok(accuracies=False, steps=100))) == []
+
+
+def test_accuracies_in_percent_are_a_finding_not_an_exception(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    for step in range(20):
+        writer.scalars(step, {"train_accuracy": 99.0, "test_accuracy": 40.0}, source="user")
+    writer.close()
+    (found,) = judge(open_run(tmp_path / "run"))
+    assert found.severity is Severity.WARNING
+    assert "not as percentages" in found.claim
+
+
+def test_a_degradation_is_told_with_what_was_left_out(tmp_path: Path) -> None:
+    told = {"from": "full factors", "to": "Gram", "reason": "1.2 GB are free", "left_out": ["gradient"]}
+    (found,) = judge(noted(tmp_path / "run", (3, "degradation", told)))
+    assert (
+        found.claim == "The run recorded Gram in place of full factors: 1.2 GB are free. Left out: gradient."
+    )
+    assert found.subject.step == 3
+
+
+def test_a_disk_warning_is_told_once(tmp_path: Path) -> None:
+    told = {"free": 812_000_000, "threshold": 1_000_000_000, "action": "arrays are no longer stored"}
+    (found,) = judge(noted(tmp_path / "run", (5, "disk_warning", told), (9, "disk_warning", told)))
+    assert "812 MB were free" in found.claim
+    assert "below the 1 GB that it was to leave. Arrays are no longer stored." in found.claim
+    assert found.subject.step == 5
+
+
+def test_a_failed_gate_is_a_warning_and_another_gap_a_remark(tmp_path: Path) -> None:
+    def gate(name: str, got: float) -> dict[str, object]:
+        return {"what": "gram", "reason": f"gram: the coverage of parameter '{name}' failed: got {got:.6g}"}
+
+    other = {"what": "agop", "reason": "token ids have no input gradient"}
+    strange = {"what": "phase/forward", "reason": "not ours"}
+    run = noted(
+        tmp_path / "run", *((step, "unmeasured", gate("blocks.0.up", step / 7)) for step in range(4)),
+        (9, "unmeasured", gate("blocks.1.up", 0.5)), (0, "unmeasured", other), (0, "unmeasured", strange),
+    )  # fmt: skip
+    first, another, second = judge(run)
+    assert [f.severity for f in (first, another, second)] == [
+        Severity.WARNING, Severity.WARNING, Severity.INFO,
+    ]  # fmt: skip
+    assert "gram was not measured 4 times, first at step 0" in first.claim
+    assert "'blocks.0.up'" in first.claim
+    assert "'blocks.1.up'" in another.claim
+    assert "backlight.gram" in first.next_check
+    assert "token ids" in second.claim
+
+
+def test_a_healthy_run_has_no_finding_but_its_verdict(tmp_path: Path) -> None:
+    assert {f.rule for f in judge(write_grokking_run(tmp_path / "run"))} == {"grokking"}
+
+
+def test_the_control_is_found_by_what_it_says(tmp_path: Path) -> None:
+    run = write_grokking_run(tmp_path / "run")
+    mine = write_grokking_run(tmp_path / "a", Grok(control="random-labels", control_of=run.run_id, steps=300))
+    other = write_grokking_run(tmp_path / "b", Grok(control="random-labels", control_of="else", steps=300))
+    plain = write_grokking_run(tmp_path / "c", Grok(steps=300))
+    found = control_of(run, [run, other, plain, mine])
+    assert found is not None
+    assert found.run_id == mine.run_id
+    assert control_of(run, [run, other, plain]) is None
+    assert stated(mine).control == "random-labels"
+
+
+def test_chance_and_sizes_may_be_logged(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    writer.scalars(0, {"chance": 0.25, "test_size": 400.0}, source="user")
+    for step in range(0, 400, 2):
+        accuracies = {
+            "train_accuracy": 1.0 if step > 20 else 0.3,
+            "test_accuracy": 0.98 if step > 300 else 0.25 + step % 10 / 400,
+        }
+        writer.scalars(step, accuracies, source="user")
+    writer.close()
+    run = open_run(tmp_path / "run")
+    assert (stated(run).chance, stated(run).test_size, stated(run).train_size) == (0.25, 400, None)
+    detection = detect_run(run)
+    assert detection.chance == 0.25
+    assert not any("chance is not known" in note or "size of the test" in note for note in detection.notes)
+    assert detect_run(run, chance=0.1).chance == 0.1
+    (found,) = judge(run)
+    assert found.subject.verdict == "grokking"
+
+
+def test_without_chance_the_verdict_says_how_to_state_it(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    for step in range(0, 400, 10):
+        value = 1.0 if step > 20 else 0.3
+        writer.scalars(step, {"train_accuracy": value, "test_accuracy": value}, source="user")
+    writer.close()
+    notes = " ".join(detect_run(open_run(tmp_path / "run")).notes)
+    assert "watch.log(chance=...) or backlight grok detect RUN --chance" in notes
+    assert "watch.log(test_size=...)" in notes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_names_each_threshold_with_its_default(name: str) -> None:
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    defaults = {f.name: f.default for f in dataclasses.fields(Thresholds)}
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE))
+    assert {n: float(v) for n, v in rows.items()} == {n: defaults[n] for n in RULES[name].thresholds}
+    assert f"Version of the rule: {RULES[name].version}." in text
+    for threshold in rows:
+        assert len(re.findall(rf"\b{threshold}\b", text)) >= 2, f"{threshold} is in no sentence"

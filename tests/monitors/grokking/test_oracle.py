@@ -1,0 +1,62 @@
+"""The verdict on nets that train: the fast oracle groks, its nulls do not. The bench has a hundred more."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from backlight.monitors.grokking.model.verdicts import GrokkingVerdict
+
+
+@pytest.fixture(scope="module")
+def nulls() -> ModuleType:
+    file = Path(__file__).parents[3] / "bench" / "grokking_nulls.py"
+    spec = importlib.util.spec_from_file_location("grokking_nulls", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_fast_oracle_groks_in_its_ranges(nulls: ModuleType, seed: int) -> None:
+    found = nulls.trained(seed=seed, steps=1600)
+    assert found.verdict is GrokkingVerdict.GROKKING
+    assert found.strong
+    assert 30 <= found.memorised.by <= 40
+    assert 800 <= found.generalised.by <= 1400
+
+
+@pytest.mark.parametrize(
+    ("change", "steps", "verdict"),
+    [
+        ({"weight_decay": 0.1}, 2500, {"memorised", "censored"}),
+        ({"control": "random-labels"}, 1500, {"memorised"}),
+        ({"train_share": 0.85}, 300, {"no-delay", "insufficient-data"}),
+    ],
+)
+def test_a_null_of_the_oracle_is_not_grokking(
+    nulls: ModuleType, change: dict[str, object], steps: int, verdict: set[str]
+) -> None:
+    assert nulls.trained(seed=3, steps=steps, **change).verdict in verdict
+
+
+def test_no_synthetic_null_is_called_grokking(nulls: ModuleType) -> None:
+    found = [(name, detection) for name, detection in nulls.synthetic(repeats=2)]
+    assert len(found) >= 20
+    assert [name for name, detection in found if detection.verdict is GrokkingVerdict.GROKKING] == []
+    # A null is a curve that looks like something: were they all refused for want of data, nothing is shown.
+    verdicts = {detection.verdict for _, detection in found}
+    assert len(verdicts) >= 4
+
+
+def test_the_synthetic_positive_is_found(nulls: ModuleType) -> None:
+    for seed in range(5):
+        found = nulls.delayed(seed)
+        assert found.verdict is GrokkingVerdict.GROKKING
+        assert dataclasses.asdict(found)["strong"]

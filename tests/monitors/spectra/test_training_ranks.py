@@ -1,0 +1,106 @@
+"""Spectra inside a training on two ranks: nothing is reduced, none waits, all say the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backlight.store.format import spectra as stored
+from backlight.store.read.run import open_run
+
+MATRICES = {"embed.weight", "block.qkv.weight", "block.up.weight", "block.down.weight", "head.weight"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all modes on two ranks, once."""
+    out = tmp_path_factory.mktemp("ranks")
+    tests = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(tests), os.environ["PYTHONPATH"]]),
+    }
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("ranked.py")), str(out)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def seen(folder: Path, mode: str) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{mode}-{rank}.json").read_text()) for rank in range(2)]
+
+
+def measured(folder: Path, mode: str) -> set[tuple[int, str]]:
+    return {(m.step, m.parameter) for m in stored.measurements(open_run(folder / mode / "run"))}
+
+
+def test_every_rank_trains_as_it_would_have(folder: Path) -> None:
+    for mode in ("ddp", "ddp_static", "exchange", "missing", "fsdp", "fewer"):
+        assert [one["same"] for one in seen(folder, mode)] == [True, True], mode
+
+
+def test_under_ddp_each_layer_is_measured_by_one_rank_before_reduction(folder: Path) -> None:
+    one, other = seen(folder, "ddp")
+    assert not set(one["replicates"]) & set(other["replicates"])
+    assert set(one["replicates"]) | set(other["replicates"]) == MATRICES
+    assert set(one["replicates"].values()) == {4}
+    assert one["right"]
+    assert other["right"]
+    assert measured(folder, "ddp") == {(step, name) for step in (0, 2) for name in MATRICES}
+    assert not one["warnings"]
+
+
+def test_a_static_graph_and_buckets_are_seen_through(folder: Path) -> None:
+    assert measured(folder, "ddp_static") == {(step, name) for step in (0, 2) for name in MATRICES}
+
+
+def test_an_exchange_brings_the_replicates_of_all_ranks_together(folder: Path) -> None:
+    one, other = seen(folder, "exchange")
+    assert {**one["replicates"], **other["replicates"]} == dict.fromkeys(MATRICES, 4)
+    found = stored.measurements(open_run(folder / "exchange" / "run"), "head.weight")[0]
+    assert (found.replicates, found["batch"]) == (4, 8)
+
+
+def test_the_same_data_on_two_ranks_are_told(folder: Path) -> None:
+    said = [text for result in seen(folder, "twins") for text in result["warnings"]]
+    assert said
+    assert all("are the same, as if both had seen the same data" in text for text in said)
+    assert not measured(folder, "twins")
+
+
+def test_a_gradient_that_one_rank_lacks_is_dropped_by_all_with_the_same_words(folder: Path) -> None:
+    one, other = (result["warnings"] for result in seen(folder, "missing"))
+    assert len(one) == 1
+    assert one == other
+    assert "spectra of block.up.weight are not measured" in one[0]
+    assert "no whole set of gradients on rank 1" in one[0]
+    assert {name for _, name in measured(folder, "missing")} == MATRICES - {"block.up.weight"}
+
+
+def test_nobody_waits_for_a_rank_that_has_ended(folder: Path) -> None:
+    waiting, _ended = seen(folder, "fewer")
+    assert any("replicates of all ranks, from here on" in text for text in waiting["warnings"])
+    assert {step for step, _ in measured(folder, "fewer")} == {0, 2}
+
+
+def test_under_fsdp2_gradients_are_caught_before_they_are_scattered(folder: Path) -> None:
+    one, other = seen(folder, "fsdp")
+    assert set(one["replicates"]) | set(other["replicates"]) == MATRICES
+    assert set(one["replicates"].values()) == {3}
+    assert one["right"]
+    assert other["right"]
+    assert measured(folder, "fsdp") == {(step, name) for step in (0, 2) for name in MATRICES}

@@ -1,0 +1,394 @@
+"""The cells of the matrix: what each room measures of a training in some way, against the truth.
+
+A check trains unwatched to learn the truth, trains watched, and compares. It returns an :class:`Outcome`
+whose text is what the program itself said; a wrong number is an ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import backlight
+from backlight.measure.spectra.measurement import spectral_echo
+from backlight.measure.spectra.result import SpectralEcho
+from backlight.store.format import spectra as stored
+from backlight.store.read.run import Run
+from setups import trainings
+from setups.ranks import gathered, rank, together, wait
+from setups.trainings import CLASSES, FEATURES, MATRICES, NAMES, OTHERS, STEPS, WAYS, Batch, Pauses, Way
+
+TESTED, IN_PART, REFUSED = "tested", "in part", "refused"
+
+SLEEP = 4.0
+STALL = 1.0
+PROBE = 5
+"""Samples of the probe batch."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a cell: a word, and what the program said where something was not measured."""
+
+    word: str
+    said: str = ""
+
+
+@contextlib.contextmanager
+def watched(
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, rooms: str, **settings: Any
+) -> Iterator[list[str]]:
+    """Watch, and collect the warnings of backlight; others are errors as in every test."""
+    said: list[str] = []
+    wait()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with backlight.watch(model, optimizer, run=path, rooms=rooms, **settings):
+            yield said
+    said.extend(str(w.message) for w in caught if "backlight" in str(w.message))
+    wait()
+
+
+def unmeasured(run: Run) -> list[str]:
+    """Return the reasons for which something was not measured, each once."""
+    return list(dict.fromkeys(str(e.payload["reason"]) for e in run.events("unmeasured")))
+
+
+def silent(run: Run, said: list[str]) -> None:
+    """Assert that nothing was said to be missing."""
+    everyone = gathered(said)
+    assert not unmeasured(run), unmeasured(run)
+    assert not any(everyone), everyone
+
+
+# health
+
+
+def truth_of_health(way: Way, overflow_at: int) -> list[dict[str, Any]]:
+    """Return what is true of each step: of this way, or of one process on the whole batch."""
+    alone = way if way.ranks == 1 else Way("one process", clip=way.clip)
+    model, optimizer = trainings.build(alone)
+    out: list[dict[str, Any]] = []
+
+    def weights() -> dict[str, Tensor]:
+        return {n: p.detach().double().clone() for n, p in trainings.named(model)}
+
+    before = weights()
+
+    def seen(moment: str, _step: int, loss: Tensor | None) -> None:
+        nonlocal before
+        if moment == "gradients":
+            assert loss is not None
+            grads = {n: p.grad.double().clone() for n, p in trainings.named(model)}  # type: ignore[union-attr]
+            out.append({"loss": loss.item(), "gradient": grads, "before": before})
+        else:
+            after = weights()
+            out[-1]["update"] = {n: after[n] - before[n] for n in NAMES}
+            before = after
+
+    trainings.train(alone, model, optimizer, overflow_at=overflow_at, seen=seen)
+    return out
+
+
+GRADIENT: dict[str, Callable[[Tensor], float]] = {
+    "norm": lambda g: float(g.norm()),
+    "max_abs": lambda g: float("nan") if g.isnan().any() else float(g.abs().max()),
+    "sum": lambda g: float(g.sum()),
+    "zeros": lambda g: float((g == 0).sum()),
+    "numel": lambda g: float(g.numel()),
+    "nan": lambda g: float(g.isnan().sum()),
+    "inf": lambda g: float(g.isinf().sum()),
+}
+
+
+def health(way: Way, folder: Path) -> Outcome:
+    """Joined statistics of gradients and updates equal those of one process; losses and clips as well."""
+    overflow_at = 1 if way.scaled else -1
+    truth = truth_of_health(way, overflow_at)
+    model, optimizer = trainings.build(way)
+    here: list[float] = []
+
+    def seen(_moment: str, _step: int, loss: Tensor | None) -> None:
+        if loss is not None:
+            here.append(loss.item())
+
+    with watched(model, optimizer, folder / "run", "health", every=1, exact_updates=1) as said:
+        trainings.train(way, model, optimizer, overflow_at=overflow_at, seen=seen)
+    close = {"rel": 1e-6, "abs": 1e-9} if way.ranks == 1 else {"rel": 1e-4, "abs": 1e-6}
+    run = backlight.open_run(folder / "run")
+    silent(run, said)
+    for column, of in GRADIENT.items():
+        frame = run.frame("gradient", column)
+        assert frame.names == NAMES
+        assert frame.measured.all(), f"{column}: {frame.measured}"
+        wanted = [[of(step["gradient"][name]) for name in NAMES] for step in truth]
+        assert frame.values.astype(float) == pytest.approx(np.array(wanted), nan_ok=True, **close), column
+    kept = [number for number in range(STEPS) if number != overflow_at]
+    for column, moment in (("update_norm", "update"), ("weight_norm", "before")):
+        frame = run.frame("update", column)
+        assert list(frame.steps) == kept
+        wanted = [[float(truth[number][moment][name].norm()) for name in NAMES] for number in kept]
+        assert frame.values == pytest.approx(np.array(wanted), **close), column
+    losses = [step["loss"] for step in truth]
+    if way.micro > 1:  # of the last microbatch alone, which the whole batch of one process is not
+        losses = np.mean(gathered(here), axis=0).tolist()
+    assert run.scalar("loss").values == pytest.approx(losses, nan_ok=True, rel=1e-5)
+    if way.clip:
+        norms = [np.sqrt(sum(float(g.norm()) ** 2 for g in s["gradient"].values())) for s in truth]
+        assert run.scalar("clip/norm").values == pytest.approx(norms, nan_ok=True, rel=1e-4)
+    if way.scaled:
+        skipped = [float(number == overflow_at) for number in range(STEPS)]
+        assert list(run.scalar("scaler/skipped").values) == skipped
+    return Outcome(TESTED)
+
+
+# stalls
+
+
+def stalls(way: Way, folder: Path) -> Outcome:
+    """A backward that sleeps on the last rank is told with its line, its rank and that it waits."""
+    model, optimizer = trainings.build(way)
+    asleep = rank() == way.ranks - 1
+    pauses = Pauses(backward=SLEEP if asleep else 0.0, step=2)
+    with watched(model, optimizer, folder / "run", "stalls", stall=STALL) as said:
+        trainings.train(way, model, optimizer, pauses=pauses)
+    run = backlight.open_run(folder / "run")
+    silent(run, said)
+    found = [f for f in run.stored_findings() if f.rule == "stall"]
+    assert len(found) == 1, [f.claim for f in found]
+    about = found[0].subject
+    lines = Path(trainings.__file__).read_text(encoding="utf-8").splitlines()
+    line = next(n for n, text in enumerate(lines, 1) if text.endswith("# at: backward"))
+    assert about.line == f"{trainings.__file__}:{line}", found[0].claim
+    assert (about.verdict, about.phase, about.rank, about.step) == ("BLOCKED", "backward", way.ranks - 1, 2)
+    return Outcome(TESTED)
+
+
+# grokking
+
+
+def sample_loss(way: Way) -> Callable[[nn.Module, Batch], Tensor]:
+    """Return the loss summed over samples, in the precision in which the way trains."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", way.autocast, enabled=way.autocast is not None):
+            logits = model(batch[0])
+        return F.cross_entropy(logits.float(), batch[1], reduction="sum")
+
+    return loss
+
+
+def probe() -> Batch:
+    draw = torch.Generator().manual_seed(5)
+    return torch.randn(PROBE, FEATURES, generator=draw), torch.randint(CLASSES, (PROBE,), generator=draw)
+
+
+def gram_by_hand(way: Way, state: dict[str, Tensor]) -> Tensor:
+    """Return the Gram of per-sample gradients of a plain net, sample by sample."""
+    net = trainings.net()
+    net.load_state_dict(state)
+    loss = sample_loss(way)
+    x, y = probe()
+    rows = []
+    for n in range(PROBE):
+        grads = torch.autograd.grad(loss(net, (x[n : n + 1], y[n : n + 1])), list(net.parameters()))
+        rows.append(torch.cat([g.double().flatten() for g in grads]))
+    A = torch.stack(rows)
+    return A @ A.T
+
+
+def grokking(way: Way, folder: Path) -> Outcome:
+    """The stored Gram equals that of a loop over samples, and stored gradients are those of backward."""
+    truth = truth_of_health(way, -1)
+    note = ""
+    if way.whole_only:
+        run, said = _geometry(way, folder / "without")
+        assert not [name for name in run.array_names() if name.startswith(("gram/", "agop/"))]
+        assert not any(f"gradient/{name}" in run.array_names() for name in ("up.weight", "down.weight"))
+        gradients, gram = _said(run, said).split(" | ")
+        assert "a sharded gradient is on this rank in part only; it is not stored" in gradients
+        note = f"without measures={{'gather': True}}: {gram}"
+    run, said = _geometry(way, folder / "run", **({"gather": True} if note else {}))
+    silent(run, said)
+    steps, matrices = run.array("gram/model/matrix")
+    assert list(steps) == [0, 2]
+    # In low precision, samples that are taken one by one are rounded in another order.
+    close = 1e-4 if way.autocast is None else 3e-2
+    for step, matrix in zip(steps, matrices, strict=True):
+        state = {n: w.float() for n, w in truth[step]["before"].items()}
+        wanted = gram_by_hand(way, state).numpy()
+        assert matrix == pytest.approx(wanted, rel=close, abs=close * float(np.abs(wanted).max()))
+    for name in NAMES:
+        steps, gradients = run.array(f"gradient/{name}")
+        assert list(steps) == [0, 2]
+        for step, gradient in zip(steps, gradients, strict=True):
+            assert gradient == pytest.approx(truth[step]["gradient"][name].numpy(), rel=1e-4, abs=1e-6)
+    assert list(run.scalar("agop/trace").steps) == [0, 2]
+    return Outcome(TESTED, note)
+
+
+def _geometry(way: Way, path: Path, **more: Any) -> tuple[Run, list[str]]:
+    model, optimizer = trainings.build(way)
+    measures = {"every": 2, "gram": 1, "mean_gradient": 1, "window": 1, "vectors": 0, "agop": 1, **more}
+    samples = (sample_loss(way), probe())
+    with watched(model, optimizer, path, "grokking", measures=measures, samples=samples) as said:
+        trainings.train(way, model, optimizer)
+    return backlight.open_run(path), said
+
+
+def _said(run: Run, said: list[str]) -> str:
+    """Return what the program said: its warnings, else the events of the run."""
+    texts = [text for texts in gathered(said) for text in texts] or unmeasured(run)
+    texts = [re.sub(r"^backlight: |\.? Your training goes on unchanged\.$", "", text) for text in texts]
+    return " | ".join(dict.fromkeys(texts))
+
+
+# spectra
+
+
+def spectra(way: Way, folder: Path) -> Outcome:
+    """Singular values, noise and echo of each layer are those of gradients taken one microbatch at a time."""
+    lone = way.name == "plain"
+    micro = 4
+    way = trainings.replace(way, micro=micro)
+    # The same net with the same arithmetic, on this rank's data alone.
+    model = way.wrap(trainings.net(way)) if not together() else trainings.net()
+    truth = trainings.replicates(way, model, 0)
+    if lone:
+        way = trainings.replace(way, micro=1)
+    model, optimizer = trainings.build(way)
+    settings: dict[str, Any] = {"spectra": {"patience": 60.0}}
+    if lone:
+        settings["spectra"]["split"] = micro
+        settings["samples"] = (_mean_loss, trainings.whole_batch(0))
+        truth = [{n: g * micro for n, g in part.items()} for part in truth]
+    with watched(model, optimizer, folder / "run", "spectra", every=2, **settings) as said:
+        trainings.train(way, model, optimizer)
+    everyone = gathered(truth)
+    run = backlight.open_run(folder / "run")
+    found = {(m.step, m.parameter) for m in stored.measurements(run)}
+    measured = {name for _, name in found}
+    for name in measured:
+        assert {step for step, of in found if of == name} == {0, 2}
+        table = stored.table(run, 0, name)
+        wanted = [spectral_echo([part[name] for part in parts], layer=name) for parts in everyone]
+        assert any(_same(table, one) for one in wanted), f"{name}: {_numbers(table, wanted)}"
+    left_out = stored.left_out(run)
+    assert set(MATRICES) == measured | (set(left_out) & set(MATRICES)), (measured, left_out, _said(run, said))
+    if measured == set(MATRICES):
+        silent(run, said)
+        return Outcome(TESTED)
+    reasons = dict.fromkeys(f"{name}: {left_out[name]}" for name in MATRICES if name not in measured)
+    return Outcome(IN_PART if measured else REFUSED, " | ".join(reasons))
+
+
+def _mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def _same(table: stored.Table, wanted: SpectralEcho) -> bool:
+    # Weaker directions are matched over replicates by roundings, where a layer's gradients have few at all.
+    k = wanted.identifiable
+    ours = table.singular_values, table["pooled"][:k], table["echo"][:k], table.measurement["noise_sigma"]
+    theirs = wanted.singular_values, wanted.pooled[:k], wanted.echo[:k], wanted.noise.sigma
+    signal = table.measurement["signal_share"], wanted.noise.signal_share
+    return all(
+        np.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+        for one, other in (*zip(ours, theirs, strict=True), signal)
+    )
+
+
+def _numbers(table: stored.Table, wanted: list[SpectralEcho]) -> str:
+    found = [table.singular_values, table.measurement.numbers, table["pooled"]]
+    return f"{found}, not any of {[(o.singular_values, o.noise, o.pooled) for o in wanted]}"
+
+
+# steptime
+
+PAUSES = Pauses(data=0.02, loss=0.03, backward=0.04)
+
+
+def steptime(way: Way, folder: Path) -> Outcome:
+    """Phases hold the sleeps that were put into them, and add up to the time of the loop."""
+    model, optimizer = trainings.build(way)
+    ended = []
+
+    def seen(moment: str, _step: int, _loss: Tensor | None) -> None:
+        if moment == "update":
+            ended.append(time.perf_counter())
+
+    with watched(model, optimizer, folder / "run", "steptime", every=1) as said:
+        trainings.train(way, model, optimizer, pauses=PAUSES, seen=seen)
+    wall = gathered(ended[-1] - ended[1])[0]
+    run = backlight.open_run(folder / "run")
+    silent(run, said)
+    phases = {n: run.scalar(n).values for n in run.scalar_names() if n.startswith("phase/")}
+    for phase, pause in (("data", PAUSES.data), ("loss", PAUSES.loss), ("backward", PAUSES.backward)):
+        values = phases[f"phase/{phase}"]
+        assert len(values) == STEPS, (phase, values)
+        assert (values >= way.micro * pause).all(), (phase, values)
+    for phase in ("forward", "optimizer"):
+        assert len(phases[f"phase/{phase}"]) == STEPS
+        assert (phases[f"phase/{phase}"] > 0).all()
+    assert "phase/between" not in phases
+    # From the end of one update to that of the next is a step; the first two also hold what is set up once.
+    steps = np.sum([values[2:] for values in phases.values() if len(values) == STEPS], axis=0)
+    assert steps.sum() == pytest.approx(wall, rel=0.02, abs=0.003), phases
+    return Outcome(TESTED)
+
+
+# all of them
+
+
+def identical(way: Way, folder: Path) -> Outcome:
+    """Weights after a training, to the bit, with all rooms on and without any."""
+    ends = []
+    for path in (None, folder / "run"):
+        model, optimizer = trainings.build(way, drop=0.1)
+        run = contextlib.nullcontext([])
+        if path is not None:
+            rooms = "health,stalls,grokking,spectra,steptime"
+            run = watched(  # type: ignore[assignment]
+                model,
+                optimizer,
+                path,
+                rooms,
+                every=1,
+                exact_updates=1,
+                histogram=True,
+                samples=(sample_loss(way), probe()),
+                measures={"every": 1, "gram": 1, "agop": 1, "vectors": 1, "top_k": 2},
+                spectra={"moving": ("update", "momentum"), "split": 4},
+            )
+        with run:
+            trainings.train(way, model, optimizer, steps=6, overflow_at=1 if way.scaled else -1)
+        ends.append((trainings.weights(model), torch.get_rng_state()))
+    (alone, drawn), (seen, drawn_too) = ends
+    same = all(torch.equal(one, other) for one, other in zip(alone, seen, strict=True))
+    assert gathered(same) == [True] * way.ranks, "watching has changed the weights"
+    assert gathered(torch.equal(drawn, drawn_too)) == [True] * way.ranks
+    return Outcome(TESTED)
+
+
+ROOMS: dict[str, Callable[[Way, Path], Outcome]] = {
+    check.__name__: check for check in (health, stalls, grokking, spectra, steptime)
+}
+CHECKS = {**ROOMS, "identical": identical}
+
+
+def measure(room: str, way: str, folder: Path) -> Outcome:
+    """Run one cell."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return CHECKS[room]({**WAYS, **OTHERS}[way], folder)

@@ -1,0 +1,101 @@
+"""The matrix of rooms and ways: what each cell must come to, and how its cells are run.
+
+python matrix.py FOLDER CELLS    under torchrun: runs cells (a JSON list of [room, way]) on this rank
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from setups.cells import CHECKS, IN_PART, TESTED, Outcome, measure
+from setups.trainings import OTHERS, WAYS
+
+Cell = tuple[str, str]
+"""A room (or ``identical``) and a way."""
+
+ALL: tuple[Cell, ...] = tuple((room, way) for way in WAYS for room in CHECKS)
+
+_IN_PART = (
+    r"^up.weight: sharded: no rank has a whole gradient of it before it is reduced \| down.weight: sharded"
+)
+_GATHERED = (
+    r"without measures=\{'gather': True\}: .*sharded over processes \(DTensor\); measure an unsharded copy"
+)
+
+EXPECTED: dict[Cell, tuple[str, str]] = {
+    ("grokking", "FSDP2"): (TESTED, _GATHERED),
+    ("grokking", "TP"): (TESTED, _GATHERED),
+    ("grokking", "FSDP2 x TP"): (TESTED, _GATHERED),
+    ("spectra", "TP"): (IN_PART, _IN_PART),
+    ("spectra", "FSDP2 x TP"): (IN_PART, _IN_PART),
+}
+"""Word, and a pattern of what the program says, of the cells that are not measured without a word."""
+
+SECONDS = 240.0
+"""What a launch of several ranks may take."""
+
+
+def expected(cell: Cell) -> tuple[str, str]:
+    """Return the word of a cell, and a pattern that what the program says must match."""
+    return EXPECTED.get(cell, (TESTED, "^$"))
+
+
+def launch(cells: Sequence[Cell], folder: Path) -> dict[Cell, Outcome]:
+    """Run cells that need the same number of ranks in one launch of torchrun.
+
+    Raises
+    ------
+    AssertionError
+        If a cell failed, with its traceback.
+    """
+    (size,) = {{**WAYS, **OTHERS}[way].ranks for _, way in cells}
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command += [__file__, str(folder), json.dumps(list(cells))]
+    tests = str(Path(__file__).parents[1])
+    paths = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    results = folder / "outcomes.json"
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1500:]
+    return {(room, way): Outcome(word, said) for room, way, word, said in json.loads(results.read_text())}
+
+
+def main() -> None:
+    """Run cells on this rank; the first one writes what came out."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    folder, cells = Path(sys.argv[1]), json.loads(sys.argv[2])
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    out = []
+    for number, (room, way) in enumerate(cells):
+        try:
+            outcome = measure(room, way, folder / str(number))
+        except BaseException:  # noqa: BLE001 - whatever it is, the others must not wait
+            print(f"{way} x {room} on rank {dist.get_rank()}:\n{traceback.format_exc()}", flush=True)
+            os._exit(1)
+        out.append([room, way, outcome.word, outcome.said])
+    if dist.get_rank() == 0:
+        (folder / "outcomes.json").write_text(json.dumps(out))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Run the whole matrix, store what came out, and write the tables of the README and of docs/setups.md from it.
+
+python tests/setups/table.py              all cells, then the tables; some minutes
+python tests/setups/table.py --stored     the tables alone, from the stored results
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS))
+
+from setups.cells import CHECKS, IN_PART, REFUSED, ROOMS, TESTED, Outcome, measure  # noqa: E402 - found by now
+from setups.matrix import ALL, Cell, expected, launch  # noqa: E402 - found by now
+from setups.trainings import WAYS  # noqa: E402 - found by now
+
+RESULTS = Path(__file__).with_name("results.json")
+PAGES = (TESTS.parent / "README.md", TESTS.parent / "docs" / "setups.md")
+BEGIN, END = "<!-- ways: written by `make ways` -->", "<!-- end of ways -->"
+
+MARKS = {TESTED: "✓", IN_PART: "in part", REFUSED: "refused"}
+
+
+def run() -> dict[Cell, Outcome]:
+    """Run every cell, those of several ranks in one launch for each way."""
+    import torch
+
+    torch.set_num_threads(1)
+    found: dict[Cell, Outcome] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for way in WAYS.values():
+            cells = [cell for cell in ALL if cell[1] == way.name]
+            base = Path(folder) / str(len(found))
+            if way.ranks > 1:
+                found |= launch(cells, base)
+            else:
+                found |= {cell: measure(*cell, base / cell[0]) for cell in cells}
+            print(f"{way.name}: {', '.join(found[cell].word for cell in cells)}", flush=True)
+    return found
+
+
+def store(found: Mapping[Cell, Outcome]) -> None:
+    """Write results with the versions that they were found with.
+
+    Raises
+    ------
+    SystemExit
+        If a cell is not what the matrix says: then nothing is written.
+    """
+    for cell, outcome in found.items():
+        word, pattern = expected(cell)
+        if outcome.word != word or not re.search(pattern, outcome.said):
+            raise SystemExit(f"{cell}: {outcome}, where the matrix says {word}: {pattern}")
+    cells = [{"room": room, "way": way, "word": o.word, "said": o.said} for (room, way), o in found.items()]
+    versions = {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "backlight": version("backlight"),
+    }
+    RESULTS.write_text(json.dumps({"versions": versions, "cells": cells}, indent=1) + "\n", encoding="utf-8")
+
+
+def stored() -> tuple[dict[str, str], dict[Cell, Outcome]]:
+    """Return versions and results as they are stored."""
+    data: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return data["versions"], {(c["room"], c["way"]): Outcome(c["word"], c["said"]) for c in data["cells"]}
+
+
+def rendered(versions: Mapping[str, str], found: Mapping[Cell, Outcome]) -> str:
+    """Return the table in Markdown, what the program said as notes below it."""
+    notes: dict[str, int] = {}
+    lines = [
+        f"| | {' | '.join(f'`{room}`' for room in ROOMS)} | weights after training |",
+        f"|---|{'---|' * len(CHECKS)}",
+    ]
+    for way in WAYS:
+        cells = []
+        for room in CHECKS:
+            outcome = found[room, way]
+            mark = "identical" if room == "identical" else MARKS[outcome.word]
+            if outcome.said:
+                said = re.sub(r"parameter '[\w.]+'", "a parameter", outcome.said)
+                mark += f" ({notes.setdefault(said, len(notes) + 1)})"
+            cells.append(mark)
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    lines += ["", *(f"({number}) {_escaped(said)}  " for said, number in notes.items())]
+    told = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "backlight")
+    return "\n".join([*lines, "", f"Ranks are processes on CPUs over gloo; {told}."])
+
+
+def _escaped(text: str) -> str:
+    return "; ".join(f"`{part}`" for part in text.split(" | "))
+
+
+def between(page: str) -> tuple[str, str, str]:
+    """Return what stands before, between and after the marks of a page.
+
+    Raises
+    ------
+    ValueError
+        If it has no marks.
+    """
+    before, found, rest = page.partition(BEGIN)
+    inside, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise ValueError(f"no {BEGIN} ... {END}")
+    return before, inside.strip("\n"), after
+
+
+def main() -> None:
+    if "--stored" not in sys.argv[1:]:
+        store(run())
+    table = rendered(*stored())
+    for page in PAGES:
+        before, _, after = between(page.read_text(encoding="utf-8"))
+        page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The tables of the README and of docs/setups.md are those of stored results, which are those of the matrix."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from setups import table
+from setups.cells import IN_PART, TESTED, Outcome
+from setups.matrix import ALL, expected
+
+
+def test_results_are_of_the_whole_matrix_and_as_it_says() -> None:
+    versions, found = table.stored()
+    assert tuple(found) == ALL
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", versions["torch"])
+    for cell, outcome in found.items():
+        word, pattern = expected(cell)
+        assert outcome.word == word, cell
+        assert re.search(pattern, outcome.said), (cell, outcome.said)
+
+
+@pytest.mark.parametrize("page", table.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_results(page: table.Path) -> None:
+    _, inside, _ = table.between(page.read_text(encoding="utf-8"))
+    assert inside == table.rendered(*table.stored()), "run `python tests/setups/table.py --stored`"
+
+
+def test_what_is_said_stands_below_the_table_once() -> None:
+    found = {cell: Outcome(TESTED) for cell in ALL}
+    found["spectra", "TP"] = found["spectra", "DDP"] = Outcome(IN_PART, "for a reason")
+    text = table.rendered({"torch": "2.9.0"}, found)
+    assert text.count("in part (1)") == 2
+    assert text.count("(1) `for a reason`") == 1
+    assert "torch 2.9.0" in text
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="no <!-- ways"):
+        table.between("# A page\n")
+
+
+def test_a_result_that_is_not_as_the_matrix_says_is_not_stored() -> None:
+    found = {cell: Outcome(*("in part", "of something")) for cell in ALL[:1]}
+    before = table.RESULTS.read_bytes()
+    with pytest.raises(SystemExit, match="where the matrix says tested"):
+        table.store(found)
+    assert table.RESULTS.read_bytes() == before

@@ -1,0 +1,76 @@
+"""Every room in every way of training: measured as it is, or told why not; and the training unchanged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from setups.cells import TESTED, Outcome, measure
+from setups.matrix import ALL, Cell, expected, launch
+from setups.trainings import OTHERS, WAYS
+
+ALONE = {cell for cell in ALL if WAYS[cell[1]].ranks == 1}
+DIAGONAL: tuple[Cell, ...] = (
+    ("steptime", "plain"),
+    ("spectra", "accumulation"),
+    ("health", "AMP fp16"),
+    ("health", "bf16 autocast"),
+    ("grokking", "compile"),
+    ("stalls", "checkpointing"),
+    ("grokking", "checkpointing, re-entrant"),
+    ("identical", "bf16 autocast"),
+)
+RANKS: tuple[Cell, ...] = (
+    ("health", "DDP"),
+    ("spectra", "FSDP2"),
+    ("grokking", "TP"),
+    ("identical", "FSDP2"),
+)
+
+
+def check(cell: Cell, outcome: Outcome) -> None:
+    word, pattern = expected(cell)
+    assert outcome.word == word, outcome.said
+    assert re.search(pattern, outcome.said), outcome.said
+
+
+def marked(cell: Cell) -> Any:
+    marks = [] if cell in DIAGONAL else [pytest.mark.full]
+    if cell[0] == "stalls":
+        marks.append(pytest.mark.alone)
+    return pytest.param(cell, id=f"{cell[0]}-{cell[1]}", marks=marks)
+
+
+@pytest.mark.parametrize("cell", [marked(cell) for cell in ALL if cell in ALONE])
+def test_one_process(cell: Cell, tmp_path: Path) -> None:
+    check(cell, measure(*cell, tmp_path))
+
+
+def test_a_diagonal_on_two_ranks(tmp_path: Path) -> None:
+    for cell, outcome in launch(RANKS, tmp_path).items():
+        check(cell, outcome)
+
+
+@pytest.mark.full
+@pytest.mark.alone
+@pytest.mark.parametrize("way", [way.name for way in WAYS.values() if way.ranks > 1])
+def test_several_ranks(way: str, tmp_path: Path) -> None:
+    cells = [cell for cell in ALL if cell[1] == way]
+    found = launch(cells, tmp_path)
+    assert list(found) == cells
+    for cell, outcome in found.items():
+        check(cell, outcome)
+
+
+@pytest.mark.full
+@pytest.mark.alone
+def test_combinations_on_two_ranks(tmp_path: Path) -> None:
+    rooms = ("health", "grokking", "spectra", "identical")
+    names = [name for name in OTHERS if "offloaded" not in name and "bf16" not in name]
+    cells = [(room, name) for name in names for room in rooms]
+    found = launch(cells, tmp_path)
+    assert list(found) == cells
+    assert {outcome.word for outcome in found.values()} == {TESTED}

@@ -1,0 +1,390 @@
+"""A run that is read again while it grows: equal to one that is read as a whole, decoding new rows alone."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as drawn
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "report"))
+
+from growing import Growing
+from synthetic import Plan, write_run
+
+from backlight.store.read import frames, incremental
+from backlight.store.read.incremental import Follower, Grown
+from backlight.store.read.rank_file import RankFile
+from backlight.store.read.run import Run, open_run
+
+COLUMNS = (("gradient", "rms"), ("gradient", "zero_share"), ("gradient", "non_finite"),
+           ("gradient", "measured"), ("update", "ratio"))  # fmt: skip
+
+
+def same(one: Run, other: Run) -> None:
+    for series, column in COLUMNS:
+        mine, theirs = one.frame(series, column), other.frame(series, column)
+        assert (mine.names, mine.unit) == (theirs.names, theirs.unit)
+        assert mine.values.dtype == theirs.values.dtype
+        np.testing.assert_array_equal(mine.steps, theirs.steps)
+        np.testing.assert_array_equal(mine.values, theirs.values)
+        np.testing.assert_array_equal(mine.measured, theirs.measured)
+        np.testing.assert_array_equal(mine.apart(), theirs.apart())
+    for attempt in (None, -1):
+        mine_SR, theirs_SR = one.spread("loss", attempt=attempt), other.spread("loss", attempt=attempt)
+        assert mine_SR.ranks == theirs_SR.ranks
+        np.testing.assert_array_equal(mine_SR.values, theirs_SR.values)
+    for name, source in (
+        ("total_norm", "backlight"),
+        ("loss", "backlight"),
+        ("phase/backward", "backlight"),
+        ("train_accuracy", "user"),
+    ):
+        mine_S, theirs_S = one.scalar(name, source), other.scalar(name, source)
+        assert mine_S.unit == theirs_S.unit
+        np.testing.assert_array_equal(mine_S.steps, theirs_S.steps)
+        np.testing.assert_array_equal(mine_S.values, theirs_S.values)
+
+
+def test_it_says_what_a_whole_reading_says_at_every_length(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    follow = Follower()
+    for amount, broken in ((7, None), (1, 3), (40, None), (0, None), (90, 2)):
+        run.steps(amount, broken=broken)
+        same(follow(run.path), open_run(run.path))
+    run.close()
+    same(follow(run.path), open_run(run.path))
+    assert follow(run.path).scalar("nothing").steps.size == 0
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each decoding of a test took."""
+    decoded: list[int] = []
+    whole = frames.rank_block
+
+    def counting(*arguments: object) -> frames.Block:
+        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        decoded.append(len(block.steps))
+        return block
+
+    monkeypatch.setattr(incremental.frames, "rank_block", counting)
+    return decoded
+
+
+def test_only_new_rows_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
+    run = Growing(tmp_path / "run")
+    follow = Follower()
+    run.steps(200)
+    follow(run.path).frame("gradient", "rms")
+    run.steps(3)
+    assert len(follow(run.path).frame("gradient", "rms").steps) == 203
+    follow(run.path).frame("gradient", "rms")
+    assert decoded == [200, 3]
+    run.close()
+
+
+def test_what_was_given_out_stays_what_it_was(tmp_path: Path) -> None:
+    run = Growing(tmp_path / "run")
+    follow = Follower()
+    run.steps(20)
+    early = follow(run.path)
+    frame, loss = early.frame("gradient", "rms"), early.scalar("loss")
+    kept = frame.values.copy()
+    run.steps(100, broken=1)
+    assert len(follow(run.path).frame("gradient", "rms").steps) == 120
+    assert len(frame.steps) == len(loss.steps) == 20
+    np.testing.assert_array_equal(frame.values, kept)
+    assert len(early.frame("gradient", "rms").steps) == 20
+    run.close()
+
+
+def test_an_older_reading_is_served_from_what_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Growing(tmp_path / "run")
+    follow = Follower()
+    run.steps(20)
+    early, whole = follow(run.path), open_run(run.path)
+    same(whole, whole)  # read before the run goes on
+    early.scalar("loss")
+    run.steps(100, broken=1)
+    newest = follow(run.path)
+    same(newest, open_run(run.path))
+
+    def decoding(*_: object) -> frames.Block:
+        raise AssertionError("decoded again")
+
+    monkeypatch.setattr(frames, "rank_block", decoding)
+    same(early, whole)
+    same(newest, newest)
+    monkeypatch.undo()
+    run.steps(5)
+    same(follow(run.path), open_run(run.path))
+    run.close()
+
+
+def test_one_step_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Growing(tmp_path / "run")
+    run.steps(30, broken=2)
+    run.close()
+    decoded: list[int] = []
+    whole = frames.rank_block
+
+    def counting(*arguments: object) -> frames.Block:
+        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        decoded.append(len(block.steps))
+        return block
+
+    known = open_run(run.path).frame("gradient", "nan")
+    follow = Follower()
+    monkeypatch.setattr(frames, "rank_block", counting)
+    for read in (False, True):  # also where the column is remembered already
+        for step, row in ((29, slice(29, 30)), (4, slice(4, 5)), (300, slice(0, 0))):
+            alone = follow(run.path).frame_at("gradient", "nan", step)
+            assert (alone.names, alone.unit) == (known.names, known.unit)
+            np.testing.assert_array_equal(alone.steps, known.steps[row])
+            np.testing.assert_array_equal(alone.values, known.values[row])
+            np.testing.assert_array_equal(alone.measured, known.measured[row])
+        if not read:
+            assert decoded == [1, 1, 0]
+            follow(run.path).frame("gradient", "nan")
+    assert decoded == [1, 1, 0, 30]
+    with pytest.raises(KeyError, match="no column"):
+        follow(run.path).frame_at("gradient", "nothing", 3)
+
+
+def test_a_run_in_the_place_of_another_is_read_anew(tmp_path: Path) -> None:
+    follow = Follower()
+    # A shorter one, and a longer one: 15 steps of it are as many as the other had.
+    for amount in (60, 15, 40):
+        run = Growing(tmp_path / "run", Plan(steps=amount, blocks=1))
+        run.steps(7, broken=amount % 4)
+        run.steps(amount - 7, broken=amount % 4)
+        run.close()
+        same(follow(run.path), open_run(run.path))
+        shutil.rmtree(run.path)
+
+
+def test_attempts_and_a_step_that_was_written_twice_are_read_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "restarted"
+    write_run(path, Plan(steps=60, blocks=1, attempts=2, user={"train_accuracy": 1.0}))
+    follow = Follower()
+    same(follow(path), open_run(path))
+    run = Growing(tmp_path / "run")
+    run.steps(30)
+    follow = Follower()
+    follow(run.path).frame("gradient", "rms")
+    run.done = 20  # a loop that went back
+    run.steps(25)
+    same(follow(run.path), open_run(run.path))
+    run.close()
+
+
+def several(path: Path, *, sharded: bool = True) -> list[Growing]:
+    plan = Plan(steps=300, blocks=1)
+    return [Growing(path, plan, rank=rank, world_size=2, sharded=sharded) for rank in range(2)]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicas", "shards"])
+def test_ranks_are_joined_as_they_are_for_everybody(tmp_path: Path, sharded: bool) -> None:
+    path = tmp_path / "run"
+    ranks = several(path, sharded=sharded)
+    follow = Follower()
+    measured = []
+    # Level, one ahead, one that does not go on, one that catches up, nothing new, a loop that went back.
+    for first, second, back in (
+        (10, 10, 0),
+        (9, 4, 0),
+        (6, 0, 0),
+        (0, 11, 0),
+        (0, 0, 0),
+        (8, 8, 5),
+        (3, 2, 0),
+    ):
+        ranks[0].done -= back
+        ranks[0].steps(first, broken=3 if first == 6 else None)
+        ranks[1].steps(second)
+        same(follow(path), open_run(path))
+        measured.append(int(follow(path).frame("gradient", "rms").measured.any(axis=1).sum()))
+    assert measured == ([10, 19, 25, 25, 25, 33, 35] if not sharded else [10, 14, 14, 25, 25, 28, 31])
+    for rank in ranks:
+        rank.close()
+    same(follow(path), open_run(path))
+
+
+def test_only_new_rows_of_ranks_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
+    ranks = several(tmp_path / "run")
+    follow = Follower()
+    for amount in (200, 3):
+        for rank in ranks:
+            rank.steps(amount)
+        newest = follow(tmp_path / "run")
+        newest.frame("gradient", "rms")
+        assert len(newest.scalar("total_norm").steps) == ranks[0].done
+        newest.frame("gradient", "rms")
+    assert decoded == [200, 200, 200, 200, 3, 3, 3, 3]  # rms needs two columns, the total one of them
+    for rank in ranks:
+        rank.close()
+
+
+def test_names_of_scalars_are_read_once_of_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = several(tmp_path / "run")
+    for rank in ranks:
+        rank.steps(9)
+    asked: list[Path] = []
+    rows = RankFile._rows
+
+    def counting(file: RankFile, columns: str, table: str, *more: Any) -> list[tuple[Any, ...]]:
+        if table == "scalar_name":
+            asked.append(file.path)
+        return rows(file, columns, table, *more)
+
+    monkeypatch.setattr(RankFile, "_rows", counting)
+    newest = Follower()(tmp_path / "run")
+    for name in ("loss", "total_norm"):
+        assert len(newest.scalar(name).steps) == 9
+        assert newest.spread(name).ranks == (0, 1)
+    assert newest.frame("gradient", "rms").measured.all()
+    assert "loss" in newest.scalar_names()
+    assert len(asked) == len(set(asked)) == 2
+    for rank in ranks:
+        rank.close()
+
+
+def test_an_older_reading_of_ranks_says_what_it_said(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    ranks = several(path)
+    follow = Follower()
+    readings = []
+    for _ in range(4):
+        for rank in ranks:
+            rank.steps(7)
+        readings.append((follow(path), open_run(path)))
+        same(readings[-1][1], readings[-1][1])  # read before the run goes on
+        follow(path).frame("gradient", "rms")
+    for mine, whole in reversed(readings):
+        same(mine, whole)
+    for rank in ranks:
+        rank.close()
+
+
+def test_new_rows_of_ranks_that_do_not_fit_into_memory_are_joined_a_few_steps_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    ranks = several(path)
+    follow = Follower()
+    for rank in ranks:
+        rank.steps(20)
+    same(follow(path), open_run(path))
+    for rank, amount in zip(ranks, (30, 24), strict=True):
+        rank.steps(amount)
+    whole = frames.rank_block
+    decoded: list[int] = []
+
+    def counting(*arguments: object) -> frames.Block:
+        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        decoded.append(len(block.steps))
+        return block
+
+    monkeypatch.setattr(incremental.joining, "WINDOW_BYTES", 8_000)
+    monkeypatch.setattr(incremental.frames, "rank_block", counting)
+    newest = follow(path)
+    newest.frame("gradient", "rms")
+    assert sum(decoded) == 54
+    assert max(decoded) < 10
+    monkeypatch.undo()
+    same(newest, open_run(path))
+    for rank in ranks:
+        rank.close()
+
+
+def test_only_new_rows_of_a_further_attempt_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    whole = frames.rank_block
+
+    def counting(*arguments: object) -> frames.Block:
+        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        decoded.append(len(block.steps))
+        return block
+
+    path = tmp_path / "run"
+    first = Growing(path)
+    first.steps(30)
+    first.close()
+    again = Growing(path)
+    follow = Follower()
+    again.steps(20)
+    same(follow(path), open_run(path))
+    monkeypatch.setattr(incremental.frames, "rank_block", counting)
+    again.steps(4)
+    newest = follow(path)
+    newest.frame("gradient", "rms")
+    assert decoded == [4]
+    monkeypatch.undo()
+    same(newest, open_run(path))
+    again.close()
+    same(follow(path), open_run(path))
+
+
+def test_news_of_where_a_rank_stood_joins_its_step_again(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    ranks = several(path)
+    follow = Follower()
+    for rank in ranks:
+        rank.steps(8)
+    assert follow(path).frame("gradient", "rms").measured[5].all()
+    ranks[1].writer.scalars(5, {"backwards_seen": 99.0})
+    ranks[1].writer.flush()
+    newest = follow(path).frame("gradient", "rms")
+    assert not newest.measured[5].any()
+    assert newest.measured[6].all()
+    same(follow(path), open_run(path))
+    for rank in ranks:
+        rank.close()
+
+
+def test_ranks_in_the_place_of_others_are_read_anew(tmp_path: Path) -> None:
+    follow = Follower()
+    for amount in (30, 12, 20):
+        ranks = several(tmp_path / "run")
+        for rank in ranks:
+            rank.steps(5, broken=amount % 3 or None)
+            rank.steps(amount - 5)
+        same(follow(tmp_path / "run"), open_run(tmp_path / "run"))
+        for rank in ranks:
+            rank.close()
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_what_has_no_room_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incremental, "CARRIED_BYTES", 1)
+    run = Growing(tmp_path / "run")
+    follow = Follower()
+    for _ in range(2):
+        run.steps(10)
+        same(follow(run.path), open_run(run.path))
+    run.close()
+
+
+@given(
+    st.lists(drawn.arrays(np.int64, st.tuples(st.integers(0, 4), st.just(3))), min_size=1, max_size=4)
+    | st.lists(drawn.arrays(np.float64, st.tuples(st.integers(0, 4), st.just(3))), min_size=1, max_size=4)
+)
+def test_rows_come_out_as_they_went_in(parts: list[np.ndarray]) -> None:
+    grown = Grown(parts[0])
+    for part in parts[1:]:
+        grown.add(part)
+    whole = np.concatenate(parts)
+    assert grown.rows().dtype == whole.dtype
+    np.testing.assert_array_equal(grown.rows(), whole)
+    assert not grown.rows().flags.writeable

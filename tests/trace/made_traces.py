@@ -1,0 +1,158 @@
+"""Traces made by hand: events with known times, and the layouts in which tools write them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from backlight.trace.events import COLUMNS, MISSING
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "traces"
+WHY = "the real traces (../shared/data/traces beside the clone) are not there"
+
+Plain = dict[str, Any]
+
+
+def kineto(event: Plain) -> str:
+    """Write one event over several lines, as Kineto does."""
+    outer = {key: value for key, value in event.items() if key != "args"}
+    text = ", ".join(f"{json.dumps(key)}: {_number(value)}" for key, value in outer.items())
+    if "args" not in event:
+        return "  {\n    " + text + "\n  }"
+    return "  {\n    " + text + ',\n    "args": {\n      ' + json.dumps(event["args"])[1:-1] + "\n    }\n  }"
+
+
+def _number(value: Any) -> str:
+    return str(value) if isinstance(value, Decimal) else json.dumps(value)
+
+
+def text_of(events: list[Plain], layout: str = "kineto", **top: Any) -> str:
+    """Return a trace in the layout ``kineto``, ``compact``, ``pretty``, ``ascii``, ``first`` or ``array``."""
+    if layout == "kineto":
+        head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in top.items())
+        body = ",\n".join(map(kineto, events))
+        return "\n{\n" + head + '  "traceEvents": [\n' + body + '\n  ],\n  "traceName": "made.json"\n}\n'
+    events = [{k: float(v) if isinstance(v, Decimal) else v for k, v in e.items()} for e in events]
+    if layout == "array":
+        return json.dumps(events)
+    if layout == "first":
+        return json.dumps({"traceEvents": events, **top}, ensure_ascii=False)
+    document = {**top, "traceEvents": events}
+    if layout == "pretty":
+        return json.dumps(document, indent=4, ensure_ascii=False)
+    if layout == "ascii":
+        return json.dumps(document, ensure_ascii=True, separators=(",", ":"))
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+
+
+LAYOUTS = ("kineto", "compact", "pretty", "ascii", "first", "array")
+
+
+def write(path: Path, events: list[Plain], layout: str = "kineto", **top: Any) -> Path:
+    """Write a trace, gzipped if the name ends so."""
+    data = text_of(events, layout, **top).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def reference(text: str) -> list[Plain]:
+    """Read a trace slowly and plainly; the columns of each event as :meth:`Events.rows` gives them."""
+    document = json.loads(text, parse_float=Decimal)
+    events = document if isinstance(document, list) else document["traceEvents"]
+    return [_row(event) for event in events]
+
+
+def _row(event: Plain) -> Plain:
+    args = event.get("args", {})
+    row: Plain = {}
+    for name, kept in COLUMNS.items():
+        key = kept.key.removeprefix("args.")
+        value = args.get(key) if kept.key.startswith("args.") else event.get(key)
+        if name == "kind":
+            row[name] = ord(event["ph"]) if event.get("ph") else 0
+        elif name == "start":
+            row[name] = int((Decimal(str(value)) * 1000).to_integral_value()) if value is not None else 0
+        elif name == "duration":
+            row[name] = (
+                int((Decimal(str(value)) * 1000).to_integral_value()) if value is not None else MISSING
+            )
+        elif name == "label":
+            told = args.get("name") or args.get("labels") or ""
+            row[name] = told if event.get("ph") == "M" else ""
+        elif name in {"types", "shapes", "strides"}:
+            row[name] = [] if value is None else value
+        elif kept.coded:
+            row[name] = "" if value is None else str(value)
+        else:
+            row[name] = _whole(value)
+    return row
+
+
+def _whole(value: Any) -> int:
+    if value is None:
+        return MISSING
+    try:
+        return int(value, 0) if isinstance(value, str) else int(value)
+    except ValueError:
+        return MISSING
+
+
+def comparable(row: Plain) -> Plain:
+    """Return a row with the lists that are kept as text parsed, so that layouts do not matter."""
+    lists = {name: json.loads(row[name]) if row[name] else [] for name in ("types", "shapes", "strides")}
+    return {**row, **lists}
+
+
+class Maker:
+    """Writes the events of a step: times are microseconds from the begin of the trace."""
+
+    def __init__(self, rank: int = 0, shift: float = 0.0) -> None:
+        self.events: list[Plain] = []
+        self.rank = rank
+        self.shift = shift
+        self._next = 100
+
+    def add(
+        self,
+        category: str,
+        name: str,
+        start: float,
+        duration: float,
+        *,
+        tid: int = 1,
+        pid: int = 10,
+        **args: Any,
+    ) -> None:
+        """Add one complete event."""
+        self.events.append(
+            {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid,
+             "ts": 1_000_000 + start + self.shift, "dur": duration, "args": args}
+        )  # fmt: skip
+
+    def step(self, number: int, start: float, duration: float) -> None:
+        """Add a step."""
+        self.add("user_annotation", f"ProfilerStep#{number}", start, duration)
+
+    def operator(self, name: str, start: float, duration: float, *, tid: int = 1, **args: Any) -> None:
+        """Add an operator."""
+        self.add("cpu_op", name, start, duration, tid=tid, **args)
+
+    def kernel(
+        self, name: str, launch: float, start: float, duration: float, *, stream: int = 7, tid: int = 1,
+        category: str = "kernel", call: str = "cudaLaunchKernel", took: float = 5.0, **args: Any,
+    ) -> None:  # fmt: skip
+        """Add a device event and the call that launched it."""
+        self._next += 1
+        self.add("cuda_runtime", call, launch, took, tid=tid, correlation=self._next)
+        self.add(
+            category, name, start, duration, pid=0, tid=stream, device=0, stream=stream,
+            correlation=self._next, **args,
+        )  # fmt: skip
+
+    def write(self, path: Path, **top: Any) -> Path:
+        """Write the trace with its rank."""
+        about = {"distributedInfo": {"backend": "nccl", "rank": self.rank, "world_size": 2}, **top}
+        return write(path, self.events, **about)
