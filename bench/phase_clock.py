@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import profiler
 
-from backlight.capture.hooks.forward import Forwards
+from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepTracker

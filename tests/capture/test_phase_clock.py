@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from backlight.capture.hooks.forward import Forwards
+from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.phase_clock import PhaseClock
 from backlight.capture.scope import Scope

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from backlight.capture.events import Listener
-from backlight.capture.hooks.forward import Forwards
+from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.preserve_state import untouched
 

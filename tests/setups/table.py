@@ -1,4 +1,4 @@
-"""Run the whole matrix, store what came out, and write the tables of the README and of docs/setups.md from it.
+"""Run the whole matrix, store the results, and write the tables of the README and of docs/setups.md.
 
 python tests/setups/table.py              all cells, then the tables; some minutes
 python tests/setups/table.py --stored     the tables alone, from the stored results

@@ -20,7 +20,8 @@ from backlight.store.read.run import Run, open_run
 def bundle(path: Path, target: Path) -> Path:
     """Write the archive of the run in ``path`` to ``target`` and return where it is.
 
-    A name that is not one of an archive raises what :func:`backlight.store.export.archive.check_archive` raises, a
+    A name that is not one of an archive raises what :func:`backlight.store.export.archive.check_archive`
+    raises, a
     folder that holds no run what :func:`backlight.store.read.run.open_run` raises.
     """
     check_archive(target)

@@ -25,13 +25,13 @@ class Listener:
     spent = 0.0
 
     def forward_begin(self) -> None:
-        """An outermost module that is followed is called; see :mod:`backlight.capture.hooks.forward`."""
+        """An outermost module that is followed is called; see :mod:`backlight.capture.forward`."""
 
     def forward_end(self) -> None:
         """An outermost module that is followed has returned, or raised."""
 
     def samples_given(self, samples: int | None) -> None:
-        """An outermost module was called; see :mod:`backlight.capture.hooks.batch_size`. None where unknown."""
+        """An outermost module was called; see :mod:`backlight.capture.batch_size`. None where unknown."""
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Outermost backward starts from ``roots``; empty where it starts from edges of a graph."""

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight.capture.fingerprint import take_fingerprint
-from backlight.capture.hooks.forward_scope import Following
+from backlight.capture.forward_scope import Following
 from backlight.capture.hooks.optimizers import underlying
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import build_table

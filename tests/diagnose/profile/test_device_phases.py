@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.capture.hooks.forward import Forwards
+from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.diagnose.profile.device_phases import WAITING, DevicePhases
 

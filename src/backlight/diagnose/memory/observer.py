@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from backlight.capture.events import Listener
-from backlight.capture.hooks.forward import TrainedModels
+from backlight.capture.forward import TrainedModels
 from backlight.capture.hub import HUB
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepSummary, StepTracker

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from backlight.capture.hooks.forward import TrainedModels
+from backlight.capture.forward import TrainedModels
 from backlight.capture.hub import HUB
 from backlight.capture.scope import Scope
 from backlight.capture.steps import StepSummary, StepTracker

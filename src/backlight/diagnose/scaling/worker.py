@@ -1,4 +1,4 @@
-"""One size of a recipe, measured or predicted, in a process of its own: see :mod:`backlight.diagnose.scaling.sweep`.
+"""Worker process that measures or predicts one size of a recipe for :mod:`backlight.diagnose.scaling.sweep`.
 
 ``python -m backlight.diagnose.scaling.worker REQUEST ANSWER`` reads a JSON file and writes one.
 """

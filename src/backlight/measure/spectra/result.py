@@ -16,7 +16,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SpectralEcho:
-    """Result of :func:`backlight.measure.spectra.measurement.spectral_echo`; every ``[D]`` has the strongest first.
+    """Result of :func:`~backlight.measure.spectra.measurement.spectral_echo`; ``[D]`` is sorted by strength.
 
     Attributes
     ----------
@@ -47,7 +47,8 @@ class SpectralEcho:
         ``[D]``, ``[D, 2]``: size of the gradient along the directions of a replicate, mean over the
         replicates, in the unit of the gradient; see :func:`backlight.measure.spectra.echo.unbiased_diagonal`.
     residual
-        ``[D]``: how badly the model ``Z_ab = ζ_a ζ_b`` fits; see :func:`backlight.measure.spectra.echo.residual`.
+        ``[D]``: how badly the model ``Z_ab = ζ_a ζ_b`` fits; see
+        :func:`backlight.measure.spectra.echo.residual`.
     blocks, block_echo
         Ranges of identifiable directions that noise turns into one another, and ``[D]`` the echo of the
         block that each belongs to; NaN for blocks of more than 128.

@@ -52,7 +52,8 @@ def histogram(
     Parameters
     ----------
     tensors
-        P local tensors as for :func:`backlight.measure.stats.statistics.statistics`; None where there is none.
+        P local tensors as for :func:`backlight.measure.stats.statistics.statistics`; None where there is
+        none.
     scale
         What the values are divided by before they are counted, on their device.
     carrier

@@ -103,7 +103,8 @@ def write_piece(path: Path, stacks: Iterable[Stack], filters: Filters = PLAIN) -
 def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) -> Iterator[Stack]:
     """Yield what a piece holds under the name ``wanted``, or all; without ``values`` they stay empty.
 
-    Only plain numbers are read: no filter but those of :mod:`backlight.store.format.hdf5_filters` (others may load
+    Only plain numbers are read: no filter but those of :mod:`backlight.store.format.hdf5_filters` (others
+    may load
     plug-ins), no links, no external or virtual storage, and nothing whose stated size is not really in the
     file.
 

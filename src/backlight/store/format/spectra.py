@@ -56,7 +56,9 @@ FIELDS: Mapping[str, str] = MappingProxyType(
         "solver_residual": "1",
     }
 )
-"""What is stored of each direction, with its unit; see :class:`backlight.measure.spectra.result.SpectralEcho`.
+"""What is stored of each direction, with its unit.
+
+See :class:`backlight.measure.spectra.result.SpectralEcho`.
 
 ``singular_value``, ``alignment_score``, ``ambiguity`` and ``solver_residual`` are medians over the
 replicates, ``_low`` and ``_high`` bound an interval, ``unbiased`` is the diagonal, and ``block`` numbers the

@@ -35,7 +35,7 @@ _NAME = re.compile(r"rank-(\d{5,9})(?:\.(\d{6})(?:-(\d{6}))?)?\.db")
 
 
 class SegmentedDatabase:
-    """Like :class:`~backlight.store.write.database.RankDatabase`, for a folder where no open database may live."""
+    """Counterpart of :class:`~backlight.store.write.database.RankDatabase` for network storage."""
 
     def __init__(self, folder: Path, rank: int, meta: Mapping[str, str]) -> None:
         self.local = Path(tempfile.mkdtemp(prefix="backlight-run-"))

@@ -38,7 +38,8 @@ def write_form(folder: Path, target: Path, *, as_html: bool) -> Path:
 def write_bundle(folder: Path, target: Path) -> Path:
     """Pack the folder of a matrix into ``target``, whole or not at all; links are left out.
 
-    A name that is not one of an archive raises what :func:`backlight.store.export.archive.check_archive` raises.
+    A name that is not one of an archive raises what :func:`backlight.store.export.archive.check_archive`
+    raises.
     """
     check_archive(target)
     write_reports(folder)

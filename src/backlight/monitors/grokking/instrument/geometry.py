@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backlight.capture.gather import full, gathered, spread
 from backlight.capture.parameters import local
-from backlight.capture.sharding.gather import full, gathered, spread
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
 from backlight.monitors.grokking.model.available_memory import available_bytes

@@ -9,7 +9,7 @@ import torch
 
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
-from backlight.capture.sharding.unsharded import unsharded
+from backlight.capture.unsharded import unsharded
 from backlight.monitors.spectra.instrument.layers import Selection, choose
 from backlight.monitors.spectra.instrument.replicate_buffer import Target, fitting
 from backlight.monitors.spectra.instrument.shared_step import owners

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from backlight.capture.hooks.batch_size import Inputs
-from backlight.capture.hooks.microbatches import Microbatches
+from backlight.capture.batch_size import Inputs
+from backlight.capture.microbatches import Microbatches
 from backlight.capture.preserve_state import untouched
 from backlight.monitors.spectra.instrument import batch_split
 from backlight.monitors.spectra.instrument.batches import samples as samples_of
@@ -37,7 +37,7 @@ _UNKNOWN = 8
 
 
 class Replicating:
-    """Catches the replicates of one watched training; a :class:`backlight.capture.hooks.microbatches.GradientSink`.
+    """Catches the replicates of one watched training; a :class:`backlight.capture.microbatches.GradientSink`.
 
     Parameters
     ----------

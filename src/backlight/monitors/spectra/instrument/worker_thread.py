@@ -32,7 +32,9 @@ _NICE = 10
 
 
 class Beside:
-    """Measures steps that were caught; see :class:`backlight.monitors.spectra.instrument.replicates.Replicating`.
+    """Measures steps that were caught.
+
+    See :class:`backlight.monitors.spectra.instrument.replicates.Replicating`.
 
     Parameters
     ----------

@@ -1,6 +1,7 @@
 """What the room writes into a run: layers, parameters left out, and the spectral echo of a layer at a step.
 
-Everything goes through a writer with the methods of :class:`backlight.store.write.writer.RunWriter`; a queue that
+Everything goes through a writer with the methods of :class:`backlight.store.write.writer.RunWriter`; a
+queue that
 hands them on later will do. The layout is that of :mod:`backlight.store.format.spectra`.
 """
 

@@ -1,6 +1,7 @@
 """The sidecar: one process per machine that reads the boards and speaks when a rank stands still. No torch.
 
-``python -m backlight.monitors.stalls.model.watchdog PLACE RUN ATTEMPT OFFSET LIMITS`` detaches itself, so that it is
+``python -m backlight.monitors.stalls.model.watchdog PLACE RUN ATTEMPT OFFSET LIMITS`` detaches itself, so
+that it is
 nobody's child, and ends with the last rank. It never writes to a watched process; if it dies, the training
 does not notice.
 """

@@ -1,7 +1,8 @@
 """``gram``: from a model, a loss and a batch to exact inner products of per-sample gradients.
 
 One forward and one backward pass; hooks hand the pieces of each parameter to the kernels while backward
-runs. Every parameter passes the checks of :mod:`backlight.monitors.grokking.instrument.gram.gates`; one that no kernel
+runs. Every parameter passes the checks of :mod:`backlight.monitors.grokking.instrument.gram.gates`; one
+that no kernel
 knows, or whose check fails, is measured by per-sample gradients instead and checked again.
 """
 

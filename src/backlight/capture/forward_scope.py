@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from backlight.capture.events import Listener
-from backlight.capture.hooks.forward import Forwards
+from backlight.capture.forward import Forwards
 from backlight.capture.hooks.optimizers import parameters_of
 from backlight.capture.hub import HUB
 from backlight.capture.modules import holding

@@ -1,6 +1,6 @@
 """How many samples the outermost modules are called with, where gradients are wanted.
 
-As in :mod:`backlight.capture.hooks.forward`, what sits on a module is a function of this file.
+As in :mod:`backlight.capture.forward`, what sits on a module is a function of this file.
 """
 
 from __future__ import annotations
