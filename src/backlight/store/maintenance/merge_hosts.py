@@ -71,7 +71,7 @@ def join(run: str | Path, parts: list[Path]) -> Joined:
 @dataclass(slots=True)
 class _Brought:
     files: list[tuple[Path, Path]] = field(default_factory=list)
-    atomic_json: dict[Path, dict[str, Any]] = field(default_factory=dict)
+    documents: dict[Path, dict[str, Any]] = field(default_factory=dict)
     ranks: dict[int, list[int]] = field(default_factory=dict)
 
 
