@@ -38,7 +38,7 @@ coverage: $(VENV)/.dev  ## line and branch coverage, watched scripts included
 docs: $(VENV)/.dev  ## the documentation site in build/site; its examples run while it is built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-ways: $(VENV)/.dev  ## every room in every way of training; writes the tables of README and docs/setups.md
+ways: $(VENV)/.dev  ## every monitor in every way of training; writes the tables of README and docs/setups.md
 	$(ONE) $(BIN)/python tests/setups/table.py
 
 bench: $(VENV)/.dev  ## every claim of speed, side by side with a peer

@@ -1,6 +1,7 @@
 """How often equal trainings are told apart, and whether a slowdown of 3 % is found with its interval.
 
-Real short trainings of one small model, watched into run folders, in pairs made one after the other; in the
+Real short trainings of one small model, watched into run directories, in pairs made one after the other; in
+the
 slower one each step waits, busily, for 3 % of what it took. Pairs are judged as `backlight compare` does, and
 groups of pairs as `backlight compare --ab` does.
 
@@ -39,12 +40,12 @@ ROUNDS = 8
 
 
 def train(path: Path, steps: int, slower: float) -> None:
-    """Train for some steps, each stretched by ``slower``, into a run folder."""
+    """Train for some steps, each stretched by ``slower``, into a run directory."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs = torch.randn(64, 256)
-    with backlight.watch(model, optimizer, run=path, rooms=("steptime",), every=1):
+    with backlight.watch(model, optimizer, run=path, monitors=("steptime",), every=1):
         for _ in range(steps):
             began = time.perf_counter()
             optimizer.zero_grad()

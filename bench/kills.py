@@ -1,4 +1,4 @@
-"""Kill a writing process at random moments, again and again, and look at what its run folder still says.
+"""Kill a writing process at random moments, again and again, and look at what its run directory still says.
 
 Each victim opens attempts of one run, records, flushes, closes and compacts in a loop, so that a
 kill may fall anywhere: before the folder is there, in the middle of a transaction, between two renames. After

@@ -36,7 +36,7 @@ def write(path: Path, ranks: int, parameters: int, steps: int, *, sharded: bool)
     source = np.random.default_rng(0)
     norms = np.exp(source.standard_normal((steps, parameters, 3)))
     writers = [
-        RunWriter.create(path, rank=r, world_size=ranks, run_id="bench", rooms=("health",))
+        RunWriter.create(path, rank=r, world_size=ranks, run_id="bench", monitors=("health",))
         for r in range(ranks)
     ]
     for rank, writer in enumerate(writers):

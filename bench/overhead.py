@@ -117,9 +117,9 @@ def main() -> None:
         table.add_column(column, justify="right")
     rows: dict[str, dict[str, object] | None] = {
         "nothing (two unwatched steps)": None,
-        "default rooms, cadence by the budget": {},
-        "default rooms, every step": {"every": 1},
-        "without stalls, every step": {"every": 1, "rooms": "health,steptime"},
+        "default monitors, cadence by the budget": {},
+        "default monitors, every step": {"every": 1},
+        "without stalls, every step": {"every": 1, "monitors": "health,steptime"},
         "every step, with histograms": {"every": 1, "histogram": True},
     }
     for name, settings in rows.items():

@@ -1,6 +1,6 @@
 """What the report of a long run costs: seconds to write, megabytes, seconds until it is ready.
 
-The run is synthetic, with one spike and one NaN planted in it; the bench checks that both are still in
+The run is synthetic, with one spike and one NaN injected in it; the bench checks that both are still in
 the page. Opening is timed by the page itself, from the start of the navigation to its mark
 ``backlight-ready``, in headless Chromium.
 
@@ -107,8 +107,8 @@ def main() -> None:
     table.add_row("ranges of steps in the heat map", f"{len(frames.buckets):,}")
     table.add_row("open, cold browser", f"{opened[0]:.2f} s")
     table.add_row(f"open again, median of {len(opened) - 1}", f"{statistics.median(opened[1:]):.2f} s")
-    table.add_row("planted spike still in the page", "yes" if kept else "NO")
-    table.add_row("planted NaN steps still counted", "yes" if bad else "NO")
+    table.add_row("injected spike still in the page", "yes" if kept else "NO")
+    table.add_row("injected NaN steps still counted", "yes" if bad else "NO")
     Console().print(table)
 
 

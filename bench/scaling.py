@@ -119,7 +119,7 @@ def document_bytes(folder: Path) -> float:
     model = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     path = folder / "watched"
-    with backlight.watch(model, optimizer, run=path, every=1, rooms=("health",)):
+    with backlight.watch(model, optimizer, run=path, every=1, monitors=("health",)):
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.randn(2, 4, 16)).square().mean().backward()

@@ -35,7 +35,7 @@ from backlight.measure.spectra.shrinkage import threshold
 
 SHAPES = ((1024, 4096), (1024, 1024))
 STRENGTHS = (30.0, 20.0, 15.0, 10.0, 8.0, 6.0, 5.0, 4.0, 3.5, 3.0, 2.5, 2.2, 1.9, 1.7, 1.5, 1.3)
-"""Strengths of the planted directions, in units of the threshold; half as many again lie below it."""
+"""Strengths of the injected directions, in units of the threshold; half as many again lie below it."""
 
 Row = dict[str, float | str]
 

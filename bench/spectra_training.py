@@ -1,4 +1,4 @@
-"""What a measured step of the room spectra costs a training: on its path, and beside it.
+"""What a measured step of the monitor spectra costs a training: on its path, and beside it.
 
 Measured and other steps of one watched run alternate, so that a machine whose speed drifts slows both
 alike. On the path: processor seconds of the training's thread in a measured step over those in the step
@@ -40,7 +40,7 @@ def measured(pairs: int, micro: int, batch: int) -> tuple[list[float], float, in
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         with backlight.watch(
-            model, optimizer, run=run, rooms=("spectra",), every=2, spectra={"patience": 600.0}
+            model, optimizer, run=run, monitors=("spectra",), every=2, spectra={"patience": 600.0}
         ) as watch:
             for _ in range(2 * pairs + 2):
                 begin = time.thread_time()

@@ -1,7 +1,7 @@
-"""The room of stalls: how often its verdicts are right, and what it costs while nothing stalls.
+"""The monitor of stalls: how often its verdicts are right, and what it costs while nothing stalls.
 
 The fault suite of the tests is run and scored: right, undetermined, wrong. Cost: nanoseconds of a beat, and
-the time that the room adds to a step of the demo model, by alternating blocks with and without it.
+the time that the monitor adds to a step of the demo model, by alternating blocks with and without it.
 
     OMP_WAIT_POLICY=PASSIVE python bench/stalls.py [--all]
 """
@@ -52,22 +52,24 @@ def beat_cost(count: int = 200_000) -> float:
 
 
 def added_time(pairs: int, block: int) -> list[float]:
-    """Return, for pairs of blocks, seconds with the room over seconds without it."""
+    """Return, for pairs of blocks, seconds with the monitor over seconds without it."""
     training = Training("cpu")
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
-        watch = backlight.watch(training.model, training.optimizer, run=Path(folder) / "run", rooms="stalls")
+        watch = backlight.watch(
+            training.model, training.optimizer, run=Path(folder) / "run", monitors="stalls"
+        )
         with watch:
-            room = watch._stalling
-            assert room is not None
+            monitor = watch._stalling
+            assert monitor is not None
             for number in range(pairs):
                 seconds = {}
                 for on in (True, False) if number % 2 else (False, True):
-                    (room._attach if on else room._detach)()
+                    (monitor._attach if on else monitor._detach)()
                     training.step()
                     seconds[on] = statistics.median(training.step()[0] for _ in range(block))
                 ratios.append(seconds[True] / seconds[False])
-            room._attach()
+            monitor._attach()
     return ratios
 
 
@@ -99,9 +101,10 @@ def lateness(findings: list[Finding], run: Path) -> float | None:
 
 
 def launched(faults: list[Fault]) -> tuple[list[tuple[Fault, str, str, float | None]], list[Finding], int]:
-    """Run faults and their twins.
+    """Run faults and their controls.
 
-    Returns fault, score, claim and lateness of each; what was said of the twins; and the number of twins.
+    Returns fault, score, claim and lateness of each; what was said of the controls; and the number of
+    controls.
     """
     script = HERE / ("trainings.py" if faults[0].world == 1 else "ranks.py")
     rows = []
@@ -115,18 +118,18 @@ def launched(faults: list[Fault]) -> tuple[list[tuple[Fault, str, str, float | N
     if not kept:
         return rows, [], 0
     with tempfile.TemporaryDirectory() as folder:
-        said, _, _ = run_faults(kept, Path(folder) / "run", seconds=0.02, twin=kept[0].lasting)
+        said, _, _ = run_faults(kept, Path(folder) / "run", seconds=0.02, control=kept[0].lasting)
     return rows, said, len(kept)
 
 
 def suite(*, everything: bool, jobs: int) -> Table:
     """Run the fault suite and return the table of its score."""
-    table = Table(title="verdicts on planted faults")
+    table = Table(title="verdicts on injected faults")
     for column in ("fault", "ranks", "expected", "score", "late", "what was said"):
         table.add_column(column)
     counts = {"right": 0, "undetermined": 0, "wrong": 0}
     late: list[float] = []
-    silent = twins = 0
+    silent = controls = 0
     with ThreadPoolExecutor(jobs) as pool:
         for rows, findings, number in pool.map(launched, launches(everything=everything)):
             for fault, verdict, why, after in rows:
@@ -136,15 +139,15 @@ def suite(*, everything: bool, jobs: int) -> Table:
                 table.add_row(
                     fault.name, str(fault.world), fault.verdict or "silence", verdict, said, why[:100]
                 )
-            twins += number
+            controls += number
             silent += 0 if findings else number
             for finding in findings:
-                table.add_row("twin", "", "silence", "wrong", "", finding.claim[:100])
+                table.add_row("control", "", "silence", "wrong", "", finding.claim[:100])
     total = sum(counts.values())
     table.caption = f"{total} faults: " + ", ".join(
         f"{n} {w} ({100 * n / total:.1f} %)" for w, n in counts.items()
     )
-    table.caption += f"; {silent} of {twins} healthy twins silent"
+    table.caption += f"; {silent} of {controls} controls silent"
     if late:
         table.caption += (
             f"; after the threshold: median {statistics.median(late):.1f} s, longest {max(late):.1f} s"
@@ -165,7 +168,7 @@ def main() -> None:
     torch.set_num_threads(1)
     console = Console()
     if not options.no_cost:
-        cost = Table(title="what the room costs while nothing stalls")
+        cost = Table(title="what the monitor costs while nothing stalls")
         cost.add_column("what")
         cost.add_column("value", justify="right")
         cost.add_row("one beat (the hook of a parameter)", f"{beat_cost():.0f} ns")

@@ -1,6 +1,6 @@
-"""What the run folder costs: seconds to write, megabytes, seconds to read one series, beside two others.
+"""What the run directory costs: seconds to write, megabytes, seconds to read one series, beside two others.
 
-The same 10,000 steps of 150 parameters with 8 numbers each go into a run folder, into an SQLite table
+The same 10,000 steps of 150 parameters with 8 numbers each go into a run directory, into an SQLite table
 with one row per parameter and step, and into resizable HDF5 datasets. ``gradients`` are numbers as a
 training has them (counts mostly 0, sizes fixed, the largest value a float32); ``noise`` are 8 numbers
 of which no bit can be saved.
@@ -138,7 +138,7 @@ def read_hdf5(path: Path) -> np.ndarray:
 
 WAYS: dict[str, tuple[Callable[[Path, Numbers, Callable[[int], None]], None], Callable[[Path], np.ndarray]]]
 WAYS = {
-    "run folder": (write_run, read_run),
+    "run directory": (write_run, read_run),
     "SQLite rows": (write_rows, read_rows),
     "HDF5": (write_hdf5, read_hdf5),
 }
@@ -232,7 +232,7 @@ def main() -> int:
     bound = estimate(options.parameters, 8, 1, options.steps, scalars=0) / 1e6
     Console().print(
         "read: one series. kills: how often all that was flushed is read after SIGKILL.\n"
-        "x: against the run folder. "
+        "x: against the run directory. "
         f"`estimate` says at most {bound:.0f} MB. One flush every {FLUSH_EVERY} steps."
     )
     return 0

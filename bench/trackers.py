@@ -37,7 +37,7 @@ def train(folder: Path, tracker: str) -> tuple[float, float]:
         optimizer,
         run=folder / "run",
         every=1,
-        rooms=("health", "steptime"),
+        monitors=("health", "steptime"),
         trackers=[tracker] if tracker else [],
     ):
         for _ in range(STEPS):

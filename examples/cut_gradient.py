@@ -18,9 +18,9 @@ from torch import Tensor, nn
 class Classifier(nn.Module):
     """Mixes two views of the input, one of them through a histogram of its own."""
 
-    def __init__(self, planted: bool) -> None:
+    def __init__(self, injected: bool) -> None:
         super().__init__()
-        self.planted = planted
+        self.injected = injected
         self.encoder = nn.Linear(16, 32)
         self.centres = nn.Parameter(torch.linspace(-1, 1, 8))
         self.view = nn.Linear(8, 32)
@@ -29,14 +29,14 @@ class Classifier(nn.Module):
     def histogram(self, x: Tensor) -> Tensor:
         """Return how much of the input lies near each centre."""
         distance = x[..., None] - self.centres
-        if self.planted:
+        if self.injected:
             return (distance.abs() < 0.5).sum(dim=1).float() / x.shape[1]
         return torch.exp(-4 * distance.square()).mean(dim=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of 4 classes."""
         hidden = torch.relu(self.encoder(x))
-        if self.planted:
+        if self.injected:
             hidden = torch.from_numpy(hidden.detach().numpy())
         return self.head(hidden + self.view(self.histogram(x)))
 

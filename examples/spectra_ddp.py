@@ -61,7 +61,7 @@ def main() -> None:
     # The fused attention weight is three matrices, and the microbatches of both ranks are replicates.
     spectra = {"fused": {"*.qkv.weight": ("q", "k", "v")}, "exchange": True}
     with backlight.watch(
-        model, optimizer, run=options.out, rooms=("spectra",), every=options.every, spectra=spectra
+        model, optimizer, run=options.out, monitors=("spectra",), every=options.every, spectra=spectra
     ):
         for _ in range(options.steps):
             optimizer.zero_grad()

@@ -564,14 +564,14 @@ def optimizer_in_backward() -> list[Tensor]:
 def copied_and_saved() -> list[Tensor]:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    twin = model
+    control = model
     for x, y in batches(STEPS):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
-        twin = copy.deepcopy(model)
+        control = copy.deepcopy(model)
         torch.save(model, io.BytesIO())
-    return ends(model, twin)
+    return ends(model, control)
 
 
 class EditsItsOutput(Net):

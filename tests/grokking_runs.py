@@ -1,4 +1,4 @@
-"""Stored runs of the grokking room that were never trained: accuracies and geometry planted by a plan."""
+"""Stored runs of the grokking monitor that were never trained: accuracies and geometry injected by a plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Grok:
     facts: bool = True
     losses: bool = True
     name: str = "oracle"
-    rooms: tuple[str, ...] = ("grokking",)
+    monitors: tuple[str, ...] = ("grokking",)
     seed: int = 0
 
 
@@ -52,14 +52,14 @@ def accuracies(plan: Grok, steps: NDArray[np.int64]) -> tuple[NDArray[np.float64
 def write_grokking_run(path: Path, plan: Grok | None = None) -> Run:
     """Write a run by ``plan`` and open it."""
     plan = plan or Grok()
-    writer = RunWriter.create(path, name=plan.name, script="grok", rooms=plan.rooms)
+    writer = RunWriter.create(path, name=plan.name, script="grok", monitors=plan.monitors)
     write_grokking(writer, plan)
     writer.close()
     return open_run(path)
 
 
 def write_grokking(writer: RunWriter, plan: Grok) -> None:
-    """Write what the room grokking records, into a run that may hold more."""
+    """Write what the monitor grokking records, into a run that may hold more."""
     if plan.facts:
         writer.event(
             0,

@@ -1,4 +1,7 @@
-"""Stored runs of the spectra room: replicates with planted directions, measured and recorded by the room."""
+"""Stored runs of the spectra monitor: replicates with injected directions.
+
+Measured and recorded by the monitor.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ STRENGTHS = {
 
 
 @dataclass(frozen=True)
-class Planted:
+class Injected:
     """A run to write: strengths in units of the threshold below which no direction can be found.
 
     Layers that are ``flipped`` have their signal with the other sign in every fourth replicate.
@@ -43,8 +46,8 @@ class Planted:
     seed: int = 0
 
 
-def replicates(plan: Planted, name: str, at: int) -> torch.Tensor:
-    """Return ``[R, p, q]``: the planted directions in noise of variance 1."""
+def replicates(plan: Injected, name: str, at: int) -> torch.Tensor:
+    """Return ``[R, p, q]``: the injected directions in noise of variance 1."""
     p, q = plan.shapes[name]
     noise = torch.Generator().manual_seed(plan.seed + 1000 * at + sorted(plan.shapes).index(name))
     signal = torch.Generator().manual_seed(plan.seed + sorted(plan.shapes).index(name))
@@ -60,8 +63,8 @@ def replicates(plan: Planted, name: str, at: int) -> torch.Tensor:
     return 1e-3 * G
 
 
-def write_spectra(writer: RunWriter, plan: Planted) -> None:
-    """Write what the room records, into a run that may hold more."""
+def write_spectra(writer: RunWriter, plan: Injected) -> None:
+    """Write what the monitor records, into a run that may hold more."""
     for index, (name, (p, q)) in enumerate(plan.shapes.items()):
         describe(writer, Layer(name, name.rpartition(".")[0], (p, q), "", p, q, index))
     for name, reason in plan.left_out.items():
@@ -77,9 +80,9 @@ def write_spectra(writer: RunWriter, plan: Planted) -> None:
             record(writer, step, name, found, batch=plan.batch, stable_ranks=ranks)
 
 
-def write_spectra_run(path: Path, plan: Planted | None = None) -> Run:
+def write_spectra_run(path: Path, plan: Injected | None = None) -> Run:
     """Write a run by ``plan`` and open it."""
-    writer = RunWriter.create(path, name="spectra", script="train.py", rooms=("spectra",), step_offset=0)
-    write_spectra(writer, plan or Planted())
+    writer = RunWriter.create(path, name="spectra", script="train.py", monitors=("spectra",), step_offset=0)
+    write_spectra(writer, plan or Injected())
     writer.close()
     return open_run(path)

@@ -67,7 +67,7 @@ def test_no_file_is_long_and_no_name_is_empty() -> None:
         assert path.stem not in {"util", "utils", "helper", "helpers", "common", "core", "misc", "manager"}
 
 
-def test_room_packages_are_empty() -> None:
+def test_monitor_packages_are_empty() -> None:
     for init in SOURCE.rglob("__init__.py"):
         if init.parent not in {SOURCE, SOURCE / "measure"}:
             assert init.read_text() == "", f"{init}: importing a child would run this"

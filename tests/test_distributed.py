@@ -117,11 +117,11 @@ def test_a_watch_with_nonsense_around_warns_once_and_trains(
 def test_what_a_rank_was_told_stands_in_its_document(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=tmp_path / "run", every=2, rooms=("health",)):
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=2, monitors=("health",)):
         loop(model, optimizer)
     document = json.loads((tmp_path / "run" / "attempt-000" / "rank-00000.json").read_text())
     assert document["options"]["every"] == 2
-    assert document["options"]["rooms"] == ["health"]
+    assert document["options"]["monitors"] == ["health"]
 
 
 def test_doctor_says_what_works_for_clusters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_rule_of_the_readme_works(tmp_path: Path) -> None:
 def _run(path: Path, norm: float) -> Run:
     from backlight.records import ParameterRecord
 
-    writer = RunWriter.create(path, rooms=("health",))
+    writer = RunWriter.create(path, monitors=("health",))
     table = writer.parameter_table((ParameterRecord("weight", (2,), "float32", "cpu", 2),))
     floats = np.array([[norm, norm, norm]])
     integers = np.array([[1, 2, 0, 0, 0]])

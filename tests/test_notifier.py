@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.notifier import Notices
+from backlight.notifier import Notifier
 
 
 @pytest.mark.parametrize(("filters", "shown"), [("default", 1), ("always", 3)])
@@ -16,13 +16,13 @@ def test_trainings_in_a_loop_are_told_of_as_the_filters_say(filters: str, shown:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter(filters)  # type: ignore[arg-type]  # one of those that there are
         for _ in range(3):
-            Notices(tmp_path).warn("ranks", "the environment makes no sense")
+            Notifier(tmp_path).warn("ranks", "the environment makes no sense")
     assert [warning.filename for warning in told] == [__file__] * shown
 
 
 def test_what_a_thread_of_ours_tells_names_the_line_that_watches(tmp_path: Path) -> None:
-    notices = Notices(tmp_path)
-    thread = threading.Thread(target=notices.warn, args=("disk", "it is full"))
+    notifier = Notifier(tmp_path)
+    thread = threading.Thread(target=notifier.warn, args=("disk", "it is full"))
     with pytest.warns(RuntimeWarning, match="backlight: it is full") as told:
         thread.start()
         thread.join()
@@ -34,5 +34,5 @@ def test_a_filter_that_makes_errors_of_warnings_ends_nothing(
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Notices(tmp_path).warn("disk", "it is full")
+        Notifier(tmp_path).warn("disk", "it is full")
     assert capsys.readouterr().err == "backlight: it is full. Your training goes on unchanged.\n"

@@ -198,7 +198,7 @@ def train(path: Path) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=path, every=1, rooms=("health",)):
+    with backlight.watch(model, optimizer, run=path, every=1, monitors=("health",)):
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.ones(2, 3)).sum().backward()
@@ -268,7 +268,7 @@ def test_a_probe_that_asks_for_too_much_is_left_out(tmp_path: Path, foreign: Cal
 
 
 def write(path: Path) -> None:
-    writer = RunWriter.create(path, rooms=("health",))
+    writer = RunWriter.create(path, monitors=("health",))
     writer.parameter_table((ParameterRecord("weight", (2,), "float32", "cpu", 2),))
     writer.close()
 
@@ -295,7 +295,7 @@ def test_a_panel_of_a_plug_in_that_fails_leaves_the_page(
         return shown
 
     write(tmp_path / "run")
-    foreign(PANELS, Panel("zebra", "Stripes", 1, (), render, room="health"))
+    foreign(PANELS, Panel("zebra", "Stripes", 1, (), render, monitor="health"))
     said = r"Panel 'zebra' could not be drawn: the plug-in 'strange' of strangers 1\.2 failed"
     with pytest.warns(PanelWarning, match=said) as told:
         panels = {panel.name: result for panel, result in rendered(Source(open_run(tmp_path / "run")))}

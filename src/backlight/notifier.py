@@ -41,7 +41,7 @@ def _calling() -> Line | None:
     return frame.f_code.co_filename, frame.f_lineno, str(frame.f_globals.get("__name__", "<unknown>"))
 
 
-class Notices:
+class Notifier:
     """The voice of one watch; silent towards the run until ``writer`` is set."""
 
     def __init__(self, path: Path) -> None:
@@ -100,5 +100,5 @@ class Notices:
         """Turn an exception of ours into :meth:`trouble`."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - never break the user's training
             self.trouble(error)

@@ -1,6 +1,6 @@
 """Registries that fill themselves: a new probe, rule, experiment or panel is one new file.
 
-A registry knows which sub-package of a room holds its entries, and the entry-point group through
+A registry knows which sub-package of a monitor holds its entries, and the entry-point group through
 which other distributions add to it. Nothing is imported until somebody asks for the entries.
 """
 
@@ -67,15 +67,15 @@ def warn(text: str, category: type[Warning] = PlugInWarning) -> None:
 
 @dataclass
 class Registry(Generic[T]):
-    """Named entries of one kind, discovered in the rooms' ``part`` and in an entry-point ``group``.
+    """Named entries of one kind, discovered in the monitors' ``part`` and in an entry-point ``group``.
 
     Parameters
     ----------
     kind:
         What an entry is called in messages, such as ``"rule"``.
     part:
-        Name of the sub-package that holds such entries in every room: with ``"rules"``, each module
-        of each ``backlight.<room>.rules`` is imported on the first look.
+        Name of the sub-package that holds such entries in every monitor: with ``"rules"``, each module
+        of each ``backlight.<monitor>.rules`` is imported on the first look.
     group:
         Entry-point group for other distributions; empty for none. An entry point names a module that
         registers entries when it is imported, or an entry itself.
@@ -163,7 +163,7 @@ class Registry(Generic[T]):
                 entries = tuple(n for n, e in self._entries.items() if n not in known or _made_in(e, module))
                 if not entries:
                     problem = f"it registers no {self.kind}, and is none: got {type(loaded).__name__}"
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's plug-in must not stop us
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code must not stop us
                 entries, problem = (), f"{type(error).__name__}: {error}"
                 _FAILED[module] = problem
                 for registry, had in before:
@@ -252,9 +252,9 @@ def _origin(entry: object) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of a room: a stored run goes in, findings come out; it never sees a live model.
+    """A rule of a monitor: a stored run goes in, findings come out; it never sees a live model.
 
-    ``evaluate(run, thresholds)`` takes a :class:`backlight.store.read.run.Run` and the room's frozen
+    ``evaluate(run, thresholds)`` takes a :class:`backlight.store.read.run.Run` and the monitor's frozen
     thresholds. ``thresholds`` names the fields that it reads, so that a finding can show which of
     them the user overrode. ``needs`` names the series without which the rule stays silent. A rule that
     ``restates`` gives what was stored of it again, or something better in its place: nothing else of it
@@ -262,7 +262,7 @@ class Rule:
     """
 
     name: str
-    room: str
+    monitor: str
     version: int
     evaluate: Callable[[Any, Any], Iterable[Finding]]
     thresholds: tuple[str, ...] = ()
@@ -280,18 +280,18 @@ RULES: Registry[Rule] = Registry("rule", part="rules", group="backlight.rules", 
 def rule(
     name: str,
     *,
-    room: str,
+    monitor: str,
     version: int = 1,
     thresholds: tuple[str, ...] = (),
     needs: tuple[str, ...] = (),
     restates: bool = False,
 ) -> Callable[[Callable[[Any, Any], Iterable[Finding]]], Callable[[Any, Any], Iterable[Finding]]]:
-    """Register the decorated function as the rule ``name`` of ``room``; see :class:`Rule`."""
+    """Register the decorated function as the rule ``name`` of ``monitor``; see :class:`Rule`."""
 
     def decorate(
         evaluate: Callable[[Any, Any], Iterable[Finding]],
     ) -> Callable[[Any, Any], Iterable[Finding]]:
-        RULES.add(name, Rule(name, room, version, evaluate, thresholds, needs, restates))
+        RULES.add(name, Rule(name, monitor, version, evaluate, thresholds, needs, restates))
         return evaluate
 
     return decorate
@@ -307,7 +307,7 @@ class Needs(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Probe:
-    """What a room measures of a live training, declared as data.
+    """What a monitor measures of a live training, declared as data.
 
     ``make(**options)`` returns the measuring object, whose form follows ``needs``:
     gradients: ``measure(tensors, scale, carrier) -> Pending``; weights: ``before(parameters)`` and
@@ -319,7 +319,7 @@ class Probe:
     """
 
     name: str
-    room: str
+    monitor: str
     needs: Needs
     make: Callable[..., Any]
     series: str = ""
@@ -341,16 +341,16 @@ PROBES: Registry[Probe] = Registry("probe", part="probes", group="backlight.prob
 def probe(
     name: str,
     *,
-    room: str,
+    monitor: str,
     needs: Needs,
     series: str = "",
     on_request: bool = False,
     spacing: int = 1,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated class or function as the probe ``name`` of ``room``; see :class:`Probe`."""
+    """Register the decorated class or function as the probe ``name`` of ``monitor``; see :class:`Probe`."""
 
     def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
-        PROBES.add(name, Probe(name, room, needs, make, series, on_request, spacing))
+        PROBES.add(name, Probe(name, monitor, needs, make, series, on_request, spacing))
         return make
 
     return decorate

@@ -19,7 +19,7 @@ TRAIN = """
 import sys, time, torch
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-assert "--fail" not in sys.argv, "planted"
+assert "--fail" not in sys.argv, "injected"
 for step in range(1000):
     model(torch.randn(2, 4)).sum().backward()
     time.sleep(60 if "--hang" in sys.argv else 0.002)
@@ -47,7 +47,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert line(out, steps)[0] == sys.executable
         order.append(out.name)
         load = 1.0 + 0.5 * (int(out.name[-1]) % 3)
-        writer = RunWriter.create(out, rooms=("steptime",))
+        writer = RunWriter.create(out, monitors=("steptime",))
         for step in range(steps):
             noise = np.exp(random.normal(0, 0.003, 2))
             slower = 1.05 if out.name.startswith("b") else 1.0
@@ -112,7 +112,7 @@ def test_a_command_is_run_under_the_watch(command: str, expected: list[str]) -> 
 
 def test_a_command_that_fails_is_named_with_its_error(script: Path) -> None:
     with pytest.raises(
-        AlternatingError, match=r"'train.py --fail': ended with exit code 1 .*: AssertionError: planted"
+        AlternatingError, match=r"'train.py --fail': ended with exit code 1 .*: AssertionError: injected"
     ):
         alternate(("train.py --fail", "train.py"), rounds=3, steps=12, limit=60)
 

@@ -25,7 +25,7 @@ DENIED = "py-spy: Permission denied (os error 13)"
 @pytest.fixture
 def stalled(tmp_path: Path) -> Path:
     path = tmp_path / "run"
-    writer = RunWriter.create(path, name="stalled", rooms=("stalls",), script="train.py")
+    writer = RunWriter.create(path, name="stalled", monitors=("stalls",), script="train.py")
     writer.fingerprint(Fingerprint("train.py", ("--lr", "3"), {"torch": "2.13.0"}, "cpu", "node-7"))
     writer.scalar(0, "loss", 1.0)
     watchdog = WatchdogWriter(path, path / "attempt-000")
@@ -69,7 +69,7 @@ def test_the_page_shows_the_dump_and_leads_to_it(stalled: Path, tmp_path: Path) 
 
 
 def test_a_run_that_stood_still_never_has_no_such_chapter(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", rooms=("stalls",))
+    writer = RunWriter.create(tmp_path / "run", monitors=("stalls",))
     writer.scalar(0, "loss", 1.0)
     writer.close(RunStatus.FINISHED)
     assert "could not be collected" not in write_markdown(tmp_path / "run", tmp_path / "a.md").read_text()

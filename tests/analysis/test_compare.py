@@ -33,7 +33,7 @@ def write(
     path: Path, fingerprint: Fingerprint | None = PRINT, *, factor: float = 1.0, seed: int = 0, **more: Any
 ) -> Run:
     steps = more.get("steps", range(60))
-    writer = RunWriter.create(path, name=path.name, rooms=("health",))
+    writer = RunWriter.create(path, name=path.name, monitors=("health",))
     if fingerprint is not None:
         writer.fingerprint(fingerprint)
     records = tuple(

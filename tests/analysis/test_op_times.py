@@ -32,7 +32,7 @@ with torch.profiler.profile(
 
 
 def profiled(path: Path, steps: int, trace: bytes | None = None, **milliseconds: float) -> Run:
-    writer = RunWriter.create(path, rooms=("steptime",))
+    writer = RunWriter.create(path, monitors=("steptime",))
     kinds = [{"name": name, "host_ms": value, "device_ms": 0.0} for name, value in milliseconds.items()]
     writer.evidence("profile.json", json.dumps({"traced_steps": steps, "kinds": kinds}))
     if trace is not None:
@@ -54,7 +54,7 @@ def test_few_steps_give_averages_without_an_interval(tmp_path: Path) -> None:
 
 def test_without_a_profile_or_a_trace_it_says_so(tmp_path: Path) -> None:
     one = profiled(tmp_path / "a", 6, matmul=4.0)
-    bare = RunWriter.create(tmp_path / "b", rooms=("steptime",))
+    bare = RunWriter.create(tmp_path / "b", monitors=("steptime",))
     bare.close()
     assert compare_kinds(one, open_run(tmp_path / "b")) is None
     found = compare_kinds(one, profiled(tmp_path / "c", 6, matmul=4.0))

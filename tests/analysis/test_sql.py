@@ -27,7 +27,7 @@ Command = Callable[..., tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "run"
-    with backlight.watch(run=path, every=1, rooms=("health", "steptime")) as watch:
+    with backlight.watch(run=path, every=1, monitors=("health", "steptime")) as watch:
         CASES["clipped_by_norm"].train()
         watch.log(accuracy=0.5)
     return path

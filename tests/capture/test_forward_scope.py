@@ -1,4 +1,4 @@
-"""Forwards are heard of through one mechanism, whichever room is on."""
+"""Forwards are heard of through one mechanism, whichever monitor is on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
 
 
-def train(run: Path | None, rooms: tuple[str, ...], *, given: bool = False) -> tuple[nn.Module, list[int]]:
+def train(run: Path | None, monitors: tuple[str, ...], *, given: bool = False) -> tuple[nn.Module, list[int]]:
     """Train two steps; return the model, and how many hooks it had at its forwards."""
     torch.manual_seed(3)
     hooks: list[int] = []
@@ -50,31 +50,31 @@ def train(run: Path | None, rooms: tuple[str, ...], *, given: bool = False) -> t
     if run is None:
         loop()
     else:
-        with backlight.watch(model if given else None, run=run, rooms=rooms, every=1):
+        with backlight.watch(model if given else None, run=run, monitors=monitors, every=1):
             loop()
     return model, hooks
 
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(
-    "rooms", [("steptime",), ("stalls",), ("steptime", "stalls"), ("health", "stalls", "steptime")]
+    "monitors", [("steptime",), ("stalls",), ("steptime", "stalls"), ("health", "stalls", "steptime")]
 )
-def test_every_forward_is_followed_once(tmp_path: Path, rooms: tuple[str, ...], given: bool) -> None:
-    model, hooks = train(tmp_path / "run", rooms, given=given)
+def test_every_forward_is_followed_once(tmp_path: Path, monitors: tuple[str, ...], given: bool) -> None:
+    model, hooks = train(tmp_path / "run", monitors, given=given)
     assert hooks == [1, 1, 1]
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
     plain, _ = train(None, ())
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    if "steptime" in rooms:
+    if "steptime" in monitors:
         run = backlight.open_run(tmp_path / "run")
         assert len(run.scalar("phase/forward").steps) == 3
         assert len(run.scalar("phase/loss").steps) == 3
         assert not len(run.scalar("phase/between").steps)
 
 
-def test_a_room_that_needs_no_forwards_hooks_none(tmp_path: Path) -> None:
+def test_a_monitor_that_needs_no_forwards_hooks_none(tmp_path: Path) -> None:
     assert train(tmp_path / "run", ("health",))[1] == [0, 0, 0]
 
 
@@ -93,7 +93,7 @@ def test_many_optimizers_need_no_more_searches_of_the_process_than_one(
     counted = []
     for count in (1, 9):
         optimizers = [torch.optim.SGD([p], lr=0.1) for p in parameters[:count]]
-        with backlight.watch(run=tmp_path / str(count), rooms=("steptime",)):
+        with backlight.watch(run=tmp_path / str(count), monitors=("steptime",)):
             assert len(HUB.optimizers.known()) >= count
             entering = len(searches)
             parameters[0].sum().backward()

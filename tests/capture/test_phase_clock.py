@@ -1,4 +1,4 @@
-"""Every moment belongs to one phase; the phases of planted sleeps are those of the sleeps."""
+"""Every moment belongs to one phase; the phases of injected sleeps are those of the sleeps."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -156,7 +156,7 @@ def tracked() -> Iterator[Callable[..., list[StepSummary]]]:
         forwards.leave()
 
 
-def test_planted_sleeps_are_found_in_their_phases(tracked: Callable[..., list[StepSummary]]) -> None:
+def test_injected_sleeps_are_found_in_their_phases(tracked: Callable[..., list[StepSummary]]) -> None:
     model = Sleepy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -103,10 +103,10 @@ def test_export(command: Run, healthy: Path, tmp_path: Path) -> None:
 
 
 def test_compare(command: Run, healthy: Path, sick: Path, tmp_path: Path) -> None:
-    twin = tmp_path / "twin"
-    with backlight.watch(run=twin, every=1):
+    control = tmp_path / "control"
+    with backlight.watch(run=control, every=1):
         CASES["clipped_by_norm"].train()
-    code, out, _ = command("compare", healthy, twin)
+    code, out, _ = command("compare", healthy, control)
     assert code == 0
     assert "loss" in out
     other = tmp_path / "other"
@@ -115,7 +115,7 @@ def test_compare(command: Run, healthy: Path, sick: Path, tmp_path: Path) -> Non
     code, out, _ = command("compare", healthy, other)
     assert code == 1
     assert "not comparable" in out
-    code, out, _ = command("compare", healthy, twin, "--json")
+    code, out, _ = command("compare", healthy, control, "--json")
     assert json.loads(out)["comparable"] is True
 
 
@@ -181,7 +181,7 @@ def test_the_surface_is_frozen() -> None:
         "spectra": ["--budget", "--checkpoints", "--device", "--dtype", "--exclude", "--include", "--json",
                     "--max-directions", "--method", "--out", "--replicates", "--seed", "--set"],
         "run": ["--config", "--every", "--exact-updates", "--group", "--histogram", "--max-disk", "--out",
-                "--per-backward", "--reduce", "--rooms", "--slurm", "--slurm-script", "--stall",
+                "--per-backward", "--reduce", "--monitors", "--slurm", "--slurm-script", "--stall",
                 "--steps", "--trace", "--tracker"],
         "sweep": ["--at", "--fake", "--json", "--limit", "--max-memory", "--set", "--steps"],
         "top": ["--once"],

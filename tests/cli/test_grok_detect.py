@@ -165,7 +165,7 @@ def test_compare_refuses_in_one_line(
 
 def test_what_a_run_says_of_itself_is_text(command: Command, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        writer = RunWriter.create(tmp_path / name, rooms=("grokking",))
+        writer = RunWriter.create(tmp_path / name, monitors=("grokking",))
         writer.event(0, "grokking", {"experiment": "[red]x[/nope]\x1b[31m", "control": "", "chance": 0.1})
         for step in range(20):
             values = {"train_accuracy": 1.0, "test_accuracy": 0.1 + step / 100, "progress/[bold]": 1.0}

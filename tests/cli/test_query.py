@@ -12,7 +12,7 @@ from spoiled import write_spoiled
 
 @pytest.fixture(scope="module")
 def sick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_spoiled(tmp_path_factory.mktemp("runs") / "sick", rooms=("health",))
+    return write_spoiled(tmp_path_factory.mktemp("runs") / "sick", monitors=("health",))
 
 
 def printed(

@@ -1,7 +1,7 @@
 """Hosts that stand in for a cluster: network, host name and processes of their own, by kernel namespaces.
 
 A network is two namespaces joined by a pair of virtual interfaces. What runs on a host sees another host
-name and only its own processes, so that a run folder looks to it as one that other machines share.
+name and only its own processes, so that a run directory looks to it as one that other machines share.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ if rank == int(os.environ["OTHER"]) and os.environ["HOW"] == "unwatched":
 else:
     import backlight
     other = rank == int(os.environ["OTHER"])
-    with backlight.watch(run=run, every=2 if other else 1, rooms=("health",)):
+    with backlight.watch(run=run, every=2 if other else 1, monitors=("health",)):
         kept = runpy.run_path(script, run_name="__main__")
 """
 
 
 def watched(run: Path, *words: object, ranks: int = 2, **environment: str) -> tuple[int, str]:
-    line = ("-m", "backlight", "run", "--rooms", "health", "--every", "1", "--out", run, TRAINING, *words)
+    line = ("-m", "backlight", "run", "--monitors", "health", "--every", "1", "--out", run, TRAINING, *words)
     return launched(ranks, *line, **environment)
 
 
@@ -85,7 +85,7 @@ def test_a_rank_with_other_options_is_named(tmp_path: Path) -> None:
 def test_a_second_launch_at_once_is_refused_and_a_later_one_is_an_attempt(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    line += ["-m", "backlight", "run", "--rooms", "health", "--every", "1", "--out", str(tmp_path / "run")]
+    line += ["-m", "backlight", "run", "--monitors", "health", "--every", "1", "--out", str(tmp_path / "run")]
     words = [str(TRAINING), "2", "hang", str(mark)]
     first = subprocess.Popen(
         [*line, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE

@@ -30,7 +30,7 @@ filesystem.on_network = lambda path: True
 
 def script(folder: Path, out: str, *words: str) -> Path:
     line = [sys.executable, "-m", "backlight", "run", "--slurm", "nodes=2", "--slurm", "nproc_per_node=2"]
-    line += ["--rooms", "health", "--every", "1", "--out", out, "--slurm-script", "job.sh"]
+    line += ["--monitors", "health", "--every", "1", "--out", out, "--slurm-script", "job.sh"]
     subprocess.run([*line, str(TRAINING), *words], cwd=folder, check=True, capture_output=True)
     return folder / "job.sh"
 

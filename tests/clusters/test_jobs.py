@@ -152,13 +152,24 @@ def test_the_command_writes_the_script_or_refuses(
         said = capsys.readouterr()
         return int(leaving.value.code or 0), said.out, said.err
 
-    options = ["--slurm", "nodes=2", "--rooms", "health", "--every", "3", "--group", "a=x", "--group", "b=y"]
+    options = [
+        "--slurm",
+        "nodes=2",
+        "--monitors",
+        "health",
+        "--every",
+        "3",
+        "--group",
+        "a=x",
+        "--group",
+        "b=y",
+    ]
     code, out, errors = call(
         *options, "--histogram", "--out", "r", "--slurm-script", "j.sh", "train.py", "--every", "5"
     )
     assert (code, out) == (0, "j.sh\n")
     text = (tmp_path / "j.sh").read_text()
-    own = f"--out {tmp_path / 'r'} --rooms health --every 3 --group a=x --group b=y --histogram"
+    own = f"--out {tmp_path / 'r'} --monitors health --every 3 --group a=x --group b=y --histogram"
     assert f"-m backlight run {own} train.py --every 5" in text
     assert "which other nodes may not see" in errors
     (tmp_path / "j.sh").write_text(f"{text}# by hand\n")

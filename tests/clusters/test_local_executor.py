@@ -32,7 +32,7 @@ def test_one_command_ends_with_one_run_of_two_ranks(tmp_path: Path) -> None:
         "nproc_per_node=2",
     ]
     done = subprocess.run(
-        [*line, "--rooms", "health", "--every", "1", "--out", str(run), str(TRAINING), "4"],
+        [*line, "--monitors", "health", "--every", "1", "--out", str(run), str(TRAINING), "4"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
         capture_output=True,
@@ -62,7 +62,17 @@ def test_a_failed_training_fails_the_command(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_requeued_job_is_a_new_attempt(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    command = ("-m", "backlight", "run", "--rooms", "health", "--every", "1", "--out", str(tmp_path / "run"))
+    command = (
+        "-m",
+        "backlight",
+        "run",
+        "--monitors",
+        "health",
+        "--every",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    )
     words = (str(TRAINING), "3", "hang", str(mark))
     handle = submit(Job("x", (*command, *words), tmp_path / "run", per_node=2, minutes=10, local=True))
     deadline = time.monotonic() + 100

@@ -26,7 +26,7 @@ def train():
 if os.environ["RANK"] == "1":
     train()
 else:
-    with backlight.watch(model, optimizer, run=os.environ["OUT"], every=1, rooms=("health",)):
+    with backlight.watch(model, optimizer, run=os.environ["OUT"], every=1, monitors=("health",)):
         train()
 dist.barrier(); dist.destroy_process_group()
 """

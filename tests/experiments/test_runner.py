@@ -1,4 +1,4 @@
-"""Experiments into run folders: the same numbers after a kill, controls, degradation, refusals."""
+"""Experiments into run directories: the same numbers after a kill, controls, degradation, refusals."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_run_holds_what_it_promises(whole: Path) -> None:
     run = backlight.open_run(whole)
     assert run.status is RunStatus.FINISHED
     assert run.losses == ()
-    assert run.rooms == ("grokking",)
+    assert run.monitors == ("grokking",)
     (event,) = run.events("grokking")
     told = event.payload
     assert (told["experiment"], told["control"], told["seed"], told["probe_size"]) == ("oracle", "", 0, 128)

@@ -1,4 +1,4 @@
-"""Trainings in which a parameter gets no gradient or no optimizer, each with its healthy twin."""
+"""Trainings in which a parameter gets no gradient or no optimizer, each with its control."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from faults.planting import Fault, registrar
+from faults.injection import Fault, registrar
 
 FAULTS: dict[str, Fault] = {}
 fault = registrar(FAULTS)
@@ -42,57 +42,57 @@ FIRST = ("first.weight", "first.bias")
 
 
 @fault(names=FIRST, cause="cut", text="loss by detach: detached")
-def detach(planted: bool) -> None:
+def detach(injected: bool) -> None:
     class Detaching(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            return hidden.detach() if planted else hidden  # HERE
+            return hidden.detach() if injected else hidden  # HERE
 
     train(Detaching())
 
 
 @fault(names=FIRST, cause="cut", text="computed without recording")
-def no_grad(planted: bool) -> None:
+def no_grad(injected: bool) -> None:
     class Unrecorded(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            with torch.set_grad_enabled(not planted):
+            with torch.set_grad_enabled(not injected):
                 return hidden * 2  # HERE
 
     train(Unrecorded())
 
 
 @fault(names=FIRST, cause="cut", text="read through .data")
-def data(planted: bool) -> None:
+def data(injected: bool) -> None:
     class ByData(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            return (hidden.data if planted else hidden) + 1  # HERE
+            return (hidden.data if injected else hidden) + 1  # HERE
 
     train(ByData())
 
 
 @fault(names=FIRST, cause="left torch", text="taken out by numpy")
-def numpy_round_trip(planted: bool) -> None:
+def numpy_round_trip(injected: bool) -> None:
     class ThroughNumpy(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            return torch.from_numpy(hidden.detach().numpy() * 2) if planted else hidden * 2  # HERE
+            return torch.from_numpy(hidden.detach().numpy() * 2) if injected else hidden * 2  # HERE
 
     train(ThroughNumpy())
 
 
 @fault(names=FIRST, cause="cut", text="turned into integers")
-def integer_cast(planted: bool) -> None:
+def integer_cast(injected: bool) -> None:
     class Rounding(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            whole = (hidden * 10).long() if planted else hidden * 10  # HERE
+            whole = (hidden * 10).long() if injected else hidden * 10  # HERE
             return whole.to(torch.float32)
 
     train(Rounding())
 
 
 @fault(names=FIRST, cause="cut", text="gives no gradient|turned into integers")
-def argmax(planted: bool) -> None:
+def argmax(injected: bool) -> None:
     class Choosing(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            choose = torch.argmax if planted else torch.amax
+            choose = torch.argmax if injected else torch.amax
             chosen = choose(hidden, -1, keepdim=True)  # HERE
             return chosen.float().expand(-1, 8)
 
@@ -100,44 +100,44 @@ def argmax(planted: bool) -> None:
 
 
 @fault(names=("scale",), cause="not a leaf", text="not a leaf")
-def non_leaf(planted: bool) -> None:
+def non_leaf(injected: bool) -> None:
     class Scaled(Net):
         def __init__(self) -> None:
             super().__init__()
             start = torch.ones(8, requires_grad=True)
-            self.scale = start * 0.5 if planted else nn.Parameter(torch.ones(8) * 0.5)  # HERE
+            self.scale = start * 0.5 if injected else nn.Parameter(torch.ones(8) * 0.5)  # HERE
 
         def between(self, hidden: Tensor) -> Tensor:
-            return hidden * self.scale.detach() if planted else hidden * self.scale
+            return hidden * self.scale.detach() if injected else hidden * self.scale
 
     train(Scaled())
 
 
 @fault(names=("second.weight", "second.bias"), cause="frozen", text="looks like an accident")
-def frozen_by_accident(planted: bool) -> None:
+def frozen_by_accident(injected: bool) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for name, parameter in model.named_parameters():
-        if planted and "second" in name:
+        if injected and "second" in name:
             parameter.requires_grad = False  # HERE
     train(model, optimizer)
 
 
 @fault(names=("spare.weight", "spare.bias"), cause="unused", text="no operation of the forward pass")
-def unused(planted: bool) -> None:
+def unused(injected: bool) -> None:
     class WithSpare(Net):
         def __init__(self) -> None:
             super().__init__()
             self.spare = nn.Linear(8, 8)
 
         def between(self, hidden: Tensor) -> Tensor:
-            return hidden if planted else self.spare(hidden)
+            return hidden if injected else self.spare(hidden)
 
     train(WithSpare())
 
 
 @fault(names=("side.weight", "side.bias"), cause="not in the loss", text="last used by softmax")
-def not_in_the_loss(planted: bool) -> None:
+def not_in_the_loss(injected: bool) -> None:
     class TwoHeads(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -145,23 +145,23 @@ def not_in_the_loss(planted: bool) -> None:
 
         def between(self, hidden: Tensor) -> Tensor:
             odds = torch.softmax(self.side(hidden), -1)  # HERE
-            return hidden if planted else hidden * odds
+            return hidden if injected else hidden * odds
 
     train(TwoHeads())
 
 
 @fault(names=("last.weight", "last.bias"), cause="not in an optimizer", text="no optimizer holds it")
-def not_in_the_optimizer(planted: bool) -> None:
+def not_in_the_optimizer(injected: bool) -> None:
     model = Net()
-    wanted = [p for n, p in model.named_parameters() if not (planted and "last" in n)]
+    wanted = [p for n, p in model.named_parameters() if not (injected and "last" in n)]
     train(model, torch.optim.SGD(wanted, lr=0.1))
 
 
 @fault(names=("last.weight", "last.bias"), cause="optimizer holds another", text="made after the optimizer")
-def made_after_the_optimizer(planted: bool) -> None:
+def made_after_the_optimizer(injected: bool) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if planted:
+    if injected:
         model.last = nn.Linear(8, 3)  # HERE
     train(model, optimizer)
 
@@ -170,20 +170,20 @@ class Absorbing(torch.autograd.Function):
     """Its backward may return None for what wanted a gradient."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor, planted: bool) -> Tensor:
-        ctx.planted = planted
+    def forward(ctx: object, x: Tensor, injected: bool) -> Tensor:
+        ctx.injected = injected
         return x * 2
 
     @staticmethod
     def backward(ctx: object, grad: Tensor) -> tuple[Tensor | None, None]:
-        return (None if ctx.planted else grad * 2), None
+        return (None if ctx.injected else grad * 2), None
 
 
 @fault(names=FIRST, cause="None returned", text="Absorbing.backward returned None", after=True)
-def none_from_a_custom_function(planted: bool) -> None:
+def none_from_a_custom_function(injected: bool) -> None:
     class WithFunction(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            return Absorbing.apply(hidden, planted)  # HERE
+            return Absorbing.apply(hidden, injected)  # HERE
 
     train(WithFunction())
 
@@ -206,7 +206,7 @@ class Using(torch.autograd.Function):
 
 
 @fault(names=("weight",), cause="cut", text="used inside Using.forward without being an argument")
-def behind_the_back_of_a_function(planted: bool) -> None:
+def behind_the_back_of_a_function(injected: bool) -> None:
     class WithFunction(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -214,17 +214,17 @@ def behind_the_back_of_a_function(planted: bool) -> None:
             Using.weight = self.weight
 
         def between(self, hidden: Tensor) -> Tensor:
-            return Using.apply(hidden, None if planted else self.weight)  # HERE
+            return Using.apply(hidden, None if injected else self.weight)  # HERE
 
     train(WithFunction())
     del Using.weight
 
 
 @fault(names=FIRST, cause="cut", text="none of whose inputs requires a gradient")
-def reentrant_checkpoint_without_gradient(planted: bool) -> None:
+def reentrant_checkpoint_without_gradient(injected: bool) -> None:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
-            hidden = checkpoint(self.first, x.requires_grad_(not planted), use_reentrant=True)  # HERE
+            hidden = checkpoint(self.first, x.requires_grad_(not injected), use_reentrant=True)  # HERE
             return self.last(torch.tanh(self.second(hidden)))
 
     train(Checkpointed())
@@ -242,12 +242,12 @@ class Straight(torch.autograd.Function):
         return grad
 
 
-def overwritten(planted: bool) -> None:
+def overwritten(injected: bool) -> None:
     """A saved tensor is changed in place; torch refuses backward, and the command finds the line."""
 
     class Overwriting(Net):
         def between(self, hidden: Tensor) -> Tensor:
-            if planted:
+            if injected:
                 hidden += 1  # HERE
             return hidden + 1
 
@@ -257,7 +257,7 @@ def overwritten(planted: bool) -> None:
 OVERWRITTEN = Fault("overwritten", overwritten, {})
 
 
-def adversarial(planted: bool) -> None:
+def adversarial(injected: bool) -> None:
     """Generator and critic in turns: each is cut off from the other's loss on purpose."""
     generator, critic = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     of_critic = torch.optim.Adam(critic.parameters(), lr=1e-2)
@@ -272,10 +272,10 @@ def adversarial(planted: bool) -> None:
         of_generator.step()
 
 
-def grad_of_a_computed_tensor(planted: bool) -> None:
+def grad_of_a_computed_tensor(injected: bool) -> None:
     """A loop without optimizer updates by the ``.grad`` of a tensor that is no leaf."""
     start = torch.ones(4, requires_grad=True)
-    weight = start * 0.5 if planted else start  # HERE
+    weight = start * 0.5 if injected else start  # HERE
     for _ in range(STEPS):
         ((torch.randn(5, 4) * weight).sum() ** 2).backward(retain_graph=True)
         grad = weight.grad

@@ -1,4 +1,4 @@
-"""Trainings in which a NaN or an infinity is born, each with its healthy twin."""
+"""Trainings in which a NaN or an infinity is born, each with its control."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from faults.injection import Fault, registrar
 from faults.missing_gradients import Net, train
-from faults.planting import Fault, registrar
 
 FAULTS: dict[str, Fault] = {}
 fault = registrar(FAULTS)
@@ -28,30 +28,30 @@ class At(Net):
 
 
 @fault(step=2, phase="forward", value="NaN", operation="log", module="Logarithm", symptom="loss")
-def born_in_forward(planted: bool) -> None:
+def born_in_forward(injected: bool) -> None:
     class Logarithm(At):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
-            return torch.log(hidden - 2 if now and planted else hidden + 2)  # HERE
+            return torch.log(hidden - 2 if now and injected else hidden + 2)  # HERE
 
     train(Logarithm())
 
 
 @fault(step=2, phase="forward", value="infinity", operation="exp", module="Exponential", symptom="loss")
-def overflow_in_forward(planted: bool) -> None:
+def overflow_in_forward(injected: bool) -> None:
     class Exponential(At):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
-            grown = torch.exp(hidden * (1e4 if now and planted else 1.0))  # HERE
+            grown = torch.exp(hidden * (1e4 if now and injected else 1.0))  # HERE
             return grown / grown.sum()
 
     train(Exponential())
 
 
 @fault(step=2, phase="backward", value="infinity", node="SqrtBackward0", module="Root", symptom="gradients")
-def born_in_backward_only(planted: bool) -> None:
+def born_in_backward_only(injected: bool) -> None:
     class Root(At):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
-            size = hidden * (0.0 if now and planted else 1.0)
-            return hidden + torch.sqrt(size.square() + (0.0 if planted else 1e-6))  # HERE
+            size = hidden * (0.0 if now and injected else 1.0)
+            return hidden + torch.sqrt(size.square() + (0.0 if injected else 1e-6))  # HERE
 
     train(Root())
 
@@ -70,20 +70,20 @@ class Dividing(torch.autograd.Function):
 
 
 @fault(step=2, phase="backward", value="infinity", node="DividingBackward", symptom="gradients")
-def born_in_a_custom_backward(planted: bool) -> None:
+def born_in_a_custom_backward(injected: bool) -> None:
     class WithFunction(At):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
-            return Dividing.apply(hidden, now and planted)
+            return Dividing.apply(hidden, now and injected)
 
     train(WithFunction())
 
 
 @fault(step=2, phase="forward", value="NaN", operation="_softmax", symptom="loss", constant=True)
-def row_masked_entirely(planted: bool) -> None:
+def row_masked_entirely(injected: bool) -> None:
     class Masked(At):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
             hidden_where = torch.zeros_like(hidden, dtype=torch.bool)
-            hidden_where[:, 0 if now and planted else 1 :] = True
+            hidden_where[:, 0 if now and injected else 1 :] = True
             scores = hidden.masked_fill(hidden_where, -math.inf)
             return torch.softmax(scores, -1)  # HERE
 
@@ -91,14 +91,14 @@ def row_masked_entirely(planted: bool) -> None:
 
 
 @fault(step=2, phase="forward", value="NaN", symptom="loss", born=False)
-def came_with_the_data(planted: bool) -> None:
+def came_with_the_data(injected: bool) -> None:
     class Fed(Net):
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
             batch = x.numpy().copy()
-            if planted and self.calls == 3:
+            if injected and self.calls == 3:
                 batch[0, 0] = math.nan
             return super().forward(torch.from_numpy(batch) + 0)  # HERE
 
@@ -106,15 +106,15 @@ def came_with_the_data(planted: bool) -> None:
 
 
 @fault(step=0, phase="forward", value="NaN", symptom="loss", born=False, parameter="second.weight")
-def came_with_a_parameter(planted: bool) -> None:
+def came_with_a_parameter(injected: bool) -> None:
     model = Net()
-    if planted:
+    if injected:
         model.second.weight.data.numpy()[0, 0] = math.nan
     train(model)
 
 
 @fault(step=1, phase="optimizer", value="NaN", symptom="parameters")
-def born_in_the_optimizer(planted: bool) -> None:
+def born_in_the_optimizer(injected: bool) -> None:
     class Shrinking(torch.optim.SGD):
         calls = 0
 
@@ -123,7 +123,7 @@ def born_in_the_optimizer(planted: bool) -> None:
             self.calls += 1
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    size = parameter.grad.norm() * (0.0 if planted and self.calls == 2 else 1.0)
+                    size = parameter.grad.norm() * (0.0 if injected and self.calls == 2 else 1.0)
                     parameter.sub_(0.1 * parameter.grad * size / size)  # HERE
 
     model = Net()

@@ -1,9 +1,9 @@
-"""A training on several ranks over gloo with faults planted in one of them; run by the fault suite.
+"""A training on several ranks over gloo with faults injected in one of them; run by the fault suite.
 
     torchrun --nproc-per-node 3 -m backlight run ranks.py SECONDS FAULT [FAULT ...]
 
 A fault is ``KIND:RANK``. Those that let go after SECONDS may be followed by others; the rest end the run.
-``KIND:all`` is a healthy twin: every rank does the same; ``KIND:none`` is one where nothing happens.
+``KIND:all`` is a control: every rank does the same; ``KIND:none`` is one where nothing happens.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main() -> None:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "raise":
-            raise ValueError("planted")  # at: raise
+            raise ValueError("injected")  # at: raise
         if fault == "oom":
             fill_memory()
         if fault == "worker":

@@ -1,4 +1,4 @@
-"""The fault suite: every planted stall gets its verdict, and its healthy twin stays silent."""
+"""The fault suite: every injected stall gets its verdict, and its control stays silent."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_the_rest_of_the_suite(fault: Fault, tmp_path: Path) -> None:
 def test_every_scenario_stands_in_the_table_of_the_readme() -> None:
     text = (HERE / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)`", text))
-    planted = {f.name for f in (*ONE, *RANKS)} | set(missing_gradients.FAULTS) | set(non_finite.FAULTS)
-    assert planted <= named
+    injected = {f.name for f in (*ONE, *RANKS)} | set(missing_gradients.FAULTS) | set(non_finite.FAULTS)
+    assert injected <= named
 
 
 @pytest.mark.full
@@ -123,7 +123,7 @@ def test_healthy_ranks_stay_silent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", [f for f in RANKS if f.lasting], ids=lambda f: f.name)
 def test_healthy_twins_of_what_does_not_let_go(fault: Fault, tmp_path: Path) -> None:
     """Every rank does what one did: skips the call, adds it, sends another type, ends earlier."""
-    findings, log, code = run_faults([fault], tmp_path / "run", twin=True)
+    findings, log, code = run_faults([fault], tmp_path / "run", control=True)
     assert (findings, code) == ([], 0), log
 
 
@@ -162,7 +162,7 @@ def test_the_verdict_stands_while_the_process_hangs(tmp_path: Path) -> None:
         "-m",
         "backlight",
         "run",
-        "--rooms",
+        "--monitors",
         "stalls",
         "--stall",
         "1",

@@ -1,4 +1,7 @@
-"""Which verdict each planted stall must get: the fault suite of the room, for the tests and for the bench."""
+"""Which verdict each injected stall must get: the fault suite of the monitor.
+
+For the tests and for the bench.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,12 @@ LASTS = 3.0
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault and what must be said of it.
+    """A injected fault and what must be said of it.
 
     ``line`` is the mark of the line at fault, empty where none can be named; ``rank`` the cause; a verdict
-    None is a stretch of time that must stay silent; ``says`` a pattern that the claim must hold. ``twin`` is
-    what the script is given for the healthy twin of a fault that does not let go: ``all`` ranks do the same,
+    None is a stretch of time that must stay silent; ``says`` a pattern that the claim must hold.
+    ``control`` is
+    what the script is given for the control of a fault that does not let go: ``all`` ranks do the same,
     or ``none`` does anything.
     """
 
@@ -41,7 +45,7 @@ class Fault:
     alone: bool = False
     slow: bool = False
     says: str = ""
-    twin: str = "all"
+    control: str = "all"
     builds: bool = False
 
     @property
@@ -80,7 +84,7 @@ ONE = (
     Fault("save", None),
     Fault("compile", None, alone=True, slow=True),
     Fault("stop", "STOPPED", phase="other"),
-    Fault("kill", "DEAD", phase="other", says="SIGKILL", twin="none"),
+    Fault("kill", "DEAD", phase="other", says="SIGKILL", control="none"),
 )
 RANKS = (
     Fault("between", "PHASE", phase="other", line="between", rank=1, world=3),
@@ -117,7 +121,14 @@ RANKS = (
         "ends", "DEAD", phase="other", rank=1, world=3, slow=True, says="has ended its training after step 1"
     ),
     Fault(
-        "raise", "DEAD", phase="other", line="raise", rank=1, world=3, says="ValueError: planted", twin="none"
+        "raise",
+        "DEAD",
+        phase="other",
+        line="raise",
+        rank=1,
+        world=3,
+        says="ValueError: injected",
+        control="none",
     ),
     Fault(
         "oom",
@@ -128,7 +139,7 @@ RANKS = (
         world=3,
         slow=True,
         says="out of memory",
-        twin="none",
+        control="none",
     ),
     Fault(
         "worker",
@@ -139,9 +150,9 @@ RANKS = (
         world=3,
         slow=True,
         says="DataLoader worker",
-        twin="none",
+        control="none",
     ),
-    Fault("kill", "DEAD", phase="other", rank=1, world=3, says="SIGKILL", twin="none"),
+    Fault("kill", "DEAD", phase="other", rank=1, world=3, says="SIGKILL", control="none"),
     Fault("ddp_backward", "BLOCKED", line="backward", rank=2, world=3, parameter=SECOND, slow=True),
     Fault("ddp_forward", "PHASE", phase="forward", line="ddp_forward", rank=0, world=3, slow=True),
     Fault(
@@ -152,7 +163,7 @@ RANKS = (
         world=3,
         slow=True,
         says="Expected to have finished reduction",
-        twin="none",
+        control="none",
     ),
     Fault(
         "ddp_skip",
@@ -200,26 +211,26 @@ def run_faults(
     seconds: float = LASTS,
     stall: float | None = STALL,
     limit: float = 120.0,
-    twin: bool = False,
+    control: bool = False,
 ) -> tuple[list[Finding], str, int]:
     """Run faults of one size one after the other; return the stored findings, the output and the exit code.
 
-    A run that hangs is ended once it has said something, or at ``limit``. ``twin``: the healthy twin of
+    A run that hangs is ended once it has said something, or at ``limit``. ``control``: the control of
     faults that do not let go.
     """
     world = faults[0].world
     script = HERE / ("trainings.py" if world == 1 else "ranks.py")
-    options = ["--rooms", "stalls", "--out", str(out), *([] if stall is None else ["--stall", str(stall)])]
+    options = ["--monitors", "stalls", "--out", str(out), *([] if stall is None else ["--stall", str(stall)])]
     command = [sys.executable, "-m", "backlight", "run", *options, str(script)]
     if world > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m"]
         command = [sys.executable, *launcher, *command[2:]]
-    command += [str(seconds), *(f"{f.name}:{f.twin}" if twin else f.argument for f in faults)]
+    command += [str(seconds), *(f"{f.name}:{f.control}" if control else f.argument for f in faults)]
     launch = uuid.uuid4().hex
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "", "BACKLIGHT_RUN_ID": launch}
     environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # what was compiled before would be quick
     log = out.with_suffix(".log")
-    lasting = world > 1 and not twin and any(fault.lasting for fault in faults)
+    lasting = world > 1 and not control and any(fault.lasting for fault in faults)
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         deadline = time.monotonic() + limit

@@ -20,7 +20,7 @@ from backlight.store.write.writer import RunWriter
 def write(
     path: Path, *, stored: tuple[Finding, ...] = (), steps: int = 30, dead: bool = True, **more: Any
 ) -> Run:
-    more = {"rooms": ("health",), **more}
+    more = {"monitors": ("health",), **more}
     writer = RunWriter.create(path, name="judged", **more)
     records = tuple(ParameterRecord(n, (4, 4), "float32", "cpu", 16, group="0/0") for n in ("alive", "dead"))
     table = writer.parameter_table(records)
@@ -70,20 +70,22 @@ def test_what_a_caller_changes_goes_beyond_what_the_run_recorded(tmp_path: Path)
 
 def test_an_override_of_another_release_is_named_and_left_out(tmp_path: Path) -> None:
     run = write(tmp_path / "run", overrides={"health": {"of_the_future": 1.0, "zero_window": 12.0}})
-    with pytest.warns(UserWarning, match="left out here: the health room has no threshold 'of_the_future'"):
+    with pytest.warns(
+        UserWarning, match="left out here: the health monitor has no threshold 'of_the_future'"
+    ):
         (found,) = judge(run)
     assert found.overridden == {"zero_window": 12}
 
 
-def test_only_the_rooms_of_the_run_are_judged(tmp_path: Path) -> None:
-    assert not judge(write(tmp_path / "other", rooms=("steptime",)))
-    assert judge(write(tmp_path / "all", rooms=()))
+def test_only_the_monitors_of_the_run_are_judged(tmp_path: Path) -> None:
+    assert not judge(write(tmp_path / "other", monitors=("steptime",)))
+    assert judge(write(tmp_path / "all", monitors=()))
 
 
 @pytest.mark.usefixtures("broken_rule")
 def test_a_rule_that_raises_is_named_and_stops_no_other(tmp_path: Path) -> None:
     with pytest.warns(
-        RuleFailedWarning, match="rule 'broken' of room 'health' failed.*ZeroDivisionError: half way"
+        RuleFailedWarning, match="rule 'broken' of monitor 'health' failed.*ZeroDivisionError: half way"
     ):
         found = judge(write(tmp_path / "run"))
     assert [f.rule for f in found] == ["zero_gradient", "broken"]
@@ -116,7 +118,7 @@ def test_a_stored_finding_of_a_reader_does_not_make_a_fresh_one_live(tmp_path: P
 
 
 def test_several_findings_of_one_subject_are_told_apart_by_step(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", name="spikes", rooms=("health",))
+    writer = RunWriter.create(tmp_path / "run", name="spikes", monitors=("health",))
     random = np.random.default_rng(0)
     for step in range(200):
         writer.scalar(step, "loss", float(random.lognormal(0, 0.05) * (30 if step in {100, 150} else 1)))
@@ -126,8 +128,8 @@ def test_several_findings_of_one_subject_are_told_apart_by_step(tmp_path: Path) 
     assert found == {100: Made.LIVE, 150: Made.READER}
 
 
-def test_a_room_without_thresholds_has_none() -> None:
-    assert thresholds("no_such_room") is None
+def test_a_monitor_without_thresholds_has_none() -> None:
+    assert thresholds("no_such_monitor") is None
     assert thresholds("health") == Thresholds()
     assert thresholds("health", {"zero_window": 5}, {"spike_gap": 3}) == Thresholds(
         zero_window=5, spike_gap=3

@@ -23,7 +23,7 @@ class Raises(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
         if epoch == 1:
-            raise ValueError("planted")
+            raise ValueError("injected")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def train(run: Path | None, fails_at: int = -1, **settings: Any) -> tuple[str, A
     with context:
         for index, (inputs, targets) in enumerate(loader):
             if index == fails_at:
-                raise ValueError("planted")
+                raise ValueError("injected")
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(inputs), targets)
                 accelerator.backward(loss)
@@ -75,7 +75,7 @@ def test_gradients_and_what_accelerator_log_is_given_are_recorded(tmp_path: Path
 
 @pytest.mark.full
 def test_a_loop_that_raises_leaves_a_failed_run_and_no_tracker(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="planted"):
+    with pytest.raises(ValueError, match="injected"):
         train(tmp_path / "run", fails_at=5)
     run = backlight.open_run(tmp_path / "run")
     assert run.status.value == "failed"

@@ -16,7 +16,7 @@ from backlight.integrations.hosted import Hosted
 
 
 def hosted(run: Path | None, **more: Any) -> Hosted:
-    return Hosted("Host", run, {"rooms": ("health",), **more.pop("settings", {})}, summary=False, **more)
+    return Hosted("Host", run, {"monitors": ("health",), **more.pop("settings", {})}, summary=False, **more)
 
 
 class Loop:
@@ -50,9 +50,9 @@ def test_a_folder_that_cannot_be_used_is_one_warning_and_the_training_goes_on(tm
     assert host.findings == []
 
 
-def test_a_room_that_does_not_exist_is_refused_where_it_stands(tmp_path: Path) -> None:
+def test_a_monitor_that_does_not_exist_is_refused_where_it_stands(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no room is called 'helth'; expected some of: .*health"):
-        hosted(tmp_path / "run", settings={"rooms": ("helth",)})
+        hosted(tmp_path / "run", settings={"monitors": ("helth",)})
 
 
 def test_only_numbers_are_logged_and_a_metric_may_have_any_name(tmp_path: Path) -> None:
@@ -114,18 +114,18 @@ def test_a_process_that_ends_without_a_word_closes_its_run(tmp_path: Path) -> No
 import torch
 from backlight.integrations.hosted import Hosted
 model = torch.nn.Linear(2, 1)
-host = Hosted("Host", {str(tmp_path / "run")!r}, {{"rooms": ("health",)}}, summary=False)
+host = Hosted("Host", {str(tmp_path / "run")!r}, {{"monitors": ("health",)}}, summary=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 host.begin([model], [optimizer], name="x")
 model(torch.ones(1, 2)).sum().backward()
 optimizer.step()
-raise ValueError("planted")
+raise ValueError("injected")
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1
-    assert "planted" in done.stderr
+    assert "injected" in done.stderr
     run = backlight.open_run(tmp_path / "run")
     assert run.status.value == "failed"
     assert run.last_step() == 0

@@ -81,11 +81,11 @@ def test_what_ends_a_training_closes_its_run(tmp_path: Path, kind: type[BaseExce
     class Ends(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 3:
-                raise kind("planted")
+                raise kind("injected")
 
     callback = BacklightCallback(tmp_path / "run")
     trainer = tiny.trainer(tmp_path, callback, Ends())
-    with pytest.raises(kind, match="planted"):
+    with pytest.raises(kind, match="injected"):
         trainer.train()
     run = backlight.open_run(tmp_path / "run")
     assert run.status.value == "failed"
@@ -118,7 +118,7 @@ def test_an_error_of_ours_ends_no_training_and_is_told_once(
     from integrations import tiny
 
     def breaks(*_: Any, **__: Any) -> None:
-        raise ZeroDivisionError("planted")
+        raise ZeroDivisionError("injected")
 
     monkeypatch.setattr("backlight.session.watch.Watch.log", breaks)
     plain = tiny.trainer(tmp_path)
@@ -132,7 +132,7 @@ def test_an_error_of_ours_ends_no_training_and_is_told_once(
     assert tiny.digest(trainer.model) == tiny.digest(plain.model)
     run = backlight.open_run(tmp_path / "run")
     assert run.status.value == "finished"
-    assert any("planted" in event.payload["reason"] for event in run.events("unmeasured"))
+    assert any("injected" in event.payload["reason"] for event in run.events("unmeasured"))
 
 
 def test_a_mistake_in_a_setting_is_refused_where_it_stands() -> None:

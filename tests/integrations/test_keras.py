@@ -49,7 +49,7 @@ def test_gradients_of_a_fit_are_taken_before_keras_clips_them(tmp_path: Path, po
 @pytest.mark.full
 def test_a_fit_that_raises_leaves_a_failed_run(tmp_path: Path) -> None:
     lines, _ = fit(tmp_path / "run", "raises")
-    assert lines[0] == "planted"
+    assert lines[0] == "injected"
     run = backlight.open_run(tmp_path / "run")
     assert run.status.value == "failed"
     assert run.last_step() == 5

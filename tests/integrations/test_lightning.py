@@ -28,7 +28,7 @@ def fit(folder: Path, name: str = "Net", watched: bool = True, **settings: Any) 
     from integrations import lit
 
     model = getattr(lit, name)()
-    own = {k: settings.pop(k) for k in ("every", "on_end", "rooms", "groups") if k in settings}
+    own = {k: settings.pop(k) for k in ("every", "on_end", "monitors", "groups") if k in settings}
     callback = BacklightCallback(folder / "run", **own)
     trainer = lit.trainer(folder, *([callback] if watched else []), **settings)
     trainer.fit(model, lit.data(), lit.data(16) if name == "Net" else None)
@@ -129,7 +129,7 @@ def test_what_ends_a_fit_closes_its_run(tmp_path: Path, kind: type[BaseException
     class Ends(L.Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 5:
-                raise kind("planted")
+                raise kind("injected")
 
     callback = BacklightCallback(tmp_path / "run")
     trainer = lit.trainer(tmp_path, Ends(), callback)
@@ -172,7 +172,7 @@ def test_an_error_of_ours_ends_no_fit_and_is_told_once(
     from integrations import lit
 
     def breaks(*_: Any, **__: Any) -> None:
-        raise ZeroDivisionError("planted")
+        raise ZeroDivisionError("injected")
 
     plain = lit.Net()
     lit.trainer(tmp_path).fit(plain, lit.data(), lit.data(16))
@@ -185,7 +185,7 @@ def test_an_error_of_ours_ends_no_fit_and_is_told_once(
     monkeypatch.setattr("backlight.session.watch.Watch.log", breaks)
     model = lit.Net()
     callback = BacklightCallback(tmp_path / "run", on_end=breaks)
-    with pytest.warns(RuntimeWarning, match="planted") as caught:
+    with pytest.warns(RuntimeWarning, match="injected") as caught:
         lit.trainer(tmp_path, callback, log_every_n_steps=1).fit(model, lit.data(), lit.data(16))
     assert lit.digest(model) == lit.digest(plain)
     ours = [str(w.message) for w in caught if "backlight" in str(w.message)]

@@ -183,7 +183,7 @@ def test_workers_started_by_spawn_run_unwatched(tmp_path: Path) -> None:
     [
         (["nowhere.py"], "nowhere.py: no such script"),
         (["-m", "nowhere.train"], "no module named 'nowhere.train'"),
-        (["--rooms", "kitchen", "train.py"], "no room is called 'kitchen'"),
+        (["--monitors", "kitchen", "train.py"], "no room is called 'kitchen'"),
         (["--group", "host", "train.py"], "--group 'host': expected NAME=PATTERN"),
         (["--max-disk", "lots", "train.py"], "--max-disk 'lots': expected a size"),
         (["--config", "none.toml", "train.py"], "none.toml: cannot be read"),
@@ -202,7 +202,7 @@ def test_what_cannot_be_done_is_one_line(
     from backlight.cli.app import main
 
     write(tmp_path, "train(1)\n")
-    (tmp_path / "broken.toml").write_text("rooms = [")
+    (tmp_path / "broken.toml").write_text("monitors = [")
     (tmp_path / "unknown.toml").write_text("colour = 1")
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())

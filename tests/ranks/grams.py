@@ -90,7 +90,7 @@ def exchange(make: Callable[[], Any]) -> dict[str, Any]:
             model,
             optimizer,
             run=FOLDER / make.__name__,
-            rooms=("spectra",),
+            monitors=("spectra",),
             every=2,
             spectra={"exchange": True, "patience": 60.0, "exclude": ("unused",)},
         ),

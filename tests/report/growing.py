@@ -14,7 +14,7 @@ from backlight.store.write.writer import RunWriter
 FLUSH = 200
 """Steps that are written at once."""
 
-ROOMS = ("health", "steptime")
+MONITORS = ("health", "steptime")
 
 
 def shard_of(record: ParameterRecord, rank: int, world_size: int) -> ParameterRecord:
@@ -45,7 +45,7 @@ class Growing:
         self.path = path
         self.done = 0
         self.writer = RunWriter.create(
-            path, name=path.name, script="train.py", rooms=ROOMS, rank=rank, world_size=world_size,
+            path, name=path.name, script="train.py", monitors=MONITORS, rank=rank, world_size=world_size,
             run_id="grown" if world_size > 1 else None,
         )  # fmt: skip
         table = records(self.plan)

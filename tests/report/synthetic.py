@@ -1,4 +1,4 @@
-"""Stored runs that were never trained: what a report must show, planted where a test can find it.
+"""Stored runs that were never trained: what a report must show, injected where a test can find it.
 
 ``write_run`` draws plausible series from a fixed seed; a :class:`Plan` says what is wrong with the run.
 """
@@ -29,7 +29,7 @@ from backlight.store.read.run import Run, open_run
 from backlight.store.write.watchdog import WatchdogWriter
 from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, write_grokking
-from spectra_runs import Planted, write_spectra
+from spectra_runs import Injected, write_spectra
 
 PIECES = (
     ("ln_1.weight", (64,), "LayerNorm"),
@@ -154,7 +154,7 @@ def records(plan: Plan) -> tuple[ParameterRecord, ...]:
 
 
 def rms_of(plan: Plan, steps: NDArray[np.int64], amount: int, seed: int | None = None) -> NDArray[np.float64]:
-    """Return rms values ``[S, P]``: a decaying level per parameter, noise, and what the plan plants."""
+    """Return rms values ``[S, P]``: a decaying level per parameter, noise, and what the plan injects."""
     draw = np.random.default_rng(plan.seed if seed is None else seed)
     level = 10 ** draw.uniform(-3.6, -2.2, amount)
     progress = steps / max(1, plan.steps)
@@ -187,7 +187,7 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
         name=plan.name,
         script="train.py",
         arguments=("--steps", str(plan.steps)),
-        rooms=(
+        monitors=(
             "health",
             "steptime",
             *(("grokking",) if plan.grokking else ()),
@@ -236,7 +236,7 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
         write_grokking(writer, Grok(steps=plan.steps, every=2, generalises=60.0))
     if plan.spectra:
         write_spectra(
-            writer, Planted(steps=(0, last - first - 1), shapes={"blocks.0.attn.out.weight": (20, 36)})
+            writer, Injected(steps=(0, last - first - 1), shapes={"blocks.0.attn.out.weight": (20, 36)})
         )
     if plan.stalled:
         watchdog = WatchdogWriter(path, path / f"attempt-{attempt:03d}")

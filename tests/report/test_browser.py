@@ -441,7 +441,7 @@ def test_a_run_on_grokking_shows_its_times_and_its_control(show: Open, tmp_path:
         legend.splitlines()
     )
     gaps = driver.find_element(By.ID, "not-measured").text
-    assert "Rooms not watched" in gaps
+    assert "Monitors not watched" in gaps
     assert "Exponent histogram" not in gaps
     table = driver.find_element(By.CSS_SELECTOR, "#panel-correlations table").text
     assert "follows, and the control does not" in table

@@ -17,7 +17,7 @@ from backlight.report.page import render_page, write_page
 from backlight.report.text import number
 from backlight.store.format.spectra import measurements
 from backlight.store.read.run import Run
-from spectra_runs import STRENGTHS, Planted, write_spectra_run
+from spectra_runs import STRENGTHS, Injected, write_spectra_run
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -27,7 +27,7 @@ HOSTILE = "</script><img src=x onerror=document.title='owned'>"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    plan = Planted(steps=(0, 100, 200), strengths={QKV: STRENGTHS[QKV], UP: STRENGTHS[UP]})
+    plan = Injected(steps=(0, 100, 200), strengths={QKV: STRENGTHS[QKV], UP: STRENGTHS[UP]})
     return write_spectra_run(tmp_path_factory.mktemp("spectra") / "run", plan)
 
 
@@ -135,7 +135,7 @@ def test_evidence_opens_its_layer(show: Open, page: Path) -> None:
 
 
 def test_a_layer_without_directions_says_so(show: Open, tmp_path: Path) -> None:
-    plan = Planted(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
+    plan = Injected(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
     source = source_of(write_spectra_run(tmp_path / "run", plan))
     driver = show(write_page(render_page(source), tmp_path / "page.html"))
     said = [
@@ -145,7 +145,7 @@ def test_a_layer_without_directions_says_so(show: Open, tmp_path: Path) -> None:
 
 
 def test_hostile_names_are_text(show: Open, tmp_path: Path) -> None:
-    plan = Planted(steps=(0, 1), shapes={HOSTILE: (8, 9)}, strengths={HOSTILE: (5.0,)})
+    plan = Injected(steps=(0, 1), shapes={HOSTILE: (8, 9)}, strengths={HOSTILE: (5.0,)})
     source = source_of(write_spectra_run(tmp_path / "run", plan))
     driver = show(write_page(render_page(source), tmp_path / "page.html"))
     assert driver.find_elements(By.TAG_NAME, "img") == []

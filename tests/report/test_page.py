@@ -232,7 +232,7 @@ def test_a_panel_that_fails_is_named_in_its_place_and_the_others_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     render, why = WRONG[name]
-    wrong = Panel(name, "Wrong", 1, (), render, room="spectra")  # a room that did not watch
+    wrong = Panel(name, "Wrong", 1, (), render, monitor="spectra")  # a monitor that did not watch
     known = in_order()
     run = write_run(tmp_path / "run", Plan(steps=5))
     whole = model_of(render_page(Source(run)))["panels"]

@@ -123,7 +123,7 @@ def test_the_reason_of_one_parameter_is_not_that_of_the_series(tmp_path: Path) -
 
 def test_steps_that_stand_out_are_named_with_the_phase_that_grew(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    writer = RunWriter.create(path, rooms=("steptime",))
+    writer = RunWriter.create(path, monitors=("steptime",))
     for step in range(40):
         slow = 0.05 if step == 23 else 0.0
         first = 5.0 if step == 0 else 0.0

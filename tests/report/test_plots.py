@@ -179,10 +179,10 @@ def test_the_steps_of_spectra_are_a_gif_and_pictures_with_one_axis(tmp_path: Pat
 
     from backlight.report.plots import spectra as pictures
     from backlight.report.plots.animation import write_animations
-    from spectra_runs import Planted, write_spectra_run
+    from spectra_runs import Injected, write_spectra_run
 
     source = Source(
-        write_spectra_run(tmp_path / "run", Planted(steps=(0, 10), shapes={"head.weight": (20, 36)}))
+        write_spectra_run(tmp_path / "run", Injected(steps=(0, 10), shapes={"head.weight": (20, 36)}))
     )
     written = write_animations(source, tmp_path / "plots")
     assert [str(file.relative_to(tmp_path / "plots")) for file in written] == [

@@ -14,7 +14,7 @@ from backlight.store.write.writer import RunWriter
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
-    writer = RunWriter.create(tmp_path / "run", name="run", rooms=("steptime",))
+    writer = RunWriter.create(tmp_path / "run", name="run", monitors=("steptime",))
     for step in range(20):
         forward = 1.0 if step == 0 else 0.02
         writer.scalars(step, {"phase/forward": forward, "phase/backward": 0.03, "phase/other": 0.001})
@@ -39,8 +39,8 @@ def test_times_are_those_of_all_phases(source: Source) -> None:
     }
 
 
-def test_a_run_of_other_rooms_keeps_its_headline(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", name="run", rooms=("health", "steptime"))
+def test_a_run_of_other_monitors_keeps_its_headline(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", name="run", monitors=("health", "steptime"))
     writer.scalars(0, {"phase/forward": 0.02})
     writer.close()
     assert outcome(Source(open_run(tmp_path / "run"))).headline == "Nothing was measured"

@@ -68,7 +68,7 @@ def test_shards_that_only_some_ranks_recorded_are_not_measured_there(
     tmp_path: Path, every: int, said: tuple[str, ...]
 ) -> None:
     writers = [
-        RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", rooms=("health",))
+        RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", monitors=("health",))
         for rank in (0, 1)
     ]
     for rank, writer in enumerate(writers):
@@ -111,7 +111,7 @@ def test_of_parameters_that_lack_different_steps_no_more_is_said_than_is_so(
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_part_that_was_joined_lacks_nobody(tmp_path: Path, joined: bool) -> None:
     writers = [
-        RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", rooms=("health",))
+        RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", monitors=("health",))
         for rank in range(1 + joined)
     ]
     writers[-1].event(None, "unmeasured", {"what": OTHERS, "reason": "rank 1 found no running attempt"})

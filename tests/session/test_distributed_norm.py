@@ -14,15 +14,15 @@ from backlight.session.settings import Settings
 
 
 @pytest.mark.parametrize(
-    ("up", "words"), [(False, "the process group was destroyed before step 4 was joined"), (True, "planted")]
+    ("up", "words"), [(False, "the process group was destroyed before step 4 was joined"), (True, "injected")]
 )
 def test_a_destroyed_group_is_told_as_such(monkeypatch: pytest.MonkeyPatch, up: bool, words: str) -> None:
     told: list[str] = []
-    notices: Any = SimpleNamespace(trouble=lambda error, what: told.append(f"{what}: {error}"))
-    reducing = Reducing(Settings.of({"reduce": True, "every": 2}), notices, launched=True)
+    notifier: Any = SimpleNamespace(trouble=lambda error, what: told.append(f"{what}: {error}"))
+    reducing = Reducing(Settings.of({"reduce": True, "every": 2}), notifier, launched=True)
 
     def gather(*args: object, **more: object) -> None:
-        raise ValueError("planted")
+        raise ValueError("injected")
 
     monkeypatch.setattr(dist, "gather_object", gather)
     monkeypatch.setattr(dist, "is_initialized", lambda: up)

@@ -270,7 +270,7 @@ def test_a_finding_asks_for_detail(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         (
-            {"rooms": "health,kitchen"},
+            {"monitors": "health,kitchen"},
             "no room is called 'kitchen'; expected some of: grokking, health, spectra, stalls, steptime",
         ),
         ({"every": 0}, "every=0: expected 1 or more"),
@@ -279,7 +279,7 @@ def test_a_finding_asks_for_detail(tmp_path: Path) -> None:
         ({"every": "often"}, "every: Input should be a valid integer"),
         ({"thresholds": {"health": {"vanishing": 1}}}, "vanishing"),
         ({"thresholds": {"kitchen": {"hot": 1}}}, "no room of that name has thresholds"),
-        ({"rooms": ()}, "rooms is empty"),
+        ({"monitors": ()}, "monitors is empty"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_written(

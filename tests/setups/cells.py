@@ -1,4 +1,4 @@
-"""The cells of the matrix: what each room measures of a training in some way, against the truth.
+"""The cells of the matrix: what each monitor measures of a training in some way, against the truth.
 
 A check trains unwatched to learn the truth, trains watched, and compares. It returns an :class:`Outcome`
 whose text is what the program itself said; a wrong number is an ``AssertionError``.
@@ -48,14 +48,14 @@ class Outcome:
 
 @contextlib.contextmanager
 def watched(
-    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, rooms: str, **settings: Any
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, monitors: str, **settings: Any
 ) -> Iterator[list[str]]:
     """Watch, and collect the warnings of backlight; others are errors as in every test."""
     said: list[str] = []
     wait()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with backlight.watch(model, optimizer, run=path, rooms=rooms, **settings):
+        with backlight.watch(model, optimizer, run=path, monitors=monitors, **settings):
             yield said
     said.extend(str(w.message) for w in caught if "backlight" in str(w.message))
     wait()
@@ -353,18 +353,18 @@ def steptime(way: Way, folder: Path) -> Outcome:
 
 
 def identical(way: Way, folder: Path) -> Outcome:
-    """Weights after a training, to the bit, with all rooms on and without any."""
+    """Weights after a training, to the bit, with all monitors on and without any."""
     ends = []
     for path in (None, folder / "run"):
         model, optimizer = trainings.build(way, drop=0.1)
         run = contextlib.nullcontext([])
         if path is not None:
-            rooms = "health,stalls,grokking,spectra,steptime"
+            monitors = "health,stalls,grokking,spectra,steptime"
             run = watched(  # type: ignore[assignment]
                 model,
                 optimizer,
                 path,
-                rooms,
+                monitors,
                 every=1,
                 exact_updates=1,
                 histogram=True,
@@ -382,13 +382,13 @@ def identical(way: Way, folder: Path) -> Outcome:
     return Outcome(TESTED)
 
 
-ROOMS: dict[str, Callable[[Way, Path], Outcome]] = {
+MONITORS: dict[str, Callable[[Way, Path], Outcome]] = {
     check.__name__: check for check in (health, stalls, grokking, spectra, steptime)
 }
-CHECKS = {**ROOMS, "identical": identical}
+CHECKS = {**MONITORS, "identical": identical}
 
 
-def measure(room: str, way: str, folder: Path) -> Outcome:
+def measure(monitor: str, way: str, folder: Path) -> Outcome:
     """Run one cell."""
     folder.mkdir(parents=True, exist_ok=True)
-    return CHECKS[room]({**WAYS, **OTHERS}[way], folder)
+    return CHECKS[monitor]({**WAYS, **OTHERS}[way], folder)

@@ -1,6 +1,6 @@
-"""The matrix of rooms and ways: what each cell must come to, and how its cells are run.
+"""The matrix of monitors and ways: what each cell must come to, and how its cells are run.
 
-python matrix.py FOLDER CELLS    under torchrun: runs cells (a JSON list of [room, way]) on this rank
+python matrix.py FOLDER CELLS    under torchrun: runs cells (a JSON list of [monitor, way]) on this rank
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from setups.cells import CHECKS, IN_PART, TESTED, Outcome, measure
 from setups.trainings import OTHERS, WAYS
 
 Cell = tuple[str, str]
-"""A room (or ``identical``) and a way."""
+"""A monitor (or ``identical``) and a way."""
 
-ALL: tuple[Cell, ...] = tuple((room, way) for way in WAYS for room in CHECKS)
+ALL: tuple[Cell, ...] = tuple((monitor, way) for way in WAYS for monitor in CHECKS)
 
 _IN_PART = (
     r"^up.weight: sharded: no rank has a whole gradient of it before it is reduced \| down.weight: sharded"
@@ -70,7 +70,9 @@ def launch(cells: Sequence[Cell], folder: Path) -> dict[Cell, Outcome]:
     )
     results = folder / "outcomes.json"
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1500:]
-    return {(room, way): Outcome(word, said) for room, way, word, said in json.loads(results.read_text())}
+    return {
+        (monitor, way): Outcome(word, said) for monitor, way, word, said in json.loads(results.read_text())
+    }
 
 
 def main() -> None:
@@ -84,13 +86,13 @@ def main() -> None:
     folder, cells = Path(sys.argv[1]), json.loads(sys.argv[2])
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     out = []
-    for number, (room, way) in enumerate(cells):
+    for number, (monitor, way) in enumerate(cells):
         try:
-            outcome = measure(room, way, folder / str(number))
+            outcome = measure(monitor, way, folder / str(number))
         except BaseException:  # noqa: BLE001 - whatever it is, the others must not wait
-            print(f"{way} x {room} on rank {dist.get_rank()}:\n{traceback.format_exc()}", flush=True)
+            print(f"{way} x {monitor} on rank {dist.get_rank()}:\n{traceback.format_exc()}", flush=True)
             os._exit(1)
-        out.append([room, way, outcome.word, outcome.said])
+        out.append([monitor, way, outcome.word, outcome.said])
     if dist.get_rank() == 0:
         (folder / "outcomes.json").write_text(json.dumps(out))
     dist.barrier()

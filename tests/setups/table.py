@@ -19,7 +19,7 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
-from setups.cells import CHECKS, IN_PART, REFUSED, ROOMS, TESTED, Outcome, measure  # noqa: E402 - found by now
+from setups.cells import CHECKS, IN_PART, MONITORS, REFUSED, TESTED, Outcome, measure  # noqa: E402 - found by now
 from setups.matrix import ALL, Cell, expected, launch  # noqa: E402 - found by now
 from setups.trainings import WAYS  # noqa: E402 - found by now
 
@@ -60,7 +60,10 @@ def store(found: Mapping[Cell, Outcome]) -> None:
         word, pattern = expected(cell)
         if outcome.word != word or not re.search(pattern, outcome.said):
             raise SystemExit(f"{cell}: {outcome}, where the matrix says {word}: {pattern}")
-    cells = [{"room": room, "way": way, "word": o.word, "said": o.said} for (room, way), o in found.items()]
+    cells = [
+        {"monitor": monitor, "way": way, "word": o.word, "said": o.said}
+        for (monitor, way), o in found.items()
+    ]
     versions = {
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -72,21 +75,21 @@ def store(found: Mapping[Cell, Outcome]) -> None:
 def stored() -> tuple[dict[str, str], dict[Cell, Outcome]]:
     """Return versions and results as they are stored."""
     data: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return data["versions"], {(c["room"], c["way"]): Outcome(c["word"], c["said"]) for c in data["cells"]}
+    return data["versions"], {(c["monitor"], c["way"]): Outcome(c["word"], c["said"]) for c in data["cells"]}
 
 
 def rendered(versions: Mapping[str, str], found: Mapping[Cell, Outcome]) -> str:
     """Return the table in Markdown, what the program said as notes below it."""
     notes: dict[str, int] = {}
     lines = [
-        f"| | {' | '.join(f'`{room}`' for room in ROOMS)} | weights after training |",
+        f"| | {' | '.join(f'`{monitor}`' for monitor in MONITORS)} | weights after training |",
         f"|---|{'---|' * len(CHECKS)}",
     ]
     for way in WAYS:
         cells = []
-        for room in CHECKS:
-            outcome = found[room, way]
-            mark = "identical" if room == "identical" else MARKS[outcome.word]
+        for monitor in CHECKS:
+            outcome = found[monitor, way]
+            mark = "identical" if monitor == "identical" else MARKS[outcome.word]
             if outcome.said:
                 said = re.sub(r"parameter '[\w.]+'", "a parameter", outcome.said)
                 mark += f" ({notes.setdefault(said, len(notes) + 1)})"

@@ -20,7 +20,7 @@ from setups.truth import STEPS, Noted, backward, batches, check, net, train
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 Fit = Callable[[], Noted]
-ROOMS = "health,stalls,grokking,spectra,steptime"
+MONITORS = "health,stalls,grokking,spectra,steptime"
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def sample_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def watched(
     make: Callable[[str], Made], path: Path, *, warm: bool, backend: str = "aot_eager"
 ) -> tuple[backlight.Run, int]:
-    """Train twice, once with all rooms on; return the run and how many graphs were compiled meanwhile."""
+    """Train twice, once with all monitors on; return the run and how many graphs were compiled meanwhile."""
     alone = _fit(make(backend), warm=warm)
     torch._dynamo.reset()
     one = make(backend)
@@ -132,7 +132,7 @@ def watched(
         one.model,
         one.optimizer,
         run=path,
-        rooms=ROOMS,
+        monitors=MONITORS,
         every=1,
         exact_updates=1,
         samples=(sample_loss, next(batches())),
@@ -213,7 +213,7 @@ def test_a_model_that_is_compiled_after_watching_began(tmp_path: Path) -> None:
     """Nobody has given the model: it is found, then wrapped, and followed by its wrapper."""
     alone = wrapper("aot_eager").fit()
     torch._dynamo.reset()
-    with backlight.watch(run=tmp_path / "run", rooms="health,stalls,steptime", every=1, exact_updates=1):
+    with backlight.watch(run=tmp_path / "run", monitors="health,stalls,steptime", every=1, exact_updates=1):
         noted = wrapper("aot_eager").fit()
     check(alone, noted, tmp_path / "run")
     run = backlight.open_run(tmp_path / "run")

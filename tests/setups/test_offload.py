@@ -27,7 +27,7 @@ def test_saved_tensors_that_are_offloaded(tmp_path: Path) -> None:
         model = net()
         return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), backward=offloaded)
 
-    _, stored = watched(run, tmp_path / "run", rooms="health,stalls,steptime")
+    _, stored = watched(run, tmp_path / "run", monitors="health,stalls,steptime")
     assert not stored.events("unmeasured")
 
 
@@ -40,7 +40,7 @@ def scaled(path: Path | None, scale: float) -> tuple[list[Tensor], list[float]]:
     norms: list[float] = []
     watch: Any = warnings.catch_warnings()
     if path is not None:
-        watch = backlight.watch(model, (one, two), run=path, rooms="health", every=1)
+        watch = backlight.watch(model, (one, two), run=path, monitors="health", every=1)
     draw = torch.Generator().manual_seed(4)
     with watch:
         for _ in range(6):

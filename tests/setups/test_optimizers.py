@@ -104,7 +104,7 @@ def test_gradients_and_updates_are_the_true_ones(make: Make, tmp_path: Path) -> 
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _, stored = watched(run, tmp_path / "run", rooms="health,stalls,steptime")
+        _, stored = watched(run, tmp_path / "run", monitors="health,stalls,steptime")
     assert not [str(w.message) for w in caught if "backlight" in str(w.message)]
     assert not stored.events("unmeasured")
     assert list(stored.scalar("lr/0/0").steps) == [0, 1, 2, 3]
@@ -131,6 +131,6 @@ def test_an_optimizer_that_evaluates_twice_shows_the_gradient_of_the_weights(tmp
             model, optimizer, backward=first, step=lambda: optimizer.step(lambda: backward(model, *last))
         )
 
-    _, stored = watched(run, tmp_path / "run", rooms="health")
+    _, stored = watched(run, tmp_path / "run", monitors="health")
     assert not stored.events("unmeasured")
     assert set(stored.scalar("backwards").values) == {2.0}

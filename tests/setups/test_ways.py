@@ -1,4 +1,4 @@
-"""Every room in every way of training: measured as it is, or told why not; and the training unchanged."""
+"""Every monitor in every way of training: measured as it is, or told why not; and the training unchanged."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def test_several_ranks(way: str, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.alone
 def test_combinations_on_two_ranks(tmp_path: Path) -> None:
-    rooms = ("health", "grokking", "spectra", "identical")
+    monitors = ("health", "grokking", "spectra", "identical")
     names = [name for name in OTHERS if "offloaded" not in name and "bf16" not in name]
-    cells = [(room, name) for name in names for room in rooms]
+    cells = [(monitor, name) for name in names for monitor in monitors]
     found = launch(cells, tmp_path)
     assert list(found) == cells
     assert {outcome.word for outcome in found.values()} == {TESTED}

@@ -52,7 +52,7 @@ def watched(
         warnings.simplefilter("always")
         run = FOLDER / mode / "run"
         settings: dict[str, Any] = {"spectra": {"patience": 60.0, **spectra}}
-        with backlight.watch(model, optimizer, run=run, rooms=("spectra",), every=2, **settings):
+        with backlight.watch(model, optimizer, run=run, monitors=("spectra",), every=2, **settings):
             yield said
     said.extend(str(w.message) for w in caught if "backlight" in str(w.message))
 
@@ -137,13 +137,13 @@ def exchange() -> None:
     report("exchange", said, plain, model)
 
 
-def twins() -> None:
+def controls() -> None:
     """Both ranks read the same data."""
     model = build().eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with watched("twins", model, optimizer, exchange=True) as said:
+    with watched("controls", model, optimizer, exchange=True) as said:
         loop(model, optimizer, 2, steps=1, reader=0)
-    report("twins", said, model, model)
+    report("controls", said, model, model)
 
 
 def missing() -> None:
@@ -221,5 +221,5 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-MODES = (ddp, ddp_static, exchange, twins, missing, fsdp, fewer)
+MODES = (ddp, ddp_static, exchange, controls, missing, fsdp, fewer)
 main()

@@ -124,7 +124,7 @@ def one(
     if path is None:
         train(model, optimizer, **loop)
     else:
-        with backlight.watch(model, optimizer, run=path, rooms=("spectra",), every=2, **settings):
+        with backlight.watch(model, optimizer, run=path, monitors=("spectra",), every=2, **settings):
             train(model, optimizer, **loop)
     return weights(model)
 

@@ -173,7 +173,7 @@ def test_critical_path(analysed: Callable[[Maker], RankAnalysis]) -> None:
 
 
 def test_a_launch_into_a_full_queue_waits_for_the_device(analysed: Callable[[Maker], RankAnalysis]) -> None:
-    def planted(*, full: bool) -> dict[str, int]:
+    def injected(*, full: bool) -> dict[str, int]:
         maker = Maker()
         maker.step(1, 0, 1000)
         maker.kernel(GEMM, 5, 10, 490)
@@ -182,8 +182,8 @@ def test_a_launch_into_a_full_queue_waits_for_the_device(analysed: Callable[[Mak
         maker.kernel(ADD, 100 if full else 905, 920, 10, took=401 if full else 60)
         return analysed(maker).steps[0].critical_path.device
 
-    assert planted(full=True) == {"matmul": 490 * US}
-    assert planted(full=False) == {}
+    assert injected(full=True) == {"matmul": 490 * US}
+    assert injected(full=False) == {}
 
 
 def test_without_a_device_or_steps(analysed: Callable[[Maker], RankAnalysis]) -> None:

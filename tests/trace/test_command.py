@@ -168,5 +168,5 @@ def test_what_the_profiler_writes_here(tmp_path: Path, capsys: pytest.CaptureFix
         (pair["forward"], pair["backward"], pair["calls"]) for pair in trace["pairs"]
     }
     casts = [copy for copy in trace["copies"] if (copy["source"], copy["target"]) == ("double", "float")]
-    (planted,) = [copy for copy in casts if copy["line"].endswith("program.py:5 (load)")]
-    assert (planted["calls"], planted["elements"]) == (4, 4 * 16 * 32)
+    (injected,) = [copy for copy in casts if copy["line"].endswith("program.py:5 (load)")]
+    assert (injected["calls"], injected["elements"]) == (4, 4 * 16 * 32)

@@ -144,7 +144,7 @@ def _watched(command: str) -> Callable[[Path, int], list[str]]:
     before = ["env", *settings] if settings else []
 
     def line(out: Path, steps: int) -> list[str]:
-        run = ["-m", "backlight", "run", "--rooms", "steptime", "--every", "1"]
+        run = ["-m", "backlight", "run", "--monitors", "steptime", "--every", "1"]
         return [*before, interpreter, *options, *run, "--steps", str(steps), "--out", str(out), *words]
 
     return line

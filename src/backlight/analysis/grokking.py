@@ -105,9 +105,9 @@ def examine(
 
 
 def limits_of(run: Run) -> Thresholds:
-    """Return the thresholds of the room as the run overrode them."""
+    """Return the thresholds of the monitor as the run overrode them."""
     limits = thresholds("grokking", run.overrides.get("grokking"))
-    assert isinstance(limits, Thresholds)  # the room has thresholds
+    assert isinstance(limits, Thresholds)  # the monitor has thresholds
     return limits
 
 

@@ -1,6 +1,6 @@
 """Two profiled runs by kind of operation: milliseconds per traced step, with intervals where steps allow.
 
-The traces stand beside the profiles in the run folders. Without what reads them, or with fewer than four
+The traces stand beside the profiles in the run directories. Without what reads them, or with fewer than four
 traced steps, the averages of the profiles are shown without an interval. No torch.
 """
 

@@ -50,9 +50,9 @@ def source_of(run: Run, findings: Sequence[Finding] | None = None) -> Source:
     """
     health = health_series(run)
     in_use = {
-        room: dataclasses.asdict(limits)
-        for room in run.rooms
-        if (limits := thresholds(room, run.overrides.get(room)))
+        monitor: dataclasses.asdict(limits)
+        for monitor in run.monitors
+        if (limits := thresholds(monitor, run.overrides.get(monitor)))
     }
     return Source(
         run,
@@ -67,7 +67,7 @@ def source_of(run: Run, findings: Sequence[Finding] | None = None) -> Source:
 
 def learning_of(run: Run) -> Learning | None:
     """Return the verdict on grokking with its control, for the report; None where there is none."""
-    found = examined_where_possible(run) if "grokking" in run.rooms else None
+    found = examined_where_possible(run) if "grokking" in run.monitors else None
     if found is None:
         return None
     detection, theirs = found.detection, found.control_detection

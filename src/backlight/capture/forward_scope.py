@@ -1,4 +1,4 @@
-"""Follows the outermost modules of a watch, so that every room hears of forwards through the hub.
+"""Follows the outermost modules of a watch, so that every monitor hears of forwards through the hub.
 
 A model is followed from the making of its optimizer on, before its first forward; one that is wrapped
 later is followed by its wrapper as well.

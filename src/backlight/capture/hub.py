@@ -74,7 +74,7 @@ class Hub:
             try:
                 getattr(listener, event)(*args, **kwargs)
                 listener.spent += time.perf_counter() - begin
-            except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            except Exception as error:  # noqa: BLE001 - never break the user's training
                 self.remove(listener)
                 _tell(listener, error)
 

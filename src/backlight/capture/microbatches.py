@@ -123,7 +123,7 @@ class Microbatches(Listener):
         begin = time.perf_counter()
         try:
             self._sink.takes(key, gradient)
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - never break the user's training
             self._failed = True
             self._sink.trouble(error)
         self.spent += time.perf_counter() - begin

@@ -88,7 +88,7 @@ def _compiler() -> Check:
 
 
 def _sqlite() -> Check:
-    return Check("SQLite", "ok", SQLITE_VERSION, "run folders stand a kill")
+    return Check("SQLite", "ok", SQLITE_VERSION, "run directories stand a kill")
 
 
 def _hdf5() -> Check:

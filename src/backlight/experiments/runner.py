@@ -1,4 +1,4 @@
-"""An experiment from a configuration to a run folder: loop, tracking, store, checkpoints."""
+"""An experiment from a configuration to a run directory: loop, tracking, store, checkpoints."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def run_experiment(
         path,
         name=path.name,
         script=f"backlight grok run {configuration.experiment}",
-        rooms=("grokking",),
+        monitors=("grokking",),
         flush_interval=configuration.keeping.flush_seconds,
         step_offset=start,
         on_lost=on_warning,

@@ -1,6 +1,6 @@
-"""Judging a stored run: every rule of its rooms, with the thresholds that hold for it. No torch.
+"""Judging a stored run: every rule of its monitors, with the thresholds that hold for it. No torch.
 
-The thresholds of a room are found by convention: ``backlight.<room>.thresholds.Thresholds`` is a frozen
+The thresholds of a monitor are found by convention: ``backlight.<monitor>.thresholds.Thresholds`` is a frozen
 dataclass whose ``override(mapping)`` returns a changed copy and refuses unknown names, and whose class method
 ``recorded(mapping)`` returns thresholds with what it had to leave out, in words.
 """
@@ -47,18 +47,18 @@ class Findings(list[Finding]):
 
 def judge(
     run: Run,
-    thresholds_by_room: Mapping[str, Any] | None = None,
+    thresholds_by_monitor: Mapping[str, Any] | None = None,
     made: Made = Made.READER,
     only: Collection[str] | None = None,
 ) -> Findings:
-    """Evaluate every rule of the rooms that watched the run.
+    """Evaluate every rule of the monitors that watched the run.
 
     Parameters
     ----------
     run:
-        A stored run. One that names no rooms is judged by all of them.
-    thresholds_by_room:
-        By room, a mapping of thresholds to change beyond what the run recorded, or a whole ``Thresholds``
+        A stored run. One that names no monitors is judged by all of them.
+    thresholds_by_monitor:
+        By monitor, a mapping of thresholds to change beyond what the run recorded, or a whole ``Thresholds``
         that replaces both.
     made:
         Who judges: the watched process or a reader.
@@ -69,22 +69,24 @@ def judge(
     -------
     Findings, the most severe first, then by step, each with its rule's version and with those of its
     thresholds that differ from the default. A rule that raises is named in a :class:`RuleFailedWarning`.
-    Thresholds that a caller may not set raise what the room's ``override`` raises.
+    Thresholds that a caller may not set raise what the monitor's ``override`` raises.
     """
-    given = dict(thresholds_by_room or {})
+    given = dict(thresholds_by_monitor or {})
     limits_of: dict[str, Any] = {}
     remembered = _Remembering(run)
     findings: list[Finding] = []
     for name, rule in RULES.items():
         if only is not None and name not in only:
             continue
-        if run.rooms and rule.room not in run.rooms:
+        if run.monitors and rule.monitor not in run.monitors:
             continue
         if not all(remembered.has(series) for series in rule.needs):
             continue
-        if rule.room not in limits_of:
-            limits_of[rule.room] = thresholds(rule.room, run.overrides.get(rule.room), given.get(rule.room))
-        limits = limits_of[rule.room]
+        if rule.monitor not in limits_of:
+            limits_of[rule.monitor] = thresholds(
+                rule.monitor, run.overrides.get(rule.monitor), given.get(rule.monitor)
+            )
+        limits = limits_of[rule.monitor]
         changed = _changed(rule, limits)
         try:
             for finding in rule.evaluate(remembered, limits):
@@ -95,7 +97,7 @@ def judge(
             plug_in = RULES.origin(name)
             whose = f", which {plug_in.distribution} {plug_in.version} adds," if plug_in else ""
             warn(
-                f"backlight: rule {name!r} of room {rule.room!r}{whose} failed on run "
+                f"backlight: rule {name!r} of monitor {rule.monitor!r}{whose} failed on run "
                 f"{run.name or run.path} and is left out, so that nothing is known of what it looks for: "
                 f"{type(error).__name__}: {error}",
                 RuleFailedWarning,
@@ -103,7 +105,7 @@ def judge(
     return in_order(findings)
 
 
-def findings_of(run: Run, thresholds_by_room: Mapping[str, Any] | None = None) -> Findings:
+def findings_of(run: Run, thresholds_by_monitor: Mapping[str, Any] | None = None) -> Findings:
     """Judge a run now and join the result with the findings that were stored while it ran.
 
     A stored finding of the same rule about the same parameter and module is replaced by the fresh one,
@@ -111,7 +113,7 @@ def findings_of(run: Run, thresholds_by_room: Mapping[str, Any] | None = None) -
     things of one subject (spikes), the step tells them apart.
     """
     stored = run.stored_findings()
-    fresh = judge(run, thresholds_by_room)
+    fresh = judge(run, thresholds_by_monitor)
     live = [f for f in stored if f.made is Made.LIVE]
     merged = [
         dataclasses.replace(f, made=Made.LIVE) if any(_same(f, other, fresh) for other in live) else f
@@ -141,19 +143,19 @@ def in_order(findings: Iterable[Finding]) -> Findings:
     return Findings(sorted(findings, key=place))
 
 
-def thresholds(room: str, recorded: Mapping[str, float] | None = None, given: Any = None) -> Any:
-    """Return the thresholds of a room: defaults, changed by what the run recorded and by the caller.
+def thresholds(monitor: str, recorded: Mapping[str, float] | None = None, given: Any = None) -> Any:
+    """Return the thresholds of a monitor: defaults, changed by what the run recorded and by the caller.
 
     What a run recorded but this release does not know (a newer or older backlight wrote it) is named in
-    a warning and left out; what the caller gives must be right. None for a room without thresholds.
+    a warning and left out; what the caller gives must be right. None for a monitor without thresholds.
     """
     if given is not None and not isinstance(given, Mapping):
         return given
-    if importlib.util.find_spec(f"backlight.{room}") is None:
+    if importlib.util.find_spec(f"backlight.{monitor}") is None:
         return None
-    if importlib.util.find_spec(f"backlight.{room}.thresholds") is None:
+    if importlib.util.find_spec(f"backlight.{monitor}.thresholds") is None:
         return None
-    module = importlib.import_module(f"backlight.{room}.thresholds")
+    module = importlib.import_module(f"backlight.{monitor}.thresholds")
     limits, problems = module.Thresholds.recorded(recorded or {})
     for problem in problems:
         warnings.warn(

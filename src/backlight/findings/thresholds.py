@@ -1,4 +1,4 @@
-"""What the thresholds of every room share: a field with its reason and bounds, and how it is changed."""
+"""What the thresholds of every monitor share: a field with its reason and bounds, and how it is changed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def limit(
 
 @dataclass(frozen=True)
 class Limits:
-    """Base of the thresholds of a room: a frozen dataclass whose fields are made by :func:`limit`."""
+    """Base of the thresholds of a monitor: a frozen dataclass whose fields are made by :func:`limit`."""
 
-    room: ClassVar[str] = ""
+    monitor: ClassVar[str] = ""
 
     def override(self, changes: Mapping[str, Any]) -> Self:
         """Return these thresholds with some values replaced.
@@ -75,10 +75,10 @@ class Limits:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
             hint = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(known))}"
-            return f"the {cls.room} room has no threshold {name!r}; {hint}"
+            return f"the {cls.monitor} monitor has no threshold {name!r}; {hint}"
         whole = isinstance(known[name].default, int)
         kind = "a whole number" if whole else "a number"
-        where = f"threshold {name!r} of the {cls.room} room"
+        where = f"threshold {name!r} of the {cls.monitor} monitor"
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             return f"{where} must be {kind}, got {value!r}"
         if whole and value != int(value):

@@ -90,11 +90,11 @@ def watch(
     accelerator, model, optimizer:
         The Accelerator, and what its ``prepare`` returned; several models or optimizers as a list.
     run:
-        The run folder; None for ``runs/<script>-<time>``. A folder that holds a run gets a new attempt.
+        The run directory; None for ``runs/<script>-<time>``. A folder that holds a run gets a new attempt.
     step:
         Optimizer steps that the training has behind it, after ``accelerator.load_state``.
     samples:
-        For the rooms grokking and spectra; see :func:`backlight.watch`.
+        For the monitors grokking and spectra; see :func:`backlight.watch`.
     on_end:
         Called on the main process with the list of findings at the end.
     summary:

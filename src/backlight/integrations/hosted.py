@@ -18,10 +18,10 @@ from rich.console import Console
 
 from backlight.capture.process_group import launch_id, place
 from backlight.findings.evaluate import findings_of
-from backlight.notifier import Notices
+from backlight.notifier import Notifier
 from backlight.records import Finding
 from backlight.report.terminal import print_findings
-from backlight.session.probes import check_rooms
+from backlight.session.probes import check_monitors
 from backlight.session.settings import Settings
 from backlight.session.watch import Watch, watch
 from backlight.store.default_path import default_path
@@ -50,7 +50,7 @@ class Hosted:
     host:
         What the user calls it in their script; named in every warning.
     run:
-        The run folder; None for ``runs/<name>-<time>``, where the framework gives the name.
+        The run directory; None for ``runs/<name>-<time>``, where the framework gives the name.
     on_end:
         Called with the findings at the end, on rank 0.
     summary:
@@ -61,7 +61,7 @@ class Hosted:
     Raises
     ------
     ValueError
-        If a setting is unknown or out of range, or a room does not exist.
+        If a setting is unknown or out of range, or a monitor does not exist.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class Hosted:
         summary: bool = True,
     ) -> None:
         # A mistake in the script is refused where it stands, not in the training.
-        check_rooms(Settings.of(settings).rooms)
+        check_monitors(Settings.of(settings).monitors)
         self._host = host
         self._run = None if run is None else Path(run)
         self._settings = dict(settings)
@@ -89,7 +89,7 @@ class Hosted:
         self._summary = summary
         self._active = False
         self._broken: set[str] = set()
-        self._notices = Notices(self._run or Path("runs"))
+        self._notifier = Notifier(self._run or Path("runs"))
         self.watch: Watch | None = None
 
     @property
@@ -119,7 +119,7 @@ class Hosted:
             begun = watch(list(models), list(optimizers), run=path, samples=self._samples, **settings)
             begun.__enter__()
             self.watch, self._active = begun, True
-            self._notices = begun.notices
+            self._notifier = begun.notifier
             _close_at_exit(self)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
@@ -154,12 +154,14 @@ class Hosted:
         """Turn an exception into one warning that names the hook; ``lost`` is what is missing by it."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - never break the user's training
             self._broken.add(hook)
             reason = f"{type(error).__name__}: {error}"
-            self._notices.warn(f"{hook} {lost}", f"{self._host}.{hook}: not recorded: {lost}, after {reason}")
+            self._notifier.warn(
+                f"{hook} {lost}", f"{self._host}.{hook}: not recorded: {lost}, after {reason}"
+            )
             with contextlib.suppress(Exception):
-                self._notices.unmeasured(lost, f"{self._host}.{hook}: {reason}")
+                self._notifier.unmeasured(lost, f"{self._host}.{hook}: {reason}")
 
     def _say(self) -> None:
         if self.watch is None:
@@ -207,7 +209,7 @@ class Hosting:
 
     @property
     def run(self) -> Path | None:
-        """The run folder; None where no watch began."""
+        """The run directory; None where no watch began."""
         return None if self.watch is None else self.watch.path
 
     @property
@@ -222,16 +224,16 @@ class HostedCallback(Hosting):
     Parameters
     ----------
     run:
-        The run folder; None for ``runs/<name>-<time>``, where the framework gives the name. A folder that
+        The run directory; None for ``runs/<name>-<time>``, where the framework gives the name. A folder that
         holds a run gets a new attempt of it.
     samples:
-        For the rooms grokking and spectra; see :func:`backlight.watch`.
+        For the monitors grokking and spectra; see :func:`backlight.watch`.
     on_end:
         Called on rank 0 with the list of findings when a training has ended.
     summary:
         Print the findings once at the end, on rank 0.
     **settings:
-        Settings of :func:`backlight.watch`: ``rooms``, ``every``, ``groups``, ``thresholds`` and others.
+        Settings of :func:`backlight.watch`: ``monitors``, ``every``, ``groups``, ``thresholds`` and others.
 
     Raises
     ------

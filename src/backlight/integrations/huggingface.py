@@ -29,7 +29,7 @@ class BacklightCallback(HostedCallback, TrainerCallback):
 
     It takes what :class:`backlight.integrations.hosted.HostedCallback` says: ``run`` (without it
     ``runs/<run_name or name of the model>-<time>``), ``samples``, ``on_end``, ``summary``, and the settings
-    of :func:`backlight.watch` (``rooms``, ``every``, ``groups``, ``thresholds`` and others).
+    of :func:`backlight.watch` (``monitors``, ``every``, ``groups``, ``thresholds`` and others).
     """
 
     def _prepare(self) -> None:

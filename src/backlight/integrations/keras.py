@@ -41,7 +41,7 @@ class BacklightCallback(HostedCallback, keras.callbacks.Callback):  # type: igno
 
     It takes what :class:`backlight.integrations.hosted.HostedCallback` says: ``run`` (without it
     ``runs/<name of the model>-<time>``), ``samples``, ``on_end``, ``summary``, and the settings of
-    :func:`backlight.watch` (``rooms``, ``every``, ``groups``, ``thresholds`` and others).
+    :func:`backlight.watch` (``monitors``, ``every``, ``groups``, ``thresholds`` and others).
     """
 
     def _prepare(self) -> None:

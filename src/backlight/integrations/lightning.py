@@ -31,7 +31,7 @@ class BacklightCallback(HostedCallback, Callback):
 
     It takes what :class:`backlight.integrations.hosted.HostedCallback` says: ``run`` (without it
     ``runs/<name of the LightningModule>-<time>``), ``samples``, ``on_end``, ``summary``, and the settings of
-    :func:`backlight.watch` (``rooms``, ``every``, ``groups``, ``thresholds`` and others).
+    :func:`backlight.watch` (``monitors``, ``every``, ``groups``, ``thresholds`` and others).
     """
 
     def _prepare(self) -> None:

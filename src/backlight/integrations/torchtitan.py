@@ -102,12 +102,12 @@ def watch(
     optimizers:
         With a model: its optimizer, several, or torchtitan's container of them.
     run:
-        The run folder; None for ``runs/<name of the model>-<time>``. A folder that holds a run gets a new
+        The run directory; None for ``runs/<name of the model>-<time>``. A folder that holds a run gets a new
         attempt.
     step:
         With a model: optimizer steps that the training has behind it. A trainer knows it.
     samples:
-        For the rooms grokking and spectra; see :func:`backlight.watch`.
+        For the monitors grokking and spectra; see :func:`backlight.watch`.
     on_end:
         Called on rank 0 with the list of findings at the end.
     summary:

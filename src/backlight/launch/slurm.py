@@ -1,4 +1,4 @@
-"""A watched training as one job of a Slurm cluster: torchrun on every node, one run folder for all ranks.
+"""A watched training as one job of a Slurm cluster: torchrun on every node, one run directory for all ranks.
 
 The same plan becomes a job of submitit or a batch script. Slurm starts one torchrun per node; the ranks
 meet on the first node, share one run id and write one folder. A job that Slurm requeues goes by the next
@@ -89,7 +89,7 @@ class Job:
     command:
         What torchrun starts on every rank: its arguments from ``-m`` or the script on.
     out:
-        The run folder, absolute.
+        The run directory, absolute.
     nodes, per_node:
         Nodes, and ranks on each.
     minutes:
@@ -117,7 +117,7 @@ class Job:
 
     @property
     def logs(self) -> Path:
-        """Return where the output of the job goes: beside the run folder."""
+        """Return where the output of the job goes: beside the run directory."""
         return self.out.with_name(f"{self.out.name}.slurm")
 
     @classmethod

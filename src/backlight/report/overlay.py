@@ -58,14 +58,14 @@ def content(page: OverlayPage) -> dict[str, Any]:
         version = importlib.metadata.version("backlight")
     except importlib.metadata.PackageNotFoundError:
         version = "(not installed)"
-    told = compared(page.title, len(page.runs), f"By {page.across}.", rooms=("grokking",))
+    told = compared(page.title, len(page.runs), f"By {page.across}.", monitors=("grokking",))
     return {**told, "panels": panels, "precision": "0 %", "version": version}
 
 
-def compared(name: str, runs: int, detail: str, rooms: Sequence[str] = ()) -> dict[str, Any]:
+def compared(name: str, runs: int, detail: str, monitors: Sequence[str] = ()) -> dict[str, Any]:
     """Return what a page of several runs shows beside its panels."""
     return {
-        "run": {"name": visible(name), "status": "compared", "rooms": list(rooms)},
+        "run": {"name": visible(name), "status": "compared", "monitors": list(monitors)},
         "verdict": {
             "tone": "info",
             "headline": f"{count(runs, 'run')} over each other",

@@ -78,7 +78,7 @@ def write_report(
     attempt:
         Index of the attempt to show; None shows all, joined by their global steps.
     thresholds:
-        Thresholds in use, by room and name.
+        Thresholds in use, by monitor and name.
     groups:
         Steps ``[S]`` and rms ``[S]`` of each named group of parameters, NaN where it was not measured.
     learning:
@@ -209,7 +209,7 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
         "run": {
             "name": visible(source.run.name) or "unnamed run",
             "status": source.run.status.value,
-            "rooms": [visible(room) for room in source.run.rooms],
+            "monitors": [visible(monitor) for monitor in source.run.monitors],
         },
         "verdict": {
             "tone": said.tone,
@@ -245,7 +245,7 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
 
 
 def rendered(source: Source) -> list[tuple[Panel, Drawn | NotMeasured]]:
-    """Return every panel in order; those without data of rooms that did not watch are left out.
+    """Return every panel in order; those without data of monitors that did not watch are left out.
 
     One that raises is a :class:`PanelWarning`, and says so in its place.
     """
@@ -255,7 +255,7 @@ def rendered(source: Source) -> list[tuple[Panel, Drawn | NotMeasured]]:
 
 def belongs(panel: Panel, result: Drawn | NotMeasured, source: Source) -> bool:
     """Tell whether a panel stands on the page: with data, where it raised, and where it would be missed."""
-    return isinstance(result, Drawn | Failed) or (source.watched(panel.room) and not panel.several)
+    return isinstance(result, Drawn | Failed) or (source.watched(panel.monitor) and not panel.several)
 
 
 def _unmeasured(
@@ -273,11 +273,11 @@ def _unmeasured(
         if panel is not None and any(known["text"].casefold() == what.casefold() for known in gap["what"]):
             continue
         gap["what"].append({"text": what, "panel": panel})
-    absent = sorted({panel.room for panel in in_order() if not source.watched(panel.room)})
+    absent = sorted({panel.room for panel in in_order() if not source.watched(panel.monitor)})
     if absent:
-        what = "Room not watched" if len(absent) == 1 else "Rooms not watched"
+        what = "Monitor not watched" if len(absent) == 1 else "Monitors not watched"
         named = {"what": [{"text": what, "panel": None}], "reason": f"{', '.join(absent)}.", "names": ()}
-        gaps["rooms"] = named
+        gaps["monitors"] = named
     return list(gaps.values())
 
 
@@ -304,7 +304,7 @@ def _figures(source: Source) -> list[dict[str, str]]:
         return figures_of(source.learning, source)
     if source.spectra.layers and not source.run.has("gradient"):
         return spectra_figures(source.spectra)
-    if source.run.rooms == ("steptime",) and len(source.step_times):
+    if source.run.monitors == ("steptime",) and len(source.step_times):
         return _time_figures(source.step_times)
     frames = source.frames
     gradient = source.coverage.steps

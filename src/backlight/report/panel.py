@@ -48,7 +48,10 @@ class NotMeasured:
 
 @dataclass(frozen=True, slots=True)
 class Failed(NotMeasured):
-    """A panel that raised: the drawer ``failed`` says so in its place, also where its room did not watch."""
+    """A panel that raised: the drawer ``failed`` says so in its place.
+
+    Also where its monitor did not watch.
+    """
 
 
 class PanelWarning(UserWarning):
@@ -60,8 +63,8 @@ class Panel:
     """A part of the page.
 
     ``series`` are paths inside a run, as evidence names them: ``series/gradient``, ``scalars/clip``.
-    A path belongs to the panel with the longest matching beginning, in whole segments. ``room`` is the
-    room whose measurements it shows, empty for what every run has: without data, a panel of a room that
+    A path belongs to the panel with the longest matching beginning, in whole segments. ``monitor`` is the
+    monitor whose measurements it shows, empty for what every run has: without data, a panel of a monitor that
     did not watch is left out, since one line says so for all of them; and so is one that is about
     ``several`` ranks, where there is one process.
     """
@@ -72,7 +75,7 @@ class Panel:
     series: tuple[str, ...]
     render: Callable[[Source], Drawn | NotMeasured]
     note: str = ""
-    room: str = ""
+    monitor: str = ""
     several: bool = False
 
     def __post_init__(self) -> None:
@@ -90,7 +93,7 @@ def panel(
     order: int,
     series: Sequence[str],
     note: str = "",
-    room: str = "",
+    monitor: str = "",
     several: bool = False,
 ) -> Callable[[Callable[[Source], Drawn | NotMeasured]], Callable[[Source], Drawn | NotMeasured]]:
     """Register the decorated function as a panel; see :class:`Panel`."""
@@ -98,7 +101,7 @@ def panel(
     def decorate(
         render: Callable[[Source], Drawn | NotMeasured],
     ) -> Callable[[Source], Drawn | NotMeasured]:
-        PANELS.add(name, Panel(name, title, order, tuple(series), render, note, room, several))
+        PANELS.add(name, Panel(name, title, order, tuple(series), render, note, monitor, several))
         return render
 
     return decorate
@@ -138,7 +141,7 @@ def _guarded(panel: Panel, plug_in: PlugIn) -> Panel:
     def render(source: Source) -> Drawn | NotMeasured:
         try:
             result: Any = panel.render(source)
-        except Exception as error:  # noqa: BLE001 - a stranger's plug-in must not take the page
+        except Exception as error:  # noqa: BLE001 - third-party code must not take the page
             said = f"{type(error).__name__}: {error}"
         else:
             if isinstance(result, (Drawn, NotMeasured)):

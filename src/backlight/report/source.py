@@ -42,8 +42,8 @@ class Coverage:
 class Source:
     """A run as the report sees it.
 
-    ``health`` is the score over steps, which the caller computes by the rules of its room.
-    ``thresholds`` are those in use, by room and name. ``groups`` is the rms over steps of each named
+    ``health`` is the score over steps, which the caller computes by the rules of its monitor.
+    ``thresholds`` are those in use, by monitor and name. ``groups`` is the rms over steps of each named
     group, all at the same steps. ``learning`` is the verdict on grokking, with its control. ``muon`` is
     the curve by which Muon maps singular values. ``attempt`` limits everything to one attempt. ``cells`` are
     those that a heat map may have, None for as many as a written report has.
@@ -59,9 +59,9 @@ class Source:
     muon: Curve | None = None
     cells: int | None = None
 
-    def watched(self, room: str) -> bool:
-        """Tell whether ``room`` watched; a run that names no rooms is taken to have had all."""
-        return not room or not self.run.rooms or room in self.run.rooms
+    def watched(self, monitor: str) -> bool:
+        """Tell whether ``monitor`` watched; a run that names no monitors is taken to have had all."""
+        return not monitor or not self.run.monitors or monitor in self.run.monitors
 
     @cached_property
     def geometry_steps(self) -> NDArray[np.int64]:

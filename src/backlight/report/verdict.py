@@ -103,7 +103,7 @@ def outcome(source: Source) -> Outcome:
 
 def _timed_alone(source: Source) -> bool:
     """Tell whether the run is one of step times: health was not asked for, and so is not missing."""
-    return source.run.rooms == ("steptime",) and len(source.step_times) > 0
+    return source.run.monitors == ("steptime",) and len(source.step_times) > 0
 
 
 def status_line(source: Source) -> str:

@@ -21,7 +21,7 @@ from backlight.store.format.schema import GRADIENT
 from backlight.store.read.frames import Block, join_ranks, model_order, total
 
 if TYPE_CHECKING:
-    from backlight.notifier import Notices
+    from backlight.notifier import Notifier
     from backlight.session.settings import Settings
 
 SCALAR = "reduced/total_norm"
@@ -39,7 +39,7 @@ class Reducing:
     ----------
     settings:
         Whether it is asked for; and ``every``: only steps that it divides are joined: all ranks record them.
-    notices:
+    notifier:
         Tells the user what goes wrong, and takes the results into the run.
     launched:
         The script runs inside the watch, and makes its process group there.
@@ -50,9 +50,9 @@ class Reducing:
         Step and total norm that were joined last; None on other ranks than 0, and before the first.
     """
 
-    def __init__(self, settings: Settings, notices: Notices, *, launched: bool) -> None:
+    def __init__(self, settings: Settings, notifier: Notifier, *, launched: bool) -> None:
         self._every = settings.every or 1
-        self._notices = notices
+        self._notifier = notifier
         self._launched = launched
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -82,14 +82,14 @@ class Reducing:
             return
         if not _initialised():
             self._off = True
-            self._notices.trouble(RuntimeError("no process group is initialised"), LOST)
+            self._notifier.trouble(RuntimeError("no process group is initialised"), LOST)
             return
         try:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
             self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - never break the user's training
             self._off = True
-            self._notices.trouble(error, LOST)
+            self._notifier.trouble(error, LOST)
             return
         self._thread = threading.Thread(target=self._run, name="backlight-reducing", daemon=True)
         self._thread.start()
@@ -115,13 +115,13 @@ class Reducing:
             while (given := self._waiting.get()) is not None:
                 step = given[0]
                 self._together(*given)
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - never break the user's training
             self._off = True
             gone = RuntimeError(
                 f"the process group was destroyed before step {step} was joined; the reader joins it, and "
                 "what comes after it, from what the ranks stored"
             )
-            self._notices.trouble(error if _initialised() else gone, LOST)
+            self._notifier.trouble(error if _initialised() else gone, LOST)
 
     def _together(
         self, step: int, records: tuple[ParameterRecord, ...], norms: Any, measured: Any, place: float
@@ -139,8 +139,8 @@ class Reducing:
             value = self._joined(step, offers)
             if value is not None:
                 self.latest = (step, value)
-                if self._notices.writer is not None:
-                    self._notices.writer.scalars(step, {SCALAR: value})
+                if self._notifier.writer is not None:
+                    self._notifier.writer.scalars(step, {SCALAR: value})
 
     def _joined(self, step: int, offers: list[Any]) -> float | None:
         tables: list[Mapping[str, ParameterRecord]] = [self._tables[rank] for rank in range(self._size)]

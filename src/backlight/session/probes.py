@@ -1,4 +1,4 @@
-"""One capture plan from what the rooms ask for: which probes run, each once."""
+"""One capture plan from what the monitors ask for: which probes run, each once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from backlight.registry import PROBES, Needs, Probe, warn
 
-DEFAULT_ROOMS = ("health", "stalls", "steptime")
+DEFAULT_MONITORS = ("health", "stalls", "steptime")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Active:
 class Plan:
     """The probes of a session by what they need."""
 
-    rooms: tuple[str, ...]
+    monitors: tuple[str, ...]
     gradients: tuple[Active, ...]
     detailed: tuple[Active, ...]
     weights: tuple[Active, ...]
@@ -47,7 +47,7 @@ class Foreign:
             if probe.series or probe.needs is Needs.WEIGHTS:
                 raise TypeError("a plug-in measures gradients or steps, and gives scalars: no series")
             self._measuring = probe.make(**options)
-        except Exception as error:  # noqa: BLE001 - a stranger's plug-in; the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - third-party code; never break the user's training
             left_out(self._name, error)
 
     def measure(self, *given: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Foreign:
         try:
             found = self._measuring.measure(*given)
             return {f"{self._name}/{name}": _scalar(name, value) for name, value in dict(found).items()}
-        except Exception as error:  # noqa: BLE001 - a stranger's plug-in; the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - third-party code; never break the user's training
             self._measuring = None
             self._left_out(self._name, error)
             return {}
@@ -84,37 +84,37 @@ def _scalar(name: str, value: Any) -> Any:
     return value.detach()
 
 
-def rooms_with_probes() -> tuple[str, ...]:
-    """Return the rooms that measure something of a training, by name."""
+def monitors_with_probes() -> tuple[str, ...]:
+    """Return the monitors that measure something of a training, by name."""
     return tuple(sorted({"stalls", "grokking", "spectra"} | {probe.room for _, probe in PROBES.items()}))
 
 
-def check_rooms(rooms: Iterable[str]) -> None:
+def check_monitors(monitors: Iterable[str]) -> None:
     """Refuse what is no room.
 
     Raises
     ------
     ValueError
-        If one of ``rooms`` does not exist.
+        If one of ``monitors`` does not exist.
     """
-    known = rooms_with_probes()
-    for room in rooms:
-        if room not in known:
-            raise ValueError(f"no room is called {room!r}; expected some of: {', '.join(known)}")
+    known = monitors_with_probes()
+    for monitor in monitors:
+        if monitor not in known:
+            raise ValueError(f"no room is called {monitor!r}; expected some of: {', '.join(known)}")
 
 
 def make_plan(
-    rooms: Collection[str],
+    monitors: Collection[str],
     requested: Collection[str] = (),
     options: Mapping[str, Mapping[str, Any]] | None = None,
     left_out: Callable[[str, Exception], None] = _said,
 ) -> Plan:
-    """Build the probes of ``rooms``.
+    """Build the probes of ``monitors``.
 
     Parameters
     ----------
-    rooms:
-        Rooms by name.
+    monitors:
+        Monitors by name.
     requested:
         Names of probes that are otherwise only there on request.
     options:
@@ -131,12 +131,12 @@ def make_plan(
     Raises
     ------
     ValueError
-        If a room does not exist.
+        If a monitor does not exist.
     """
-    check_rooms(rooms)
+    check_monitors(monitors)
     # Those of plug-ins come last: the first one of gradients is the house's.
     named = sorted(PROBES.items(), key=lambda item: (PROBES.origin(item[0]) is not None, item[0]))
-    wanted = [p for _, p in named if p.room in rooms]
+    wanted = [p for _, p in named if p.monitor in monitors]
     on = [p for p in wanted if not p.on_request or p.name in requested]
     off = [p for p in wanted if p not in on and p.needs is Needs.GRADIENTS]
 
@@ -151,7 +151,7 @@ def make_plan(
         return tuple(activate(p) for p in probes if p.needs is needs)
 
     return Plan(
-        tuple(rooms),
+        tuple(monitors),
         made(on, Needs.GRADIENTS),
         made(off, Needs.GRADIENTS),
         made(on, Needs.WEIGHTS),

@@ -8,7 +8,7 @@ from typing import Any
 
 from backlight.capture.process_group import launch_id, place
 from backlight.distributed import world
-from backlight.notifier import Notices
+from backlight.notifier import Notifier
 from backlight.records import OTHERS
 from backlight.session.settings import Settings
 from backlight.store.errors import RunExistsError
@@ -18,7 +18,7 @@ from backlight.store.write.writer import RunWriter
 
 
 def open_writer(
-    path: Path, settings: Settings, notices: Notices, *, script: str, arguments: tuple[str, ...]
+    path: Path, settings: Settings, notifier: Notifier, *, script: str, arguments: tuple[str, ...]
 ) -> RunWriter:
     """Open the run in ``path``, as the rank that this process is.
 
@@ -39,9 +39,9 @@ def open_writer(
         "max_disk": settings.max_disk,
         "overrides": settings.overrides(),
         "groups": settings.groups,
-        "rooms": settings.rooms,
+        "monitors": settings.monitors,
         "flush_interval": settings.flush_interval,
-        "on_lost": notices.lost,
+        "on_lost": notifier.lost,
         "step_offset": settings.step_offset,
         "rank": rank,
         "world_size": size,
@@ -56,18 +56,18 @@ def open_writer(
         if not problem:
             raise
         writer = RunWriter.create(path.with_name(f"{path.name}.process-{os.getpid()}"), **given)
-    notices.writer = writer
+    notifier.writer = writer
     if problem:
         where = f" in {writer.path}" if writer.path != path else ""
-        notices.warn("ranks", f"{problem}; this process is watched alone{where}")
-        notices.unmeasured(OTHERS, problem)
+        notifier.warn("ranks", f"{problem}; this process is watched alone{where}")
+        notifier.unmeasured(OTHERS, problem)
     if writer.apart:
-        notices.warn(
+        notifier.warn(
             "ranks",
             f"rank {rank} does not see the run of rank 0 and writes a part of it in {writer.path}: bring the "
             f"folders together with `backlight join` ({writer.apart})",
         )
-        notices.unmeasured(OTHERS, writer.apart)
+        notifier.unmeasured(OTHERS, writer.apart)
     return writer
 
 
@@ -84,7 +84,7 @@ def _options(settings: Settings, size: int) -> dict[str, Any]:
     """Return what all ranks are expected to have in common."""
     return {
         "world_size": size,
-        "rooms": list(settings.rooms),
+        "monitors": list(settings.monitors),
         "every": "by budget" if settings.every is None else settings.every,
         "histogram": settings.histogram,
         "exact_updates": "sampled" if settings.exact_updates is None else settings.exact_updates,

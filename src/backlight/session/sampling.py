@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BUDGET = 0.01
-"""Share of a training's time that the default rooms may take together."""
+"""Share of a training's time that the default monitors may take together."""
 
 GRACE = 2.0
 """Seconds that a run may cost before the budget binds: a short run is recorded whole."""

@@ -2,7 +2,7 @@
 
 A file looks like this; every key is optional::
 
-    rooms = ["health", "steptime"]
+    monitors = ["health", "steptime"]
     every = 10
     [groups]
     host = "encoder.*"
@@ -25,7 +25,7 @@ from backlight.findings.evaluate import thresholds
 from backlight.monitors.grokking.model.measures import Measures
 from backlight.monitors.spectra.model.options import Catching
 from backlight.monitors.stalls.instrument.trace_option import traced_kinds
-from backlight.session.probes import DEFAULT_ROOMS
+from backlight.session.probes import DEFAULT_MONITORS
 from backlight.session.trackers.base import chosen
 
 FOLDERS = frozenset(
@@ -40,8 +40,8 @@ class Settings:
 
     Attributes
     ----------
-    rooms:
-        Rooms that measure.
+    monitors:
+        Monitors that measure.
     every:
         Record every Nth step; None lets the budget of 1 % of the time decide.
     steps:
@@ -70,20 +70,20 @@ class Settings:
     step_offset:
         Number of the first step, for a resumed training; None continues the run.
     thresholds:
-        Overridden thresholds by room and name.
+        Overridden thresholds by monitor and name.
     trackers:
         Where numbers go while the training runs: ``NAME`` or ``NAME=TARGET`` of
         :data:`backlight.session.trackers.base.TRACKERS`.
     measures:
-        What the room grokking measures, and how often.
+        What the monitor grokking measures, and how often.
     spectra:
-        What the room spectra catches, and how often; fields of
+        What the monitor spectra catches, and how often; fields of
         :class:`backlight.monitors.spectra.model.options.Catching`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=False)
 
-    rooms: tuple[str, ...] = DEFAULT_ROOMS
+    monitors: tuple[str, ...] = DEFAULT_MONITORS
     every: int | None = None
     steps: int | None = None
     groups: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -115,19 +115,19 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: expected {least} or more")
-        if self.reduce and (self.every is None or "health" not in self.rooms):
+        if self.reduce and (self.every is None or "health" not in self.monitors):
             raise ValueError(
-                f"reduce=True with every={self.every} and rooms={self.rooms}: expected every=N, without "
-                "which each rank chooses its own steps, and the room health, which measures the norms"
+                f"reduce=True with every={self.every} and monitors={self.monitors}: expected every=N (without "
+                "it each rank chooses its own steps) and the monitor health, which measures the norms"
             )
-        if not self.rooms:
-            raise ValueError("rooms is empty: name at least one room")
+        if not self.monitors:
+            raise ValueError("monitors is empty: name at least one monitor")
         for given in self.trackers:
             chosen(given)
-        for room, values in self.thresholds.items():
-            defaults = thresholds(room)
+        for monitor, values in self.thresholds.items():
+            defaults = thresholds(monitor)
             if defaults is None:
-                raise ValueError(f"thresholds.{room}: no room of that name has thresholds")
+                raise ValueError(f"thresholds.{monitor}: no room of that name has thresholds")
             defaults.override(values)
 
     @classmethod
@@ -167,8 +167,8 @@ class Settings:
         known = [f.name for f in dataclasses.fields(cls)]
         _refuse_unknown(values, known, where)
         prepared = dict(values)
-        if isinstance(prepared.get("rooms"), str):
-            prepared["rooms"] = tuple(r.strip() for r in prepared["rooms"].split(",") if r.strip())
+        if isinstance(prepared.get("monitors"), str):
+            prepared["monitors"] = tuple(r.strip() for r in prepared["monitors"].split(",") if r.strip())
         if isinstance(prepared.get("trackers"), str):
             prepared["trackers"] = (prepared["trackers"],)
         _known_fields(prepared.get("measures"), Measures, f"{where}: measures")
@@ -183,8 +183,8 @@ class Settings:
             raise ValueError(f"{where}: {f'{place}: ' if place else ''}{message}") from None
 
     def overrides(self) -> dict[str, dict[str, float]]:
-        """Return the thresholds that differ from their defaults, by room."""
-        return {room: dict(values) for room, values in self.thresholds.items() if values}
+        """Return the thresholds that differ from their defaults, by monitor."""
+        return {monitor: dict(values) for monitor, values in self.thresholds.items() if values}
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: list[str], where: str) -> None:

@@ -1,4 +1,4 @@
-"""``watch``: attach the rooms to a training, record it in a run folder, take everything off again."""
+"""``watch``: attach the monitors to a training, record it in a run directory, take everything off again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from backlight.monitors.steptime.instrument.runtime_info import (
     circumstances,
     ways_of,
 )
-from backlight.notifier import Notices
+from backlight.notifier import Notifier
 from backlight.records import Finding, Made, RunStatus
 from backlight.session.distributed_norm import Reducing
 from backlight.session.finalize import final_findings
@@ -59,7 +59,7 @@ class Watch:
     Attributes
     ----------
     path:
-        The run folder, once entered.
+        The run directory, once entered.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Watch:
         self._optimizers = list(optimizers)
         self._depth = 0
         self._abandoned = False
-        self._notices = Notices(self.path)
-        self._reducing = Reducing(settings, self._notices, launched=bool(script))
+        self._notifier = Notifier(self.path)
+        self._reducing = Reducing(settings, self._notifier, launched=bool(script))
         self._fingerprinted = False
         self._writer: RunWriter | None = None
         self._following: Following | None = None
@@ -96,14 +96,14 @@ class Watch:
         exact = settings.exact_updates
         probes = {"update": {"per_tensor": None, "spacing": exact}} if exact is not None else {}
         self._plan = make_plan(
-            settings.rooms, {"histogram"} if settings.histogram else (), probes, self._notices.left_out
+            settings.monitors, {"histogram"} if settings.histogram else (), probes, self._notifier.left_out
         )
         self._cadence = Cadence(settings.every)
         if self._models:
             table = build_table(self._models, self._optimizers, HUB.seen)
             for pattern in settings.groups.values():
                 members([record.name for record in table.records], pattern)
-            if "spectra" in settings.rooms:
+            if "spectra" in settings.monitors:
                 from backlight.monitors.spectra.instrument.layer_selection import selected  # noqa: PLC0415 - others need not pay for it
 
                 selected(settings.spectra, table)
@@ -141,7 +141,7 @@ class Watch:
     def _open(self) -> None:
         self._reducing.check()
         self._writer = open_writer(
-            self.path, self.settings, self._notices, script=self._script, arguments=self._arguments
+            self.path, self.settings, self._notifier, script=self._script, arguments=self._arguments
         )
         self.path = self._writer.path
 
@@ -149,26 +149,26 @@ class Watch:
         assert self._writer is not None
         settings = self.settings
         self._scope = Scope(self._models, self._optimizers)
-        self._recorder = Recorder(self._scope, self._plan, self._cadence, self._notices.event, self._at_step)
-        if "grokking" in settings.rooms:
+        self._recorder = Recorder(self._scope, self._plan, self._cadence, self._notifier.event, self._at_step)
+        if "grokking" in settings.monitors:
             from backlight.monitors.grokking.instrument.geometry import Geometry  # noqa: PLC0415 - others need not pay for it
 
             self._recorder.geometry = Geometry(
-                settings.measures, self._samples, self._models, self.path, self._notices
+                settings.measures, self._samples, self._models, self.path, self._notifier
             )
         self._replicating: Replicating | None = None
-        if "spectra" in settings.rooms:
+        if "spectra" in settings.monitors:
             from backlight.monitors.spectra.instrument.replicates import Replicating  # noqa: PLC0415 - others need not pay for it
 
             self._replicating = Replicating(
-                settings.spectra, settings.every, self._samples, self._scope, self._notices
+                settings.spectra, settings.every, self._samples, self._scope, self._notifier
             )
             self._recorder.replicating = self._replicating
         self._drain = Drain(
-            self._recorder, self._writer, settings.flush_interval, self._alarm, self._notices.trouble
+            self._recorder, self._writer, settings.flush_interval, self._alarm, self._notifier.trouble
         )
         self._drain.reducing = self._reducing
-        self._drain.tracking = self._tracking = Tracking(settings, self._writer, self._notices)
+        self._drain.tracking = self._tracking = Tracking(settings, self._writer, self._notifier)
         self._tracker = LimitedTracker(self._scope, self._recorder, per_backward=settings.per_backward)
         self._tracker.check_limit, self._tracker.trouble = self.check_limit, self._trouble
         self._recorder.spent = lambda: (
@@ -188,33 +188,33 @@ class Watch:
         if not self._optimizers:
             HUB.optimizers.scan()
         self._drain.start()
-        if {"stalls", "steptime"} & set(settings.rooms):
+        if {"stalls", "steptime"} & set(settings.monitors):
             self._following = Following(self._scope, self._forwards_lost)
-            with self._notices.shield():
+            with self._notifier.shield():
                 self._following.start()
-        if "stalls" in settings.rooms:
+        if "stalls" in settings.monitors:
             self._stalling = Stalling(
                 self._writer,
                 self._scope,
                 stall=settings.stall,
                 thresholds=settings.thresholds.get("stalls", {}),
-                notice=self._notices.event,
+                notice=self._notifier.event,
                 parameters_changed=self._recorder.parameters_changed,
                 names_known=self._early_fingerprint,
             )
-            with self._notices.shield():
+            with self._notifier.shield():
                 self._stalling.start()
         self._ways, self._waiting = [], None
-        if "steptime" in settings.rooms:
-            self._pauses = Pauses(self._notices.event, lambda: self._tracker.index)
+        if "steptime" in settings.monitors:
+            self._pauses = Pauses(self._notifier.event, lambda: self._tracker.index)
             self._pauses.start()
         if settings.trace:
-            with self._notices.shield():
+            with self._notifier.shield():
                 self._tracing = start_tracing(settings.trace, self._writer, lambda: self._tracker.index)
 
     def _abandon(self, error: Exception) -> None:
         """Take off what was attached before ``error``, and let the training go on unwatched."""
-        self._notices.trouble(error, "this training, which is not watched")
+        self._notifier.trouble(error, "this training, which is not watched")
         for name in ("_tracker", "_replicating"):
             part = getattr(self, name, None)
             if part is not None:
@@ -237,26 +237,26 @@ class Watch:
             return
         findings: list[Finding] = []
         if self._stalling is not None:
-            with self._notices.shield():
+            with self._notifier.shield():
                 self._stalling.stop(error)
         if self._tracing is not None:
-            with self._notices.shield():
+            with self._notifier.shield():
                 self._tracing.stop()
-        with self._notices.shield():
+        with self._notifier.shield():
             self._tracker.finish()
         HUB.remove(self._tracker)
         if self._following is not None:
             self._following.stop()
         if self._replicating is not None:
             HUB.remove(self._replicating.listener)
-            with self._notices.shield():
+            with self._notifier.shield():
                 self._replicating.stop(failed=error is not None)
         if self._pauses is not None:
-            with self._notices.shield():
+            with self._notifier.shield():
                 self._pauses.stop()
                 facts = circumstances(self._ways, self._waiting)
-                self._notices.event(CIRCUMSTANCES, facts, max(self._tracker.done - 1, 0))
-        with self._notices.shield():
+                self._notifier.event(CIRCUMSTANCES, facts, max(self._tracker.done - 1, 0))
+        with self._notifier.shield():
             self._drain.stop()
             self._reducing.stop(failed=error is not None)
             self._take_fingerprint()
@@ -270,11 +270,11 @@ class Watch:
             writer.flush()
             findings = final_findings(writer, failed=error is not None)
         self._tracking.end(findings, self._tracker.done - 1, failed=error is not None)
-        with self._notices.shield():
+        with self._notifier.shield():
             writer.close(RunStatus.FINISHED if error is None else RunStatus.FAILED)
 
     def _forwards_lost(self, error: Exception) -> None:
-        self._notices.trouble(error, "when a forward begins and ends")
+        self._notifier.trouble(error, "when a forward begins and ends")
 
     def _say_if_nothing(self) -> None:
         if self._tracker.done:
@@ -286,7 +286,7 @@ class Watch:
             if seen
             else "neither a backward pass nor an optimizer step was seen"
         )
-        self._notices.unmeasured("gradients", reason)
+        self._notifier.unmeasured("gradients", reason)
 
     # What the user calls
 
@@ -321,9 +321,9 @@ class Watch:
         self._recorder.user.append((at, values))
 
     @property
-    def notices(self) -> Notices:
+    def notifier(self) -> Notifier:
         """What says what this watch has to say, for an integration that has more of it."""
-        return self._notices
+        return self._notifier
 
     @property
     def step(self) -> int:
@@ -350,7 +350,7 @@ class Watch:
     def _trouble(self, error: Exception) -> None:
         if self._replicating is not None:
             self._replicating.off()
-        self._notices.trouble(error)
+        self._notifier.trouble(error)
 
     def check_limit(self) -> None:
         """Check whether the training may go on.
@@ -381,12 +381,12 @@ class Watch:
                 self._ways = [way for optimizer in self._scope.optimizers() for way in ways_of(optimizer)]
                 self._unmeasured()
             except Exception as error:  # noqa: BLE001 - the rest of the run is worth having without it
-                self._notices.trouble(error, "the fingerprint")
+                self._notifier.trouble(error, "the fingerprint")
 
     def _early_fingerprint(self) -> None:
         """Say what this run is before its first backward, which may never return."""
         if self._writer is not None and not self._fingerprinted:
-            with self._notices.shield():
+            with self._notifier.shield():
                 self._writer.fingerprint(take_fingerprint(self._scope, self._arguments))
 
     def _unmeasured(self) -> None:
@@ -395,18 +395,18 @@ class Watch:
             try:
                 members(names, pattern)
             except GroupError as error:
-                self._notices.unmeasured(f"group {group}", str(error))
-                self._notices.warn(f"group {group}", f"the group {group!r} is not measured: {error}")
+                self._notifier.unmeasured(f"group {group}", str(error))
+                self._notifier.warn(f"group {group}", f"the group {group!r} is not measured: {error}")
         devices = {record.device.split(":")[0] for record in self._scope.table.records} - {"cpu"}
-        if devices and "steptime" in self.settings.rooms:
+        if devices and "steptime" in self.settings.monitors:
             reason = "phases are host times; what the device does meanwhile is not separated"
-            self._notices.unmeasured(f"device time on {', '.join(sorted(devices))}", reason)
+            self._notifier.unmeasured(f"device time on {', '.join(sorted(devices))}", reason)
 
     def _alarm(self, step: int, cause: str) -> None:
         if step > self._alarmed:
             self._alarmed = step + self.settings.detail
             self._cadence.detail(self._tracker.index, self.settings.detail)
-            self._notices.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
+            self._notifier.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
 
 
 def _shared_launch() -> str | None:
@@ -447,15 +447,16 @@ def watch(
         The optimizer, or several; None for every one that holds a parameter of ``model``. One that a
         framework has wrapped stands for the optimizer inside.
     run:
-        The run folder; None for ``runs/<script>-<time>``. A folder that holds a run gets a new
+        The run directory; None for ``runs/<script>-<time>``. A folder that holds a run gets a new
         attempt of it.
     samples:
-        For the room grokking: ``(loss_fn, batch)``, where ``loss_fn(model, batch)`` is the loss summed over
+        For the monitor grokking: ``(loss_fn, batch)``, where ``loss_fn(model, batch)`` is the loss summed
+        over
         the samples along the first dimension, and ``batch`` a fixed probe batch or a callable that gives
-        one. Without them, what needs per-sample gradients is not measured. The room spectra splits that
+        one. Without them, what needs per-sample gradients is not measured. The monitor spectra splits that
         batch where ``spectra={"split": R}`` asks for it.
     **settings:
-        Fields of :class:`backlight.session.settings.Settings`: ``rooms``, ``every``, ``groups``,
+        Fields of :class:`backlight.session.settings.Settings`: ``monitors``, ``every``, ``groups``,
         ``histogram``, ``thresholds``, ``max_disk`` and others.
 
     Returns
@@ -476,11 +477,11 @@ def watch(
 
         check_samples(samples, models)
     checked = Settings.of(settings)
-    splits = "spectra" in checked.rooms and checked.spectra.split > 0
-    if samples is not None and "grokking" not in checked.rooms and not splits:
+    splits = "spectra" in checked.monitors and checked.spectra.split > 0
+    if samples is not None and "grokking" not in checked.monitors and not splits:
         raise ValueError(
-            f"watch: samples are for the room grokking, and for spectra={{'split': R}}, but "
-            f"rooms={checked.rooms}; add 'grokking', or 'spectra' with a split"
+            f"watch: samples are for the monitor grokking, and for spectra={{'split': R}}, but "
+            f"monitors={checked.monitors}; add 'grokking', or 'spectra' with a split"
         )
     if samples is None and splits:
         raise ValueError(

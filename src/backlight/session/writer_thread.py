@@ -98,7 +98,7 @@ class Drain:
                 self._writer.flush()
                 if self.tracking is not None:
                     self.tracking.flushed()
-            except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            except Exception as error:  # noqa: BLE001 - never break the user's training
                 self._on_error(error)
                 return
             self.spent += time.thread_time() - begin
@@ -120,9 +120,9 @@ class Drain:
                 self.tracking.logged(step, numbers)
         if self.tracking is not None:
             self.tracking.release()
-        for room in (self._recorder.geometry, self._recorder.replicating):
-            if room is not None:
-                room.queue.write(self._writer)
+        for monitor in (self._recorder.geometry, self._recorder.replicating):
+            if monitor is not None:
+                monitor.queue.write(self._writer)
         dropped = self._recorder.dropped
         if dropped > self._dropped:
             self._writer.event(

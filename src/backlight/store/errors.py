@@ -1,4 +1,4 @@
-"""What can go wrong with a run folder, each as one class with a message that names the way out."""
+"""What can go wrong with a run directory, each as one class with a message that names the way out."""
 
 from __future__ import annotations
 

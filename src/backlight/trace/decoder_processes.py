@@ -36,7 +36,7 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.failure: WorkersError | None = None
         self._queue: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
-        self._room = threading.Semaphore(2 * count)  # so that reading does not run far ahead
+        self._monitor = threading.Semaphore(2 * count)  # so that reading does not run far ahead
         self._parts: dict[int, tuple[int, dict[str, Column]]] = {}
         self._words: dict[int, dict[str, list[str]]] = {}
         self._submitted = 0
@@ -73,7 +73,7 @@ class Workers:
 
     def submit(self, text: bytes) -> None:
         """Have an array of events decoded."""
-        self._room.acquire()
+        self._monitor.acquire()
         self._queue.put((self._submitted, text))
         self._submitted += 1
 
@@ -113,7 +113,7 @@ class Workers:
                 if self.failure is None:
                     _send(pipe, text)
                     self._parts[place] = (number, self._answer(answers))
-                self._room.release()
+                self._monitor.release()
             if self.failure is None:
                 _send(pipe, b"")
                 self._words[number] = self._answer(answers)
@@ -124,8 +124,8 @@ class Workers:
                 else WorkersError(f"a decoding process ended ({error})")
             )
             while self._queue.get() is not None:
-                self._room.release()
-            self._room.release()
+                self._monitor.release()
+            self._monitor.release()
         finally:
             for end in (pipe, answers):
                 with contextlib.suppress(OSError):  # its process is gone already

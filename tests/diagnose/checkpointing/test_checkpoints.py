@@ -1,4 +1,4 @@
-"""Checkpointed regions: mode and line of each, remarks on planted faults, silence on healthy twins."""
+"""Checkpointed regions: mode and line of each, remarks on injected faults, silence on controls."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from backlight.diagnose.checkpointing.observer import Checkpoints
 from backlight.diagnose.checkpointing.regions import Region
 from cases import CASES
 from faults.checkpoints import FAULTS
-from faults.planting import Fault, Train
+from faults.injection import Fault, Train
 
 
 class _Stop(BaseException):
     """Ends a training that has been observed for long enough."""
 
 
-def inspect(train: Train, planted: bool) -> Region:
+def inspect(train: Train, injected: bool) -> Region:
     def end() -> None:
         raise _Stop
 
@@ -34,7 +34,7 @@ def inspect(train: Train, planted: bool) -> Region:
     observer = Checkpoints(2, end)
     with observer, contextlib.suppress(_Stop, RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        train(planted)
+        train(injected)
     assert torch.utils.checkpoint.checkpoint is before
     assert not HUB.active
     assert observer.notes == []
@@ -46,7 +46,7 @@ EACH = pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 
 @EACH
 def test_what_is_remarked(fault: Fault) -> None:
-    region = inspect(fault.train, planted=True)
+    region = inspect(fault.train, injected=True)
     expected = fault.expected
     assert {remark.kind for remark in region.remarks} == expected["kinds"]
     texts = [remark.text for remark in region.remarks]
@@ -58,7 +58,7 @@ def test_what_is_remarked(fault: Fault) -> None:
 
 @EACH
 def test_the_healthy_twin_is_silent(fault: Fault) -> None:
-    region = inspect(fault.train, planted=False)
+    region = inspect(fault.train, injected=False)
     assert region.remarks == []
     assert region.calls >= 2
     assert region.recomputations >= 2

@@ -26,7 +26,7 @@ def crawl():
         time.sleep(0.02)
 
 def fail():
-    raise ValueError("planted")
+    raise ValueError("injected")
 
 mode = sys.argv[1] if len(sys.argv) > 1 else "end"
 print("mode:", mode, flush=True)

@@ -148,9 +148,9 @@ def test_an_exit_is_judged_by_its_code_and_its_word() -> None:
     assert judge(done).verdict is Verdict.PASS
     assert judge(replace(done, success=True)).verdict is Verdict.PASS
     assert judge(replace(done, success=False)).verdict is Verdict.UNKNOWN
-    failed = judge(replace(done, exit_code=1, error="ValueError: planted", error_line="/home/me/a.py:3"))
+    failed = judge(replace(done, exit_code=1, error="ValueError: injected", error_line="/home/me/a.py:3"))
     assert (failed.verdict, failed.line) == (Verdict.CRASH, "/home/me/a.py:3")
-    assert failed.claim == "left with exit code 1 after 2.0 s: ValueError: planted"
+    assert failed.claim == "left with exit code 1 after 2.0 s: ValueError: injected"
     killed = judge(replace(done, exit_code=-9))
     assert killed.claim == "was ended by SIGKILL after 2.0 s"
     assert killed.alternatives == ("another process killed it (out of memory, a batch system)",)

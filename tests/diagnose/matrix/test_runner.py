@@ -424,7 +424,7 @@ def test_the_command_line(folder: Path, plan: Writer, command: Command) -> None:
     assert (folder / "runs/matrix-plan/report.html").is_file()
     code, out, _ = command("matrix", "plan.toml")
     assert code == 0
-    assert "ValueError: planted" in out
+    assert "ValueError: injected" in out
     assert os.path.join("runs", "matrix-plan", "report.html") in out  # noqa: PTH118 - text, not a path
 
 

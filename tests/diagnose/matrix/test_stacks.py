@@ -106,9 +106,9 @@ def test_the_last_error_and_its_line() -> None:
         "step 1\nTraceback (most recent call last):\n"
         '  File "/home/me/train.py", line 9, in <module>\n    main()\n'
         f'  File "{library}", line 4, in run\n    self.f()\n'
-        "ValueError: planted\n"
+        "ValueError: injected\n"
     )
-    assert stacks.traceback_end(text) == ("ValueError: planted", "/home/me/train.py:9")
+    assert stacks.traceback_end(text) == ("ValueError: injected", "/home/me/train.py:9")
     assert stacks.traceback_end("all is well\n") == ("", "")
     fatal = (
         "Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f (most recent call first):\n"

@@ -156,12 +156,12 @@ def test_recording_changes_nothing() -> None:
 
 def test_an_error_of_ours_stops_recording_and_nothing_else() -> None:
     def broken(*_: Any) -> None:
-        raise RuntimeError("planted")
+        raise RuntimeError("injected")
 
     model = Net()
     recorder = Recorder([model], broken)
     recorded(model, recorder)
-    assert "planted" in recorder.trouble
+    assert "injected" in recorder.trouble
     assert all(p.grad is None for p in model.parameters())
 
 

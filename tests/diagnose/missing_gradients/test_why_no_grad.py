@@ -1,4 +1,7 @@
-"""Every planted reason is found, with its line, before backward where the graph allows; twins are silent."""
+"""Every injected reason is found, with its line, before backward where the graph allows.
+
+Controls are silent.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from backlight.capture.hub import HUB
 from backlight.diagnose.missing_gradients.observer import Missing, Row, WhyNoGrad
 from cases import CASES
+from faults.injection import Fault, Train
 from faults.missing_gradients import FAULTS, NON_LEAF, OVERWRITTEN, adversarial
-from faults.planting import Fault, Train
 from thinning import thinned
 
 
@@ -26,7 +29,7 @@ class _Stop(BaseException):
     """Ends a training that has been observed for long enough."""
 
 
-def observe(train: Train, planted: bool, steps: int = 2) -> tuple[Missing, list[Row]]:
+def observe(train: Train, injected: bool, steps: int = 2) -> tuple[Missing, list[Row]]:
     early: list[Row] = []
 
     def end() -> None:
@@ -36,7 +39,7 @@ def observe(train: Train, planted: bool, steps: int = 2) -> tuple[Missing, list[
     with observer, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with contextlib.suppress(_Stop, RuntimeError):
-            train(planted)
+            train(injected)
     assert not HUB.active
     assert not observer.answer.notes
     return observer.answer, early
@@ -47,7 +50,7 @@ EACH = pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 
 @EACH
 def test_the_reason_and_its_line(fault: Fault) -> None:
-    answer, early = observe(fault.train, planted=True)
+    answer, early = observe(fault.train, injected=True)
     expected = fault.expected
     found = {row.name: row for row in answer.rows}
     assert set(found) == set(expected["names"])
@@ -65,7 +68,7 @@ def test_the_reason_and_its_line(fault: Fault) -> None:
 
 @EACH
 def test_the_healthy_twin_is_silent(fault: Fault) -> None:
-    answer, early = observe(fault.train, planted=False)
+    answer, early = observe(fault.train, injected=False)
     assert [f"{r.name}: {r.reason.text}" for r in answer.rows] == []
     assert early == []
     assert answer.steps == 2
@@ -73,12 +76,12 @@ def test_the_healthy_twin_is_silent(fault: Fault) -> None:
 
 
 def test_a_saved_tensor_changed_in_place() -> None:
-    answer, _ = observe(OVERWRITTEN.train, planted=True)
+    answer, _ = observe(OVERWRITTEN.train, injected=True)
     assert answer.failure is not None
     assert re.search(r"of shape \(5, 8\) .* in place by add_ after tanh had used it", answer.failure.text)
     assert answer.failure.line.number == OVERWRITTEN.line
     assert "tanh(self.first(x))" in answer.failure.saved.text
-    assert observe(OVERWRITTEN.train, planted=False)[0].failure is None
+    assert observe(OVERWRITTEN.train, injected=False)[0].failure is None
 
 
 def test_the_grad_of_a_computed_tensor_is_read() -> None:
@@ -86,13 +89,13 @@ def test_the_grad_of_a_computed_tensor_is_read() -> None:
         raise _Stop
 
     rows = {}
-    for planted in (True, False):
+    for injected in (True, False):
         observer = WhyNoGrad(3, end)
         with observer, contextlib.suppress(_Stop), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            NON_LEAF.train(planted)
+            NON_LEAF.train(injected)
         assert observer.answer.steps == 3
-        rows[planted] = observer.answer.rows
+        rows[injected] = observer.answer.rows
     assert [row.reason.cause for row in rows[True]] == ["not a leaf"]
     assert rows[True][0].reason.line.number == NON_LEAF.line
     assert "so backward leaves nothing in its .grad, read at" in rows[True][0].reason.text
@@ -100,7 +103,7 @@ def test_the_grad_of_a_computed_tensor_is_read() -> None:
 
 
 def test_what_arrives_in_a_later_backward_is_taken_back() -> None:
-    answer, early = observe(adversarial, planted=False, steps=3)
+    answer, early = observe(adversarial, injected=False, steps=3)
     assert {row.name for row in early} == {"Linear.weight", "Linear.bias"}
     assert answer.rows == []
 
@@ -221,7 +224,7 @@ def test_a_script_that_does_not_train(
 
 
 def test_a_branch_cut_inside_a_reentrant_checkpoint_is_not_called_unused() -> None:
-    def train(_planted: bool) -> None:
+    def train(_injected: bool) -> None:
         first, cut, last = (torch.nn.Linear(4, 4) for _ in range(3))
         model = torch.nn.ModuleList([first, cut, last])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -231,6 +234,6 @@ def test_a_branch_cut_inside_a_reentrant_checkpoint_is_not_called_unused() -> No
             last(hidden).sum().backward()
             optimizer.step()
 
-    answer, _ = observe(train, planted=True, steps=3)
+    answer, _ = observe(train, injected=True, steps=3)
     assert {row.name for row in answer.rows} == {"1.weight", "1.bias"}
     assert all("re-entrant checkpoint" in row.reason.text for row in answer.rows), answer.rows

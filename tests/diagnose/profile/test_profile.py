@@ -1,4 +1,4 @@
-"""A profiled script: planted sleeps in their phase and module, phases that add up, a trace to open."""
+"""A profiled script: injected sleeps in their phase and module, phases that add up, a trace to open."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     return folder, json.loads(out)
 
 
-def test_planted_sleeps_are_in_their_phases(answer: tuple[Path, dict[str, Any]]) -> None:
+def test_injected_sleeps_are_in_their_phases(answer: tuple[Path, dict[str, Any]]) -> None:
     phases = answer[1]["phases"]
     assert list(phases) == ["data", "forward", "loss", "backward", "optimizer", "other"]
     assert phases["data"]["median_ms"] >= 4
@@ -106,7 +106,7 @@ def test_phases_add_up_to_the_step(answer: tuple[Path, dict[str, Any]]) -> None:
     assert found["step"]["low_ms"] <= found["step"]["median_ms"] <= found["step"]["high_ms"]
 
 
-def test_planted_sleeps_are_in_their_modules(answer: tuple[Path, dict[str, Any]]) -> None:
+def test_injected_sleeps_are_in_their_modules(answer: tuple[Path, dict[str, Any]]) -> None:
     modules = {module["name"]: module for module in answer[1]["modules"]}
     assert modules["slow"]["forward_exclusive_ms"] >= 5
     assert modules["slow.layer"]["forward_ms"] < 5

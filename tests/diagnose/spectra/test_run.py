@@ -118,7 +118,7 @@ def test_it_measures_what_the_functions_measure(recipe, tmp_path):
     run = open_run(tmp_path / "run")
     assert [layer.parameter for layer in layers(run)] == NAMES
     assert set(left_out(run)) == {"conv.bias", "norm.weight", "norm.bias", "qkv.bias", "head.bias"}
-    assert run.rooms == ("spectra",)
+    assert run.monitors == ("spectra",)
 
     given = read_recipe(recipe, {"batch": 10})
     # The weights that were measured follow from the seed.
@@ -407,26 +407,26 @@ def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch, n_blocks):
     assert budget / 2 < live["peak"] <= budget
 
 
-def test_planted_directions_are_found(tmp_path):
+def test_injected_directions_are_found(tmp_path):
     settings = {"dim": 32, "heads": 2, "n_blocks": 1, "seq": 32, "batch": 4}
-    measure(EXAMPLE, tmp_path / "twin", settings=settings, replicates=12)
-    twin = table(open_run(tmp_path / "twin"), 0, "blocks.0.up.weight")
-    strongest = float(twin["singular_value"][0])
+    measure(EXAMPLE, tmp_path / "control", settings=settings, replicates=12)
+    control = table(open_run(tmp_path / "control"), 0, "blocks.0.up.weight")
+    strongest = float(control["singular_value"][0])
     sizes = [6 * strongest, 3 * strongest]
-    planting = f"""
+    injection = f"""
 _plain = loss
 
 def loss(model, batch):
     torch.manual_seed(5)
     U, V = (torch.linalg.qr(torch.randn(n, 2))[0] for n in (128, 32))
     # Its gradient is this matrix of rank two, in every replicate.
-    planted = (U * torch.tensor({sizes})) @ V.T
-    return _plain(model, batch) + (planted * model.blocks[0].up.weight).sum()
+    injected = (U * torch.tensor({sizes})) @ V.T
+    return _plain(model, batch) + (injected * model.blocks[0].up.weight).sum()
 """
-    recipe = tmp_path / "planted.py"
-    recipe.write_text(EXAMPLE.read_text(encoding="utf-8") + planting, encoding="utf-8")
-    measure(recipe, tmp_path / "planted", settings=settings, replicates=12)
-    found = table(open_run(tmp_path / "planted"), 0, "blocks.0.up.weight")
+    recipe = tmp_path / "injected.py"
+    recipe.write_text(EXAMPLE.read_text(encoding="utf-8") + injection, encoding="utf-8")
+    measure(recipe, tmp_path / "injected", settings=settings, replicates=12)
+    found = table(open_run(tmp_path / "injected"), 0, "blocks.0.up.weight")
     np.testing.assert_allclose(found["unbiased"][:2], sizes, rtol=0.03)
     np.testing.assert_allclose(found["strength"][:2], sizes, rtol=0.03)
     assert (found["echo"][:2] > 0.97).all()
@@ -434,7 +434,7 @@ def loss(model, batch):
     assert found.measurement.identifiable >= 2
     assert found.measurement["stable_rank_gradient"] == pytest.approx(1.25, abs=0.05)
     for name in ("blocks.0.down.weight", "head.weight"):
-        one, other = (table(open_run(tmp_path / run), 0, name) for run in ("twin", "planted"))
+        one, other = (table(open_run(tmp_path / run), 0, name) for run in ("control", "injected"))
         np.testing.assert_allclose(one["echo"], other["echo"], atol=1e-5)
 
 

@@ -26,7 +26,7 @@ from backlight.session.trackers.replay import send
 from backlight.store.read.run import open_run
 
 STEPS = 6
-ROOMS = ("health", "steptime")
+MONITORS = ("health", "steptime")
 
 
 def train(run: Path, tracker: str, *, poisoned: bool = True) -> list[float]:
@@ -35,7 +35,7 @@ def train(run: Path, tracker: str, *, poisoned: bool = True) -> list[float]:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    with backlight.watch(model, optimizer, run=run, every=1, rooms=ROOMS, trackers=[tracker]) as watch:
+    with backlight.watch(model, optimizer, run=run, every=1, monitors=MONITORS, trackers=[tracker]) as watch:
         for step in range(STEPS):
             optimizer.zero_grad()
             loss = model(torch.randn(16, 4)).square().mean()
@@ -159,7 +159,7 @@ def test_prometheus_is_scraped_while_the_training_runs(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pause = threading.Event()
     watch = backlight.watch(
-        model, optimizer, run=tmp_path / "run", every=1, rooms=ROOMS, trackers=[f"prometheus={port}"]
+        model, optimizer, run=tmp_path / "run", every=1, monitors=MONITORS, trackers=[f"prometheus={port}"]
     )
     with watch:
         for _ in range(400):

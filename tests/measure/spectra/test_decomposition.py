@@ -16,7 +16,7 @@ METHODS = ["svd", "gram", "randomized"]
 
 
 def spiked(p, q, ratios, count=1, dtype=torch.float32):
-    """Return matrices with planted directions, strengths in units of the threshold, noise of variance 1."""
+    """Return matrices with injected directions, strengths in units of the threshold, noise of variance 1."""
     s = torch.tensor(ratios, dtype=torch.float64) * threshold(1.0, p, q)
     U = torch.linalg.qr(torch.randn(p, len(ratios), dtype=torch.float64))[0]
     V = torch.linalg.qr(torch.randn(q, len(ratios), dtype=torch.float64))[0]

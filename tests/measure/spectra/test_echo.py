@@ -1,4 +1,4 @@
-"""Estimators against algebra, against the slow form of their definition, and against planted echoes."""
+"""Estimators against algebra, against the slow form of their definition, and against injected echoes."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The spectral echo of planted gradients: oracle B, the null, and everything that must not matter."""
+"""The spectral echo of injected gradients: oracle B, the null, and everything that must not matter."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from backlight.measure.spectra.shrinkage import predict, threshold
 METHODS = ["svd", "gram", "randomized"]
 
 
-def planted(p, q, R, ratios, sigma=1.0, dtype=torch.float32, vectors=False):
+def injected(p, q, R, ratios, sigma=1.0, dtype=torch.float32, vectors=False):
     """Return replicates of a gradient with strengths in units of the threshold."""
     s = torch.tensor(ratios, dtype=torch.float64) * threshold(sigma, p, q)
     U = torch.linalg.qr(torch.randn(p, len(ratios), dtype=torch.float64))[0]
@@ -33,9 +33,9 @@ def arrays(result):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("ratio", "tolerance"), [(5, 0.01), (3, 0.01), (2, 0.02)])
 def test_oracle_b(method, ratio, tolerance):
-    """One planted direction at (300, 1200), sigma .01, R = 8, both estimators."""
+    """One injected direction at (300, 1200), sigma .01, R = 8, both estimators."""
     p, q, sigma = 300, 1200, 0.01
-    G, _, s, _ = planted(p, q, 8, [ratio], sigma, vectors=True)
+    G, _, s, _ = injected(p, q, 8, [ratio], sigma, vectors=True)
     expected = predict(s.numpy(), sigma, p, q)
     found = spectral_echo(G, method=method, null_draws=2)
     assert found.method == method
@@ -55,7 +55,7 @@ def test_oracle_b(method, ratio, tolerance):
 
 
 def test_every_direction_of_a_decaying_spectrum():
-    G, U, _, V = planted(96, 160, 12, [12, 8, 5, 3.5, 2.5, 1.8, 0.5, 0.3], vectors=True)
+    G, U, _, V = injected(96, 160, 12, [12, 8, 5, 3.5, 2.5, 1.8, 0.5, 0.3], vectors=True)
     found = spectral_echo(G)
     assert found.identifiable == 6
     assert found.measured == 96
@@ -86,14 +86,14 @@ def test_pure_noise_has_no_echo(p, q, R):
 
 
 def test_the_null_does_not_know_the_signal():
-    signal = spectral_echo(planted(60, 80, 8, [10, 6, 4]))
+    signal = spectral_echo(injected(60, 80, 8, [10, 6, 4]))
     noise = spectral_echo(torch.randn(8, 60, 80))
     assert signal.null[0] == pytest.approx(noise.null[0], rel=0.3)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_transposing_exchanges_left_and_right(method):
-    G = planted(70, 130, 6, [8, 5, 3])
+    G = injected(70, 130, 6, [8, 5, 3])
     one, other = spectral_echo(G, method=method), spectral_echo(G.mT, method=method)
     assert (one.shape, other.shape) == ((70, 130), (130, 70))
     assert other.noise.shape == (130, 70)
@@ -107,7 +107,7 @@ def test_transposing_exchanges_left_and_right(method):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("factor", [2.0**-40, 2.0**40, 3e-7])
 def test_scaling_changes_units_and_nothing_else(method, factor):
-    G = planted(60, 100, 6, [8, 5, 3], dtype=torch.float64)
+    G = injected(60, 100, 6, [8, 5, 3], dtype=torch.float64)
     one, other = spectral_echo(G, method=method), spectral_echo(G * factor, method=method)
     assert other.noise.sigma == pytest.approx(factor * one.noise.sigma, rel=1e-9)
     assert other.noise.signal_share == pytest.approx(one.noise.signal_share, rel=1e-9)
@@ -125,7 +125,7 @@ def test_scaling_changes_units_and_nothing_else(method, factor):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_order_of_the_replicates_does_not_matter(method):
-    G = planted(60, 100, 7, [8, 5, 3])
+    G = injected(60, 100, 7, [8, 5, 3])
     order = np.random.default_rng(0).permutation(7)
     one, other = spectral_echo(G, method=method), spectral_echo(G[order], method=method)
     for name, array in arrays(one).items():
@@ -135,7 +135,7 @@ def test_the_order_of_the_replicates_does_not_matter(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_chunks_do_not_matter(method, monkeypatch):
-    G = planted(60, 100, 7, [8, 5, 3])
+    G = injected(60, 100, 7, [8, 5, 3])
     one = spectral_echo(G, method=method, budget=1)
     other = spectral_echo(list(G), method=method)
     np.testing.assert_allclose(other.echo, one.echo, atol=1e-4)
@@ -154,7 +154,7 @@ def test_chunks_do_not_matter(method, monkeypatch):
 
 
 def test_methods_agree():
-    G = planted(330, 360, 6, [20, 12, 8, 5, 3.5, 2.5, 1.8, 1.4])
+    G = injected(330, 360, 6, [20, 12, 8, 5, 3.5, 2.5, 1.8, 1.4])
     found = {method: spectral_echo(G, method=method, null_draws=0) for method in ["auto", *METHODS]}
     assert found["auto"].method == "randomized"
     k = found["svd"].identifiable
@@ -178,7 +178,7 @@ def test_methods_agree():
 
 
 def test_many_directions_are_taken_by_the_gram_matrix():
-    G = planted(360, 400, 5, list(np.linspace(30, 10, 60)))
+    G = injected(360, 400, 5, list(np.linspace(30, 10, 60)))
     found = spectral_echo(G, null_draws=0)
     assert (found.method, found.identifiable) == ("gram", 60)
     assert (found.block_echo[:60] > 0.9).all()
@@ -193,7 +193,7 @@ def test_a_large_layer_of_noise_is_measured_as_noise():
 
 
 def test_most_directions_can_be_bounded():
-    G = planted(60, 100, 6, [8, 5, 3])
+    G = injected(60, 100, 6, [8, 5, 3])
     whole, two = spectral_echo(G), spectral_echo(G, max_directions=2)
     np.testing.assert_allclose(two.echo[:2], whole.echo[:2], atol=1e-3)
     assert (two.measured, two.identifiable) == (2, 3)
@@ -202,7 +202,7 @@ def test_most_directions_can_be_bounded():
 
 def test_close_modes_lose_their_echo_and_their_block_does_not():
     """Two equal strengths: single directions mix, the plane that they span comes back."""
-    found = spectral_echo(planted(80, 120, 10, [6, 6, 2.5]))
+    found = spectral_echo(injected(80, 120, 10, [6, 6, 2.5]))
     assert found.blocks == ((0, 2), (2, 3))
     apart = predict(6 * threshold(1, 80, 120), 1, 80, 120).echo
     np.testing.assert_allclose(found.block_echo[:2], apart, atol=0.03)
@@ -213,7 +213,7 @@ def test_close_modes_lose_their_echo_and_their_block_does_not():
 
 
 def test_half_precision_is_promoted_first():
-    G = planted(60, 100, 6, [8, 5, 3])
+    G = injected(60, 100, 6, [8, 5, 3])
     exact = spectral_echo(G)
     for dtype in (torch.bfloat16, torch.float16):
         found = spectral_echo(G.to(dtype))
@@ -225,7 +225,7 @@ def test_half_precision_is_promoted_first():
 @pytest.mark.parametrize("alignment", ["hungarian", "greedy"])
 @pytest.mark.parametrize("estimator", ["triple", "pooled"])
 def test_options(alignment, estimator):
-    G = planted(60, 100, 6, [8, 5, 3])
+    G = injected(60, 100, 6, [8, 5, 3])
     found = spectral_echo(G, alignment=alignment, estimator=estimator, layer="w")
     assert (found.layer, found.estimator) == ("w", estimator)
     np.testing.assert_allclose(found.echo[:3], spectral_echo(G).echo[:3], atol=0.02)
@@ -236,7 +236,7 @@ def test_options(alignment, estimator):
 
 
 def test_the_input_is_left_alone():
-    G = planted(60, 100, 6, [8, 5, 3])
+    G = injected(60, 100, 6, [8, 5, 3])
     before = G.clone()
     for method in METHODS:
         spectral_echo(G, method=method)
@@ -245,7 +245,7 @@ def test_the_input_is_left_alone():
 
 
 def test_the_result_is_frozen_and_the_names_are_at_hand():
-    found = backlight.measure.spectral_echo(planted(10, 12, 3, [9.0]))
+    found = backlight.measure.spectral_echo(injected(10, 12, 3, [9.0]))
     assert isinstance(found, backlight.measure.SpectralEcho)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.layer = "other"
@@ -307,7 +307,7 @@ def test_unknown_options_are_refused(options, message):
 @pytest.mark.parametrize("method", METHODS)
 def test_an_accelerator_gives_the_same(method):
     """Replicates on the host travel in chunks; those on the device stay there."""
-    G = planted(400, 700, 9, [12, 8, 5, 3])
+    G = injected(400, 700, 9, [12, 8, 5, 3])
     here = spectral_echo(G, method=method)
     k = here.identifiable
     for there in (
@@ -323,7 +323,7 @@ def test_an_accelerator_gives_the_same(method):
 
 def test_the_mean_numbers_the_directions(monkeypatch):
     """The references of some replicates have two directions the other way round; nothing may change."""
-    G = planted(60, 100, 6, [8, 5, 3])
+    G = injected(60, 100, 6, [8, 5, 3])
     expected = spectral_echo(G, method="gram")
     real = measurement.decompose
 

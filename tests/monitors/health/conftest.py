@@ -41,13 +41,13 @@ def write_synthetic(
     events: Sequence[tuple[int | None, str, Mapping[str, Any]]] = (),
     groups: Mapping[str, str] | None = None,
     overrides: Mapping[str, Mapping[str, float]] | None = None,
-    rooms: tuple[str, ...] = ("health",),
+    monitors: tuple[str, ...] = ("health",),
 ) -> Run:
     """Write series given as rms per parameter (NaN: not measured); ``zeros`` are shares of zeros."""
     table = [(records or {}).get(name) or parameter(name) for name in rms] + list(extra)
     count = len(next(iter(rms.values()))) if rms else 0
     steps = range(count) if steps is None else steps
-    writer = RunWriter.create(path, name="synthetic", groups=groups, overrides=overrides, rooms=rooms)
+    writer = RunWriter.create(path, name="synthetic", groups=groups, overrides=overrides, monitors=monitors)
     identifier = writer.parameter_table(tuple(table))
     for row, step in enumerate(steps):
         floats, ints = np.zeros((len(table), 3)), np.zeros((len(table), 5), dtype=np.int64)
@@ -96,7 +96,7 @@ class HandRecorder:
         }
         modules = dict(model.named_modules())
         self.named = list(model.named_parameters())
-        self.writer = RunWriter.create(path, name="hand", rooms=("health",), **more)
+        self.writer = RunWriter.create(path, name="hand", monitors=("health",), **more)
         self.table = self.writer.parameter_table(
             tuple(
                 ParameterRecord(

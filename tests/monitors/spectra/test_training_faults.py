@@ -92,7 +92,7 @@ def test_a_step_that_the_scaler_skips_is_not_measured(tmp_path: Path) -> None:
         else:
             with (
                 pytest.warns(RuntimeWarning, match="the gradient scaler skipped the step"),
-                backlight.watch(model, optimizer, run=path, rooms=("spectra",), every=2),
+                backlight.watch(model, optimizer, run=path, monitors=("spectra",), every=2),
             ):
                 train(model, optimizer, scaler=scaler())
         states.append(weights(model))
@@ -112,13 +112,13 @@ def test_a_closure_and_gradients_by_autograd_grad_are_named(tmp_path: Path) -> N
 
     with (
         pytest.warns(RuntimeWarning, match="evaluates a closure several times"),
-        backlight.watch(model, lbfgs, run=tmp_path / "closure", rooms=("spectra",), every=1),
+        backlight.watch(model, lbfgs, run=tmp_path / "closure", monitors=("spectra",), every=1),
     ):
         lbfgs.step(closure)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         pytest.warns(RuntimeWarning, match="no backward gave gradients"),
-        backlight.watch(model, sgd, run=tmp_path / "grad", rooms=("spectra",), every=1),
+        backlight.watch(model, sgd, run=tmp_path / "grad", monitors=("spectra",), every=1),
     ):
         parameters = list(model.parameters())
         found = torch.autograd.grad(loss_of(model, batch(0)), parameters)
@@ -138,16 +138,16 @@ def test_a_backward_that_raises_leaves_no_replicate(tmp_path: Path) -> None:
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> Tensor:
-            raise ValueError("planted")
+            raise ValueError("injected")
 
-    with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=1):
+    with backlight.watch(model, optimizer, run=tmp_path, monitors=("spectra",), every=1):
         for micro in range(5):
             words, targets = batch(micro)
             hidden = model.block(model.embed(words))
             hidden = Failing.apply(hidden) if micro == 2 else hidden
             loss = nn.functional.cross_entropy(model.head(hidden).flatten(0, 1), targets.flatten())
             if micro == 2:
-                with pytest.raises(ValueError, match="planted"):
+                with pytest.raises(ValueError, match="injected"):
                     loss.backward()
             else:
                 loss.backward()
@@ -162,7 +162,7 @@ def test_an_exception_of_ours_is_one_warning(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("planted trouble")
+        raise RuntimeError("injected trouble")
 
     target = {
         "copied": replicate_buffer,
@@ -171,26 +171,26 @@ def test_an_exception_of_ours_is_one_warning(
     }[place]
     monkeypatch.setattr(target, place.rpartition(".")[2], broken)
     plain = one(build(), {})
-    with pytest.warns(RuntimeWarning, match="planted trouble") as told:
+    with pytest.warns(RuntimeWarning, match="injected trouble") as told:
         assert same(plain, one(build(), {}, tmp_path))
     assert len(told) <= 2  # the two measured steps are told apart where the thread failed
-    assert any("planted trouble" in reason for reason in unmeasured(tmp_path))
+    assert any("injected trouble" in reason for reason in unmeasured(tmp_path))
 
 
-def test_trouble_of_this_room_leaves_the_others_at_work(
+def test_trouble_of_this_monitor_leaves_the_others_at_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
-        raise RuntimeError("planted trouble")
+        raise RuntimeError("injected trouble")
 
     monkeypatch.setattr(Targets, "momentum", broken)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         pytest.warns(
-            RuntimeWarning, match="not measured: spectra, after RuntimeError: planted trouble"
+            RuntimeWarning, match="not measured: spectra, after RuntimeError: injected trouble"
         ) as told,
-        backlight.watch(model, optimizer, run=tmp_path, rooms=("health", "spectra"), every=1),
+        backlight.watch(model, optimizer, run=tmp_path, monitors=("health", "spectra"), every=1),
     ):
         train(model, optimizer)
     assert len(told) == 1
@@ -213,7 +213,7 @@ def test_a_slow_measurement_passes_steps_over(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("backlight.monitors.spectra.instrument.worker_thread.BACKLOG", 1)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=1):
+    with backlight.watch(model, optimizer, run=tmp_path, monitors=("spectra",), every=1):
         train(model, optimizer, steps=3)
         go.set()
     assert {m.step for m in stored.measurements(backlight.open_run(tmp_path))} == {0}
@@ -242,7 +242,7 @@ def test_bad_settings_are_refused_before_anything_is_written(
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=message):
-        backlight.watch(model, optimizer, run=tmp_path / "run", rooms=("spectra",), **settings)
+        backlight.watch(model, optimizer, run=tmp_path / "run", monitors=("spectra",), **settings)
     assert not (tmp_path / "run").exists()
 
 

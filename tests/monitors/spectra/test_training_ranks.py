@@ -76,10 +76,10 @@ def test_an_exchange_brings_the_replicates_of_all_ranks_together(folder: Path) -
 
 
 def test_the_same_data_on_two_ranks_are_told(folder: Path) -> None:
-    said = [text for result in seen(folder, "twins") for text in result["warnings"]]
+    said = [text for result in seen(folder, "controls") for text in result["warnings"]]
     assert said
     assert all("are the same, as if both had seen the same data" in text for text in said)
-    assert not measured(folder, "twins")
+    assert not measured(folder, "controls")
 
 
 def test_a_gradient_that_one_rank_lacks_is_dropped_by_all_with_the_same_words(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The example of the docs: silent when healthy, and with its lock planted a verdict with the right line."""
+"""The example of the docs: silent when healthy, and with its lock injected a verdict with the right line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = [pytest.mark.full, pytest.mark.alone]
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "planted_lock.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "deadlock.py"
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
@@ -45,7 +45,7 @@ def test_the_healthy_twin_is_silent(tmp_path: Path) -> None:
     assert [f for f in findings(tmp_path / "run") if f["rule"] == "stall"] == []
 
 
-def test_the_planted_lock_is_found_while_it_hangs(tmp_path: Path) -> None:
+def test_the_deadlock_is_found_while_it_hangs(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(tmp_path / "run", "--plant"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -32,7 +32,7 @@ GROUP, CALL, SHAPE = 7, 11, 13
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    writer = RunWriter.create(tmp_path / "run", rooms=("stalls",), world_size=2)
+    writer = RunWriter.create(tmp_path / "run", monitors=("stalls",), world_size=2)
     writer.scalar(0, "loss", 1.0)
     writer.close()
     return tmp_path / "run"
@@ -188,7 +188,7 @@ def test_a_launch_over_two_machines(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    watched = ["-m", "backlight", "run", "--rooms", "stalls", "--stall", "2", "--out", "run", str(script)]
+    watched = ["-m", "backlight", "run", "--monitors", "stalls", "--stall", "2", "--out", "run", str(script)]
     started = [
         subprocess.Popen(
             [*launch, "--node-rank", str(node), *watched],

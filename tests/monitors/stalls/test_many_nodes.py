@@ -1,4 +1,4 @@
-"""The case that made this room: a first backward of a million nodes is slow, not hung, with its line.
+"""The case that made this monitor: a first backward of a million nodes is slow, not hung, with its line.
 
 Without ``--stall``: the threshold follows the run, from a floor that is lowered here so that the test ends.
 """
@@ -70,7 +70,7 @@ def test_a_first_backward_of_a_million_nodes(how: str, tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     config = tmp_path / "config.toml"
     config.write_text("[thresholds.stalls]\nfloor = 3.0\n")
-    command = [sys.executable, "-m", "backlight", "run", "--rooms", "stalls", "--config", str(config)]
+    command = [sys.executable, "-m", "backlight", "run", "--monitors", "stalls", "--config", str(config)]
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "run"), str(script), how],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=240,

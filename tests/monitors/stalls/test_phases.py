@@ -71,7 +71,7 @@ class Note(torch.autograd.Function):
 
 def test_every_phase_is_seen_from_the_first_step_on(tmp_path: Path, place: Path) -> None:
     said: list[Any] = []
-    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+    with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         model = Spy(place, said)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for (x,) in DataLoader(TensorDataset(torch.ones(4, 4)), batch_size=2):
@@ -96,7 +96,7 @@ def test_a_model_made_before_watching_is_seen_in_its_first_forward(
     said: list[Any] = []
     model = Spy(place, said)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model if given else None, run=tmp_path / "run", rooms="stalls"):
+    with backlight.watch(model if given else None, run=tmp_path / "run", monitors="stalls"):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     assert said == [Phase.FORWARD]
@@ -105,7 +105,7 @@ def test_a_model_made_before_watching_is_seen_in_its_first_forward(
 
 def test_a_forward_that_raised_is_not_gone_on_with(tmp_path: Path, place: Path) -> None:
     said: list[Any] = []
-    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+    with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         model = Spy(place, said)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
@@ -118,7 +118,7 @@ def test_a_forward_that_raised_is_not_gone_on_with(tmp_path: Path, place: Path) 
 
 def test_gradients_by_autograd_grad_are_a_backward_with_a_position(tmp_path: Path, place: Path) -> None:
     Note.place, Note.said = place, []
-    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+    with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         model = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.ones(2, 4, requires_grad=True)
@@ -147,7 +147,7 @@ def test_an_exception_in_backward_is_no_progress_of_its_own(tmp_path: Path, plac
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             raise KeyboardInterrupt
 
-    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+    with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         x = torch.ones(2, requires_grad=True)
         with pytest.raises(KeyboardInterrupt):
             Raising.apply(x).sum().backward()
@@ -157,7 +157,7 @@ def test_an_exception_in_backward_is_no_progress_of_its_own(tmp_path: Path, plac
 
 
 def test_arrivals_are_told_by_parameter(tmp_path: Path, place: Path) -> None:
-    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+    with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for name in ("a", "b"):
@@ -169,7 +169,7 @@ def test_arrivals_are_told_by_parameter(tmp_path: Path, place: Path) -> None:
 
 def test_recomputation_is_not_taken_for_a_forward(tmp_path: Path, place: Path) -> None:
     said: list[Any] = []
-    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+    with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         model = Spy(place, said)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         checkpoint(model, torch.ones(2, 4, requires_grad=True), use_reentrant=True).sum().backward()
@@ -196,7 +196,7 @@ def test_a_model_that_is_compiled_later_compiles_as_often_as_without_us(tmp_path
         return counters["stats"]["unique_graphs"], model[0].weight.detach().clone()
 
     plain = train(watched=False)
-    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+    with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         watched = train(watched=True)
     assert plain[0] == watched[0] == 1
     assert torch.equal(plain[1], watched[1])

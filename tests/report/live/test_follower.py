@@ -354,8 +354,8 @@ def test_of_several_runs_one_that_fails_is_named_and_the_others_are_drawn(
     assert rows[1][2] == "6"
 
 
-def drawing(name: str, render: Callable[[Source], Any], room: str = "") -> Panel:
-    return Panel(name, f"Panel {name}", 5, (), render, room=room)
+def drawing(name: str, render: Callable[[Source], Any], monitor: str = "") -> Panel:
+    return Panel(name, f"Panel {name}", 5, (), render, monitor=monitor)
 
 
 def failing(source: Source) -> Drawn:
@@ -369,7 +369,7 @@ def test_a_panel_that_fails_is_named_and_the_run_is_followed_on(
     known = in_order()
     wrong = [
         drawing("raises", failing),
-        drawing("raises_elsewhere", failing, room="spectra"),  # a room that did not watch
+        drawing("raises_elsewhere", failing, monitor="spectra"),  # a monitor that did not watch
         drawing("returns_a_list", lambda source: []),
         drawing("draws_an_object", lambda source: Drawn("lines", {"values": object()})),
     ]

@@ -134,12 +134,13 @@ def test_it_follows_a_training_from_an_empty_folder_to_its_end(look: Look, tmp_p
         assert driver.find_elements(By.CSS_SELECTOR, "#panel-total_norm canvas")
         training.stdin.write(b"nan\n")
         training.stdin.flush()
-        planted = int(training.stdout.readline())
-        stored = stored_at(path, planted)
+        injected = int(training.stdout.readline())
+        stored = stored_at(path, injected)
         wait(driver, lambda d: d.find_elements(By.CSS_SELECTOR, "article.finding.error"), 30)
         assert time.monotonic() - stored < 2.0
         assert (
-            f"first time at step {planted}" in driver.find_element(By.CSS_SELECTOR, "article.finding h3").text
+            f"first time at step {injected}"
+            in driver.find_element(By.CSS_SELECTOR, "article.finding h3").text
         )
         assert "fresh" in driver.find_element(By.CSS_SELECTOR, "article.finding").get_attribute("class")
         assert training.poll() is None
@@ -155,7 +156,7 @@ def test_it_follows_a_training_from_an_empty_folder_to_its_end(look: Look, tmp_p
 
 
 def stored_at(path: Path, step: int) -> float:
-    """Wait until ``step`` is in the run folder and return when it was seen there."""
+    """Wait until ``step`` is in the run directory and return when it was seen there."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         try:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import backlight
-from backlight.notifier import Notices
+from backlight.notifier import Notifier
 from backlight.records import Finding, Layout, ParameterRecord, Placement
 from backlight.session.settings import Settings
 from backlight.session.trackers import TRACKERS, Point, Tracked, Tracker, TrackerError, thread
@@ -24,7 +24,7 @@ from backlight.session.trackers.metrics import MOST_GROUPS, Naming, groups_of, i
 from backlight.session.trackers.replay import points_of, send
 from backlight.store.read.run import open_run
 
-ROOMS = ("health", "steptime")
+MONITORS = ("health", "steptime")
 """Without the watchdog of stalls, which is a process and says nothing of trackers."""
 
 Opening = Callable[[str, Tracked, Any], Any]
@@ -67,7 +67,7 @@ def train(run: Path, trackers: Sequence[str] = (), *, steps: int = 6, fail: bool
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=run, every=1, rooms=ROOMS, trackers=trackers) as watch:
+    with backlight.watch(model, optimizer, run=run, every=1, monitors=MONITORS, trackers=trackers) as watch:
         for step in range(steps):
             optimizer.zero_grad()
             loss = model(torch.randn(16, 4)).square().mean()
@@ -145,7 +145,9 @@ def test_findings_and_how_it_ended_are_sent(tmp_path: Path, register: Callable[.
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.raises(KeyError, match="own"):
-        with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, rooms=ROOMS, trackers="kept"):
+        with backlight.watch(
+            model, optimizer, run=tmp_path / "run", every=1, monitors=MONITORS, trackers="kept"
+        ):
             for _ in range(3):
                 model(torch.full((2, 2), float("nan"))).sum().backward()
                 optimizer.step()
@@ -170,7 +172,7 @@ def test_a_finding_is_sent_while_the_training_runs(tmp_path: Path, register: Cal
     register("kept", lambda *_: kept)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, rooms=ROOMS, trackers="kept"):
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, monitors=MONITORS, trackers="kept"):
         for step in range(5):
             model(torch.full((2, 2), float("nan") if step == 2 else 1.0)).sum().backward()
             optimizer.step()
@@ -194,7 +196,9 @@ def test_an_alarm_that_cannot_be_judged_leaves_the_training_unharmed(
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.warns(RuntimeWarning, match="not measured: findings for trackers before .* OSError: gone"):
-        with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, rooms=ROOMS, trackers="kept"):
+        with backlight.watch(
+            model, optimizer, run=tmp_path / "run", every=1, monitors=MONITORS, trackers="kept"
+        ):
             model(torch.full((2, 2), float("nan"))).sum().backward()
             optimizer.step()
             assert tried.wait(30)
@@ -317,7 +321,7 @@ def test_only_the_first_rank_has_trackers(register: Callable[..., None]) -> None
     settings = Settings.of({"trackers": ["kept"]})
     for rank in (1, 0):
         writer: Any = SimpleNamespace(path=Path("run"), rank=rank, step_offset=0)
-        several = thread.Tracking(settings, writer, Notices(Path("run")))
+        several = thread.Tracking(settings, writer, Notifier(Path("run")))
         several.meet()
         several.stored(0, (), {"loss": 1.0}, {})
         several.end([], 0, failed=False)

@@ -13,14 +13,14 @@ from backlight.store.export.files import ExportError, export
 from backlight.store.format.spectra import table
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
-from spectra_runs import Planted, write_spectra, write_spectra_run
+from spectra_runs import Injected, write_spectra, write_spectra_run
 
 HEAD = "head.weight"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return write_spectra_run(tmp_path_factory.mktemp("spectra") / "run", Planted(steps=(0, 50)))
+    return write_spectra_run(tmp_path_factory.mktemp("spectra") / "run", Injected(steps=(0, 50)))
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -56,14 +56,14 @@ def test_a_run_of_spectra_exports_its_directions(run: Run, tmp_path: Path) -> No
 
 
 def test_what_was_not_measured_is_empty(tmp_path: Path) -> None:
-    plan = Planted(steps=(0,), shapes={HEAD: (20, 36)}, batch=math.nan)
+    plan = Injected(steps=(0,), shapes={HEAD: (20, 36)}, batch=math.nan)
     (row, *_) = rows_of(export(write_spectra_run(tmp_path / "run", plan), tmp_path / "out.csv")[0])
     for name in ("noise_scale", "batch", "stable_rank_momentum", "stable_rank_update"):
         assert row[name] == ""
 
 
 def test_a_layer_without_directions_has_one_row(tmp_path: Path) -> None:
-    plan = Planted(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
+    plan = Injected(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
     rows = rows_of(export(write_spectra_run(tmp_path / "run", plan), tmp_path / "out.csv")[0])
     assert len(rows) == 1
     assert rows[0]["direction"] == rows[0]["singular_value"] == rows[0]["spectral_echo"] == ""
@@ -86,10 +86,10 @@ def test_directions_are_capped_and_parquet_says_the_same(run: Run, tmp_path: Pat
 def test_a_run_that_holds_both_is_asked(tmp_path: Path) -> None:
     from backlight.records import ParameterRecord
 
-    writer = RunWriter.create(tmp_path / "run", rooms=("health", "spectra"), step_offset=0)
+    writer = RunWriter.create(tmp_path / "run", monitors=("health", "spectra"), step_offset=0)
     table_id = writer.parameter_table((ParameterRecord("w", (2,), "float32", "cpu", 2),))
     writer.append("gradient", 0, table_id, np.ones((1, 3)), np.array([[1, 2, 0, 0, 0]]))
-    write_spectra(writer, Planted(steps=(0,), shapes={HEAD: (20, 36)}))
+    write_spectra(writer, Injected(steps=(0,), shapes={HEAD: (20, 36)}))
     writer.close()
     both = open_run(tmp_path / "run")
     assert "norm" in rows_of(export(both, tmp_path / "parameters.csv")[0])[0]
@@ -105,7 +105,7 @@ def test_what_cannot_be_had_is_refused(run: Run, tmp_path: Path) -> None:
         export(run, tmp_path / "out.h5", rows="spectra")
     with pytest.raises(ExportError, match="rows must be one of parameters, spectra, got 'layers'"):
         export(run, tmp_path / "out.csv", rows="layers")
-    writer = RunWriter.create(tmp_path / "none", rooms=("health",), step_offset=0)
+    writer = RunWriter.create(tmp_path / "none", monitors=("health",), step_offset=0)
     writer.close()
     with pytest.raises(ExportError, match="holds no spectra"):
         export(open_run(tmp_path / "none"), tmp_path / "out.csv", rows="spectra")

@@ -159,10 +159,10 @@ def test_a_living_start_of_the_same_job_is_not_taken_over(tmp_path: Path) -> Non
 
 def test_ranks_that_were_told_something_else_are_named(tmp_path: Path, record: Record) -> None:
     told = [
-        {"rooms": ["health"], "every": 1},
-        {"rooms": ["health"], "every": 2},
-        {"rooms": ["health", "stalls"], "every": 1},
-        {"rooms": ["health"], "every": 2},
+        {"monitors": ["health"], "every": 1},
+        {"monitors": ["health"], "every": 2},
+        {"monitors": ["health", "stalls"], "every": 1},
+        {"monitors": ["health"], "every": 2},
     ]
     writers = [
         RunWriter.create(tmp_path / "run", rank=r, world_size=4, run_id="x", options=options)
@@ -174,7 +174,7 @@ def test_ranks_that_were_told_something_else_are_named(tmp_path: Path, record: R
     assert open_run(tmp_path / "run").losses == (
         "attempt 0: ranks 1, 3 did not record what rank 0 did: every 2 instead of 1; sharded parameters are"
         " measured only where all ranks recorded",
-        "attempt 0: rank 2 did not record what rank 0 did: rooms health,stalls instead of health; sharded"
+        "attempt 0: rank 2 did not record what rank 0 did: monitors health,stalls instead of health; sharded"
         " parameters are measured only where all ranks recorded",
     )
     compact(tmp_path / "run")

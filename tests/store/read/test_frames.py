@@ -103,8 +103,8 @@ def test_shards_and_replicas_joined_equal_one_process_on_the_whole(
     ]
     run = write_ranks(tmp_path_factory.mktemp("run"), ranks)
     alone = ParameterRecord("w", (size,), "float32", "cpu", size)
-    twin = ParameterRecord("b", (size,), "float32", "cpu", size)
-    whole = write_ranks(tmp_path_factory.mktemp("run"), [[(alone, values), (twin, values)]])
+    control = ParameterRecord("b", (size,), "float32", "cpu", size)
+    whole = write_ranks(tmp_path_factory.mktemp("run"), [[(alone, values), (control, values)]])
     for column in COLUMNS:
         got, expected = run.frame("gradient", column), whole.frame("gradient", column)
         assert got.measured.all()
@@ -159,8 +159,8 @@ def test_unreduced_partials_say_nothing_of_the_whole(tmp_path: Path) -> None:
 
 
 def test_a_replica_counts_from_whichever_rank_measured_it(tmp_path: Path) -> None:
-    twin = ParameterRecord("w", (2,), "f", "cpu", 2, placement=Placement(Layout.REPLICATE, replicas=2))
-    run = write_ranks(tmp_path, [[(twin, None)], [(twin, np.array([3.0, 4.0]))]])
+    control = ParameterRecord("w", (2,), "f", "cpu", 2, placement=Placement(Layout.REPLICATE, replicas=2))
+    run = write_ranks(tmp_path, [[(control, None)], [(control, np.array([3.0, 4.0]))]])
     assert run.frame("gradient", "norm").values.tolist() == [[5.0]]
     assert run.frame("gradient", "numel").values.tolist() == [[2]]
 

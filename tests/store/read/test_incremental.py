@@ -366,7 +366,7 @@ def test_ranks_in_the_place_of_others_are_read_anew(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
 
 
-def test_what_has_no_room_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_no_monitor_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incremental, "CARRIED_BYTES", 1)
     run = Growing(tmp_path / "run")
     follow = Follower()

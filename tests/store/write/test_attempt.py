@@ -56,16 +56,16 @@ def test_what_a_kill_leaves_before_the_manifest_counts_as_empty(tmp_path: Path) 
 def test_a_finished_run_gets_a_new_attempt_that_continues_its_steps(
     tmp_path: Path, record: Callable[..., object], digest: Digest
 ) -> None:
-    first = RunWriter.create(tmp_path / "run", name="first", rooms=("health",), groups={"a": "x*"})
+    first = RunWriter.create(tmp_path / "run", name="first", monitors=("health",), groups={"a": "x*"})
     record(first, 10)
     first.close()
     kept = digest(tmp_path / "run" / "attempt-000")
-    second = RunWriter.create(tmp_path / "run", name="ignored", rooms=("steptime",), groups={"b": "y*"})
+    second = RunWriter.create(tmp_path / "run", name="ignored", monitors=("steptime",), groups={"b": "y*"})
     assert (second.attempt, second.step_offset) == (1, 10)
     record(second, 5)
     second.close()
     run = open_run(tmp_path / "run")
-    assert (run.name, run.rooms, dict(run.groups)) == (
+    assert (run.name, run.monitors, dict(run.groups)) == (
         "first",
         ("health", "steptime"),
         {"a": "x*", "b": "y*"},

@@ -56,7 +56,7 @@ def test_a_full_disk(mounted: Callable[..., Path], record: Record) -> None:
     assert np.array_equal(run.scalar("loss").values, 1.0 / np.arange(1, stored + 1))
 
 
-def test_the_loss_is_in_the_manifest_once_there_is_room_again(
+def test_the_loss_is_in_the_manifest_once_there_is_monitor_again(
     mounted: Callable[..., Path], record: Record
 ) -> None:
     place = mounted("size=2m")

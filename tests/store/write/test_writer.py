@@ -61,7 +61,7 @@ def test_everything_that_is_written_is_read_back(tmp_path: Path, record: Callabl
         name="first",
         script="train.py",
         arguments=("--lr", "0.1"),
-        rooms=("health", "steptime"),
+        monitors=("health", "steptime"),
         groups={"host": "encoder.*"},
         overrides={"health": {"vanishing_rms": 1e-3}},
     )
@@ -76,7 +76,7 @@ def test_everything_that_is_written_is_read_back(tmp_path: Path, record: Callabl
     writer.finding(FINDING)
     writer.close()
     run = open_run(path)
-    assert (run.name, run.status, run.rooms) == ("first", RunStatus.FINISHED, ("health", "steptime"))
+    assert (run.name, run.status, run.monitors) == ("first", RunStatus.FINISHED, ("health", "steptime"))
     assert dict(run.groups) == {"host": "encoder.*"}
     assert run.overrides == {"health": {"vanishing_rms": 1e-3}}
     assert run.parameters() == table

@@ -13,7 +13,7 @@ from backlight.report.source import Source
     order=25,
     series=("scalars/oscillation",),
     note="Share of entries whose sign is not that of the recorded step before.",
-    room="health",
+    monitor="health",
 )
 def oscillation(source: Source) -> Drawn | NotMeasured:
     """Draw the share; chance gives a half."""

@@ -10,7 +10,7 @@ import torch
 from backlight.registry import Needs, probe
 
 
-@probe("oscillation", room="health", needs=Needs.GRADIENTS)
+@probe("oscillation", monitor="health", needs=Needs.GRADIENTS)
 class Oscillation:
     """Keeps the signs of one step; one made for each watched training."""
 

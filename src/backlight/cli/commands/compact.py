@@ -1,4 +1,4 @@
-"""``backlight compact``: tidy a run folder, after a kill for instance."""
+"""``backlight compact``: tidy a run directory, after a kill for instance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 
 def compact(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
     every: Annotated[
         int | None, typer.Option("--every", min=1, help="Keep only every Nth recorded step of each series.")
     ] = None,

@@ -14,7 +14,7 @@ import typer
 
 def demo(
     out: Annotated[
-        Path | None, typer.Option("--out", help="Run folder; without it runs/demo-<time>.")
+        Path | None, typer.Option("--out", help="Run directory; without it runs/demo-<time>.")
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=10, help="Steps to train.")] = 120,
 ) -> int:

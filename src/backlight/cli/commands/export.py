@@ -26,7 +26,7 @@ class Table(enum.StrEnum):
 
 
 def export(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
     target: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="File to write: .csv, .parquet or .h5.")
     ] = None,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 
 def findings(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
     fail_on: Annotated[
         str | None,

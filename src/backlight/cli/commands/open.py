@@ -12,7 +12,7 @@ import typer
 
 def open_page(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="The run folders; they may still be empty.")
+        list[Path], typer.Argument(metavar="RUN...", help="The run directories; they may still be empty.")
     ],
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Port of this machine; 0 takes one that is free.")

@@ -34,7 +34,8 @@ def profile(
         float | None, typer.Option("--peak-flops", min=1, help="FLOP/s of one device, such as 989e12.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Keep the profile as a run folder, for report and compare.")
+        Path | None,
+        typer.Option("--out", help="Keep the profile as a run directory, for report and compare."),
     ] = None,
     confirm: Annotated[
         bool,

@@ -16,7 +16,7 @@ from rich.text import Text
 
 
 def query(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
     statement: Annotated[
         str | None, typer.Argument(metavar="SQL", help="One SELECT, in the words of DuckDB.")
     ] = None,

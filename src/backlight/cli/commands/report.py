@@ -18,7 +18,7 @@ class Format(enum.StrEnum):
 
 
 def report(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder, or that of a matrix.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory, or that of a matrix.")],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to write; without it RUN/report.html.")
     ] = None,

@@ -13,11 +13,12 @@ def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script; with -m, a module.")],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Run folder; without it runs/<script>-<time>.")
+        Path | None, typer.Option("--out", help="Run directory; without it runs/<script>-<time>.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
-    rooms: Annotated[
-        str | None, typer.Option("--rooms", help="Rooms that measure, by commas: health,stalls,steptime.")
+    monitors: Annotated[
+        str | None,
+        typer.Option("--monitors", help="Monitors that measure, by commas: health,stalls,steptime."),
     ] = None,
     every: Annotated[
         int | None,
@@ -85,7 +86,7 @@ def run(
 
     check(script, module=module)
     given: dict[str, Any] = {
-        "rooms": rooms,
+        "monitors": monitors,
         "every": every,
         "steps": steps,
         "groups": parse_groups(group) if group else None,

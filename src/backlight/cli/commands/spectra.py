@@ -49,7 +49,7 @@ def spectra(
     ] = "2G",
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Run folder; one that is there is gone on with. Without it runs/..."),
+        typer.Option("--out", help="Run directory; one that is there is gone on with. Without it runs/..."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
 ) -> int:

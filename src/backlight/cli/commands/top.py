@@ -10,7 +10,7 @@ from rich.console import Console
 
 
 def top(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder; it may still be empty.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory; it may still be empty.")],
     once: Annotated[
         bool, typer.Option("--once", help="Print one frame and leave; so it is where this is no terminal.")
     ] = False,

@@ -12,7 +12,7 @@ from rich.console import Console
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more run folders.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more run directories.")],
     align: Annotated[
         bool, typer.Option("--align", help="Count the steps of each run from its t_generalise.")
     ] = False,

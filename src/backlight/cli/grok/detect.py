@@ -12,7 +12,7 @@ from rich.console import Console
 
 
 def detect(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
     control: Annotated[
         Path | None, typer.Option("--control", help="The matched control, whatever it says of itself.")

@@ -19,7 +19,7 @@ def run(
     seed: Annotated[int | None, SEED] = None,
     device: Annotated[str | None, DEVICE] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Run folder; without it runs/NAME-PRESET-seed-N.")
+        Path | None, typer.Option("--out", help="Run directory; without it runs/NAME-PRESET-seed-N.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --out, to the same numbers.")
@@ -49,7 +49,7 @@ def run(
         Path | None, typer.Option("--slurm-script", help="Write the batch script instead of submitting.")
     ] = None,
 ) -> int:
-    """Run an experiment into a run folder: losses, accuracies, progress measures, geometry of gradients.
+    """Run an experiment into a run directory: losses, accuracies, progress measures, geometry of gradients.
 
     Interrupted by Ctrl-C or killed, it goes on with --resume to the same numbers. Before it starts, what it
     takes is compared with what is free.

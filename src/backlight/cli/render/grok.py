@@ -139,9 +139,9 @@ def _signed(value: float | None) -> str:
     return "" if value is None else f"{value:+.2f}"
 
 
-def _spread(places: list[int], room: int) -> list[int]:
-    """Return at most ``room`` places, or three, the first and the last among them."""
-    count = min(len(places), max(3, room))
+def _spread(places: list[int], monitor: int) -> list[int]:
+    """Return at most ``monitor`` places, or three, the first and the last among them."""
+    count = min(len(places), max(3, monitor))
     return [places[round(k * (len(places) - 1) / max(1, count - 1))] for k in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""What the run folder of a case says, where it ran under ``backlight run``."""
+"""What the run directory of a case says, where it ran under ``backlight run``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLOCKS = ("cost", "time", "phase")
 
 @dataclass(frozen=True)
 class RunSeen:
-    """A run folder in what a comparison needs. ``scalars`` holds the first values of each scalar."""
+    """A run directory in what a comparison needs. ``scalars`` holds the first values of each scalar."""
 
     fingerprint: Fingerprint | None
     parameters: tuple[tuple[str, tuple[int, ...], str, bool], ...]
@@ -44,7 +44,7 @@ def steps_at(path: Path, moments: Sequence[float]) -> tuple[int, ...] | None:
     Parameters
     ----------
     path:
-        The run folder.
+        The run directory.
     moments:
         Seconds since the Unix epoch.
     """

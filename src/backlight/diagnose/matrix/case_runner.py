@@ -228,7 +228,7 @@ class _Watching:
         if not processes.available():
             self._collection.lacks("processes and their states", "this system has no /proc")
         if self._launch.watched and not self._attempt.run.is_dir():
-            self._collection.missing.append(Missing("the run folder", "the case wrote none"))
+            self._collection.missing.append(Missing("the run directory", "the case wrote none"))
         success = bool(re.search(self._launch.success, text, re.MULTILINE)) if self._launch.success else None
         return Observation(
             ended, round(seconds, 3), self._launch.time_limit, code, success=success,

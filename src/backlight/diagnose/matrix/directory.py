@@ -46,7 +46,7 @@ class Attempt:
 
     @property
     def run(self) -> Path:
-        """The run folder that a watched case writes."""
+        """The run directory that a watched case writes."""
         return self.path / "run"
 
     @property
@@ -73,7 +73,7 @@ class Attempt:
             (self.stdout, "output"),
             (self.stderr, "errors"),
         ]
-        kept.append((self.run, "run folder"))
+        kept.append((self.run, "run directory"))
         return tuple(Kept(p.relative_to(self.root).as_posix(), what) for p, what in kept if p.exists())
 
     def finish(self, case: Case, observation: Observation) -> None:

@@ -1,6 +1,6 @@
 """From what was seen of one case to a verdict that states its evidence; pure, so it can be redone.
 
-The order: how the case ended; then a finding of the sidecar in its run folder; then progress, CPU time
+The order: how the case ended; then a finding of the sidecar in its run directory; then progress, CPU time
 and stacks of the window before the limit. Time alone says no more than that the case did not finish.
 """
 

@@ -13,7 +13,7 @@ from backlight.diagnose.matrix.plan import Base
 from backlight.diagnose.matrix.plan_errors import near
 
 PLACEHOLDERS = ("python", "run", "case", "ranks")
-"""What may stand in braces in a command: the interpreter, the run folder, the case's folder, the ranks."""
+"""What may stand in braces in a command: the interpreter, the run directory, the case's folder, the ranks."""
 
 _BRACES = re.compile(r"\{([a-z_]+)\}")
 

@@ -116,7 +116,10 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class StallSeen:
-    """A finding of the rule ``stall`` in the run folder of the case; ``over`` where it moved again since."""
+    """A finding of the rule ``stall`` in the run directory of the case.
+
+    ``over`` where it moved again since.
+    """
 
     verdict: str
     claim: str

@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         if not self.trouble:
             try:
                 self._look(func, args, kwargs, result)
-            except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            except Exception as error:  # noqa: BLE001 - never break the user's training
                 self.trouble = f"recording stopped after {type(error).__name__}: {error}"
         return result
 

@@ -1,4 +1,4 @@
-"""Keep an account of memory as a run folder, which ``report`` shows."""
+"""Keep an account of memory as a run directory, which ``report`` shows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DOCUMENT = "memory.json"
 
 
 def open_memory_run(path: Path, script: str, arguments: list[str]) -> RunWriter:
-    """Open the run folder of an account, before anything is measured.
+    """Open the run directory of an account, before anything is measured.
 
     Raises
     ------
     RunWriteError
         If it cannot be written; RunExistsError where it holds something else.
     """
-    return RunWriter.create(path, name=path.name, script=script, arguments=arguments, rooms=("steptime",))
+    return RunWriter.create(path, name=path.name, script=script, arguments=arguments, monitors=("steptime",))
 
 
 def store_memory(writer: RunWriter, account: Account, answer: Mapping[str, Any]) -> None:

@@ -121,7 +121,7 @@ class Tape(TorchFunctionMode):
         result = func(*args, **kwargs)
         try:
             self._record(name, args, kwargs, inputs, carrying, result, begin)
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - never break the user's training
             self.paused = True
             self._on_error(error)
         return result

@@ -112,7 +112,7 @@ class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             self._follow(name)
             if not views:
                 self._look(name, args, kwargs, result, written, before)
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - never break the user's training
             self.paused = True
             self._on_error(error)
         return result

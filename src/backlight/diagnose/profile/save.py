@@ -1,4 +1,4 @@
-"""Keep a profile as a run folder, which ``report`` shows and ``compare`` reads."""
+"""Keep a profile as a run directory, which ``report`` shows and ``compare`` reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRACE = "trace.json.gz"
 
 @contextlib.contextmanager
 def profile_run(path: Path | None, script: str, arguments: list[str]) -> Iterator[RunWriter | None]:
-    """Open the run folder of a profile before anything is measured; without a path, one that is not kept.
+    """Open the run directory of a profile before anything is measured; without a path, one that is not kept.
 
     A rank other than the first has none that is not kept: there is nothing to judge it by.
 
@@ -58,7 +58,7 @@ def _open(path: Path, script: str, arguments: list[str]) -> RunWriter:
         name=path.name,
         script=script,
         arguments=arguments,
-        rooms=("steptime",),
+        monitors=("steptime",),
         rank=world().rank,
         world_size=world().size,
         run_id=launch_id(),

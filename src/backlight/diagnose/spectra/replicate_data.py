@@ -37,15 +37,15 @@ class ReplicateData:
         self, recipe: Recipe, replicates: int, mine: Iterable[int], *, seed: int, budget: int
     ) -> None:
         self._recipe, self._replicates, self._seed = recipe, replicates, seed
-        self._room = budget // KEPT
+        self._monitor = budget // KEPT
         self._kept: dict[int, Any] = {}
         self.digests: dict[int, str | None] = {}
         self.samples: dict[int, int | None] = {}
         for replicate in mine:
             batch = self._draw(replicate)
             self.digests[replicate], self.samples[replicate] = digest(batch), samples(batch)
-            if size(batch) <= self._room:
-                self._room -= size(batch)
+            if size(batch) <= self._monitor:
+                self._monitor -= size(batch)
                 self._kept[replicate] = batch
 
     def batch(self, replicate: int) -> Any:

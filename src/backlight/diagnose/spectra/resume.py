@@ -1,4 +1,4 @@
-"""What a run folder says of spectra that were measured into it before: how, of what, and how far."""
+"""What a run directory says of spectra that were measured into it before: how, of what, and how far."""
 
 from __future__ import annotations
 

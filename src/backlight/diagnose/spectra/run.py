@@ -1,4 +1,4 @@
-"""Spectra of a recipe's model over its checkpoints: replicates, owners of layers, results in a run folder.
+"""Spectra of a recipe's model over its checkpoints: replicates, owners of layers, results in a run directory.
 
 Every rank goes through the same stages. In a sweep each computes the gradients of its replicates, keeping the
 layers of that sweep; they travel to the owners of those layers; the owners measure, write and forget them.
@@ -46,7 +46,7 @@ class Outcome:
     Attributes
     ----------
     path
-        The run folder.
+        The run directory.
     rank, world_size
         Which of how many processes this is.
     checkpoints
@@ -255,7 +255,7 @@ class _Measurement:
                 world_size=self.team.size,
                 run_id=launch,
                 script=f"backlight spectra {self.asked.recipe}",
-                rooms=("spectra",),
+                monitors=("spectra",),
                 step_offset=0,
             )
 

@@ -281,13 +281,13 @@ def chunked(pieces: Sequence[Piece], scratch: int, products: torch.dtype = torch
     split = n >= (32 if kind == torch.float64 else 64)  # K is symmetric: a quarter need not be computed
     half = n // 2
     K: Tensor | None = None
-    room: Tensor | None = None
+    monitor: Tensor | None = None
     for _, _, G in chunks(pieces, scratch, kind):
         G_Nm = G.view(n, -1)
         if G_Nm.dtype != kind:
-            if room is None:
-                room = _buffer("wide", G_Nm.shape, kind, G_Nm.device)
-            G_Nm = room.view(-1)[: G_Nm.numel()].view(G_Nm.shape).copy_(G_Nm)
+            if monitor is None:
+                monitor = _buffer("wide", G_Nm.shape, kind, G_Nm.device)
+            G_Nm = monitor.view(-1)[: G_Nm.numel()].view(G_Nm.shape).copy_(G_Nm)
         K = G.new_zeros(n, n, dtype=torch.float64) if K is None else K
         if split:
             _add(K[:half], G_Nm[:half], G_Nm)
@@ -346,13 +346,13 @@ def chunks(
     if len(pieces) == 1 and isinstance(first, Factors) and first.direct is not None and step == rows:
         yield 0, rows, first.direct()
         return
-    room = _buffer("rows", (n * step * columns,), dtype, _device(first))
+    monitor = _buffer("rows", (n * step * columns,), dtype, _device(first))
     start = 0
     while start < rows:
         stop = min(rows, start + step)
         if step < width:  # not over the end of a group
             stop = min(stop, (start // width + 1) * width)
-        G = room[: n * (stop - start) * columns].view(n, stop - start, columns)
+        G = monitor[: n * (stop - start) * columns].view(n, stop - start, columns)
         for number, piece in enumerate(pieces):
             piece.take(start, stop, G, add=number > 0)
         yield start, stop, G

@@ -23,7 +23,7 @@ MOST = 256
 
 @dataclass(frozen=True)
 class Null:
-    """Shuffled twins of every replicate, each aligned with the reference of the replicate.
+    """Shuffled controls of every replicate, each aligned with the reference of the replicate.
 
     Attributes
     ----------
@@ -42,7 +42,10 @@ class Null:
     def permutations(
         self, position: int, left_pJ: Tensor, right_qJ: Tensor, ref_left_pK: Tensor, ref_right_qK: Tensor
     ) -> NDArray[np.int64]:
-        """Align the twins of one replicate, ``[draws, min(K, MOST)]``; ``position`` numbers the replicate."""
+        """Align the controls of one replicate, ``[draws, min(K, MOST)]``.
+
+        ``position`` numbers the replicate.
+        """
         J, K = min(left_pJ.shape[1], MOST), min(ref_left_pK.shape[1], MOST)
         found = np.zeros((self.draws, K), dtype=np.int64)
         for draw in range(self.draws):

@@ -122,8 +122,8 @@ def strongest(
             good = _passed(s, missing, wanted, edge, tolerance, A_Cpq.dtype)
             if full or bool(good.all()):
                 break
-        room = limit - end
-        X_Cpb = X_Cpb[..., :room]
+        monitor = limit - end
+        X_Cpb = X_Cpb[..., :monitor]
     y_Cmk, z_Cmk = y[..., :count].to(A_Cpq.dtype), z[..., :count].to(A_Cpq.dtype)
     return Directions(
         torch.matmul(left.columns, y_Cmk),

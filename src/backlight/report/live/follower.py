@@ -78,12 +78,12 @@ class Rendered:
 
 
 class Followed:
-    """A run folder, the newest reading of it, and its panels.
+    """A run directory, the newest reading of it, and its panels.
 
     Parameters
     ----------
     path:
-        The run folder; it may still be empty.
+        The run directory; it may still be empty.
     judge:
         Says what the rules find in a run.
     gather:

@@ -11,20 +11,22 @@ from backlight.report.text import number, visible
 
 @panel("thresholds", title="Thresholds", order=140, series=("thresholds",))
 def thresholds(source: Source) -> Drawn:
-    """List the thresholds in use by room; without them from the caller, those that were overridden."""
-    overridden: dict[str, dict[str, float]] = {room: dict(v) for room, v in source.run.overrides.items()}
-    known = {room: dict(values) for room, values in source.thresholds.items()}
-    for room, changed in overridden.items():
-        known.setdefault(room, {}).update(changed)
+    """List the thresholds in use by monitor; without them from the caller, those that were overridden."""
+    overridden: dict[str, dict[str, float]] = {
+        monitor: dict(v) for monitor, v in source.run.overrides.items()
+    }
+    known = {monitor: dict(values) for monitor, values in source.thresholds.items()}
+    for monitor, changed in overridden.items():
+        known.setdefault(monitor, {}).update(changed)
     rows: list[dict[str, Any]] = [
         {
-            "room": visible(room),
+            "monitor": visible(monitor),
             "name": visible(name),
             "value": number(value, 6) if isinstance(value, (int, float)) else visible(value),
-            "changed": name in overridden.get(room, {}),
+            "changed": name in overridden.get(monitor, {}),
         }
-        for room in sorted(known)
-        for name, value in known[room].items()
+        for monitor in sorted(known)
+        for name, value in known[monitor].items()
     ]
     if not rows:
         return Drawn("words", {"text": "Every threshold has its default; none was overridden."})

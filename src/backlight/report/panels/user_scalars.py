@@ -36,7 +36,7 @@ def user_scalars(source: Source) -> Drawn | NotMeasured:
 
 
 def _elsewhere(name: str, source: Source) -> bool:
-    """Tell whether the panels of the room grokking show this scalar."""
-    if "grokking" not in source.run.rooms:
+    """Tell whether the panels of the monitor grokking show this scalar."""
+    if "grokking" not in source.run.monitors:
         return False
     return name in CURVES or name.startswith("progress/")

@@ -196,10 +196,10 @@ def _range(columns: list[Floats], decades: int) -> tuple[float, float]:
     low, high = float(values.min()), float(values.max())
     if log:
         low = max(low, high / 10**decades)
-        room = max(1.1, (high / low) ** 0.04)
-        return low / room, high * room
-    room = (high - low or 1.0) * 0.05
-    return low - room, high + room
+        monitor = max(1.1, (high / low) ** 0.04)
+        return low / monitor, high * monitor
+    monitor = (high - low or 1.0) * 0.05
+    return low - monitor, high + monitor
 
 
 def draw(figure: Figure, view: View, limits: Limits) -> None:

@@ -25,7 +25,7 @@ from backlight.session.trackers.metrics import Naming, is_split, point_of_blobs
 from backlight.store.read.run import open_run
 
 if TYPE_CHECKING:
-    from backlight.notifier import Notices
+    from backlight.notifier import Notifier
     from backlight.session.settings import Settings
     from backlight.store.write.writer import RunWriter
 
@@ -45,9 +45,9 @@ REST = 100.0
 class Feed:
     """One tracker with its thread."""
 
-    def __init__(self, tracker: Tracker, target: str, run: Tracked, notices: Notices) -> None:
+    def __init__(self, tracker: Tracker, target: str, run: Tracked, notifier: Notifier) -> None:
         self.name = tracker.name
-        self._tracker, self._target, self._run, self._notices = tracker, target, run, notices
+        self._tracker, self._target, self._run, self._notifier = tracker, target, run, notifier
         self._active: Any = None
         self._points: deque[Point] = deque(maxlen=WAITING)
         self._findings: tuple[Sequence[Finding], int] | None = None
@@ -62,7 +62,7 @@ class Feed:
         """Look for what the user has open, on their thread, and begin."""
         try:
             self._active = self._tracker.active()
-        except Exception as error:  # noqa: BLE001 - a stranger's plug-in; the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - third-party code; never break the user's training
             self._left_out(error)
             return
         self._thread.start()
@@ -94,8 +94,8 @@ class Feed:
             reason = f"was too slow: {self.dropped} steps were not sent"
         else:
             return
-        self._notices.warn(f"tracker {self.name}", f"the tracker {self.name!r} {reason}")
-        self._notices.unmeasured(f"tracker {self.name}", reason)
+        self._notifier.warn(f"tracker {self.name}", f"the tracker {self.name!r} {reason}")
+        self._notifier.unmeasured(f"tracker {self.name}", reason)
 
     def _work(self) -> None:
         try:
@@ -107,7 +107,7 @@ class Feed:
                 if stopping:
                     break
             self._sink.close(failed=self._failed)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's training is sacred
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - never break the user's training
             self._left_out(error)
             if self._sink is not None:
                 with contextlib.suppress(Exception, SystemExit):
@@ -129,9 +129,9 @@ class Feed:
             reason += f"; pip install 'backlight[{self.name}]'"
         self._points = deque(maxlen=0)
         self.take = lambda point: None  # type: ignore[method-assign]  # nobody takes points from here on
-        self._notices.warn(f"tracker {self.name}", f"the tracker {self.name!r} is left out: {reason}")
+        self._notifier.warn(f"tracker {self.name}", f"the tracker {self.name!r} is left out: {reason}")
         with contextlib.suppress(Exception):
-            self._notices.unmeasured(f"tracker {self.name}", reason)
+            self._notifier.unmeasured(f"tracker {self.name}", reason)
 
 
 class Tracking:
@@ -143,17 +143,17 @@ class Tracking:
         Names the trackers and the groups of parameters.
     writer:
         The run that is tracked.
-    notices:
+    notifier:
         Where trouble is told.
     """
 
-    def __init__(self, settings: Settings, writer: RunWriter, notices: Notices) -> None:
+    def __init__(self, settings: Settings, writer: RunWriter, notifier: Notifier) -> None:
         run = Tracked(writer.path.name, writer.path, live=True)
         given = settings.trackers if writer.rank == 0 else ()
-        self._feeds = [Feed(*chosen(name), run, notices) for name in given]
+        self._feeds = [Feed(*chosen(name), run, notifier) for name in given]
         self._offset = writer.step_offset
         self._groups = settings.groups
-        self._notices = notices
+        self._notifier = notifier
         self._naming: tuple[Sequence[ParameterRecord], Naming] | None = None
         self._held: dict[int, Point] = {}
         self._met = False
@@ -215,8 +215,8 @@ class Tracking:
         begin = time.monotonic()
         try:
             fresh = judge(open_run(self._path), made=Made.LIVE, only=alarms)
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
-            self._notices.trouble(error, "findings for trackers before the training ends")
+        except Exception as error:  # noqa: BLE001 - never break the user's training
+            self._notifier.trouble(error, "findings for trackers before the training ends")
             return
         self._resting = time.monotonic() + REST * (time.monotonic() - begin)
         before = _subjects(self._told)
@@ -231,7 +231,7 @@ class Tracking:
         """Send what is left, and what the rules say; waits for the trackers, but not for ever."""
         with self._lock:
             self._ended = True
-        with self._notices.shield():
+        with self._notifier.shield():
             self._release(before=None)
             for feed in self._feeds:
                 feed.findings(findings, max(step, 0) + self._offset)
@@ -244,7 +244,7 @@ class Tracking:
         if self._naming is None or self._naming[0] is not records:
             split = is_split(records)
             if split and self._naming is None:
-                self._notices.unmeasured(
+                self._notifier.unmeasured(
                     "norms for trackers",
                     "this rank holds parts of parameters, and only a reader joins them: "
                     "backlight export RUN --to TRACKER",

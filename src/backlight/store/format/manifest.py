@@ -1,4 +1,4 @@
-"""``manifest.json``: what a run folder says of itself. Written by rank 0 alone."""
+"""``manifest.json``: what a run directory says of itself. Written by rank 0 alone."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ LARGEST_INDEX = 1_000_000
 class Progress:
     """How far one rank of an attempt got, as it says itself at each flush.
 
-    ``files`` gives, by path below the run folder, the highest row of each table of a database or the
+    ``files`` gives, by path below the run directory, the highest row of each table of a database or the
     size of another file, so that a later loss is stated and not guessed. ``step`` is the last
     attempt-local step. ``local`` is the folder on ``process.host`` with what is not yet published from
-    there, empty where everything is written into the run folder directly.
+    there, empty where everything is written into the run directory directly.
     """
 
     status: RunStatus
@@ -92,7 +92,7 @@ class AttemptEntry:
     launch: str
     script: str
     argv: tuple[str, ...]
-    rooms: tuple[str, ...]
+    monitors: tuple[str, ...]
     flush_interval: float
     progress: Progress
     first: int = 0
@@ -117,7 +117,7 @@ class AttemptEntry:
             launch=str(data.get("launch", "")),
             script=str(data.get("script", "")),
             argv=tuple(str(a) for a in data.get("argv", ())),
-            rooms=tuple(str(r) for r in data.get("rooms", ())),
+            monitors=tuple(str(r) for r in data.get("monitors", ())),
             flush_interval=float(data.get("flush_interval", 1.0)),
             progress=Progress.from_json(data.get("progress", {})),
             first=int(data.get("first", 0)),
@@ -160,8 +160,8 @@ class Manifest:
             created=float(data.get("created", 0.0)),
             groups={str(k): str(v) for k, v in data.get("groups", {}).items()},
             overrides={
-                str(room): {str(k): float(v) for k, v in fields.items()}
-                for room, fields in data.get("overrides", {}).items()
+                str(monitor): {str(k): float(v) for k, v in fields.items()}
+                for monitor, fields in data.get("overrides", {}).items()
             },
             attempts=attempts,
         )

@@ -1,4 +1,4 @@
-"""The format of a run folder as one table: every series, its columns, units and how ranks join.
+"""The format of a run directory as one table: every series, its columns, units and how ranks join.
 
 A series row is one recorded step: a float64 blob ``[P, floats]`` and an int64 blob ``[P, ints]``,
 with the id of the table that names its P rows. Everything that reads or writes numbers goes by

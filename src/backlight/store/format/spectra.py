@@ -5,7 +5,7 @@ Two arrays per layer and step hold what has a number per direction: ``spectra/<p
 are named in an event ``spectra``, once per layer. An array for each of those rows would make a run of many
 layers slow to read. Numbers of the whole layer are scalars ``spectra/<parameter>/<name>`` and stand together
 in the event ``spectra_measured``, which is also what says that a layer was measured at a step. This is here
-because the report, the export and the rules of the room all read it, and none may know another. No torch.
+because the report, the export and the rules of the monitor all read it, and none may know another. No torch.
 
 R replicates, D = min(rows, columns) directions, of which the K strongest were measured.
 """

@@ -23,7 +23,7 @@ def wait_for_ranks(path: str | Path, timeout: float) -> bool:
     Parameters
     ----------
     path:
-        The run folder.
+        The run directory.
     timeout:
         Seconds after which this returns in any case.
     """

@@ -1,4 +1,4 @@
-"""Small JSON documents of a run folder: written whole or not at all, read with care."""
+"""Small JSON documents of a run directory: written whole or not at all, read with care."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def values(
 
 
 def evidence(path: Path, opened: Sequence[OpenedAttempt]) -> tuple[str, ...]:
-    """Return the evidence files, by path below the run folder; links are not followed."""
+    """Return the evidence files, by path below the run directory; links are not followed."""
     out = []
     for one in opened:
         folder = one.folder / FOLDER

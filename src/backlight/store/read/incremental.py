@@ -43,17 +43,17 @@ class Grown:
 
     def __init__(self, rows: npt.NDArray[Any]) -> None:
         self._kind = rows.dtype
-        self._room = _narrow(rows).copy()
+        self._monitor = _narrow(rows).copy()
         self._length = len(rows)
 
     @property
     def nbytes(self) -> int:
         """Return the bytes that are held."""
-        return self._room.nbytes
+        return self._monitor.nbytes
 
     def rows(self, length: int | None = None) -> npt.NDArray[Any]:
         """Return the first ``length`` rows, or all, not to be written into."""
-        view = self._room[: self._length if length is None else length]
+        view = self._monitor[: self._length if length is None else length]
         if view.dtype != self._kind:
             view = view.astype(self._kind)
         view.flags.writeable = False
@@ -66,13 +66,13 @@ class Grown:
     def add(self, rows: npt.NDArray[Any]) -> None:
         """Put ``rows`` behind the others."""
         needed = self._length + len(rows)
-        kind = np.promote_types(self._room.dtype, _narrow(rows).dtype)
-        if needed > len(self._room) or kind != self._room.dtype:
-            longest = max(needed, len(self._room), self._length * 3 // 2)
-            room = np.empty((longest, *self._room.shape[1:]), kind)
-            room[: self._length] = self._room[: self._length]
-            self._room = room
-        self._room[self._length : needed] = rows
+        kind = np.promote_types(self._monitor.dtype, _narrow(rows).dtype)
+        if needed > len(self._monitor) or kind != self._monitor.dtype:
+            longest = max(needed, len(self._monitor), self._length * 3 // 2)
+            monitor = np.empty((longest, *self._monitor.shape[1:]), kind)
+            monitor[: self._length] = self._monitor[: self._length]
+            self._monitor = monitor
+        self._monitor[self._length : needed] = rows
         self._length = needed
 
 

@@ -119,9 +119,9 @@ class Run:
         return self.attempts[-1].status if self.attempts else RunStatus.UNKNOWN
 
     @property
-    def rooms(self) -> tuple[str, ...]:
-        """Return the rooms that watched, over all attempts."""
-        return tuple(dict.fromkeys(room for a in self._manifest.attempts for room in a.rooms))
+    def monitors(self) -> tuple[str, ...]:
+        """Return the monitors that watched, over all attempts."""
+        return tuple(dict.fromkeys(monitor for a in self._manifest.attempts for monitor in a.monitors))
 
     @property
     def groups(self) -> Mapping[str, str]:
@@ -130,7 +130,7 @@ class Run:
 
     @property
     def overrides(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the thresholds that the user changed, by room."""
+        """Return the thresholds that the user changed, by monitor."""
         return self._manifest.overrides
 
     @property
@@ -348,7 +348,7 @@ class Run:
         return arrays.values(self._opened, storable(name), attempt, rank, self._lost)
 
     def evidence(self) -> tuple[str, ...]:
-        """Return the paths, below the run folder, of the files that findings may cite."""
+        """Return the paths, below the run directory, of the files that findings may cite."""
         return arrays.evidence(self.path, self._opened)
 
     def read_evidence(self, path: str) -> bytes:

@@ -1,4 +1,4 @@
-"""How a process enters a run folder: as a new run, a new attempt of one, or a further rank."""
+"""How a process enters a run directory: as a new run, a new attempt of one, or a further rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Opening:
     world_size: int = 1
     script: str = ""
     arguments: tuple[str, ...] = ()
-    rooms: tuple[str, ...] = ()
+    monitors: tuple[str, ...] = ()
     groups: dict[str, str] = field(default_factory=dict)
     overrides: dict[str, dict[str, float]] = field(default_factory=dict)
     flush_interval: float = 1.0
@@ -198,7 +198,7 @@ def _open_attempt(path: Path, opening: Opening, made: list[Path]) -> Entry:
         launch=opening.launch or uuid.uuid4().hex,
         script=opening.script,
         argv=opening.arguments,
-        rooms=opening.rooms,
+        monitors=opening.monitors,
         flush_interval=opening.flush_interval,
         progress=progress,
         first=opening.first,

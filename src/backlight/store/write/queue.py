@@ -1,4 +1,7 @@
-"""What rooms have measured, on its way to the thread that writes: the training never waits for the disk."""
+"""What monitors have measured, on its way to the thread that writes.
+
+The training never waits for the disk.
+"""
 
 from __future__ import annotations
 

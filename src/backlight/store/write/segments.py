@@ -2,7 +2,7 @@
 
 SQLite's write-ahead log needs shared memory and dependable locks; network file systems promise
 neither. So the open database lives in a temporary folder of this machine. From time to time it is closed,
-copied into the run folder under a hidden name and renamed to ``rank-NNNNN.000000.db``, ``…000001.db``:
+copied into the run directory under a hidden name and renamed to ``rank-NNNNN.000000.db``, ``…000001.db``:
 readers, on any machine, only ever see files that nobody changes.
 """
 
@@ -56,7 +56,7 @@ class SegmentedDatabase:
 
     @property
     def path(self) -> Path:
-        """Return where the open database is: outside the run folder."""
+        """Return where the open database is: outside the run directory."""
         return self.local / f"rank-{self._rank:05d}.db"
 
     @property
@@ -79,7 +79,7 @@ class SegmentedDatabase:
             self._cut = time.monotonic()
 
     def publish(self) -> None:
-        """Close the open database and give it, complete, to the run folder; errors pass through."""
+        """Close the open database and give it, complete, to the run directory; errors pass through."""
         last = dict(self._open.last)
         self._open.close()
         name = segment_name(self._rank, self._count)
@@ -90,7 +90,7 @@ class SegmentedDatabase:
         self.path.unlink()
 
     def check_there(self) -> None:
-        """Look whether the open database and the run folder are still there; an OSError passes through."""
+        """Look whether the open database and the run directory are still there; an OSError passes through."""
         self._open.check_there()
         self._folder.stat()
 

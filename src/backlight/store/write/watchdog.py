@@ -47,7 +47,7 @@ class WatchdogWriter:
     Parameters
     ----------
     run, attempt_folder:
-        The run folder, and the folder of the attempt inside it.
+        The run directory, and the folder of the attempt inside it.
     host:
         Name of this machine, empty for what it calls itself.
     """
@@ -72,7 +72,10 @@ class WatchdogWriter:
         self._write(batch)
 
     def evidence(self, name: str, data: bytes | str) -> str:
-        """Store a file for findings to cite; return its path below the run folder, empty where it is lost."""
+        """Store a file for findings to cite; return its path below the run directory.
+
+        Empty where it is lost.
+        """
         raw = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
         try:
             return write_evidence(self._folder, name, raw).relative_to(self._run).as_posix()

@@ -53,7 +53,7 @@ BUFFER_LIMIT = 256 * 1024 * 1024
 
 
 class RunWriter:
-    """The writing end of a run folder; make one with :meth:`create`.
+    """The writing end of a run directory; make one with :meth:`create`.
 
     Attributes
     ----------
@@ -133,7 +133,7 @@ class RunWriter:
         max_disk: int | None = None,
         overrides: Mapping[str, Mapping[str, float]] | None = None,
         groups: Mapping[str, str] | None = None,
-        rooms: Sequence[str] = (),
+        monitors: Sequence[str] = (),
         flush_interval: float = 1.0,
         step_offset: int | None = None,
         on_lost: Callable[[str], None] | None = None,
@@ -147,7 +147,7 @@ class RunWriter:
         Parameters
         ----------
         path:
-            The run folder; missing folders are created, an empty one is used.
+            The run directory; missing folders are created, an empty one is used.
         run_id:
             What all ranks of one launch have in common; ranks above 0 need it to find the attempt that
             rank 0 opens. None on rank 0 makes one up.
@@ -182,9 +182,9 @@ class RunWriter:
             world_size=world_size,
             script=storable(script),
             arguments=tuple(storable(a) for a in arguments),
-            rooms=tuple(rooms),
+            monitors=tuple(monitors),
             groups=dict(groups or {}),
-            overrides={room: dict(fields) for room, fields in (overrides or {}).items()},
+            overrides={monitor: dict(fields) for monitor, fields in (overrides or {}).items()},
             flush_interval=flush_interval,
             step_offset=step_offset,
             first=rank,
@@ -287,7 +287,7 @@ class RunWriter:
             msg = f"series {series!r}: got floats {floats.shape} and integers {ints.shape}"
             raise ValueError(f"{msg}, expected {(P, F)} and {(P, K)} for parameter table {table}")
         with self._buffers:
-            if self._budget.keeps(step) and self._has_room(series, floats.nbytes + ints.nbytes):
+            if self._budget.keeps(step) and self._has_monitor(series, floats.nbytes + ints.nbytes):
                 self._batch.series[series].append((part, int(step), table, floats, ints))
 
     def scalar(self, step: int, name: str, value: float, source: str = "backlight") -> None:
@@ -304,7 +304,7 @@ class RunWriter:
                 if known is None:
                     known = self._names[source, name] = len(self._names) + 1
                     self._batch.names.append((known, storable(source), storable(name)))
-                if self._has_room("scalar", 100):
+                if self._has_monitor("scalar", 100):
                     self._batch.scalars.append((known, int(step), float(value)))
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
@@ -313,7 +313,7 @@ class RunWriter:
             return
         text = atomic_json.dump(payload)
         with self._buffers:
-            if self._has_room("event", len(text)):
+            if self._has_monitor("event", len(text)):
                 self._batch.events.append((step, time.time(), storable(kind), text))
 
     def finding(self, finding: Finding) -> None:
@@ -353,7 +353,10 @@ class RunWriter:
             self.flush()
 
     def evidence(self, name: str, data: bytes | str) -> str:
-        """Store a file for findings to cite; return its path below the run folder, empty where it is lost."""
+        """Store a file for findings to cite; return its path below the run directory.
+
+        Empty where it is lost.
+        """
         if self._off():
             return ""
         raw = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
@@ -414,7 +417,7 @@ class RunWriter:
     def _off(self) -> bool:
         return self._closed or self.lost is not None or self._pid != os.getpid()
 
-    def _has_room(self, what: str, size: int) -> bool:
+    def _has_monitor(self, what: str, size: int) -> bool:
         if self._batch.bytes + size > BUFFER_LIMIT:
             self._dropped[what] = self._dropped.get(what, 0) + 1
             return False

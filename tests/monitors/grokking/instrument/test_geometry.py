@@ -1,4 +1,7 @@
-"""The grokking room in a watched training: exact gradients, an unchanged training, failures as warnings."""
+"""The grokking monitor in a watched training: exact gradients, an unchanged training.
+
+Failures as warnings.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def test_training_is_the_same_and_gradients_are_exact(tmp_path: Path, clip: floa
         model,
         optimizer,
         run=tmp_path / "run",
-        rooms=("grokking",),
+        monitors=("grokking",),
         measures=MEASURES,
         samples=(sample_loss, (x[:8], y[:8])),
     ):
@@ -103,23 +106,23 @@ def test_the_gram_is_that_of_the_weights_before_the_step(tmp_path: Path) -> None
     expected: list[np.ndarray] = []
 
     def before(_step: int) -> None:
-        twin = copy.deepcopy(model)
+        control = copy.deepcopy(model)
         rows = []
         for i in range(8):
-            twin.zero_grad()
-            sample_loss(twin, (x[i : i + 1], y[i : i + 1])).backward()
-            rows.append(torch.cat([p.grad.flatten() for p in twin.parameters()]).double())
+            control.zero_grad()
+            sample_loss(control, (x[i : i + 1], y[i : i + 1])).backward()
+            rows.append(torch.cat([p.grad.flatten() for p in control.parameters()]).double())
         A = torch.stack(rows)
         expected.append((A @ A.T).numpy())
 
-    # The twins are trained by nobody, so their backward is no step of the watched model.
+    # The controls are trained by nobody, so their backward is no step of the watched model.
     x8 = (x[:8], y[:8])
     states: list[dict[str, torch.Tensor]] = []
     with backlight.watch(
         model,
         optimizer,
         run=tmp_path / "run",
-        rooms=("grokking",),
+        monitors=("grokking",),
         measures=MEASURES,
         samples=(sample_loss, lambda: x8),
     ):
@@ -139,7 +142,7 @@ def test_accumulation_is_measured_once_a_step_and_whole(tmp_path: Path) -> None:
     x, y = data()
     wanted: dict[int, np.ndarray] = {}
     with backlight.watch(
-        model, optimizer, run=tmp_path / "run", rooms=("grokking",), samples=(sample_loss, (x, y)),
+        model, optimizer, run=tmp_path / "run", monitors=("grokking",), samples=(sample_loss, (x, y)),
         measures=MEASURES,
     ):  # fmt: skip
         for step in range(4):
@@ -160,7 +163,7 @@ def test_accumulation_is_measured_once_a_step_and_whole(tmp_path: Path) -> None:
 def test_without_samples_the_run_says_what_is_missing(tmp_path: Path) -> None:
     model, optimizer = build()
     with backlight.watch(
-        model, optimizer, run=tmp_path / "run", rooms=("grokking",), measures=MEASURES
+        model, optimizer, run=tmp_path / "run", monitors=("grokking",), measures=MEASURES
     ) as watch:
         train(model, optimizer)
         watch.log(train_accuracy=0.5)
@@ -190,7 +193,7 @@ def test_a_failed_gate_is_a_warning_and_a_dropped_measurement(tmp_path: Path) ->
             model,
             optimizer,
             run=tmp_path / "run",
-            rooms=("grokking",),
+            monitors=("grokking",),
             measures=MEASURES,
             samples=(mean_loss, (x[:8], y[:8])),
         ):
@@ -208,7 +211,7 @@ def test_a_failed_gate_is_a_warning_and_a_dropped_measurement(tmp_path: Path) ->
     ("given", "message"),
     [
         ({"samples": (sample_loss,)}, r"samples must be \(loss_fn, batch\)"),
-        ({"samples": (sample_loss, data()), "rooms": ("health",)}, "samples are for the room grokking"),
+        ({"samples": (sample_loss, data()), "monitors": ("health",)}, "samples are for the monitor grokking"),
         ({"measures": {"grams": 1}}, r"unknown key 'grams'; did you mean 'gram'"),
         ({"measures": {"window_steps": 1}}, "measures.window_steps=1: expected 2 or more"),
         ({"measures": {"compression": "zip"}}, "compression='zip'"),
@@ -217,4 +220,4 @@ def test_a_failed_gate_is_a_warning_and_a_dropped_measurement(tmp_path: Path) ->
 def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
     model, optimizer = build()
     with pytest.raises(ValueError, match=message):
-        backlight.watch(model, optimizer, **{"rooms": ("grokking",), **given})
+        backlight.watch(model, optimizer, **{"monitors": ("grokking",), **given})

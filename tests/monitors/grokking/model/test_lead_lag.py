@@ -60,7 +60,7 @@ def test_without_a_control_nothing_is_claimed(pair: tuple[Run, Run]) -> None:
 def test_a_rise_that_comes_first_leads(tmp_path: Path, lead: int, found: int) -> None:
     steps = np.arange(0, 2001, 10)
     rises = {"test_accuracy": sigmoid(steps, 900, 30), "progress/one": sigmoid(steps, 900 - lead, 30)}
-    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
     for row, step in enumerate(steps.tolist()):
         logged = {name: float(values[row]) for name, values in rises.items()}
         writer.scalars(step, {"train_accuracy": 1.0 if step > 30 else 0.1, **logged}, source="user")
@@ -76,7 +76,7 @@ def test_a_peak_that_comes_first_leads(tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
     steps = np.arange(0, 1001, 10)
     wave = np.convolve(draw.normal(size=len(steps) + 20), np.ones(9) / 9, "same")
-    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
     for row, step in enumerate(steps.tolist()):
         values = {
             "train_accuracy": 1.0,

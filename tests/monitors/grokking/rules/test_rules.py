@@ -1,4 +1,4 @@
-"""The rules of the room on planted runs and their healthy twins."""
+"""The rules of the monitor on injected runs and their controls."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, write_grokking_run
 
 PAGES = Path(__file__).resolve().parents[4] / "docs" / "findings"
-NAMES = [name for name, rule in RULES.items() if rule.room == "grokking"]
+NAMES = [name for name, rule in RULES.items() if rule.monitor == "grokking"]
 
 
 def noted(path: Path, *events: tuple[int, str, dict[str, object]]) -> Run:
-    writer = RunWriter.create(path, rooms=("grokking",))
+    writer = RunWriter.create(path, monitors=("grokking",))
     for step, kind, payload in events:
         writer.event(step, kind, payload)
     writer.close()
@@ -61,7 +61,7 @@ def test_a_run_without_accuracies_has_no_verdict(tmp_path: Path) -> None:
 
 
 def test_accuracies_in_percent_are_a_finding_not_an_exception(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
     for step in range(20):
         writer.scalars(step, {"train_accuracy": 99.0, "test_accuracy": 40.0}, source="user")
     writer.close()
@@ -125,7 +125,7 @@ def test_the_control_is_found_by_what_it_says(tmp_path: Path) -> None:
 
 
 def test_chance_and_sizes_may_be_logged(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
     writer.scalars(0, {"chance": 0.25, "test_size": 400.0}, source="user")
     for step in range(0, 400, 2):
         accuracies = {
@@ -145,7 +145,7 @@ def test_chance_and_sizes_may_be_logged(tmp_path: Path) -> None:
 
 
 def test_without_chance_the_verdict_says_how_to_state_it(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", rooms=("grokking",))
+    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
     for step in range(0, 400, 10):
         value = 1.0 if step > 20 else 0.3
         writer.scalars(step, {"train_accuracy": value, "test_accuracy": value}, source="user")

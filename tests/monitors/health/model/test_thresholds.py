@@ -21,7 +21,7 @@ def test_every_threshold_states_its_reason_and_its_source(field: dataclasses.Fie
 
 
 def test_every_threshold_is_read_by_a_rule_or_the_score() -> None:
-    read = {name for _, rule in RULES.items() if rule.room == "health" for name in rule.thresholds}
+    read = {name for _, rule in RULES.items() if rule.monitor == "health" for name in rule.thresholds}
     assert read | SCORE == {f.name for f in FIELDS}
 
 
@@ -50,15 +50,15 @@ def test_an_override_is_a_new_object_of_the_right_types() -> None:
     [
         ({"vanishing_rm": 1e-9}, "has no threshold 'vanishing_rm'; nearest: vanishing_rms"),
         ({"xyzzy": 1}, "has no threshold 'xyzzy'; there are: accumulating_growth, "),
-        ({"vanishing_rms": "small"}, "'vanishing_rms' of the health room must be a number, got 'small'"),
+        ({"vanishing_rms": "small"}, "'vanishing_rms' of the health monitor must be a number, got 'small'"),
         ({"vanishing_rms": True}, "must be a number, got True"),
         ({"vanishing_rms": float("nan")}, "must be a number, got nan"),
         (
             {"zero_window": 2.5},
-            "'zero_window' of the health room counts steps and must be a whole number, got 2.5",
+            "'zero_window' of the health monitor counts steps and must be a whole number, got 2.5",
         ),
-        ({"zero_window": 0}, "'zero_window' of the health room must be at least 1, got 0"),
-        ({"clipped_share": 1.5}, "'clipped_share' of the health room must be between 0 and 1, got 1.5"),
+        ({"zero_window": 0}, "'zero_window' of the health monitor must be at least 1, got 0"),
+        ({"clipped_share": 1.5}, "'clipped_share' of the health monitor must be between 0 and 1, got 1.5"),
     ],
 )
 def test_a_wrong_override_names_the_key_and_the_way_out(changes: dict[str, object], message: str) -> None:

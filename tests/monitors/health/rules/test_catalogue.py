@@ -10,7 +10,7 @@ from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.registry import RULES
 
 PAGES = Path(__file__).resolve().parents[4] / "docs" / "findings"
-NAMES = [name for name, rule in RULES.items() if rule.room == "health"]
+NAMES = [name for name, rule in RULES.items() if rule.monitor == "health"]
 SECTIONS = (
     "What is claimed",
     "How it is judged",

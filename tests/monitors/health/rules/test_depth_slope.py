@@ -17,7 +17,7 @@ def stack(
     return {name.format(i): 1e-2 * each[i] * random.lognormal(0, 0.2, steps) for i in range(blocks)}
 
 
-def test_a_planted_slope_is_found_with_its_factor(synthetic: Any, judged: Any) -> None:
+def test_a_injected_slope_is_found_with_its_factor(synthetic: Any, judged: Any) -> None:
     (finding,) = judged(synthetic(stack(0.4, scatter=0.0)), "depth_slope")
     assert finding.subject.parameter == "blocks.0.mlp.weight"
     factor = re.search(

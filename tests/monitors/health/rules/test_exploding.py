@@ -11,7 +11,7 @@ def noise(steps: int, seed: int = 0) -> np.ndarray:
     return 1e-2 * np.random.default_rng(seed).lognormal(0, 0.3, steps)
 
 
-def test_planted_growth_is_found_with_its_beginning(synthetic: Any, judged: Any) -> None:
+def test_injected_growth_is_found_with_its_beginning(synthetic: Any, judged: Any) -> None:
     rms = {f"w{i}": noise(80, i) for i in range(6)}
     rms["w2"][60:] *= 1e5 * 1.2 ** np.arange(20)
     rms["w4"][62:] *= 1e4

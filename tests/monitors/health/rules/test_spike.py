@@ -18,7 +18,7 @@ def of(norm: np.ndarray, **scalars: Any) -> tuple[dict[str, np.ndarray], dict[st
     return {"a": norm / 8, "b": np.full(len(norm), 1e-4)}, {"total_norm": norm, **scalars}
 
 
-def test_one_planted_leap_is_one_finding(synthetic: Any, judged: Any) -> None:
+def test_one_injected_leap_is_one_finding(synthetic: Any, judged: Any) -> None:
     norm, loss = noise(), 2 + 0.05 * noise(seed=1)
     norm[120] *= 20
     loss[120] = 4.0

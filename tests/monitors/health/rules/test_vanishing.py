@@ -13,7 +13,7 @@ def model_of(count: int, small: int, value: float = 1e-12, steps: int = 40) -> d
     return {f"layer{i}.weight": [value if i < small else 1e-3] * steps for i in range(count)}
 
 
-def test_planted_small_gradients_are_one_finding(synthetic: Any, judged: Any) -> None:
+def test_injected_small_gradients_are_one_finding(synthetic: Any, judged: Any) -> None:
     run = synthetic(model_of(12, 2) | {"layer0.weight": [1e-13] * 40})
     (finding,) = judged(run, "vanishing")
     assert finding.severity is Severity.WARNING

@@ -42,10 +42,10 @@ def test_it_is_the_gradient_of_autograd():
     seed_by(0, "loss", 7)
     found = gradients(model, square, batch, wanted, thirds, replicate=7)
     assert all(p.grad is None for p in model.parameters())
-    twin = net()
+    control = net()
     seed_by(0, "loss", 7)
     conv, linear, last = torch.autograd.grad(
-        square(twin, batch), [twin[0].weight, twin[2].weight, twin[5].weight]
+        square(control, batch), [control[0].weight, control[2].weight, control[5].weight]
     )
     assert set(found) == wanted - {"0.weight"}  # the convolution has six outputs, and is split as well
     assert torch.equal(found["2.weight:1"], linear[3:6])

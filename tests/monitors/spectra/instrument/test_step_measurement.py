@@ -113,7 +113,7 @@ def test_weights_updates_and_momenta_are_measured_where_they_are(tmp_path: Path)
         if micro == 0:
             history.append(weights(model))
 
-    with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=2):
+    with backlight.watch(model, optimizer, run=tmp_path, monitors=("spectra",), every=2):
         train(model, optimizer, steps=3, before=before)
     history.append(weights(model))
     run, name = backlight.open_run(tmp_path), "block.up.weight"
@@ -130,7 +130,7 @@ def test_weights_updates_and_momenta_are_measured_where_they_are(tmp_path: Path)
     assert last["stable_rank_update"] == pytest.approx(last["stable_rank_momentum"], rel=1e-3)
 
 
-def test_a_planted_direction_of_a_transformer_is_recovered(tmp_path: Path) -> None:
+def test_a_injected_direction_of_a_transformer_is_recovered(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     draw = torch.Generator().manual_seed(3)
@@ -138,11 +138,11 @@ def test_a_planted_direction_of_a_transformer_is_recovered(tmp_path: Path) -> No
     noise = torch.Generator().manual_seed(4)
 
     # The gradient of the layer is replaced in backward, so that its signal and noise are known.
-    def planted(gradient: Tensor) -> Tensor:
+    def injected(gradient: Tensor) -> Tensor:
         return 3.0 * torch.outer(u, v) + 0.1 * torch.randn(gradient.shape, generator=noise)
 
-    model.block.up.weight.register_hook(planted)
-    with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=1):
+    model.block.up.weight.register_hook(injected)
+    with backlight.watch(model, optimizer, run=tmp_path, monitors=("spectra",), every=1):
         train(model, optimizer, steps=2, micro=12)
     run = backlight.open_run(tmp_path)
     table = stored.table(run, 1, "block.up.weight")
@@ -167,7 +167,7 @@ def test_the_noise_scale_of_a_quadratic_is_that_of_its_definition(tmp_path: Path
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     draw = torch.Generator().manual_seed(5)
     with backlight.watch(
-        model, optimizer, run=tmp_path, rooms=("spectra",), every=1, spectra={"replicates": 512}
+        model, optimizer, run=tmp_path, monitors=("spectra",), every=1, spectra={"replicates": 512}
     ):
         for _ in range(100):
             model(2.0 * torch.randn(size, rows, columns, generator=draw)).mean().backward()
@@ -202,7 +202,7 @@ def test_a_lone_microbatch_is_split_where_asked_for(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     whole = batch(5)
     with backlight.watch(
-        model, optimizer, run=tmp_path / "eval", rooms=("spectra",), every=1, **split_settings(whole)
+        model, optimizer, run=tmp_path / "eval", monitors=("spectra",), every=1, **split_settings(whole)
     ):
         loss_of(model, whole).backward()
         optimizer.step()
@@ -240,7 +240,7 @@ def test_a_split_leaves_running_statistics_and_random_numbers_as_they_were(tmp_p
             loop()
         else:
             given: dict[str, Any] = {"spectra": {"split": 3}, "samples": (loss_fn, x)}
-            with backlight.watch(model, optimizer, run=path, rooms=("spectra",), every=1, **given):
+            with backlight.watch(model, optimizer, run=path, monitors=("spectra",), every=1, **given):
                 loop()
         found.append((weights(model), random.random(), np.random.rand()))
     assert same(found[0][0], found[1][0])
@@ -268,7 +268,7 @@ def test_a_compiled_model_is_seen_and_not_compiled_again(tmp_path: Path) -> None
         if path is None:
             train(compiled, optimizer)
         else:
-            with backlight.watch(compiled, optimizer, run=path, rooms=("spectra",), every=2):
+            with backlight.watch(compiled, optimizer, run=path, monitors=("spectra",), every=2):
                 train(compiled, optimizer)
         found.append((weights(model), counted["stats"]["unique_graphs"]))
     (plain, graphs), (seen, again) = found
@@ -301,7 +301,7 @@ def test_on_an_accelerator_nothing_changes_and_the_host_agrees(
             loop()
         else:
             with backlight.watch(
-                model, optimizer, run=path, rooms=("spectra",), every=2, spectra={"place": place}
+                model, optimizer, run=path, monitors=("spectra",), every=2, spectra={"place": place}
             ):
                 loop()
         states.append(weights(model))
@@ -341,7 +341,7 @@ def test_hooks_are_gone_outside_of_a_backward(tmp_path: Path) -> None:
             copy.deepcopy(model)
             torch.save(model, io.BytesIO())
 
-    with backlight.watch(model, optimizer, run=tmp_path, rooms=("spectra",), every=1):
+    with backlight.watch(model, optimizer, run=tmp_path, monitors=("spectra",), every=1):
         train(model, optimizer, steps=2, before=before)
     assert not model._forward_pre_hooks
     assert stored.measurements(backlight.open_run(tmp_path))

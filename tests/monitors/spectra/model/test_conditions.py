@@ -1,4 +1,4 @@
-"""Each condition on a planted fault and on its healthy twin, measured by the functions themselves."""
+"""Each condition on a injected fault and on its control, measured by the functions themselves."""
 
 import math
 import subprocess

@@ -20,7 +20,7 @@ from backlight.report.source import Source
 from backlight.report.spectra import FIELDS, explorer, frobenius, read_spectra, thinned
 from backlight.report.text import visible
 from backlight.store.format.spectra import table
-from spectra_runs import STRENGTHS, Planted, replicates, write_spectra_run
+from spectra_runs import STRENGTHS, Injected, replicates, write_spectra_run
 
 QKV, UP, HEAD = STRENGTHS
 NAMES = ("spectra", "spectra_layers", "spectra_signal", "spectra_ranks")
@@ -28,7 +28,7 @@ NAMES = ("spectra", "spectra_layers", "spectra_signal", "spectra_ranks")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    plan = Planted(steps=(0, 100, 200, 300), update_ranks=(4.0, 3.0, 2.0, 1.9))
+    plan = Injected(steps=(0, 100, 200, 300), update_ranks=(4.0, 3.0, 2.0, 1.9))
     return Source(write_spectra_run(tmp_path_factory.mktemp("spectra") / "run", plan), muon=muon)
 
 
@@ -64,7 +64,7 @@ def test_the_explorer_shows_what_was_stored(source: Source) -> None:
 
 
 def test_the_frobenius_norm_is_that_of_the_replicates(source: Source) -> None:
-    plan = Planted(steps=(0, 100, 200, 300), update_ranks=(4.0, 3.0, 2.0, 1.9))
+    plan = Injected(steps=(0, 100, 200, 300), update_ranks=(4.0, 3.0, 2.0, 1.9))
     G = replicates(plan, UP, 1).double()
     truth = float(torch.linalg.matrix_norm(G).square().mean().sqrt())
     assert frobenius(table(source.run, 100, UP)) == pytest.approx(truth, rel=1e-5)
@@ -134,7 +134,7 @@ def test_a_run_without_spectra_says_so(tmp_path: Path) -> None:
     from backlight.store.read.run import open_run
     from backlight.store.write.writer import RunWriter
 
-    writer = RunWriter.create(tmp_path / "run", rooms=("spectra",), step_offset=0)
+    writer = RunWriter.create(tmp_path / "run", monitors=("spectra",), step_offset=0)
     writer.close()
     for name in NAMES:
         result = PANELS[name].render(Source(open_run(tmp_path / "run")))
@@ -143,7 +143,7 @@ def test_a_run_without_spectra_says_so(tmp_path: Path) -> None:
 
 
 def test_noise_alone_has_a_page(tmp_path: Path) -> None:
-    plan = Planted(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
+    plan = Injected(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
     noise = Source(write_spectra_run(tmp_path / "run", plan), muon=muon)
     layer = drawn(noise, "spectra").data["layers"][0]
     assert np.isnan(field(layer, "echo", 0)).all()
@@ -153,8 +153,8 @@ def test_noise_alone_has_a_page(tmp_path: Path) -> None:
 
 
 def test_an_attempt_has_its_own_steps(tmp_path: Path) -> None:
-    write_spectra_run(tmp_path / "run", Planted(steps=(0, 10)))
-    run = write_spectra_run(tmp_path / "run", Planted(steps=(10, 20)))
+    write_spectra_run(tmp_path / "run", Injected(steps=(0, 10)))
+    run = write_spectra_run(tmp_path / "run", Injected(steps=(10, 20)))
     assert read_spectra(run).steps.tolist() == [0, 10, 20]
     assert read_spectra(run, 1).steps.tolist() == [10, 20]
 
@@ -183,7 +183,7 @@ def test_the_verdict_and_the_figures_are_about_spectra(source: Source) -> None:
 
 def test_names_are_made_visible(tmp_path: Path) -> None:
     hostile = "layer\N{RIGHT-TO-LEFT OVERRIDE}.weight"
-    plan = Planted(steps=(0,), shapes={hostile: (8, 9)}, strengths={hostile: (5.0,)})
+    plan = Injected(steps=(0,), shapes={hostile: (8, 9)}, strengths={hostile: (5.0,)})
     layer = drawn(Source(write_spectra_run(tmp_path / "run", plan)), "spectra").data["layers"][0]
     assert layer["name"] == visible(hostile)
 
@@ -195,8 +195,8 @@ def test_what_stayed_of_the_leading_directions_is_drawn_where_it_was_measured(tm
     from backlight.store.read.run import open_run
     from backlight.store.write.writer import RunWriter
 
-    plan = Planted(shapes={HEAD: (20, 36)})
-    writer = RunWriter.create(tmp_path / "run", rooms=("spectra",), step_offset=0)
+    plan = Injected(shapes={HEAD: (20, 36)})
+    writer = RunWriter.create(tmp_path / "run", monitors=("spectra",), step_offset=0)
     describe(writer, Layer(HEAD, "head", (20, 36), "", 20, 36))
     found = spectral_echo(replicates(plan, HEAD, 0), draws=20)
     for step, stayed in ((0, math.nan), (5, 0.75)):

@@ -1,4 +1,4 @@
-"""The pages of this room's findings say what its rules do: sections, version, thresholds and defaults."""
+"""The pages of this monitor's findings say what its rules do: sections, version, thresholds and defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from backlight.monitors.spectra.model.thresholds import Thresholds
 from backlight.registry import RULES
 
 PAGES = Path(__file__).resolve().parents[4] / "docs" / "findings"
-NAMES = [name for name, rule in RULES.items() if rule.room == "spectra"]
+NAMES = [name for name, rule in RULES.items() if rule.monitor == "spectra"]
 SECTIONS = [
     "What is claimed",
     "How it is judged",
@@ -24,7 +24,7 @@ SECTIONS = [
 ]
 
 
-def test_the_room_has_its_rules() -> None:
+def test_the_monitor_has_its_rules() -> None:
     assert len(NAMES) == 5
 
 
@@ -33,7 +33,7 @@ def test_a_page_says_what_its_rule_does(name: str) -> None:
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     assert text.startswith(f"# `{name}`\n")
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
-    assert f"Room: spectra. Version of the rule: {RULES[name].version}." in text
+    assert f"Monitor: spectra. Version of the rule: {RULES[name].version}." in text
     assert re.search(rf"^(info|warning|error)  {name}$", text, re.MULTILINE)
     assert "evidence  " in text
     defaults = {f.name: f.default for f in dataclasses.fields(Thresholds)}

@@ -1,4 +1,4 @@
-"""Each rule speaks on a planted fault and is silent on its healthy twin."""
+"""Each rule speaks on a injected fault and is silent on its control."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from backlight.findings.evaluate import judge
 from backlight.records import Finding, Severity
 from backlight.store.read.run import Run
-from spectra_runs import STRENGTHS, Planted, write_spectra_run
+from spectra_runs import STRENGTHS, Injected, write_spectra_run
 
 QKV, UP, HEAD = STRENGTHS
 
@@ -21,7 +21,7 @@ def said(run: Run, rule: str, **limits: float) -> list[Finding]:
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Run:
     weak = {name: (2.6,) for name in STRENGTHS}
-    plan = Planted(replicates=32, update_ranks=(6.0, 5.5, 5.0), decay=1.0, strengths=weak)
+    plan = Injected(replicates=32, update_ranks=(6.0, 5.5, 5.0), decay=1.0, strengths=weak)
     return write_spectra_run(tmp_path_factory.mktemp("spectra") / "healthy", plan)
 
 
@@ -33,12 +33,12 @@ def test_a_healthy_run_is_left_alone(healthy: Run, rule: str) -> None:
 
 
 def test_many_replicates_are_enough(tmp_path: Path) -> None:
-    plan = Planted(steps=(0,), shapes={HEAD: (20, 36)}, replicates=48)
+    plan = Injected(steps=(0,), shapes={HEAD: (20, 36)}, replicates=48)
     assert said(write_spectra_run(tmp_path / "run", plan), "too_few_replicates") == []
 
 
 def test_layers_of_noise_are_named(tmp_path: Path) -> None:
-    run = write_spectra_run(tmp_path / "run", Planted(steps=(0, 10), strengths={UP: (8.0,)}, decay=0.9))
+    run = write_spectra_run(tmp_path / "run", Injected(steps=(0, 10), strengths={UP: (8.0,)}, decay=0.9))
     (found,) = said(run, "below_noise")
     assert found.severity is Severity.WARNING
     assert {e.path for e in found.evidence if e.path.endswith("identifiable")} == {
@@ -50,7 +50,7 @@ def test_layers_of_noise_are_named(tmp_path: Path) -> None:
 
 
 def test_one_layer_of_noise_is_a_remark(tmp_path: Path) -> None:
-    plan = Planted(steps=(0,), strengths={QKV: (6.0,), UP: (8.0,)})
+    plan = Injected(steps=(0,), strengths={QKV: (6.0,), UP: (8.0,)})
     (found,) = said(write_spectra_run(tmp_path / "run", plan), "below_noise")
     assert found.severity is Severity.INFO
     assert found.subject.parameter == HEAD
@@ -58,36 +58,36 @@ def test_one_layer_of_noise_is_a_remark(tmp_path: Path) -> None:
 
 def test_a_batch_far_from_the_noise_scale_is_named(tmp_path: Path) -> None:
     strong = {name: (100.0,) for name in STRENGTHS}
-    run = write_spectra_run(tmp_path / "large", Planted(steps=(0,), strengths=strong))
+    run = write_spectra_run(tmp_path / "large", Injected(steps=(0,), strengths=strong))
     (found,) = said(run, "batch_far_from_critical")
     scale = run.scalar(f"spectra/{UP}/noise_scale").values[0]
     assert "The batch of 48 samples at step 0" in found.claim
     assert "known well enough" in found.claim
     assert scale < 4.8
-    small = write_spectra_run(tmp_path / "small", Planted(steps=(0,), strengths={}, replicates=12))
+    small = write_spectra_run(tmp_path / "small", Injected(steps=(0,), strengths={}, replicates=12))
     (found,) = said(small, "batch_far_from_critical")
     assert "nearly all of each step is noise" in found.claim
 
 
 def test_the_batch_of_checkpoints_is_nobodys(tmp_path: Path) -> None:
     strong = {name: (100.0,) for name in STRENGTHS}
-    run = write_spectra_run(tmp_path / "run", Planted(steps=(0,), strengths=strong, checkpoints=True))
+    run = write_spectra_run(tmp_path / "run", Injected(steps=(0,), strengths=strong, checkpoints=True))
     assert said(run, "batch_far_from_critical") == []
 
 
 def test_an_update_that_collapses_is_named(tmp_path: Path) -> None:
-    run = write_spectra_run(tmp_path / "run", Planted(update_ranks=(8.0, 7.0, 1.1)))
+    run = write_spectra_run(tmp_path / "run", Injected(update_ranks=(8.0, 7.0, 1.1)))
     (found,) = said(run, "rank_collapse")
     assert "has collapsed to stable rank 1.1 at step 200; it was up to 8 before" in found.claim
     assert found.evidence[0].path == f"scalars/spectra/{QKV}/stable_rank_update"
     assert found.evidence[0].value == pytest.approx(1.1)
-    always = write_spectra_run(tmp_path / "always", Planted(update_ranks=(1.2, 1.1, 1.1)))
+    always = write_spectra_run(tmp_path / "always", Injected(update_ranks=(1.2, 1.1, 1.1)))
     assert said(always, "rank_collapse") == []
 
 
 def test_close_modes_contradict_their_echo(tmp_path: Path) -> None:
     close = {HEAD: (4.0, 4.0, 4.0), QKV: (6.0,), UP: (8.0,)}
-    run = write_spectra_run(tmp_path / "run", Planted(steps=(0,), strengths=close, replicates=32))
+    run = write_spectra_run(tmp_path / "run", Injected(steps=(0,), strengths=close, replicates=32))
     (found,) = said(run, "estimator_contradicted")
     assert found.subject.parameter == HEAD
     assert "turns them into one another; the echo of their block is 0.9" in found.claim
@@ -97,16 +97,16 @@ def test_close_modes_contradict_their_echo(tmp_path: Path) -> None:
 
 def test_a_direction_with_either_sign_is_noise(tmp_path: Path) -> None:
     strong = {HEAD: (8.0,), QKV: (6.0,), UP: (8.0,)}
-    run = write_spectra_run(tmp_path / "run", Planted(steps=(0,), strengths=strong, flipped=(HEAD,)))
+    run = write_spectra_run(tmp_path / "run", Injected(steps=(0,), strengths=strong, flipped=(HEAD,)))
     (found,) = said(run, "estimator_contradicted")
     assert found.subject.parameter == HEAD
     assert "Replicates share direction 1 but not its sign (pooled echo 0." in found.claim
-    steady = write_spectra_run(tmp_path / "steady", Planted(steps=(0,), strengths=strong))
+    steady = write_spectra_run(tmp_path / "steady", Injected(steps=(0,), strengths=strong))
     assert said(steady, "estimator_contradicted") == []
 
 
 def test_few_replicates_are_named_with_their_number(tmp_path: Path) -> None:
-    run = write_spectra_run(tmp_path / "run", Planted(steps=(0,), replicates=4))
+    run = write_spectra_run(tmp_path / "run", Injected(steps=(0,), replicates=4))
     found = said(run, "too_few_replicates")
     assert found[0].severity is Severity.WARNING
     assert "rests on 4 replicates, fewer than 8" in found[0].claim
@@ -114,7 +114,7 @@ def test_few_replicates_are_named_with_their_number(tmp_path: Path) -> None:
 
 
 def test_wide_intervals_are_a_remark(tmp_path: Path) -> None:
-    plan = Planted(steps=(0,), shapes={HEAD: (20, 36)}, strengths={HEAD: (1.9,)}, replicates=9, seed=2)
+    plan = Injected(steps=(0,), shapes={HEAD: (20, 36)}, strengths={HEAD: (1.9,)}, replicates=9, seed=2)
     (found,) = said(write_spectra_run(tmp_path / "run", plan), "too_few_replicates", interval_width=0.02)
     assert found.severity is Severity.INFO
     assert "1 of 1 identifiable directions of head.weight" in found.claim

@@ -111,7 +111,7 @@ def test_tracing_changes_nothing(name: str) -> None:
 def test_a_watch_that_traces_changes_nothing(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     alone = case.train()
-    with backlight.watch(run=tmp_path / "run", every=1, trace=ALL, rooms=("health",)):
+    with backlight.watch(run=tmp_path / "run", every=1, trace=ALL, monitors=("health",)):
         traced = case.train()
     for one, two in zip(alone, traced, strict=True):
         assert torch.equal(one.nan_to_num(), two.nan_to_num())

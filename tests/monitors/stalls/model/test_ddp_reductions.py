@@ -83,7 +83,18 @@ def test_the_bucket_is_named_in_a_real_launch(tmp_path: Path) -> None:
         "    optimizer.step()\n"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["-m", "backlight", "run", "--rooms", "stalls", "--stall", "1.5", "--out", "run", str(script)]
+    options = [
+        "-m",
+        "backlight",
+        "run",
+        "--monitors",
+        "stalls",
+        "--stall",
+        "1.5",
+        "--out",
+        "run",
+        str(script),
+    ]
     done = subprocess.run(
         [*launch, *options], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False, timeout=120,

@@ -29,9 +29,9 @@ def ending(error: BaseException, **where: str) -> Ending:
 
 
 def test_an_error_of_its_own_with_its_line() -> None:
-    found = ending(ValueError("planted\nhere"))
+    found = ending(ValueError("injected\nhere"))
     assert (found.error, found.line, found.function) == (
-        "ValueError: planted here",
+        "ValueError: injected here",
         "/home/me/train.py:2",
         "main",
     )

@@ -181,14 +181,14 @@ def test_the_rank_that_fails_by_itself_is_the_cause_and_not_those_that_fail_in_a
     closed = "RuntimeError: Connection closed by peer"
     found = decide(
         left_by(0, closed, 5.1, "a collective"),
-        left_by(1, "ValueError: planted"),
+        left_by(1, "ValueError: injected"),
         left_by(2, closed, 5.2, "a collective"),
     )
     assert found is not None
     assert (found.verdict, found.rank, found.line) == (Verdict.DEAD, 1, "/home/me/train.py:7")
     assert (
         found.claim
-        == "DEAD: rank 1 has left its training: ValueError: planted at train.py:7 in main, step 2; "
+        == "DEAD: rank 1 has left its training: ValueError: injected at train.py:7 in main, step 2; "
         "after it rank 0, 2"
     )
 

@@ -76,7 +76,18 @@ def test_an_interrupted_hang_is_told_as_that(tmp_path: Path) -> None:
         "x = torch.ones(2, requires_grad=True)\n"
         "Stuck.apply(x).sum().backward()\n"
     )
-    command = [sys.executable, "-m", "backlight", "run", "--rooms", "stalls", "--stall", "1", "--out", "run"]
+    command = [
+        sys.executable,
+        "-m",
+        "backlight",
+        "run",
+        "--monitors",
+        "stalls",
+        "--stall",
+        "1",
+        "--out",
+        "run",
+    ]
     process = subprocess.Popen([*command, "train.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert "BLOCKED" in process.stderr.readline()

@@ -65,7 +65,7 @@ def wait_until_gone(pid: int) -> None:
 
 
 def test_the_board_follows_the_training_and_nothing_stays_behind(tmp_path: Path, place: Path) -> None:
-    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+    with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         train(3)
         pid = sidecar_of(place)
         (path,) = place.glob("backlight-*/rank-00000.board")
@@ -86,7 +86,7 @@ def test_the_board_follows_the_training_and_nothing_stays_behind(tmp_path: Path,
 
 def test_watching_changes_no_weight(tmp_path: Path, place: Path) -> None:
     plain = train(6)
-    with backlight.watch(run=tmp_path / "run", rooms="stalls", stall=0.5):
+    with backlight.watch(run=tmp_path / "run", monitors="stalls", stall=0.5):
         watched = train(6)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
@@ -97,7 +97,7 @@ def test_a_killed_sidecar_is_noted_and_the_training_goes_on(
 ) -> None:
     monkeypatch.setattr(watchdog_client, "_CHECK_EVERY", 1)
     plain = train(30)
-    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+    with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         pid = sidecar_of(place)
         train(1, 0.5)  # for the helper thread to have met it
         os.kill(pid, signal.SIGKILL)
@@ -116,7 +116,7 @@ def test_a_full_shared_memory_is_noted_and_the_training_goes_on(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+    with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         train(2)
     (event,) = open_run(tmp_path / "run").events("unmeasured")
     assert event.payload["what"] == "stalls"
@@ -132,7 +132,7 @@ def test_a_signal_that_somebody_else_handles_is_left_to_them(tmp_path: Path, pla
 
     before = signal.signal(SIGNAL, theirs)
     try:
-        with backlight.watch(run=tmp_path / "run", rooms="stalls"):
+        with backlight.watch(run=tmp_path / "run", monitors="stalls"):
             train(1)
             assert signal.getsignal(SIGNAL) is theirs
     finally:
@@ -145,7 +145,7 @@ def test_everything_is_taken_off(tmp_path: Path, place: Path) -> None:
     apply = torch.autograd.function.BackwardCFunction.apply
     save, reduce = torch.save, torch.distributed.all_reduce
     model = torch.nn.Linear(2, 2)
-    with backlight.watch(model, run=tmp_path / "run", rooms="stalls"):
+    with backlight.watch(model, run=tmp_path / "run", monitors="stalls"):
         model(torch.ones(1, 2)).sum().backward()
         assert torch.save is not save
         assert torch.distributed.all_reduce is not reduce

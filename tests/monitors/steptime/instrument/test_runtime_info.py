@@ -21,7 +21,7 @@ def train(path: Path, steps: int = 40, **optimizer: Any) -> backlight.Run:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(60)))
     made = torch.optim.AdamW(model.parameters(), lr=1e-4, **optimizer)
-    with backlight.watch(model, made, run=path, rooms=("steptime",), every=1):
+    with backlight.watch(model, made, run=path, monitors=("steptime",), every=1):
         for _ in range(steps):
             made.zero_grad()
             model(torch.randn(4, 8)).square().mean().backward()
@@ -76,7 +76,7 @@ def test_a_collection_of_many_objects_is_blamed_for_its_step(tmp_path: Path) -> 
     ballast = [{"a": [i]} for i in range(200_000)]
     gc.disable()
     try:
-        with backlight.watch(model, optimizer, run=tmp_path / "run", rooms=("steptime",), every=1):
+        with backlight.watch(model, optimizer, run=tmp_path / "run", monitors=("steptime",), every=1):
             for step in range(60):
                 optimizer.zero_grad()
                 model(torch.randn(2, 4)).sum().backward()
@@ -104,7 +104,7 @@ def test_breaks_and_recompilations_of_a_real_compilation_are_found(tmp_path: Pat
         return model(x).square().sum()
 
     compiled = torch.compile(loss, backend="eager", dynamic=False)
-    with backlight.watch(model, optimizer, run=tmp_path / "run", rooms=("steptime",), every=1):
+    with backlight.watch(model, optimizer, run=tmp_path / "run", monitors=("steptime",), every=1):
         for step in range(8):
             optimizer.zero_grad()
             compiled(torch.randn(step + 1, 4), 0.5).backward()

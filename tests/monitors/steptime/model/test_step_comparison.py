@@ -1,4 +1,4 @@
-"""Step times of two stored runs: planted slowdowns found in their phase, twins not told apart."""
+"""Step times of two stored runs: injected slowdowns found in their phase, controls not told apart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PHASES = {"data": 0.004, "backward": 0.03, "optimizer": 0.006, "between": 0.01}
 
 def write(path: Path, seed: int, steps: int = 120, *, core_wait: float = 0.0, **factors: float) -> Run:
     random = np.random.default_rng(seed)
-    writer = RunWriter.create(path, rooms=("steptime",))
+    writer = RunWriter.create(path, monitors=("steptime",))
     for step in range(steps):
         slow = 20.0 if step == 0 else 1.0
         for name, level in PHASES.items():
@@ -84,7 +84,7 @@ def test_what_a_busy_machine_may_explain_is_not_claimed(tmp_path: Path) -> None:
 
 def test_nothing_is_claimed_of_a_run_that_drifts(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    writer = RunWriter.create(tmp_path / "drift", rooms=("steptime",))
+    writer = RunWriter.create(tmp_path / "drift", monitors=("steptime",))
     for step in range(80):
         writer.scalar(
             step, "phase/other", (0.05 if step < 40 else 0.08) * float(np.exp(random.normal(0, 0.01)))

@@ -39,7 +39,9 @@ def write(
     random = np.random.default_rng(0)
     each = list(ranks) or [phases or {}]
     writers = [
-        RunWriter.create(path, name="run", rank=rank, world_size=len(each), run_id="one", rooms=("steptime",))
+        RunWriter.create(
+            path, name="run", rank=rank, world_size=len(each), run_id="one", monitors=("steptime",)
+        )
         for rank in range(len(each))
     ]
     for rank, (writer, levels) in enumerate(zip(writers, each, strict=True)):

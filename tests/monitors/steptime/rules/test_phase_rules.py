@@ -1,4 +1,4 @@
-"""Rules on the phase times that every run has: planted faults and their healthy twins."""
+"""Rules on the phase times that every run has: injected faults and their controls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on a stored profile: planted faults and their healthy twins."""
+"""Rules on a stored profile: injected faults and their controls."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_slow_twin_is_told_once_and_not_its_parts(stored: Any, judged: Any) ->
     modules += [module(f"blocks.{i}.up", 1 if i != 2 else 4, 2) for i in range(6)]
     (found,) = judged(stored(profile=STEP | {"modules": modules}), "slow_twin")
     assert found.subject.module == "blocks.2"
-    assert "blocks.2 takes 13 ms of a step, 2.2 times the median of 6 ms of its 5 twins" in found.claim
+    assert "blocks.2 takes 13 ms of a step, 2.2 times the median of 6 ms of its 5 controls" in found.claim
     even = [module(f"blocks.{i}", 2 + 0.05 * i, 4) for i in range(6)]
     assert not judged(stored(profile=STEP | {"modules": even}), "slow_twin")
     few = [module("blocks.0", 2), module("blocks.1", 9)]
@@ -136,7 +136,7 @@ def test_a_damaged_profile_is_passed_over(stored: Any, judged: Any, tmp_path: An
     from backlight.store.read.run import open_run
     from backlight.store.write.writer import RunWriter
 
-    writer = RunWriter.create(tmp_path / "damaged", rooms=("steptime",))
+    writer = RunWriter.create(tmp_path / "damaged", monitors=("steptime",))
     writer.evidence("profile.json", "{ not json")
     writer.close()
     assert judged(open_run(tmp_path / "damaged")) == []

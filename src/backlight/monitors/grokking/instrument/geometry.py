@@ -1,4 +1,4 @@
-"""The grokking room in a watched training: gradients and per-sample geometry at its logged steps.
+"""The grokking monitor in a watched training: gradients and per-sample geometry at its logged steps.
 
 Everything that is measured is put into a queue, which the thread that writes empties: the training
 never waits for the disk.
@@ -24,7 +24,7 @@ from backlight.store.write.queue import Queue
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
     from backlight.monitors.grokking.model.measures import Measures
-    from backlight.notifier import Notices
+    from backlight.notifier import Notifier
 
 LOGGED_EVERY = 10
 """Steps between two logged steps where nothing else is asked for."""
@@ -72,7 +72,7 @@ def first_real(batch: Any) -> torch.Tensor | None:
 
 
 class Geometry:
-    """What the room measures of one watched training.
+    """What the monitor measures of one watched training.
 
     Parameters
     ----------
@@ -80,15 +80,20 @@ class Geometry:
         What is measured, and of what batch; see :func:`backlight.watch`.
     models:
         The watched models.
-    path, notices:
-        The run folder, and what tells the user.
+    path, notifier:
+        The run directory, and what tells the user.
     """
 
     def __init__(
-        self, measures: Measures, samples: Samples | None, models: Sequence[Any], path: Path, notices: Notices
+        self,
+        measures: Measures,
+        samples: Samples | None,
+        models: Sequence[Any],
+        path: Path,
+        notifier: Notifier,
     ) -> None:
         self.queue = Queue()
-        self._notices = notices
+        self._notifier = notifier
         self._sampled = -1
         self._sampled_model = models[0] if samples is not None else None
         self._asked = measures.logged_every(LOGGED_EVERY)
@@ -156,4 +161,4 @@ class Geometry:
         # That the model is called with the first tensor alone is a guess: where it fails, an event says so.
         if what != "agop" and what not in self._told:
             self._told.add(what)
-            self._notices.warn(f"grokking {what}", f"{what} is not measured at some steps: {reason}")
+            self._notifier.warn(f"grokking {what}", f"{what} is not measured at some steps: {reason}")

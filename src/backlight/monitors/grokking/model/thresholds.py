@@ -1,4 +1,4 @@
-"""The thresholds of the grokking room: one frozen class, each field with its reason and its source.
+"""The thresholds of the grokking monitor: one frozen class, each field with its reason and its source.
 
 Accuracies are shares of samples. A share of the way is (accuracy - chance) / (plateau - chance). Counts
 are in logs, that is in steps at which an accuracy was logged.
@@ -25,9 +25,9 @@ def _count(default: int, reason: str, source: str) -> Any:
 
 @dataclass(frozen=True)
 class Thresholds(Limits):
-    """Every number that the verdict on grokking and the other rules of this room compare with."""
+    """Every number that the verdict on grokking and the other rules of this monitor compare with."""
 
-    room: ClassVar[str] = "grokking"
+    monitor: ClassVar[str] = "grokking"
 
     # The two times.
     train_accuracy: float = _share(0.99, "training accuracy from which a run has memorised", _SHEET)

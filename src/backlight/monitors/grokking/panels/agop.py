@@ -17,7 +17,7 @@ PLACES = (1, 2, 3, 5, 10, 20)
     order=11,
     series=("scalars/agop", "arrays/agop"),
     note="E[JᵀJ] over the probe batch: which directions of the input the net has learnt to look at.",
-    room="grokking",
+    monitor="grokking",
 )
 def agop(source: Source) -> Drawn | NotMeasured:
     """Draw its metrics, each in a chart, and its spectrum."""

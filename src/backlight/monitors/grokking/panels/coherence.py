@@ -14,7 +14,7 @@ from backlight.report.source import Source
     series=("scalars/gram/model/coherence", "scalars/gram/model/noise_scale"),
     note="Squared norm of the mean gradient over the mean squared norm: 1 where all samples agree, 1/N where "
     "they are orthogonal. The noise scale is the batch at which signal and noise balance.",
-    room="grokking",
+    monitor="grokking",
 )
 def coherence(source: Source) -> Drawn | NotMeasured:
     """Draw coherence and noise scale of the whole model, and the coherence of each layer."""

@@ -15,7 +15,7 @@ from backlight.report.text import number, visible
     note="Rank correlation of each measure with the test accuracy after memorisation, at the lead (+) or lag "
     "(-) where it is strongest. Any long fall goes with any long rise: only what the control does not show "
     "can be said to signal generalisation. The lead is in steps; the ends are medians of the last tenth.",
-    room="grokking",
+    monitor="grokking",
 )
 def correlations(source: Source) -> Drawn | NotMeasured:
     """List the measures, the strongest first, with the control's numbers beside them."""

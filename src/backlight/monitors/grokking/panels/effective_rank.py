@@ -18,7 +18,7 @@ from backlight.report.source import Source
     ),
     note="Exponential of the entropy of the spectrum, and its participation ratio; at most the number of "
     "samples in the probe batch.",
-    room="grokking",
+    monitor="grokking",
 )
 def effective_rank(source: Source) -> Drawn | NotMeasured:
     """Draw both counts of directions, centred as well, and that of each layer."""

@@ -17,7 +17,7 @@ PLACES = (1, 2, 3, 5, 10)
     order=12,
     series=("scalars/window", "arrays/window"),
     note="Spectrum of the products of the last gradients with one another, one for each logged step.",
-    room="grokking",
+    monitor="grokking",
 )
 def gradient_window(source: Source) -> Drawn | NotMeasured:
     """Draw the metrics of the window, each in a chart, and its spectrum."""

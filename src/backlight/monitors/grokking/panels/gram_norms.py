@@ -14,7 +14,7 @@ from backlight.report.source import Source
     series=("scalars/gradient", "scalars/gram/model/frobenius", "scalars/gram/model/spectral"),
     note="The norm of the training gradient is that of its rank-one product as well; the others are of the "
     "second moment over samples.",
-    room="grokking",
+    monitor="grokking",
 )
 def gram_norms(source: Source) -> Drawn | NotMeasured:
     """Draw the gradient's norm, and the norms of the second moment."""

@@ -23,7 +23,7 @@ OBJECTS = (
     order=5,
     series=("arrays/gram", "gram/model/eigenvalues"),
     note="Eigenvalues of the second moment of the per-sample gradients of the probe batch, from their Gram.",
-    room="grokking",
+    monitor="grokking",
 )
 def gram_spectrum(source: Source) -> Drawn | NotMeasured:
     """Draw chosen eigenvalues over steps on a logarithmic axis."""

@@ -13,7 +13,7 @@ from backlight.report.source import Source
     order=6,
     series=("scalars/gram/model/trace", "scalars/gram"),
     note="Mean squared norm of a per-sample gradient; centred, of its distance from the mean gradient.",
-    room="grokking",
+    monitor="grokking",
 )
 def gram_trace(source: Source) -> Drawn | NotMeasured:
     """Draw the traces of the whole model, and that of each layer."""

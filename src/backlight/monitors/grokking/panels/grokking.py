@@ -14,7 +14,7 @@ _WORDS = {True: "holds", False: "fails", None: "not known"}
     title="Verdict on grokking",
     order=2,
     series=("grokking", "events/grokking"),
-    room="grokking",
+    monitor="grokking",
 )
 def grokking(source: Source) -> Drawn | NotMeasured:
     """List the conditions, the sweep and the verdict on the control."""

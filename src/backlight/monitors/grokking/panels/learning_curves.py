@@ -18,12 +18,12 @@ LOSSES = (("train_loss", "training loss"), ("test_loss", "test loss"))
     order=1,
     series=("user/train_accuracy", "user/test_accuracy", "user/train_loss", "user/test_loss"),
     note="A time is known to lie between two logs: after the first of them, at the second at the latest.",
-    room="grokking",
+    monitor="grokking",
 )
 def learning_curves(source: Source) -> Drawn | NotMeasured:
     """Draw accuracies and losses; dashed lines are the control's."""
-    if "grokking" not in source.run.rooms:
-        return NotMeasured("The room grokking did not watch; what was logged is among your scalars.")
+    if "grokking" not in source.run.monitors:
+        return NotMeasured("The monitor grokking did not watch; what was logged is among your scalars.")
     learning, marked = source.learning, spans(source.learning, named=True)
     accuracies, losses = lines_of(source, ACCURACIES, "user"), lines_of(source, LOSSES, "user")
     charts = []

@@ -21,7 +21,7 @@ SHOWN = 8
     order=13,
     series=("scalars/product", "arrays/product"),
     note="G Gᵀ of the gradient of one weight matrix: its spectrum is that of the singular values, squared.",
-    room="grokking",
+    monitor="grokking",
 )
 def matrix_products(source: Source) -> Drawn | NotMeasured:
     """Draw each metric in a chart, one line for each matrix."""

@@ -18,12 +18,12 @@ SHOWN = 24
     order=3,
     series=("user/progress", "progress"),
     note="What the papers watch on the way to generalisation, with the test accuracy on the right axis.",
-    room="grokking",
+    monitor="grokking",
 )
 def progress(source: Source) -> Drawn | NotMeasured:
     """Draw each progress measure in a chart of its own."""
-    if "grokking" not in source.run.rooms:
-        return NotMeasured("The room grokking did not watch; what was logged is among your scalars.")
+    if "grokking" not in source.run.monitors:
+        return NotMeasured("The monitor grokking did not watch; what was logged is among your scalars.")
     names = [name for name in source.run.scalar_names("user") if name.startswith("progress/")]
     accuracy = measured(source.run, "test_accuracy", source.attempt, "user")
     charts = []

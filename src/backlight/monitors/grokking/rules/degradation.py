@@ -10,7 +10,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("degradation", room="grokking")
+@rule("degradation", monitor="grokking")
 def degradation(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """State each cheaper tier that the run took (full factors, top-k, Gram, scalars), and why."""
     for event in run.events("degradation"):

@@ -11,7 +11,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("disk_space", room="grokking")
+@rule("disk_space", monitor="grokking")
 def disk_space(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """State the first warning of each attempt about free disk space, and what was done."""
     told: set[int] = set()

@@ -13,10 +13,10 @@ from backlight.store.read.run import Event, Run
 _NUMBER = re.compile(r"'[^']*'|\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 OBJECTS = ("gram", "agop", "window", "sketch", "product", "gradient", "mean_gradient")
-"""First segments of what this room measures."""
+"""First segments of what this monitor measures."""
 
 
-@rule("geometry_gaps", room="grokking", thresholds=("unmeasured_gates",))
+@rule("geometry_gaps", monitor="grokking", thresholds=("unmeasured_gates",))
 def geometry_gaps(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """State what was dropped, once for each object and kind of reason; what failed at a step is a warning."""
     groups: dict[tuple[str, str], list[Event]] = {}

@@ -51,7 +51,7 @@ _REFUTED = {
 
 @rule(
     "grokking",
-    room="grokking",
+    monitor="grokking",
     thresholds=(
         "train_accuracy",
         "test_share",

@@ -198,7 +198,7 @@ def collect(
         The clip norm in use, for the judgement that gradients explode; without it, and without a
         history, nothing is called exploding.
     thresholds:
-        Overridden thresholds of the health room by name.
+        Overridden thresholds of the health monitor by name.
 
     Returns
     -------

@@ -13,7 +13,7 @@ from backlight.measure.transfer.pending import Pending
 from backlight.registry import Needs, probe
 
 
-@probe("gradient", room="health", needs=Needs.GRADIENTS, series="gradient")
+@probe("gradient", monitor="health", needs=Needs.GRADIENTS, series="gradient")
 class GradientProbe:
     """Norm, largest value, sum and counts per parameter, in one pass."""
 

@@ -13,7 +13,7 @@ from backlight.measure.transfer.pending import Pending
 from backlight.registry import Needs, probe
 
 
-@probe("histogram", room="health", needs=Needs.GRADIENTS, series="histogram", on_request=True)
+@probe("histogram", monitor="health", needs=Needs.GRADIENTS, series="histogram", on_request=True)
 class HistogramProbe:
     """Counts of values per power of two, per parameter."""
 

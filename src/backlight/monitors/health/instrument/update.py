@@ -17,7 +17,7 @@ def _local(parameter: Tensor) -> Tensor:
     return local(parameter.detach())
 
 
-@probe("update", room="health", needs=Needs.WEIGHTS, series="update", spacing=4)
+@probe("update", monitor="health", needs=Needs.WEIGHTS, series="update", spacing=4)
 class UpdateProbe:
     """Norm of the update and of the weights before it, per parameter.
 

@@ -1,7 +1,7 @@
-"""The thresholds of the health room: one frozen class, each field with its reason and its source.
+"""The thresholds of the health monitor: one frozen class, each field with its reason and its source.
 
-A field whose source is "chosen" has no literature behind it: it was set so that the planted faults of
-the tests are found and their healthy twins stay silent. Windows and counts are in recorded steps, which
+A field whose source is "chosen" has no literature behind it: it was set so that the injected faults of
+the tests are found and their controls stay silent. Windows and counts are in recorded steps, which
 are every step of the training or every N-th, as the cadence says.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from backlight.findings.thresholds import Limits, limit
 
 _SHEET = "the formulas of the project: section 1, gradient health"
-_CHOSEN = "chosen: planted faults found, healthy twins silent, see the tests of the rule"
+_CHOSEN = "chosen: injected faults found, controls silent, see the tests of the rule"
 _FP16 = "IEEE 754 binary16: smallest normal number 2^-14, smallest subnormal 2^-24"
 
 
@@ -24,13 +24,13 @@ def _limit(default: Any, reason: str, source: str, *, low: float, high: float = 
 
 @dataclass(frozen=True)
 class Thresholds(Limits):
-    """Every number that a rule or the health score of this room compares with.
+    """Every number that a rule or the health score of this monitor compares with.
 
     ``dataclasses.fields(Thresholds)`` lists them; ``metadata`` of each holds ``reason``, ``source``
     and the bounds ``low`` and ``high`` of an override.
     """
 
-    room: ClassVar[str] = "health"
+    monitor: ClassVar[str] = "health"
 
     # The health score of one step, and the masks that it rests on.
     penalty_vanishing: float = _limit(

@@ -16,7 +16,7 @@ from backlight.report.text import count, number, percent
     order=60,
     series=("scalars/clip", "events/clip_by_hand", "events/clip_by_value"),
     note="The total norm that clipping saw, its limit, and the factor that it applied.",
-    room="health",
+    monitor="health",
 )
 def clipping(source: Source) -> Drawn | NotMeasured:
     """Draw norm, limit and factor of clipping, and say how often it was active."""

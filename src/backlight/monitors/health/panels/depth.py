@@ -16,7 +16,7 @@ from backlight.report.source import Source
     series=("series/gradient/depth",),
     note="Rms of the gradient of each parameter in model order: its spread over all recorded steps, and "
     "its value at the chosen step.",
-    room="health",
+    monitor="health",
 )
 def depth(source: Source) -> Drawn | NotMeasured:
     """Draw quantiles over steps per parameter; the chosen step comes from the heat map's data."""

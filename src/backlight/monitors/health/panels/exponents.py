@@ -27,7 +27,7 @@ CELLS = 400_000
     series=("series/histogram",),
     note="Share of gradient values by their power of two. Exact zeros, NaN and Inf have no exponent and are "
     "left out.",
-    room="health",
+    monitor="health",
 )
 def exponents(source: Source) -> Drawn | NotMeasured:
     """Draw the histogram over steps, of all parameters together and of each one in coarser ranges."""

@@ -21,7 +21,7 @@ SHOWN = 8
     order=35,
     series=("groups/rms",),
     note="Root mean square over all measured gradients of a group; groups of any size compare.",
-    room="health",
+    monitor="health",
 )
 def groups(source: Source) -> Drawn | NotMeasured:
     """Draw one line per group, and one per pair for the ratio of the first to the second."""

@@ -16,7 +16,7 @@ from backlight.report.text import number, score
     order=10,
     series=("scalars/loss", "scalars/health", "health"),
     note="Health is 1 where no parameter vanishes or explodes, and 0 where a gradient holds NaN or Inf.",
-    room="health",
+    monitor="health",
 )
 def health(source: Source) -> Drawn | NotMeasured:
     """Draw the health score that the caller computed and the recorded loss."""

@@ -12,7 +12,7 @@ SHOWN = 8
 """Lines that one chart can tell apart."""
 
 
-@panel("learning_rates", title="Learning rates", order=80, series=("scalars/lr",), room="health")
+@panel("learning_rates", title="Learning rates", order=80, series=("scalars/lr",), monitor="health")
 def learning_rates(source: Source) -> Drawn | NotMeasured:
     """Draw one line per optimizer and group; groups with the same rate at every step share a line."""
     seen: dict[bytes, tuple[list[str], Line]] = {}

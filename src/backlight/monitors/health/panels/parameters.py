@@ -22,7 +22,7 @@ EXACT_CELLS = 12_000
     order=30,
     series=("series/gradient", "series"),
     note="Every row is a parameter in model order, every column a range of steps.",
-    room="health",
+    monitor="health",
 )
 def parameters(source: Source) -> Drawn | NotMeasured:
     """Hand over the reduced columns of every parameter and the figures of the table below the map."""

@@ -16,7 +16,7 @@ from backlight.report.text import count, number, percent
     order=70,
     series=("scalars/scaler", "events/scaler_skip"),
     note="Scale by which the loss was multiplied; all gradients on this page are divided by it.",
-    room="health",
+    monitor="health",
 )
 def scaler(source: Source) -> Drawn | NotMeasured:
     """Draw the scale with the skipped steps marked."""

@@ -16,7 +16,7 @@ from backlight.report.text import number
     order=20,
     series=("scalars/total_norm",),
     note="L2 norm over all parameters, each tensor once, before clipping.",
-    room="health",
+    monitor="health",
 )
 def total_norm(source: Source) -> Drawn | NotMeasured:
     """Draw the total norm on a logarithmic axis, with the clip limit where one was in use."""

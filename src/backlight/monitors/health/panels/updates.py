@@ -17,7 +17,7 @@ from backlight.report.text import number
     series=("series/update",),
     note="Norm of the step that the optimizer took over the norm of the weights before it, across "
     "parameters. An estimate from a fixed sample of each tensor, exact where the sample is the whole.",
-    room="health",
+    monitor="health",
 )
 def updates(source: Source) -> Drawn | NotMeasured:
     """Draw the spread of the ratio over parameters at every step."""

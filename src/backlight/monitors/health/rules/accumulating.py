@@ -30,7 +30,7 @@ class _Growth:
 
 @rule(
     "accumulating",
-    room="health",
+    monitor="health",
     thresholds=(
         "accumulating_steps",
         "accumulating_growth",

@@ -15,7 +15,7 @@ from backlight.store.read.run import Run
 
 @rule(
     "always_clipped",
-    room="health",
+    monitor="health",
     thresholds=("clipped_share", "clipped_steps", "clipped_settle", "clipped_hard"),
 )
 def always_clipped(run: Run, limits: Thresholds) -> Iterator[Finding]:

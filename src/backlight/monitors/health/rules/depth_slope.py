@@ -37,7 +37,7 @@ class _Line:
 
 @rule(
     "depth_slope",
-    room="health",
+    monitor="health",
     thresholds=("depth_blocks", "depth_ratio", "depth_r2", "depth_agreement", "depth_steps"),
     needs=("gradient",),
 )

@@ -19,7 +19,7 @@ from backlight.store.read.run import Frame, Run
 
 @rule(
     "exploding",
-    room="health",
+    monitor="health",
     thresholds=(
         "exploding_factor",
         "exploding_clip_factor",

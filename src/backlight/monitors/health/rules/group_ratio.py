@@ -17,7 +17,7 @@ from backlight.store.read.run import Run
 
 @rule(
     "group_ratio",
-    room="health",
+    monitor="health",
     thresholds=("group_ratio_low", "group_ratio_high", "group_window", "group_share"),
     needs=("gradient",),
 )

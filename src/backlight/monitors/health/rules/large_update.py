@@ -29,7 +29,7 @@ class _Matrix:
 
 @rule(
     "large_update",
-    room="health",
+    monitor="health",
     thresholds=(
         "update_ratio",
         "update_ratio_once",

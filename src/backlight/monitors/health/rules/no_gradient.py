@@ -54,7 +54,7 @@ _UNUSED = _Reason(
 )
 
 
-@rule("no_gradient", room="health", thresholds=("no_gradient_steps",), needs=("gradient",))
+@rule("no_gradient", monitor="health", thresholds=("no_gradient_steps",), needs=("gradient",))
 def no_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find parameters without any measured gradient, one finding per reason."""
     frame = run.frame("gradient", "norm")

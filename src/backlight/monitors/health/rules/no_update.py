@@ -20,7 +20,7 @@ SPARSE = 0.9
 _HALF = frozenset({"float16", "bfloat16"})
 
 
-@rule("no_update", room="health", thresholds=("no_update_window", "vanishing_rms"), needs=("gradient",))
+@rule("no_update", monitor="health", thresholds=("no_update_window", "vanishing_rms"), needs=("gradient",))
 def no_update(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find weights that stood still up to the end, one finding per cause: no optimizer, rate 0, other."""
     records = {p.name: p for p in run.parameters()}

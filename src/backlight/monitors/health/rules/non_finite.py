@@ -18,7 +18,7 @@ HISTORY = 3
 """Recorded total norms before the event that the evidence shows."""
 
 
-@rule("non_finite", room="health", needs=())
+@rule("non_finite", monitor="health", needs=())
 def non_finite(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find the first non-finite gradient, else the first non-finite loss.
 

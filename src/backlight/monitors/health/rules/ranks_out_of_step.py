@@ -12,7 +12,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("ranks_out_of_step", room="health", thresholds=("apart_steps",))
+@rule("ranks_out_of_step", monitor="health", thresholds=("apart_steps",))
 def ranks_out_of_step(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find ranks that have seen another number of backward passes at the same count of optimizer steps."""
     found = out_of_step(run)

@@ -31,7 +31,7 @@ class _Worst(NamedTuple):
     sizes: set[int]
 
 
-@rule("replicas_differ", room="health", thresholds=("apart_steps",), needs=("gradient",))
+@rule("replicas_differ", monitor="health", thresholds=("apart_steps",), needs=("gradient",))
 def replicas_differ(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find whole or replicated parameters of which ranks measured different norms at the same step."""
     if not run.attempts or len(run.attempts[-1].ranks) < 2:

@@ -16,7 +16,7 @@ from backlight.store.read.run import Run
 
 @rule(
     "scaler_skips",
-    room="health",
+    monitor="health",
     thresholds=("skips_calibration", "skips_settled", "skips_share", "skips_steps", "skips_stuck"),
 )
 def scaler_skips(run: Run, limits: Thresholds) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ class _Leaps:
 
 @rule(
     "spike",
-    room="health",
+    monitor="health",
     thresholds=(
         "spike_window",
         "spike_minimum",

@@ -17,7 +17,7 @@ from backlight.store.read.run import Run
 
 @rule(
     "underflow",
-    room="health",
+    monitor="health",
     thresholds=("underflow_zero_share", "underflow_magnitude", "underflow_window"),
     needs=("gradient",),
 )

@@ -27,7 +27,7 @@ CHUNK = 256
 
 @rule(
     "vanishing",
-    room="health",
+    monitor="health",
     thresholds=(
         "vanishing_rms",
         "vanishing_relative",

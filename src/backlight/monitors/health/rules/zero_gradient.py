@@ -14,7 +14,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("zero_gradient", room="health", thresholds=("zero_window",), needs=("gradient",))
+@rule("zero_gradient", monitor="health", thresholds=("zero_window",), needs=("gradient",))
 def zero_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find parameters whose gradient is exactly zero up to the end of the run."""
     zeros, sizes = run.frame("gradient", "zeros"), run.frame("gradient", "numel")

@@ -1,4 +1,4 @@
-"""Which parameters of a watched training the spectra room catches, on which rank, in how much memory."""
+"""Which parameters of a watched training the spectra monitor catches, on which rank, in how much memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from backlight.capture.scope import Scope
     from backlight.monitors.spectra.instrument.rank_exchange import Exchange
     from backlight.monitors.spectra.model.options import Catching
-    from backlight.notifier import Notices
+    from backlight.notifier import Notifier
     from backlight.store.write.queue import Queue
 
 MOMENTA = ("exp_avg", "momentum_buffer")
@@ -55,7 +55,7 @@ class Targets:
         What is watched.
     queue
         Takes what is written of layers.
-    notices
+    notifier
         Tells the user.
 
     Attributes
@@ -72,8 +72,8 @@ class Targets:
         Bytes of the copies of weights and momenta.
     """
 
-    def __init__(self, catching: Catching, scope: Scope, queue: Queue, notices: Notices) -> None:
-        self._catching, self._scope, self._queue, self._notices = catching, scope, queue, notices
+    def __init__(self, catching: Catching, scope: Scope, queue: Queue, notifier: Notifier) -> None:
+        self._catching, self._scope, self._queue, self._notifier = catching, scope, queue, notifier
         self._table: ParameterTable | None = None
         self._whole: dict[int, torch.Tensor] = {}
         self._lent: set[int] = set()
@@ -171,7 +171,7 @@ class Targets:
         unfit = [name for name, reason in fresh.items() if "spectra.memory" in reason]
         if unfit:
             more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
-            self._notices.warn(
+            self._notifier.warn(
                 "spectra memory",
                 f"spectra of {', '.join(unfit[:3])}{more} are not measured: {left_out[unfit[0]]}; raise it, "
                 "or choose layers by spectra.include",

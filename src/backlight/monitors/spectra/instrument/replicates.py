@@ -1,4 +1,4 @@
-"""The spectra room in a watched training: the microbatches of chosen steps are replicates of its gradient.
+"""The spectra monitor in a watched training: the microbatches of chosen steps are replicates of its gradient.
 
 On the step's path gradients are copied and nothing else; a thread beside the training decomposes them. A step
 that comes while earlier ones fill the memory is passed over, so that memory and cost stay bounded.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from backlight.capture.scope import Scope
     from backlight.capture.steps import StepSummary
     from backlight.monitors.spectra.instrument.batch_split import Loss
-    from backlight.notifier import Notices
+    from backlight.notifier import Notifier
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Replicating:
         Steps between two measured ones, where ``catching`` does not say.
     samples
         ``(loss_fn, batch)`` for the split of a lone microbatch.
-    scope, notices
+    scope, notifier
         What is watched, and what tells the user.
 
     Attributes
@@ -64,18 +64,18 @@ class Replicating:
         every: int | None,
         samples: tuple[Loss, Any] | None,
         scope: Scope,
-        notices: Notices,
+        notifier: Notifier,
     ) -> None:
         self._catching = catching
         self._every = catching.every or every or EVERY
         self._samples = samples
-        self._scope, self._notices = scope, notices
+        self._scope, self._notifier = scope, notifier
         self.queue = Queue()
         self.listener = Microbatches(self)
         self._inputs = Inputs()
-        self._targets = Targets(catching, scope, self.queue, notices)
+        self._targets = Targets(catching, scope, self.queue, notifier)
         self._exchange = self._opened() if catching.exchange else None
-        self._beside = Beside(catching, self.queue, notices, self._exchange)
+        self._beside = Beside(catching, self.queue, notifier, self._exchange)
         self._waiting: Waiting | None = None
         self._caught: Caught | None = None
         self._before: dict[str, torch.Tensor] = {}
@@ -87,8 +87,8 @@ class Replicating:
     def _opened(self) -> Exchange | None:
         try:
             return Exchange.open(self._catching.patience)
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
-            self._notices.trouble(error, "spectra over the replicates of all ranks")
+        except Exception as error:  # noqa: BLE001 - never break the user's training
+            self._notifier.trouble(error, "spectra over the replicates of all ranks")
             return None
 
     # Life
@@ -113,7 +113,7 @@ class Replicating:
     def trouble(self, error: Exception) -> None:
         """Say once that nothing more is caught."""
         self.off()
-        self._notices.trouble(error, "spectra")
+        self._notifier.trouble(error, "spectra")
 
     # Steps
 
@@ -134,10 +134,10 @@ class Replicating:
         self._shielded(lambda: self._close(summary))
 
     def _shielded(self, work: Callable[[], T]) -> T | None:
-        # An exception would end what all rooms measure.
+        # An exception would end what all monitors measure.
         try:
             return work()
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - never break the user's training
             self.trouble(error)
             return None
 
@@ -164,9 +164,9 @@ class Replicating:
             self._pass_over()
         if not self._chosen:
             return ()
-        return self._targets.leaves() if self._room().begin() else ()
+        return self._targets.leaves() if self._monitor().begin() else ()
 
-    def _room(self) -> Waiting:
+    def _monitor(self) -> Waiting:
         """Return where the gradients of this step wait, for what the model holds now."""
         if self._waiting is None:
             self._targets.refresh(self._expected, spread_over=self._exchange)
@@ -202,7 +202,7 @@ class Replicating:
         begin = time.perf_counter()
         try:
             self._split(self._caught)
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - never break the user's training
             self._caught.reason = f"the microbatch was not split: {error}"
         self._caught.extra_seconds = time.perf_counter() - begin
 
@@ -241,7 +241,7 @@ class Replicating:
             return
         self._chosen = False
         self._inputs.leave()
-        waiting, split = self._room(), self._caught
+        waiting, split = self._monitor(), self._caught
         caught = waiting.caught(self._step)
         if split is not None:
             caught.extra, caught.extra_seconds = split.extra, split.extra_seconds

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from backlight.monitors.spectra.instrument.layer_selection import Targets
     from backlight.monitors.spectra.instrument.rank_exchange import Exchange
     from backlight.monitors.spectra.model.options import Catching
-    from backlight.notifier import Notices
+    from backlight.notifier import Notifier
     from backlight.store.write.queue import Queue
 
 BACKLOG = 8
@@ -42,16 +42,16 @@ class Beside:
         What is measured.
     results
         Takes the results.
-    notices
+    notifier
         Tells the user.
     exchange
         Brings the replicates of all ranks together; None for those of this rank alone.
     """
 
     def __init__(
-        self, catching: Catching, results: Queue, notices: Notices, exchange: Exchange | None
+        self, catching: Catching, results: Queue, notifier: Notifier, exchange: Exchange | None
     ) -> None:
-        self._catching, self._results, self._notices = catching, results, notices
+        self._catching, self._results, self._notifier = catching, results, notifier
         self._exchange = exchange
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending = self._held = 0
@@ -93,7 +93,7 @@ class Beside:
         if self._thread.is_alive():
             reason = f"the last measurement did not end within spectra.patience={patience:g} seconds"
             self._results.event(None, "unmeasured", {"what": "spectra", "reason": reason})
-            self._notices.warn("spectra patience", f"spectra of the last step are not measured: {reason}")
+            self._notifier.warn("spectra patience", f"spectra of the last step are not measured: {reason}")
 
     def _run(self) -> None:
         _behind_the_training()
@@ -101,8 +101,8 @@ class Beside:
             try:
                 with torch.no_grad(), _stream(job):
                     self._step(job)
-            except Exception as error:  # noqa: BLE001 - the user's training is sacred
-                self._notices.trouble(error, f"spectra of step {job.caught.step}")
+            except Exception as error:  # noqa: BLE001 - never break the user's training
+                self._notifier.trouble(error, f"spectra of step {job.caught.step}")
             with self._lock:
                 self._pending -= 1
                 self._held -= job.size
@@ -124,10 +124,10 @@ class Beside:
         try:
             mine = offered(caught, job.owner_of, scale_of(caught), refused(caught, least=1))
             found = joined(exchange, caught, mine, self._catching.memory // 2)
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - never break the user's training
             # Who gave up waiting cannot join again: the others may be anywhere.
             self._exchange = None
-            self._notices.trouble(error, "spectra over the replicates of all ranks, from here on")
+            self._notifier.trouble(error, "spectra over the replicates of all ranks, from here on")
             caught.reason = "the exchange with the other ranks failed"
             return {}
         caught.lacking.clear()  # all ranks say the same of them
@@ -139,7 +139,7 @@ class Beside:
                 step, "unmeasured", {"what": "spectra", "reason": reason, "parameters": parameters}
             )
             more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
-            self._notices.warn(
+            self._notifier.warn(
                 f"spectra {re.sub('[0-9]+', '#', reason)}",
                 f"spectra of {', '.join(parameters[:3])}{more} are not measured at step {step}: {reason}",
             )

@@ -63,7 +63,7 @@ def batch_far_from_critical(
     noise_scale
         Simple noise scale; infinite where no signal was found.
     limits
-        Thresholds of the room.
+        Thresholds of the monitor.
     """
     factor = (limits or Thresholds()).batch_factor
     if math.isnan(noise_scale) or math.isnan(batch) or batch <= 0:
@@ -88,7 +88,7 @@ def rank_collapse(
     earlier
         The same at earlier steps of the run; without any there is nothing to have fallen from.
     limits
-        Thresholds of the room.
+        Thresholds of the monitor.
     """
     limits = limits or Thresholds()
     known = [rank for rank in earlier if not math.isnan(rank)]
@@ -111,7 +111,7 @@ def estimator_contradicted(
     residual, echo, null
         ``[D]`` each, NaN where not measured; see :class:`backlight.measure.spectra.result.SpectralEcho`.
     limits
-        Thresholds of the room.
+        Thresholds of the monitor.
     """
     limits = limits or Thresholds()
     r, z, n = (np.asarray(x, dtype=np.float64) for x in (residual, echo, null))
@@ -156,7 +156,7 @@ def too_few_replicates(
     identifiable
         Number of identifiable directions.
     limits
-        Thresholds of the room.
+        Thresholds of the monitor.
     """
     limits = limits or Thresholds()
     if replicates < limits.replicates:

@@ -1,4 +1,4 @@
-"""What the room refuses."""
+"""What the monitor refuses."""
 
 from __future__ import annotations
 

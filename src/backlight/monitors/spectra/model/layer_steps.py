@@ -1,4 +1,4 @@
-"""What the rules of this room share: layers by step, and how a finding names them. No torch."""
+"""What the rules of this monitor share: layers by step, and how a finding names them. No torch."""
 
 from __future__ import annotations
 

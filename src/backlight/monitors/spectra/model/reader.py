@@ -1,4 +1,4 @@
-"""What a run holds of this room, as its rules read it; see :mod:`backlight.store.format.spectra`.
+"""What a run holds of this monitor, as its rules read it; see :mod:`backlight.store.format.spectra`.
 
 The report and the export, which know no room, read the same from there. No torch.
 """

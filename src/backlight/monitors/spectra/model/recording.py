@@ -1,4 +1,6 @@
-"""What the room writes into a run: layers, parameters left out, and the spectral echo of a layer at a step.
+"""What the monitor writes into a run: layers, parameters left out.
+
+And the spectral echo of a layer at a step.
 
 Everything goes through a writer with the methods of :class:`backlight.store.write.writer.RunWriter`; a
 queue that

@@ -1,4 +1,4 @@
-"""The thresholds of the spectra room: one frozen class, each field with its reason and its source."""
+"""The thresholds of the spectra monitor: one frozen class, each field with its reason and its source."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from backlight.findings.thresholds import Limits, limit
 
-_CHOSEN = "chosen: planted faults found, healthy twins silent, see the tests of the condition"
+_CHOSEN = "chosen: injected faults found, controls silent, see the tests of the condition"
 
 
 @dataclass(frozen=True)
 class Thresholds(Limits):
-    """Every number that a condition of this room compares with."""
+    """Every number that a condition of this monitor compares with."""
 
-    room: ClassVar[str] = "spectra"
+    monitor: ClassVar[str] = "spectra"
 
     batch_factor: float = limit(
         10.0,

@@ -15,7 +15,7 @@ from backlight.report.text import count, number
     series=("scalars/spectra", "arrays/spectra"),
     note="What of a layer's gradient comes back with other data, direction by direction. A band is an "
     "interval over replicates; what chance shows is the null.",
-    room="spectra",
+    monitor="spectra",
 )
 def spectra(source: Source) -> Drawn | NotMeasured:
     """Hand over the tables of the layers, by signal share."""
@@ -24,7 +24,7 @@ def spectra(source: Source) -> Drawn | NotMeasured:
         return NotMeasured(
             source.reason(
                 "spectra",
-                otherwise='No spectra were recorded: watch(..., rooms=("spectra",)), or backlight spectra.',
+                otherwise='No spectra recorded: watch(..., monitors=("spectra",)), or backlight spectra.',
             )
         )
     data, remarks = explorer(found, source.muon)

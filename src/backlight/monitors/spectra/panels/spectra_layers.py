@@ -33,7 +33,7 @@ HEADS = (
     series=("events/spectra", "events/spectra_measured"),
     note="The last measurement of each layer. The signal share is that of one replicate's squared norm; "
     "noise scales are in samples, ranks stable ranks.",
-    room="spectra",
+    monitor="spectra",
 )
 def spectra_layers(source: Source) -> Drawn | NotMeasured:
     """List the layers, the one with the largest share of signal first."""

@@ -21,7 +21,7 @@ CHARTS = (
     order=24,
     series=("spectra/stable_rank",),
     note="The squared Frobenius norm over the squared largest singular value: how many directions share it.",
-    room="spectra",
+    monitor="spectra",
 )
 def spectra_ranks(source: Source) -> Drawn | NotMeasured:
     """Draw the stable ranks of each kind in a chart, one line for each layer."""

@@ -25,7 +25,7 @@ CHARTS = (
     note="Where the noise scale is far above the batch, steps are mostly noise; where it is far below, "
     "samples are spent on what is known. A noise scale has a gap where no signal was found; a share below "
     "zero is zero within its error.",
-    room="spectra",
+    monitor="spectra",
 )
 def spectra_signal(source: Source) -> Drawn | NotMeasured:
     """Draw each number of the layers in a chart, one line for each layer."""

@@ -15,7 +15,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("batch_far_from_critical", room="spectra", thresholds=("batch_factor",), restates=True)
+@rule("batch_far_from_critical", monitor="spectra", thresholds=("batch_factor",), restates=True)
 def batch_far_from_critical(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Compare the samples of a step with the noise scale of its layers, by the median layer of the last step.
 

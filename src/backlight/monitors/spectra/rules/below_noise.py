@@ -12,7 +12,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("below_noise", room="spectra", restates=True)
+@rule("below_noise", monitor="spectra", restates=True)
 def below_noise(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Name the layers without an identifiable direction where they were measured last."""
     known = followed(run)

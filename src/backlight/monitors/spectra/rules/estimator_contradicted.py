@@ -18,7 +18,7 @@ from backlight.store.read.run import Run
 _SHOWN = 5
 
 
-@rule("estimator_contradicted", room="spectra", thresholds=("misfit", "above_null"), restates=True)
+@rule("estimator_contradicted", monitor="spectra", thresholds=("misfit", "above_null"), restates=True)
 def estimator_contradicted(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Name the layers with identifiable directions whose echo does not fit the model behind it."""
     known = followed(run)

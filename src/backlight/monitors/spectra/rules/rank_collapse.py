@@ -12,7 +12,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("rank_collapse", room="spectra", thresholds=("collapse_rank", "collapse_share"), restates=True)
+@rule("rank_collapse", monitor="spectra", thresholds=("collapse_rank", "collapse_share"), restates=True)
 def rank_collapse(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Compare the stable rank of the last update of each layer with its earlier ones."""
     known = followed(run)

@@ -15,7 +15,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("too_few_replicates", room="spectra", thresholds=("replicates", "interval_width"), restates=True)
+@rule("too_few_replicates", monitor="spectra", thresholds=("replicates", "interval_width"), restates=True)
 def too_few_replicates(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Name the layers measured with few replicates, else those whose intervals are wide."""
     known = followed(run)

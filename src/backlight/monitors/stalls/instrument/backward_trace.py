@@ -154,7 +154,7 @@ class Tracer(Listener):
                 self._line(f"gradient {count} {name} [{shape}]", "gradient", name=name, number=self._arrived)
             if self._where:
                 self._fill(id(parameter))
-        except Exception as error:  # noqa: BLE001 - the user's training is sacred
+        except Exception as error:  # noqa: BLE001 - never break the user's training
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:

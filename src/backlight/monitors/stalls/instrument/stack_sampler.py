@@ -109,7 +109,7 @@ class Witness:
             try:
                 pause = self._look(slots)
                 self._chores()
-            except Exception as error:  # noqa: BLE001 - the user's training is sacred
+            except Exception as error:  # noqa: BLE001 - never break the user's training
                 self._beats.dropped(error)
                 return
             self.spent += time.thread_time() - begin

@@ -52,7 +52,7 @@ def start_tracing(kinds: tuple[str, ...], writer: RunWriter, step: Callable[[], 
     step:
         Gives the number of the step.
     """
-    from backlight.monitors.stalls.instrument.backward_trace import Tracer  # noqa: PLC0415 - the room costs its import only where asked
+    from backlight.monitors.stalls.instrument.backward_trace import Tracer  # noqa: PLC0415 - the monitor costs its import only where asked
 
     rank = os.environ.get("RANK", "0")
     if "modules" in kinds:

@@ -1,4 +1,4 @@
-"""Connects a watch with the board, the helper thread and the sidecar of the room ``stalls``.
+"""Connects a watch with the board, the helper thread and the sidecar of the monitor ``stalls``.
 
 Whatever of it cannot be had (no shared memory, no second process) is left out with a notice; a training is
 never refused or disturbed for it.
@@ -48,7 +48,7 @@ SIDECAR_START = 3.0
 
 
 class Stalling:
-    """What the room ``stalls`` attaches to one watch.
+    """What the monitor ``stalls`` attaches to one watch.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Stalling:
     stall:
         Seconds that the user allows, None to follow the run.
     thresholds:
-        Overrides of the room's thresholds.
+        Overrides of the monitor's thresholds.
     notice:
         Takes events, such as what cannot be measured.
     parameters_changed:

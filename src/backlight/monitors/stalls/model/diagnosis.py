@@ -1,6 +1,7 @@
 """The verdict on one process, as a pure function of what was observed. No torch, no process is touched here.
 
-The order of the questions is that of the formulas of this room: dead, stopped, moving, then what an idle or
+The order of the questions is that of the formulas of this monitor: dead, stopped, moving, then what an idle
+or
 a busy process shows. What the observations do not decide is UNKNOWN: a wrong verdict is worse than none.
 """
 
@@ -61,7 +62,7 @@ def judge(view: View, limits: Thresholds, allowed: float | None = None) -> Judge
     view:
         What was observed.
     limits:
-        Thresholds of the room.
+        Thresholds of the monitor.
     allowed:
         Patience to apply in place of the process's own, when others wait for it.
     """

@@ -1,7 +1,8 @@
 """What the sidecars of several machines saw, joined into one diagnosis. No torch.
 
 A sidecar sees the ranks of its machine. When it has a verdict that other machines may explain, it stores what
-it observed of each rank and asks, by a small file in the run folder; the other sidecars answer with what they
+it observed of each rank and asks, by a small file in the run directory; the other sidecars answer with what
+they
 observe at that moment. Whoever reads the run takes the observations together and attributes as one sidecar
 that sees all ranks would. Clocks are those of the machines: what happened first on two of them is known as
 well as they agree.

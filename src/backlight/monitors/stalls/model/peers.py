@@ -1,4 +1,4 @@
-"""The talk between the sidecars of several machines, by files in the run folder. No torch.
+"""The talk between the sidecars of several machines, by files in the run directory. No torch.
 
 Nothing of it is waited for: whoever is asked answers when it looks next, into its own file.
 """

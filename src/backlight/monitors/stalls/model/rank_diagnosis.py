@@ -1,7 +1,7 @@
 """Which rank is the cause: dead, not in a collective, in another call, the outlier; else undetermined.
 
 A pure function of what was observed of every rank of this machine. The order is that of the formulas of this
-room; "least progress" is never a reason.
+monitor; "least progress" is never a reason.
 """
 
 from __future__ import annotations

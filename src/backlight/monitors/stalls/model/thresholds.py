@@ -1,4 +1,4 @@
-"""The thresholds of the stalls room: one frozen class, each field with its reason. No torch."""
+"""The thresholds of the stalls monitor: one frozen class, each field with its reason. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Thresholds(Limits):
     ``metadata`` of each field holds its ``reason`` and the bounds of an override.
     """
 
-    room: ClassVar[str] = "stalls"
+    monitor: ClassVar[str] = "stalls"
 
     times_typical: float = limit(
         10.0, "a phase that takes ten times its moving time is no longer its usual self", low=1.0

@@ -14,7 +14,7 @@ from backlight.report.text import visible
     order=115,
     series=("evidence", "events/stall"),
     note="Stacks, thread states and the board of each process at the time of a verdict.",
-    room="stalls",
+    monitor="stalls",
 )
 def evidence(source: Source) -> Drawn | NotMeasured:
     """Show the files that verdicts cite, and say what could not be collected."""
@@ -22,6 +22,6 @@ def evidence(source: Source) -> Drawn | NotMeasured:
     if not found.files and not found.missing:
         return NotMeasured("No verdict on a stall needed evidence.")
     missing = [{"rank": rank, "reason": reason} for rank, reason in found.missing]
-    remarks = (f"{found.more} more files stand in the run folder.",) if found.more else ()
+    remarks = (f"{found.more} more files stand in the run directory.",) if found.more else ()
     files = [{"path": visible(path), "text": text} for path, text in found.files]
     return Drawn("dumps", {"files": files, "missing": missing}, (), remarks)

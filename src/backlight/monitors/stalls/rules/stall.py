@@ -23,7 +23,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Event, Run
 
 
-@rule("stall", room="stalls", version=2, restates=True)
+@rule("stall", monitor="stalls", version=2, restates=True)
 def stall(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Give every stored verdict once; those that one machine left open are replaced by what all saw."""
     joined = list(_joined(run))

@@ -15,7 +15,7 @@ REMAINDER = "between"
 """Name of the time between the phases where forward and loss are not separated from it."""
 
 
-@probe("phases", room="steptime", needs=Needs.STEPS)
+@probe("phases", monitor="steptime", needs=Needs.STEPS)
 class PhaseProbe:
     """Seconds per phase, which add up to the step."""
 

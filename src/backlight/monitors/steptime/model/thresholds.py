@@ -1,4 +1,4 @@
-"""The thresholds of the steptime room: one frozen class, each field with its reason. No torch."""
+"""The thresholds of the steptime monitor: one frozen class, each field with its reason. No torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import ClassVar
 
 from backlight.findings.thresholds import Limits, limit
 
-_CHOSEN = "chosen: planted faults found, healthy twins silent, see the tests of the rule"
+_CHOSEN = "chosen: injected faults found, controls silent, see the tests of the rule"
 _SHEET = "the formulas of the project: section 6, step time and memory"
 
 
 @dataclass(frozen=True)
 class Thresholds(Limits):
-    """Every number that a rule of this room compares with.
+    """Every number that a rule of this monitor compares with.
 
     ``metadata`` of each field holds its ``reason``, ``source`` and the bounds of an override.
     """
 
-    room: ClassVar[str] = "steptime"
+    monitor: ClassVar[str] = "steptime"
 
     steady_steps: int = limit(
         20, "steady steps that a rule on phase times needs: fewer are an accident", source=_CHOSEN, low=4
@@ -137,7 +137,9 @@ class Thresholds(Limits):
 
     # slow_twin
     twin_count: int = limit(4, "modules of one kind and place that a slow one is compared with", low=3)
-    twin_factor: float = limit(1.5, "time of a module over the median of its twins", source=_CHOSEN, low=1.0)
+    twin_factor: float = limit(
+        1.5, "time of a module over the median of its controls", source=_CHOSEN, low=1.0
+    )
     twin_share: float = limit(
         0.02, "share of a step that it must lose by that", source=_CHOSEN, low=0.0, high=1.0
     )

@@ -15,7 +15,7 @@ from backlight.report.source import Source
     order=104,
     series=("profile/copies",),
     note="Calls of aten::copy_ in a traced step by type, layout and line of Python.",
-    room="steptime",
+    monitor="steptime",
 )
 def copies(source: Source) -> Drawn | NotMeasured:
     """List copies, the most expensive first."""

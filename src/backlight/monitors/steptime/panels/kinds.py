@@ -15,7 +15,7 @@ from backlight.report.source import Source
     order=103,
     series=("profile/kinds", "profile/device", "profile/optimizations"),
     note="What the operators of a traced step do, why a device stood still, and which optimisations are on.",
-    room="steptime",
+    monitor="steptime",
 )
 def kinds(source: Source) -> Drawn | NotMeasured:
     """List kinds, causes of idle time, and optimisations."""

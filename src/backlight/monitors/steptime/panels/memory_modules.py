@@ -17,7 +17,7 @@ ROWS = 60
     order=106,
     series=("memory/modules",),
     note="Each storage once, under the innermost module whose forward or backward made it.",
-    room="steptime",
+    monitor="steptime",
 )
 def memory_modules(source: Source) -> Drawn | NotMeasured:
     """List the modules, the fullest first."""

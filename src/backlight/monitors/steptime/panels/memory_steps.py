@@ -19,7 +19,7 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     order=105,
     series=("arrays/memory",),
     note="Bytes of all tensors after each storage that came or went, by what they are for.",
-    room="steptime",
+    monitor="steptime",
 )
 def memory_steps(source: Source) -> Drawn | NotMeasured:
     """Draw the kinds as bands one above the other, what stays at the bottom."""

@@ -13,7 +13,7 @@ from backlight.report.source import Source
     order=101,
     series=("profile/modules",),
     note="Host milliseconds of a traced step, forward and backward; own time is without the modules inside.",
-    room="steptime",
+    monitor="steptime",
 )
 def modules(source: Source) -> Drawn | NotMeasured:
     """List the modules, those with the most time of their own first."""

@@ -16,7 +16,7 @@ SMALL = 0.005
     order=102,
     series=("profile/operators", "profile/kernels", "profile/joined", "evidence/profile.json"),
     note="Milliseconds of a traced step, what is called inside left out; of a device where there is one.",
-    room="steptime",
+    monitor="steptime",
 )
 def operators(source: Source) -> Drawn | NotMeasured:
     """List operators by phase, kernels of a device, and operators joined with their backward."""

@@ -29,14 +29,14 @@ RANGES = 1500
     order=100,
     series=("scalars/phase", "scalars/time"),
     note="Time of each phase of a step, stacked.",
-    room="steptime",
+    monitor="steptime",
 )
 def phases(source: Source) -> Drawn | NotMeasured:
     """Draw the phases as a stack of means per range of steps, and the slowest step of each range."""
     recorded = {name: source.scalar(name) for name in source.scalar_names("phase")}
     recorded = {name: scalar for name, scalar in recorded.items() if len(scalar.steps)}
     if not recorded:
-        return NotMeasured(source.reason("phase", "steptime", otherwise="The room steptime was not on."))
+        return NotMeasured(source.reason("phase", "steptime", otherwise="The monitor steptime was not on."))
     steps = np.unique(np.concatenate([scalar.steps for scalar in recorded.values()]))
     seconds = np.zeros((len(recorded), len(steps)))
     for row, scalar in enumerate(recorded.values()):

@@ -13,7 +13,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("copy_heavy", room="steptime", thresholds=("copy_share",))
+@rule("copy_heavy", monitor="steptime", thresholds=("copy_share",))
 def copy_heavy(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find the lines whose copies take more of a step than they should."""
     profiled = read_profile(run)

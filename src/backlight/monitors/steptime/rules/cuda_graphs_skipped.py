@@ -11,7 +11,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("cuda_graphs_skipped", room="steptime")
+@rule("cuda_graphs_skipped", monitor="steptime")
 def cuda_graphs_skipped(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Tell how often the compiler left CUDA graphs out, with the reasons that it logged."""
     told = circumstances(run)

@@ -17,7 +17,7 @@ CONTROL = "cached batch"
 """Name of the control that feeds one batch again and again."""
 
 
-@rule("data_bound", room="steptime", thresholds=("steady_steps", "data_share", "data_match"))
+@rule("data_bound", monitor="steptime", thresholds=("steady_steps", "data_share", "data_match"))
 def data_bound(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find a share of the steady steps in the data loader, and ask the control whether it costs time.
 

@@ -11,7 +11,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("exposed_communication", room="steptime", thresholds=("exposed_share",))
+@rule("exposed_communication", monitor="steptime", thresholds=("exposed_share",))
 def exposed_communication(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find communication that no computation hides."""
     profiled = read_profile(run)

@@ -11,7 +11,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("fusible_chains", room="steptime", thresholds=("chain_share",))
+@rule("fusible_chains", monitor="steptime", thresholds=("chain_share",))
 def fusible_chains(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find chains of elementwise operations that together take a share of the step.
 

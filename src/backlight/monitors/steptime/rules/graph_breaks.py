@@ -14,7 +14,7 @@ SHOWN = 3
 """Reasons that the claim and its evidence list."""
 
 
-@rule("graph_breaks", room="steptime", thresholds=("graph_breaks",))
+@rule("graph_breaks", monitor="steptime", thresholds=("graph_breaks",))
 def graph_breaks(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Tell the breaks that torch.compile counted, with the reasons that it gave."""
     told = circumstances(run)

@@ -16,7 +16,7 @@ Seen = tuple[str, str] | None
 """What an argument asked for against what is there, in words; None where they agree or nothing is known."""
 
 
-@rule("knob_without_effect", room="steptime")
+@rule("knob_without_effect", monitor="steptime")
 def knob_without_effect(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find arguments whose effect would be on record, and is not.
 

@@ -14,7 +14,7 @@ CAUSES = ("host_bound", "launch_gap", "synchronisation")
 """Causes of idle time that lie in the host."""
 
 
-@rule("launch_bound", room="steptime", thresholds=("launch_idle", "launch_host"))
+@rule("launch_bound", monitor="steptime", thresholds=("launch_idle", "launch_host"))
 def launch_bound(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find idle time of a device whose cause is the host that launches."""
     profiled = read_profile(run)

@@ -12,7 +12,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("logits_materialised", room="steptime", thresholds=("logits_share", "logits_bytes"))
+@rule("logits_materialised", monitor="steptime", thresholds=("logits_share", "logits_bytes"))
 def logits_materialised(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find logits that take memory: elements times (bytes of their type + 4 of the fp32 copy).
 

@@ -11,7 +11,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("memory_fragmentation", room="steptime", thresholds=("fragmentation_share", "fragmentation_bytes"))
+@rule("memory_fragmentation", monitor="steptime", thresholds=("fragmentation_share", "fragmentation_bytes"))
 def memory_fragmentation(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find an allocator whose reserve is far above what was ever in use, or that had to give up and retry."""
     told = circumstances(run)

@@ -27,7 +27,7 @@ _CHECKS = {
 
 @rule(
     "outlier_steps",
-    room="steptime",
+    monitor="steptime",
     version=2,
     thresholds=("steady_steps", "outlier_factor", "outlier_deviations", "outlier_floor", "outlier_loss"),
 )

@@ -11,7 +11,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("recompilations", room="steptime", thresholds=("recompilations",))
+@rule("recompilations", monitor="steptime", thresholds=("recompilations",))
 def recompilations(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Tell the functions that were compiled more often than changing shapes explain, with the reason."""
     told = circumstances(run)

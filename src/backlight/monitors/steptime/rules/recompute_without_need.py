@@ -11,7 +11,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("recompute_without_need", room="steptime", thresholds=("recompute_share", "recompute_memory"))
+@rule("recompute_without_need", monitor="steptime", thresholds=("recompute_share", "recompute_memory"))
 def recompute_without_need(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find checkpointing that costs a share of the step while much of the memory is free."""
     profiled = read_profile(run)

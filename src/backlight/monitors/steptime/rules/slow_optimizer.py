@@ -26,7 +26,7 @@ FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 
 @rule(
     "slow_optimizer",
-    room="steptime",
+    monitor="steptime",
     version=2,
     thresholds=("steady_steps", "optimizer_share", "optimizer_floor"),
 )

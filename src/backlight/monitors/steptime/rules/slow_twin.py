@@ -16,11 +16,11 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("slow_twin", room="steptime", thresholds=("twin_count", "twin_factor", "twin_share"))
+@rule("slow_twin", monitor="steptime", thresholds=("twin_count", "twin_factor", "twin_share"))
 def slow_twin(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find modules that take longer than others of the same place in numbered blocks.
 
-    Twins are modules whose names differ in one number and that have the same type and as many calls.
+    Controls are modules whose names differ in one number and that have the same type and as many calls.
     What is inside a slow one is not told again.
     """
     profiled = read_profile(run)
@@ -45,7 +45,7 @@ def slow_twin(run: Run, limits: Thresholds) -> Iterator[Finding]:
 
 
 def _twins(modules: list[Mapping[str, Any]], types: Mapping[str, str]) -> list[list[Mapping[str, Any]]]:
-    """Return the groups of twins, those with the shortest names first: the blocks before their parts."""
+    """Return the groups of controls, those with the shortest names first: the blocks before their parts."""
     groups: dict[tuple[str, str, float], list[Mapping[str, Any]]] = defaultdict(list)
     for row in modules:
         name = str(row["name"])
@@ -69,7 +69,7 @@ def _finding(
         claim=(
             f"{name} takes {ms(spent)} of a step, {spent / median:.1f} times the median of {ms(median)} of "
             "its "
-            f"{plural(count - 1, 'twin')}. Expected gain: at most {percent(lost)} of a step."
+            f"{plural(count - 1, 'control')}. Expected gain: at most {percent(lost)} of a step."
         ),
         subject=Subject(module=name),
         evidence=(
@@ -77,7 +77,7 @@ def _finding(
             profiled.evidence(f"modules/{name}/backward_ms", float(row.get("backward_ms") or 0.0), "ms"),
         ),
         next_check=(
-            f"Look at what {name} does that its twins do not: another type or device, a hook, a fallback "
+            f"Look at what {name} does that its controls do not: another type or device, a hook, a fallback "
             "kernel, "
             "a copy. The operators of the profile by phase show it."
         ),

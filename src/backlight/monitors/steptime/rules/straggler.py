@@ -17,7 +17,7 @@ WAITS = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
 """Phases in which collectives may wait for other ranks: their time says nothing of a rank's own work."""
 
 
-@rule("straggler", room="steptime", thresholds=("steady_steps", "straggler_share"))
+@rule("straggler", monitor="steptime", thresholds=("steady_steps", "straggler_share"))
 def straggler(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find a rank whose own phases last longer, while it waits less than the others in the shared ones.
 

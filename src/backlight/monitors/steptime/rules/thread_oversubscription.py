@@ -11,7 +11,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("thread_oversubscription", room="steptime", thresholds=("threads_per_core",))
+@rule("thread_oversubscription", monitor="steptime", thresholds=("threads_per_core",))
 def thread_oversubscription(run: Run, limits: Thresholds) -> Iterator[Finding]:
     """Find ranks whose threads, with the workers of their loaders, outnumber the cores."""
     told = circumstances(run)

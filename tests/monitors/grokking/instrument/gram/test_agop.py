@@ -72,14 +72,14 @@ class Plain(Rebuilt):
         return self.head(self._inside(x))
 
 
-def twins() -> tuple[Rebuilt, Plain, Tensor]:
+def controls() -> tuple[Rebuilt, Plain, Tensor]:
     one, other = Rebuilt(), Plain()
     other.load_state_dict(one.state_dict())
     return one, other, torch.randn(5, 3)
 
 
 def test_agop_of_a_reentrantly_checkpointed_model() -> None:
-    model, plain, x = twins()
+    model, plain, x = controls()
     for p in model.parameters():
         p.grad = torch.full_like(p, 7.0)
     assert input_agop(model, x) == pytest.approx(input_agop(plain, x), rel=1e-6)
@@ -88,7 +88,7 @@ def test_agop_of_a_reentrantly_checkpointed_model() -> None:
 
 def test_agop_of_a_compiled_model_compiles_nothing() -> None:
     torch._dynamo.reset()
-    _, plain, x = twins()
+    _, plain, x = controls()
     compiled = torch.compile(plain, backend="aot_eager")
     compiled(x[:2]).sum().backward()
     with torch._dynamo.config.patch(error_on_recompile=True):

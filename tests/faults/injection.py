@@ -1,4 +1,4 @@
-"""Planted faults as data: each training knows how to plant its fault and how to do without it."""
+"""Injected faults as data: each training knows how to plant its fault and how to do without it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Train = Callable[[bool], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """A training with a fault that its argument plants.
+    """A training with a fault that its argument injects.
 
     ``expected`` is what a command must say of it; the line is the one marked ``# HERE`` in the source.
     """

@@ -1,11 +1,11 @@
-"""Planted times, operations and copies against what ``backlight profile`` says of them.
+"""Injected times, operations and copies against what ``backlight profile`` says of them.
 
 A script sleeps in each phase and in two modules, and takes the time of each of its sleeps, since a busy
 machine wakes late; it has attention of known size, and copies on a known line. It is profiled as a user
 would. Aim: sleeps within 5 % in phase and module, operations exactly, the copy at its line, phases that
 add up to the step within 2 %.
 
-    OMP_NUM_THREADS=1 python bench/planted_times.py
+    OMP_NUM_THREADS=1 python bench/injected_times.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PLANTED = {"data": 24.0, "forward": 60.0, "loss": 30.0, "backward": 50.0, "optimizer": 40.0, "other": 35.0}
+INJECTED = {"data": 24.0, "forward": 60.0, "loss": 30.0, "backward": 50.0, "optimizer": 40.0, "other": 35.0}
 """Milliseconds of sleep in each phase."""
 
 BATCH, HEADS, LENGTH, SIZE, LAYERS, TOKENS = 2, 2, 16, 8, 3, 32
@@ -105,20 +105,20 @@ finally:
 MODULES = {"slow": ("forward_exclusive_ms", "forward"), "behind": ("backward_exclusive_ms", "backward")}
 
 
-def planted() -> str:
+def injected() -> str:
     """Return the script with its numbers."""
     text = SCRIPT
     sizes = {"BATCH": BATCH, "HEADS": HEADS, "LENGTH": LENGTH, "SIZE": SIZE, "LAYERS": LAYERS}
-    numbers = {name.upper(): value for name, value in PLANTED.items()} | sizes
+    numbers = {name.upper(): value for name, value in INJECTED.items()} | sizes
     head = "".join(f"{name} = {value}\n" for name, value in numbers.items())
     return head + text
 
 
 def profile(folder: Path, steps: int) -> tuple[dict[str, Any], dict[str, list[float]], int]:
     """Profile the script; return the object, milliseconds slept by phase and step, the line of the copy."""
-    script = folder / "planted.py"
-    script.write_text(planted(), encoding="utf-8")
-    line = 1 + next(i for i, text in enumerate(planted().splitlines()) if "the copy" in text)
+    script = folder / "injected.py"
+    script.write_text(injected(), encoding="utf-8")
+    line = 1 + next(i for i, text in enumerate(injected().splitlines()) if "the copy" in text)
     command = [sys.executable, "-m", "backlight", "profile", "--json", "--steps", str(steps)]
     command += ["--tokens-per-step", str(TOKENS), "--peak-flops", "1e9", str(script)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
@@ -136,8 +136,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found, slept, line = profile(Path(folder), options.steps)
-    table = Table(title=f"planted against found, {options.steps} steps")
-    for column in ("what", "planted", "found", "ratio", "aim met"):
+    table = Table(title=f"injected against found, {options.steps} steps")
+    for column in ("what", "injected", "found", "ratio", "aim met"):
         table.add_column(column, justify="left" if column == "what" else "right")
 
     def row(what: str, wanted: float, got: float, tolerance: float, unit: str) -> None:
@@ -147,7 +147,7 @@ def main() -> None:
 
     clocked = found["warmup_dropped"] + found["step"]["steps"]
     traced = slice(clocked + 1, clocked + 1 + found["traced_steps"])
-    for phase in PLANTED:
+    for phase in INJECTED:
         wanted = statistics.median(slept[phase][found["warmup_dropped"] : clocked])
         row(f"sleep in phase {phase}", wanted, found["phases"][phase]["median_ms"], 0.05, "ms")
     modules = {module["name"]: module for module in found["modules"]}
@@ -163,7 +163,7 @@ def main() -> None:
     width = HEADS * SIZE
     wanted = 6 * found["parameters"] + 12 * LAYERS * width * LENGTH
     row("operations a token", wanted, found["mfu"] * 1e9 / found["tokens_per_second"], 1e-9, "")
-    copies = [c for c in found["copies"] if c["line"].startswith(f"planted.py:{line} ")]
+    copies = [c for c in found["copies"] if c["line"].startswith(f"injected.py:{line} ")]
     row(f"elements copied on line {line}", 1e6, sum(c["elements"] for c in copies), 0, "")
     Console().print(table)
 

@@ -1,7 +1,7 @@
 """A training whose custom backward takes a lock. With --plant, another thread holds it and never lets go.
 
-    backlight run examples/planted_lock.py
-    backlight run --stall 2 examples/planted_lock.py --plant
+    backlight run examples/deadlock.py
+    backlight run --stall 2 examples/deadlock.py --plant
 
 Without --plant it trains and ends. With it, the second step hangs in backward: the program is not slow,
 nothing is wrong with the gradients, and no error is ever raised.
