@@ -335,7 +335,7 @@ class Probe:
             )
 
 
-PROBES: Registry[Probe] = Registry("probe", part="probes", group="backlight.probes", holds=Probe)
+PROBES: Registry[Probe] = Registry("probe", part="instrument", group="backlight.probes", holds=Probe)
 
 
 def probe(

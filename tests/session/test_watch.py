@@ -271,14 +271,14 @@ def test_a_finding_asks_for_detail(tmp_path: Path) -> None:
     [
         (
             {"monitors": "health,kitchen"},
-            "no room is called 'kitchen'; expected some of: grokking, health, spectra, stalls, steptime",
+            "no monitor is called 'kitchen'; expected some of: grokking, health, spectra, stalls, steptime",
         ),
         ({"every": 0}, "every=0: expected 1 or more"),
         ({"evry": 3}, "unknown key 'evry'; did you mean 'every'"),
         ({"out": "runs/first"}, "unknown key 'out'; the folder of the run is run='runs/first'"),
         ({"every": "often"}, "every: Input should be a valid integer"),
         ({"thresholds": {"health": {"vanishing": 1}}}, "vanishing"),
-        ({"thresholds": {"kitchen": {"hot": 1}}}, "no room of that name has thresholds"),
+        ({"thresholds": {"kitchen": {"hot": 1}}}, "no monitor of that name has thresholds"),
         ({"monitors": ()}, "monitors is empty"),
     ],
 )

@@ -1,6 +1,6 @@
 """Judging a stored run: every rule of its monitors, with the thresholds that hold for it. No torch.
 
-The thresholds of a monitor are found by convention: ``backlight.<monitor>.thresholds.Thresholds`` is a frozen
+The thresholds of a monitor are found by convention: ``backlight.monitors.<monitor>.model.thresholds.Thresholds`` is a frozen
 dataclass whose ``override(mapping)`` returns a changed copy and refuses unknown names, and whose class method
 ``recorded(mapping)`` returns thresholds with what it had to leave out, in words.
 """
@@ -151,11 +151,12 @@ def thresholds(monitor: str, recorded: Mapping[str, float] | None = None, given:
     """
     if given is not None and not isinstance(given, Mapping):
         return given
-    if importlib.util.find_spec(f"backlight.{monitor}") is None:
+    if importlib.util.find_spec(f"backlight.monitors.{monitor}") is None:
         return None
-    if importlib.util.find_spec(f"backlight.{monitor}.thresholds") is None:
+    name = f"backlight.monitors.{monitor}.model.thresholds"
+    if importlib.util.find_spec(name) is None:
         return None
-    module = importlib.import_module(f"backlight.{monitor}.thresholds")
+    module = importlib.import_module(name)
     limits, problems = module.Thresholds.recorded(recorded or {})
     for problem in problems:
         warnings.warn(

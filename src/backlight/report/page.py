@@ -273,7 +273,7 @@ def _unmeasured(
         if panel is not None and any(known["text"].casefold() == what.casefold() for known in gap["what"]):
             continue
         gap["what"].append({"text": what, "panel": panel})
-    absent = sorted({panel.room for panel in in_order() if not source.watched(panel.monitor)})
+    absent = sorted({panel.monitor for panel in in_order() if not source.watched(panel.monitor)})
     if absent:
         what = "Monitor not watched" if len(absent) == 1 else "Monitors not watched"
         named = {"what": [{"text": what, "panel": None}], "reason": f"{', '.join(absent)}.", "names": ()}

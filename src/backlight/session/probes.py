@@ -86,11 +86,11 @@ def _scalar(name: str, value: Any) -> Any:
 
 def monitors_with_probes() -> tuple[str, ...]:
     """Return the monitors that measure something of a training, by name."""
-    return tuple(sorted({"stalls", "grokking", "spectra"} | {probe.room for _, probe in PROBES.items()}))
+    return tuple(sorted({"stalls", "grokking", "spectra"} | {probe.monitor for _, probe in PROBES.items()}))
 
 
 def check_monitors(monitors: Iterable[str]) -> None:
-    """Refuse what is no room.
+    """Refuse what is no monitor.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def check_monitors(monitors: Iterable[str]) -> None:
     known = monitors_with_probes()
     for monitor in monitors:
         if monitor not in known:
-            raise ValueError(f"no room is called {monitor!r}; expected some of: {', '.join(known)}")
+            raise ValueError(f"no monitor is called {monitor!r}; expected some of: {', '.join(known)}")
 
 
 def make_plan(

@@ -127,7 +127,7 @@ class Settings:
         for monitor, values in self.thresholds.items():
             defaults = thresholds(monitor)
             if defaults is None:
-                raise ValueError(f"thresholds.{monitor}: no room of that name has thresholds")
+                raise ValueError(f"thresholds.{monitor}: no monitor of that name has thresholds")
             defaults.override(values)
 
     @classmethod
