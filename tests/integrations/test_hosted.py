@@ -51,7 +51,7 @@ def test_a_folder_that_cannot_be_used_is_one_warning_and_the_training_goes_on(tm
 
 
 def test_a_monitor_that_does_not_exist_is_refused_where_it_stands(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no room is called 'helth'; expected some of: .*health"):
+    with pytest.raises(ValueError, match=r"no monitor is called 'helth'; expected some of: .*health"):
         hosted(tmp_path / "run", settings={"monitors": ("helth",)})
 
 

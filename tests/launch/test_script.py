@@ -183,7 +183,7 @@ def test_workers_started_by_spawn_run_unwatched(tmp_path: Path) -> None:
     [
         (["nowhere.py"], "nowhere.py: no such script"),
         (["-m", "nowhere.train"], "no module named 'nowhere.train'"),
-        (["--monitors", "kitchen", "train.py"], "no room is called 'kitchen'"),
+        (["--monitors", "kitchen", "train.py"], "no monitor is called 'kitchen'"),
         (["--group", "host", "train.py"], "--group 'host': expected NAME=PATTERN"),
         (["--max-disk", "lots", "train.py"], "--max-disk 'lots': expected a size"),
         (["--config", "none.toml", "train.py"], "none.toml: cannot be read"),

@@ -1,6 +1,6 @@
 """What a run holds of this monitor, as its rules read it; see :mod:`backlight.store.format.spectra`.
 
-The report and the export, which know no room, read the same from there. No torch.
+The report and the export, which know no monitor, read the same from there. No torch.
 """
 
 from __future__ import annotations
