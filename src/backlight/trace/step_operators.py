@@ -15,7 +15,6 @@ import numpy as np
 
 from backlight.trace import categories
 from backlight.trace.analysis import RankAnalysis, StepRow, analyse
-from backlight.trace.elementwise_chains import Chain, chains
 from backlight.trace.errors import TraceError
 from backlight.trace.events import Events, Trace
 from backlight.trace.logits import Logits, logits
@@ -134,8 +133,6 @@ class Operations:
         Median share of a step with communication and no computation; None without communication.
     logits:
         What the loss was computed on; None where no cross entropy was seen.
-    chains:
-        Elementwise operations that follow each other.
     sum_error:
         Share by which the phases of the traced steps miss the steps, on the thread that runs them.
     device:
@@ -153,7 +150,6 @@ class Operations:
     device: DeviceTime | None
     exposed_communication: float | None
     logits: Logits | None
-    chains: tuple[Chain, ...]
     sum_error: float
     notes: tuple[str, ...] = ()
 
@@ -202,7 +198,6 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
         device=_device(one, scale),
         exposed_communication=exposed_communication(one),
         logits=logits(main),
-        chains=chains(main, count),
         sum_error=_sum_error(main),
         notes=one.notes,
     )  # fmt: skip

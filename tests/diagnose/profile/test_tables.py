@@ -13,10 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from backlight.diagnose.profile.attention_flops import attention
 from backlight.diagnose.profile.observer import Observer
 from backlight.diagnose.profile.optimizations import OFF, ON, find_optimizations
-from backlight.diagnose.profile.ranges import ModuleRanges
 from backlight.diagnose.profile.source_lines import LineRanges, lines_possible
 from backlight.diagnose.profile.throughput import throughput
-from backlight.trace.elementwise_chains import chains
 from backlight.trace.events import Trace
 from backlight.trace.module_times import attribute
 from backlight.trace.reader import read_trace
@@ -149,31 +147,6 @@ def test_operations_of_attention_are_those_of_its_shapes(
     assert reached.mfu == pytest.approx(32 * (600 + 12 * HEADS * SIZE * LENGTH) / 1e6)
     assert "N = 100 (all parameters)" in reached.basis
     assert "recomputation is not counted as work, which takes 2.0 ms of a step" in reached.basis
-
-
-def test_chains_of_elementwise_operations_are_found(tmp_path: Path) -> None:
-    class Gate(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x.mul(2).view(-1).add(1).tanh()).exp()
-
-    gate, path = Gate(), tmp_path / "trace.json"
-    ranges = ModuleRanges()
-    ranges.follow([gate])
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU],
-        schedule=torch.profiler.schedule(wait=0, warmup=1, active=2, repeat=1),
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-    ) as profiler:
-        for _ in range(3):
-            y = gate(torch.ones(4, 4))
-            y @ y
-            y.add(1).mul(2)  # two are no chain
-            profiler.step()
-    ranges.leave()
-    (chain,) = chains(read_trace(path), 2)
-    assert chain.operators == ("aten::mul", "aten::add", "aten::tanh", "aten::exp")
-    assert (chain.length, chain.calls, chain.module) == (4, 1, "")
-    assert chain.host_ms > 0
 
 
 def test_logits_are_those_of_the_loss(taken: tuple[Observer, Trace, Trace, Operations]) -> None:

@@ -69,7 +69,7 @@ def document(profile: Profile) -> dict[str, Any]:
 
 
 _TABLES = (
-    "traced_step_ms", "chains", "exposed_communication", "logits",
+    "traced_step_ms", "exposed_communication", "logits",
     "traced_steps", "trace_sum_error", "operators", "kinds", "kernels", "copies", "joined",
     "device", "trace_notes",
 )  # fmt: skip
@@ -84,7 +84,6 @@ def _tables(profile: Profile) -> dict[str, Any]:
         "traced_step_ms": tables.step_ms,
         "exposed_communication": tables.exposed_communication,
         "logits": to_json(tables.logits),
-        "chains": to_json(tables.chains),
         "trace_sum_error": tables.sum_error,
         "operators": to_json(tables.operators),
         "kinds": to_json(tables.kinds),

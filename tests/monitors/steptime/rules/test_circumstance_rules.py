@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from backlight.records import Fingerprint, Severity
+from backlight.records import Severity
 
 GIB = 2**30
 
@@ -70,50 +70,3 @@ def test_skipped_cuda_graphs_with_their_reason(stored: Any, judged: Any) -> None
     (found,) = judged(stored(circumstances=facts), "cuda_graphs_skipped")
     assert "skipped for 2 graphs: cpu device (arg0)" in found.claim
     assert not judged(stored(circumstances={"compilation": {"cuda_graph_skips": 0}}), "cuda_graphs_skipped")
-
-
-def test_arguments_that_the_training_contradicts(stored: Any, judged: Any) -> None:
-    asked = (
-        "--threads",
-        "8",
-        "--deterministic",
-        "--fused=true",
-        "--compile",
-        "--num-workers",
-        "4",
-        "--lr",
-        "1",
-    )
-    flags = {"threads": "1", "deterministic": "False"}
-    facts = {
-        "optimizers": [{"type": "AdamW", "tensors": 9, "fused": False, "foreach": False}],
-        "compilation": {"graphs": 0}, "workers": 0,
-    }  # fmt: skip
-    run = stored(circumstances=facts, fingerprint=Fingerprint(arguments=asked, flags=flags))
-    claims = [finding.claim for finding in judged(run, "knob_without_effect")]
-    assert len(claims) == 5
-    for words in ("8, and the training has 1 threads", "deterministic off", "fused off in every optimizer",
-                  "no compiled graph", "0 workers"):  # fmt: skip
-        assert any(words in claim for claim in claims), words
-
-
-def test_arguments_that_did_what_they_say_are_silent(stored: Any, judged: Any) -> None:
-    asked = (
-        "--threads",
-        "8",
-        "--deterministic",
-        "false",
-        "fused=1",
-        "--compile",
-        "--num_workers=4",
-        "--lr",
-        "1",
-    )
-    facts = {
-        "optimizers": [{"type": "AdamW", "tensors": 9, "fused": True, "foreach": False}],
-        "compilation": {"graphs": 2}, "workers": 4,
-    }  # fmt: skip
-    printed = Fingerprint(arguments=asked, flags={"threads": "8", "deterministic": "False"})
-    assert not judged(stored(circumstances=facts, fingerprint=printed), "knob_without_effect")
-    # What is not on record cannot contradict.
-    assert not judged(stored(fingerprint=Fingerprint(arguments=asked)), "knob_without_effect")

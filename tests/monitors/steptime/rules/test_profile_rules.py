@@ -91,45 +91,11 @@ def test_recomputation_counts_outermost_modules_where_memory_is_free(stored: Any
     assert not judged(stored(profile=STEP | MEMORY | {"modules": none}), "recompute_without_need")
 
 
-def test_a_slow_twin_is_told_once_and_not_its_parts(stored: Any, judged: Any) -> None:
-    modules = [module(f"blocks.{i}", 2 if i != 2 else 5, 4 if i != 2 else 8) for i in range(6)]
-    modules += [module(f"blocks.{i}.up", 1 if i != 2 else 4, 2) for i in range(6)]
-    (found,) = judged(stored(profile=STEP | {"modules": modules}), "slow_twin")
-    assert found.subject.module == "blocks.2"
-    assert "blocks.2 takes 13 ms of a step, 2.2 times the median of 6 ms of its 5 controls" in found.claim
-    even = [module(f"blocks.{i}", 2 + 0.05 * i, 4) for i in range(6)]
-    assert not judged(stored(profile=STEP | {"modules": even}), "slow_twin")
-    few = [module("blocks.0", 2), module("blocks.1", 9)]
-    assert not judged(stored(profile=STEP | {"modules": few}), "slow_twin")
-
-
-def test_layers_of_other_types_are_no_twins(stored: Any, judged: Any) -> None:
-    from backlight.records import Fingerprint
-
-    types = (("", "Sequential"), *((str(i), "ReLU" if i % 2 else "Linear") for i in range(8)))
-    modules = [module(str(i), 0.1 if i % 2 else 5) for i in range(8)]
-    run = stored(profile=STEP | {"modules": modules}, fingerprint=Fingerprint(modules=types))
-    assert not judged(run, "slow_twin")
-
-
 def test_exposed_communication(stored: Any, judged: Any) -> None:
     (found,) = judged(stored(profile=STEP | {"exposed_communication": 0.23}), "exposed_communication")
     assert "In 23 % of a step the device communicates and computes nothing" in found.claim
     for share in (0.02, None):
         assert not judged(stored(profile=STEP | {"exposed_communication": share}), "exposed_communication")
-
-
-def test_chains_are_weighed_against_the_step(stored: Any, judged: Any) -> None:
-    chain = {
-        "operators": ["aten::pow", "aten::mul", "aten::add", "aten::tanh"], "length": 4, "calls": 6.0,
-        "host_ms": 12.0, "device_ms": 0.0, "module": "blocks.0.act", "phase": "forward",
-    }  # fmt: skip
-    (found,) = judged(stored(profile=STEP | {"traced_step_ms": 60.0, "chains": [chain]}), "fusible_chains")
-    assert "take 20 % of a traced step" in found.claim
-    assert "aten::pow > aten::mul > aten::add > aten::tanh in blocks.0.act" in found.claim
-    assert "about 15 % of a step" in found.claim
-    short = chain | {"host_ms": 1.0}
-    assert not judged(stored(profile=STEP | {"traced_step_ms": 60.0, "chains": [short]}), "fusible_chains")
 
 
 def test_a_damaged_profile_is_passed_over(stored: Any, judged: Any, tmp_path: Any) -> None:

@@ -135,15 +135,6 @@ class Thresholds(Limits):
         0.02, "share of the training's time that outliers cost beyond the median", source=_CHOSEN, high=1.0
     )
 
-    # slow_twin
-    twin_count: int = limit(4, "modules of one kind and place that a slow one is compared with", low=3)
-    twin_factor: float = limit(
-        1.5, "time of a module over the median of its controls", source=_CHOSEN, low=1.0
-    )
-    twin_share: float = limit(
-        0.02, "share of a step that it must lose by that", source=_CHOSEN, low=0.0, high=1.0
-    )
-
     # exposed_communication
     exposed_share: float = limit(
         0.1,
@@ -169,13 +160,4 @@ class Thresholds(Limits):
         "compilations of one function beyond its first: one is usual, when a shape turns out to be dynamic",
         source="torch._dynamo: automatic_dynamic_shapes compiles a second time; the limit is chosen",
         low=1,
-    )
-
-    # fusible_chains
-    chain_share: float = limit(
-        0.1,
-        "share of a step in chains of elementwise operations that one kernel could do",
-        source=_CHOSEN,
-        low=0.0,
-        high=1.0,
     )
