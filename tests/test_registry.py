@@ -139,7 +139,7 @@ def test_a_name_that_is_taken_leaves_out_all_of_the_second_plug_in(plug: Plug) -
 
 def test_a_name_of_ours_cannot_be_taken() -> None:
     rule = RULES["vanishing"]
-    both = r"registered twice: by backlight\.\w+\.health\.rules\.vanishing\.\w+ and by \S*registry\.\S*<lambda>"
+    both = r"registered twice: by \S*health\.rules\.vanishing\.\w+ and by \S*registry\.\S*<lambda>"
     with pytest.raises(DuplicateNameError, match=f"rule 'vanishing' is {both}"):
         RULES.add("vanishing", Rule("vanishing", "health", 1, lambda *_: ()))
     assert RULES["vanishing"] is rule

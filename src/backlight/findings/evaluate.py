@@ -1,7 +1,8 @@
 """Judging a stored run: every rule of its monitors, with the thresholds that hold for it. No torch.
 
-The thresholds of a monitor are found by convention: ``backlight.monitors.<monitor>.model.thresholds.Thresholds`` is a frozen
-dataclass whose ``override(mapping)`` returns a changed copy and refuses unknown names, and whose class method
+The thresholds of a monitor are found by convention: ``Thresholds`` in
+``backlight.monitors.<monitor>.model.thresholds`` is a frozen dataclass whose
+``override(mapping)`` returns a changed copy and refuses unknown names, and whose class method
 ``recorded(mapping)`` returns thresholds with what it had to leave out, in words.
 """
 
