@@ -1,6 +1,6 @@
 """Why a parameter has no gradient: the reasons in words, and the choice among them.
 
-Sources: FORMULAS, section 5. A reason that is not certain says so: wrong is worse than undetermined.
+Sources: docs/formulas.md, section 5. A reason that is not certain says so: wrong is worse than undetermined.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A ``[N, M]`` stacks N per-sample gradients, K = A A^T is their Gram, U = A^T A / N their uncentred second
 moment and C = U - gg^T their covariance, g being the mean. U has the non-zero eigenvalues of K / N, and C
-those of H K H / N with H = I - 11^T / N. Source: FORMULAS, section 3; the noise scale is that of
+those of H K H / N with H = I - 11^T / N. Source: docs/formulas.md, section 3; the noise scale is that of
 McCandlish et al., 1812.06162.
 """
 

@@ -6,7 +6,7 @@ gradients at a time, ``G_c``, and adds ``G_c G_c^T``: N T i o + N^2 i o. Product
 a Gram squares the condition number; gradients that were formed in float32 are multiplied in it on a
 processor, in runs so short that rounding them again changes eigenvalues less than it did the first time.
 
-Source: FORMULAS, section 3.
+Source: docs/formulas.md, section 3.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def test_a_injected_direction_of_a_transformer_is_recovered(tmp_path: Path) -> N
     run = backlight.open_run(tmp_path)
     table = stored.table(run, 1, "block.up.weight")
     s, sigma, p, q = 3.0, 0.1, 32, 16
-    # FORMULAS of the spiked model: what one replicate shows of a direction of that strength.
+    # docs/formulas.md, section 2: what one replicate shows of a direction of that strength.
     zeta = (s**4 - sigma**4 * p * q) / (s**2 * ((s**2 + sigma**2 * p) * (s**2 + sigma**2 * q)) ** 0.5)
     assert table.measurement.identifiable == 1
     assert table["echo"][0] == pytest.approx(zeta, abs=0.01)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from backlight.findings.thresholds import Limits, limit
 
-_SHEET = "the formulas of the project: section 4, grokking"
+_SHEET = "docs/formulas.md, section 4, grokking"
 _CHOSEN = "chosen: the fast oracle is found, its nulls are not, see bench/grokking_nulls.py"
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from backlight.findings.thresholds import Limits, limit
 
-_SHEET = "the formulas of the project: section 1, gradient health"
+_SHEET = "docs/formulas.md, section 1, gradient health"
 _CHOSEN = "chosen: injected faults found, controls silent, see the tests of the rule"
 _FP16 = "IEEE 754 binary16: smallest normal number 2^-14, smallest subnormal 2^-24"
 

@@ -1,6 +1,6 @@
 """Where a series of step times becomes steady, and what its steady part says.
 
-Sources: FORMULAS of the project, section 6; batch means for correlated series as in Law, *Simulation
+Sources: docs/formulas.md, section 6; batch means for correlated series as in Law, *Simulation
 Modeling and Analysis*, here with medians, because a garbage collection must not move the answer.
 """
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from backlight.findings.thresholds import Limits, limit
 
 _CHOSEN = "chosen: injected faults found, controls silent, see the tests of the rule"
-_SHEET = "the formulas of the project: section 6, step time and memory"
+_SHEET = "docs/formulas.md, section 6, step time and memory"
 
 
 @dataclass(frozen=True)
