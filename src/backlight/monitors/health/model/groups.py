@@ -1,6 +1,6 @@
 """Groups of parameters by pattern, and the ratio of one group's gradient to another's.
 
-The source of the ratio is docs/formulas.md, section 1: ``(|g_A|/sqrt(n_A)) / (|g_B|/sqrt(n_B))``, with no epsilon.
+The ratio is ``(|g_A|/sqrt(n_A)) / (|g_B|/sqrt(n_B))``, with no epsilon; docs/formulas.md, section 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which gradients vanish, which explode, and the health of a step; docs/formulas.md, section 1, gradient health.
+"""Which gradients vanish, which explode, and the health of a step; docs/formulas.md, section 1.
 
 S recorded steps, P parameters. What was not measured is neither healthy nor ill: it is left out of
 every share, and a step at which nothing was measured has no health at all.
