@@ -3,25 +3,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
-# One thread per worker: tests run in parallel, and sums do not depend on the machine.
-ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-TESTS := $(ONE) $(BIN)/python -m pytest -q
-BESIDE := -n $(JOBS) --dist worksteal
-# Where tests stand that run alone: no other file need be read to find them (tests/test_architecture.py).
+# One thread per worker: tests run in parallel, and sums do not depend on the number of cores.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+TESTS := $(ONE_THREAD) $(BIN)/python -m pytest -q
+PARALLEL := -n $(JOBS) --dist worksteal
+# Directories of the tests marked `alone`, so that pytest collects nothing else (tests/test_architecture.py).
 ALONE := tests/diagnose/matrix tests/faults tests/monitors/stalls tests/report/live tests/setups
 
-.PHONY: demo test test-full lint coverage ways bench docs clean
+.PHONY: demo test test-full lint coverage setups bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo  ## install, train a small transformer on real text, show findings and report
 	$(BIN)/backlight demo
 
 test: lint  ## lint, types, import contracts, and every mechanism at least once
-	$(TESTS) $(BESIDE) -m "not full and not alone"
+	$(TESTS) $(PARALLEL) -m "not full and not alone"
 	$(TESTS) -m "alone and not full" $(ALONE)
 
 test-full: lint  ## the whole matrices and fault suites as well
-	$(TESTS) $(BESIDE) -m "not alone"
+	$(TESTS) $(PARALLEL) -m "not alone"
 	$(TESTS) -m "alone" $(ALONE)
 
 lint: $(VENV)/.dev
@@ -32,16 +32,16 @@ lint: $(VENV)/.dev
 
 coverage: $(VENV)/.dev  ## line and branch coverage, watched scripts included
 	$(BIN)/coverage erase
-	$(TESTS) $(BESIDE) -m "not full and not alone" --cov --cov-report=
+	$(TESTS) $(PARALLEL) -m "not full and not alone" --cov --cov-report=
 	$(BIN)/coverage report
 
 docs: $(VENV)/.dev  ## the documentation site in build/site; its examples run while it is built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-ways: $(VENV)/.dev  ## every monitor in every way of training; writes the tables of README and docs/setups.md
-	$(ONE) $(BIN)/python tests/setups/table.py
+setups: $(VENV)/.dev  ## every monitor in every training setup; writes the tables of README and docs/setups.md
+	$(ONE_THREAD) $(BIN)/python tests/setups/table.py
 
-bench: $(VENV)/.dev  ## every claim of speed, side by side with a peer
+bench: $(VENV)/.dev  ## every speed claim, interleaved with a peer
 	for file in bench/*.py; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$file || exit 1; done
 
 $(BIN)/python:

@@ -25,7 +25,7 @@ from setups.trainings import WAYS  # noqa: E402 - found by now
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGES = (TESTS.parent / "README.md", TESTS.parent / "docs" / "setups.md")
-BEGIN, END = "<!-- ways: written by `make ways` -->", "<!-- end of ways -->"
+BEGIN, END = "<!-- setups: written by `make setups` -->", "<!-- end of setups -->"
 
 MARKS = {TESTED: "✓", IN_PART: "in part", REFUSED: "refused"}
 

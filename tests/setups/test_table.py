@@ -37,7 +37,7 @@ def test_what_is_said_stands_below_the_table_once() -> None:
 
 
 def test_a_page_without_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="no <!-- ways"):
+    with pytest.raises(ValueError, match="no <!-- setups"):
         table.between("# A page\n")
 
 
