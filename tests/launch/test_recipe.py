@@ -204,7 +204,7 @@ def test_values_of_a_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pairs", "message"), [(["dim"], "expected name=value"), (["a=1", "a=2"], "a is set twice")]
+    ("pairs", "message"), [(["dim"], "expected name=value"), (["a=1", "a=2"], "a is given twice")]
 )
 def test_pairs_that_are_none_are_refused(pairs: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):

@@ -23,8 +23,8 @@ from backlight.report.overlay import write_overlay
 from backlight.report.page import render_page, write_page, write_report
 from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
 from backlight.report.source import Source
-from backlight.report.text import number
 from backlight.store.read.run import Run
+from backlight.text import number
 from grokking_runs import Grok, write_grokking_run
 
 pytestmark = NEEDS_CHROMIUM

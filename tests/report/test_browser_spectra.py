@@ -14,9 +14,9 @@ from selenium.webdriver.support.ui import Select
 
 from backlight.analysis.report import source_of
 from backlight.report.page import render_page, write_page
-from backlight.report.text import number
 from backlight.store.format.spectra import measurements
 from backlight.store.read.run import Run
+from backlight.text import number
 from spectra_runs import STRENGTHS, Injected, write_spectra_run
 
 pytestmark = NEEDS_CHROMIUM

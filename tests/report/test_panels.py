@@ -13,9 +13,9 @@ from backlight.report.encoding import PRECISION
 from backlight.report.grokking_verdict import Followed, Learning, Row
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.source import Source
-from backlight.report.text import duration, percent
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
+from backlight.text import duration, percent
 
 FULL = Plan(
     steps=120,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from backlight.text import assignments
+
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -31,12 +33,4 @@ def parse_groups(items: Iterable[str]) -> dict[str, str]:
     ValueError
         If an item has another form, or a name comes twice.
     """
-    groups: dict[str, str] = {}
-    for item in items:
-        name, separator, pattern = item.partition("=")
-        if not (name and separator and pattern):
-            raise ValueError(f"--group {item!r}: expected NAME=PATTERN, such as --group host='encoder.*'")
-        if name in groups:
-            raise ValueError(f"--group {item!r}: the group {name!r} is given twice")
-        groups[name] = pattern
-    return groups
+    return assignments(items, "--group", "NAME=PATTERN, such as --group host='encoder.*'")

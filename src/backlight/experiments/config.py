@@ -8,7 +8,6 @@ optional but ``experiment``; one that does not exist is refused with the nearest
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from backlight.experiments.experiment import EXPERIMENTS, Experiment
 from backlight.monitors.grokking.model.measures import Measures
 from backlight.records import to_json
 from backlight.registry import UnknownNameError
+from backlight.text import assignment, did_you_mean
 
 PRESETS = ("ci", "paper")
 CONTROLS = ("", "random-labels")
@@ -156,10 +156,11 @@ def assigned(items: Iterable[str]) -> dict[str, Any]:
     """
     out: dict[str, Any] = {}
     for item in items:
-        name, separator, text = item.partition("=")
-        path = name.strip().split(".")
-        if not separator or not all(path):
-            raise ConfigurationError(f"--set {item!r}: expected section.key=value, such as training.lr=0.001")
+        example = "section.key=value, such as training.lr=0.001"
+        name, text = assignment(item, "--set", example, ConfigurationError)
+        path = name.split(".")
+        if not all(path):
+            raise ConfigurationError(f"--set {item!r}: expected {example}")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
@@ -260,7 +261,4 @@ def _checked(kind: Any, value: Any, path: str, where: str) -> Any:
 
 
 def _nearest(name: str, known: Iterable[str], path: str = "") -> str:
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    prefix = f"{path}." if path else ""
-    return f"; did you mean {prefix + near[0]!r}?" if near else f"; there are: {', '.join(known)}"
+    return did_you_mean(name, known, f"{path}." if path else "")

@@ -16,6 +16,7 @@ from backlight.experiments.loop import named_gradients
 from backlight.monitors.grokking.instrument.tracker import Tracker
 from backlight.monitors.grokking.model.available_memory import resident_bytes
 from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier, left_out
+from backlight.text import size
 
 if TYPE_CHECKING:
     from backlight.experiments.experiment import Task
@@ -326,11 +327,3 @@ def _held_bytes(task: Task, measures: Measures) -> int:
     window = measures.window_steps * sum(p.numel() * p.element_size() for p in parameters)
     sketch = 2 * measures.sketch_rows * 8 * sum(p.numel() for p in parameters)
     return (window if measures.window else 0) + (sketch if measures.sketch else 0)
-
-
-def size(amount: float) -> str:
-    """Return bytes in words."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if amount >= factor:
-            return f"{amount / factor:.3g} {unit}"
-    return f"{amount:.0f} B"

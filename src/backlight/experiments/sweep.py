@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backlight.experiments.config import ConfigurationError
+from backlight.text import assignment
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,10 @@ def members(root: Path, chosen: Sequence[int], sweeps: Iterable[str]) -> list[Me
     """
     axes: list[list[tuple[str, str]]] = []
     for item in sweeps:
-        key, separator, values = item.partition("=")
-        if not separator or not key or not all(values.split(",")):
-            raise ConfigurationError(
-                f"--sweep {item!r}: expected key=value,value, such as training.lr=0.001,0.01"
-            )
+        example = "key=value,value, such as training.lr=0.001,0.01"
+        key, values = assignment(item, "--sweep", example, ConfigurationError)
+        if not all(values.split(",")):
+            raise ConfigurationError(f"--sweep {item!r}: expected {example}")
         axes.append([(key, value) for value in values.split(",")])
     out = []
     every: Sequence[int | None] = chosen or [None]

@@ -8,7 +8,6 @@ A function is given those settings that its signature names, or all of them if i
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import inspect
 import itertools
@@ -19,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
+
+from backlight.text import assignments, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -257,15 +258,11 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
     RecipeError
         If a pair has no ``=`` or a key comes twice.
     """
-    settings: dict[str, Any] = {}
-    for pair in pairs:
-        key, sign, text = pair.partition("=")
-        if not sign or not key.strip().isidentifier():
-            raise RecipeError(f"--set {pair}: expected name=value, such as --set dim=512")
-        if key.strip() in settings:
-            raise RecipeError(f"--set {pair}: {key.strip()} is set twice")
-        settings[key.strip()] = parse_value(text.strip())
-    return settings
+    found = assignments(pairs, "--set", "name=value, such as --set dim=512", RecipeError)
+    for key in found:
+        if not key.isidentifier():
+            raise RecipeError(f"--set {key}: expected a Python name, such as --set dim=512")
+    return {key: parse_value(text) for key, text in found.items()}
 
 
 def parse_value(text: str) -> Any:
@@ -333,9 +330,9 @@ def _check_settings(path: Path, module: ModuleType, settings: Mapping[str, Any])
     known = sorted(set().union(*(_named(module, name) for name in functions)))
     for key in settings:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known) or 'none'}"
-            raise RecipeError(f"{path}: no function of the recipe takes the setting {key!r}; {hint}")
+            raise RecipeError(
+                f"{path}: no function of the recipe takes the setting {key!r}{did_you_mean(key, known)}"
+            )
 
 
 def _read_checkpoint(path: Path) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight.distributed import JOB_SEPARATOR
+from backlight.text import assignments
 
 _OWN = ("cluster", "nodes", "nproc_per_node", "max_restarts", "setup", "time", "timeout_min", "name")
 _REFUSED = ("ntasks", "tasks_per_node", "ntasks_per_node")
@@ -46,16 +47,11 @@ def parameters(items: Iterable[str]) -> dict[str, Any]:
     ClusterError
         If an item has another form.
     """
-    out: dict[str, Any] = {}
-    for item in items:
-        key, separator, value = item.partition("=")
-        if not separator or not key.strip() or not value.strip():
-            raise ClusterError(
-                f"--slurm {item!r}: expected key=value, such as partition=gpu or cluster=local"
-            )
-        name = key.strip().lstrip("-").replace("-", "_")
-        out[name] = int(value) if value.strip().isdigit() else value.strip()
-    return out
+    example = "key=value, such as partition=gpu or cluster=local"
+    return {
+        key.lstrip("-").replace("-", "_"): int(value) if value.isdigit() else value
+        for key, value in assignments(items, "--slurm", example, ClusterError).items()
+    }
 
 
 _NAMES = {"timeout_min": "time", "mem_gb": "mem", "name": "job-name"}

@@ -7,7 +7,7 @@ import html
 import numpy as np
 import numpy.typing as npt
 
-from backlight.report.text import number, visible
+from backlight.text import number, visible
 
 WIDTH, HEIGHT = 340, 120
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 8, 20, 18

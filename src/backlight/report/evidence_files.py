@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backlight.report.source import Source
-from backlight.report.text import visible
+from backlight.text import visible
 
 LONGEST = 60_000
 """Characters of one file that are shown."""

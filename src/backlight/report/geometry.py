@@ -12,8 +12,8 @@ from backlight.report.charts import Axis, Line, Span, chart, spans_decades
 from backlight.report.grokking_verdict import Between, Learning
 from backlight.report.panel import Drawn, Fact, NotMeasured
 from backlight.report.source import Source
-from backlight.report.text import number, visible
 from backlight.store.read.run import Run, Scalar
+from backlight.text import number, visible
 
 SCOPES = 8
 """Lines of single layers that one chart can tell apart."""

@@ -7,7 +7,7 @@ from statistics import median
 
 from backlight.report.charts import Line
 from backlight.report.spectra import LINES, Spectra, numbers_of
-from backlight.report.text import number, visible
+from backlight.text import number, visible
 
 
 def lines_over_steps(found: Spectra, name: str) -> tuple[list[Line], list[str]]:

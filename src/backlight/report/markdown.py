@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from backlight.records import Finding
 from backlight.report.evidence_files import collected
 from backlight.report.source import Source
-from backlight.report.text import number, visible
 from backlight.report.verdict import Outcome, by_severity, measurements, outcome, where
 from backlight.store.read.run import Run
+from backlight.text import number, visible
 
 MOST_NAMES = 20
 """Names that a list of unmeasured parameters spells out."""

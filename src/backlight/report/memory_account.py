@@ -53,15 +53,3 @@ def account_of(source: Source) -> Accounted | str:
         return Accounted(told, np.asarray(positions[-1], np.int64), np.asarray(curve[-1], np.float64))
     except (OSError, ValueError) as error:
         return f"{path} cannot be read: {error}."
-
-
-def size(nbytes: float) -> str:
-    """Return bytes in powers of 1000."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return (
-                f"{nbytes / factor:.3g} {unit}"
-                if nbytes < 999.5 * factor
-                else f"{nbytes / factor:.0f} {unit}"
-            )
-    return f"{nbytes:.0f} B"

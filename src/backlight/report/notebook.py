@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from backlight.records import Finding, Severity
 from backlight.report.curve import curve
 from backlight.report.source import Source
-from backlight.report.text import count, visible
 from backlight.report.verdict import by_severity, outcome, where
 from backlight.store.read.run import Run
+from backlight.text import count, visible
 
 MOST = 20
 """Findings that a cell shows; the rest of them is counted."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from backlight.report.charts import Axis, Line, chart, spans_decades
 from backlight.report.page import document, write_page
-from backlight.report.text import count, visible
+from backlight.text import count, visible
 
 SHOWN = 8
 """Runs that one chart can tell apart."""

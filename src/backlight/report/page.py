@@ -35,8 +35,8 @@ from backlight.report.panel import (
     shown,
 )
 from backlight.report.source import Source
-from backlight.report.text import duration, number, score, visible
 from backlight.store.read.run import Run
+from backlight.text import duration, number, score, visible
 
 ASSETS = files("backlight.report") / "assets"
 VENDOR = files("backlight.report") / "vendor"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from backlight.registry import PlugIn, Registry
-from backlight.report.text import visible
+from backlight.text import visible
 
 if TYPE_CHECKING:
     from backlight.report.source import Source

@@ -9,7 +9,7 @@ from typing import Any
 
 from backlight.report.panel import Drawn, NotMeasured
 from backlight.report.source import Source
-from backlight.report.text import visible
+from backlight.text import visible
 
 NAME = "profile.json"
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.report.text import visible
 from backlight.store.format import spectra
 from backlight.store.format.spectra import Layer, Measurement, Table
 from backlight.store.read.run import Run
+from backlight.text import visible
 
 Floats = NDArray[np.float64]
 

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from backlight.records import Finding, Severity
 from backlight.report.source import Source
-from backlight.report.text import count, listed, number, visible
 from backlight.report.verdict import Outcome, by_severity, measurements, outcome, where
 from backlight.store.read.run import Run
+from backlight.text import count, listed, number, visible
 
 ALIKE = 3
 """Findings of one rule that are printed in full; the rest of them is counted."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from backlight.records import OTHERS, Finding, RunStatus, Severity
 from backlight.report.source import APART, Source
-from backlight.report.text import count, duration, listed, number, visible, with_unit
+from backlight.text import count, duration, listed, number, visible, with_unit
 
 STATUS = {
     RunStatus.RUNNING: "still running when this was written",

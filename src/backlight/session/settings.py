@@ -13,7 +13,6 @@ A file looks like this; every key is optional::
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from backlight.monitors.spectra.model.options import Catching
 from backlight.monitors.stalls.instrument.trace_option import traced_kinds
 from backlight.session.probes import DEFAULT_MONITORS
 from backlight.session.trackers.base import chosen
+from backlight.text import did_you_mean
 
 FOLDERS = frozenset(
     {"out", "output", "outdir", "path", "dir", "folder", "log_dir", "logdir", "run_dir", "save_dir"}
@@ -190,9 +190,7 @@ class Settings:
 def _refuse_unknown(values: Mapping[str, Any], known: list[str], where: str) -> None:
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(known)}"
-            raise ValueError(f"{where}: unknown key {key!r}{hint}")
+            raise ValueError(f"{where}: unknown key {key!r}{did_you_mean(key, known)}")
 
 
 def _known_fields(values: Any, kind: type[Measures | Catching], where: str) -> None:

@@ -49,9 +49,9 @@ def test_axes_are_read_and_refused() -> None:
         "name": ["a"],
     }
     for pair in ("dim", "dim=1,,2", "=3"):
-        with pytest.raises(RecipeError, match=f"--set {pair}: expected name=value,value"):
+        with pytest.raises(RecipeError, match=f"--set .*{pair}.*: expected name=value,value"):
             parse_axes([pair])
-    with pytest.raises(RecipeError, match="dim is set twice"):
+    with pytest.raises(RecipeError, match="dim is given twice"):
         parse_axes(["dim=1", "dim=2"])
 
 

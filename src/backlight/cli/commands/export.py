@@ -60,11 +60,11 @@ def export(
         If neither a file nor a tracker is named, or --all and --rows are.
     """
     from backlight.findings.evaluate import findings_of
-    from backlight.report.text import count
     from backlight.session.trackers.replay import send_all
     from backlight.store.export.files import export as write
     from backlight.store.export.table_files import export_tables
     from backlight.store.read.run import open_run
+    from backlight.text import count
 
     if target is None and not to:
         raise typer.BadParameter("name a FILE to write, or a tracker with --to NAME=TARGET")

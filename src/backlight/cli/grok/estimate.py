@@ -49,8 +49,8 @@ def estimate(
 
 def show(found: Estimate, console: Console) -> None:
     """Print an estimate."""
-    from backlight.experiments.cost_estimate import size
     from backlight.monitors.grokking.model.measures import TIERS
+    from backlight.text import size
 
     table = Table(box=None, pad_edge=False)
     table.add_column("part")

@@ -10,7 +10,7 @@ from backlight.analysis.grokking import Examined
 from backlight.analysis.overlay import Overlaid, value_at
 from backlight.monitors.grokking.model.lead_lag import Following
 from backlight.monitors.grokking.model.verdicts import Detection
-from backlight.report.text import number, visible
+from backlight.text import number, visible
 
 FOLLOWING = 10
 """Measures that are printed; --json has all."""

@@ -16,6 +16,7 @@ from backlight.diagnose.memory.document import (
     predicted_answer,
     sum_of_gradients,
 )
+from backlight.text import size
 
 if TYPE_CHECKING:
     from backlight.diagnose.memory.account import Account
@@ -97,18 +98,6 @@ def print_predicted(
         _note(page, "the model had to be built with all its memory: its constructor works on no other device")
     for text in NOT_PREDICTED:
         _note(page, f"not seen: {text}")
-
-
-def size(nbytes: float) -> str:
-    """Return bytes for people, in powers of 1000."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(nbytes) >= factor:
-            return (
-                f"{nbytes / factor:.3g} {unit}"
-                if abs(nbytes) < 1000 * factor
-                else f"{nbytes / factor:.0f} {unit}"
-            )
-    return f"{nbytes:.0f} B"
 
 
 def _headline(account: Account) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from backlight.diagnose.scaling.power_law import Exponent, PowerLaw, ScalingError, fit
 from backlight.launch.recipe import RecipeError, parse_value
 from backlight.launch.subprocess import run_in_own_session
+from backlight.text import assignments
 
 OUT_OF_MEMORY = "out of memory"
 """Status of a size that did not fit."""
@@ -98,14 +99,12 @@ def parse_axes(pairs: Sequence[str]) -> dict[str, list[Any]]:
         If a pair has another form, or a name comes twice.
     """
     axes: dict[str, list[Any]] = {}
-    for pair in pairs:
-        name, sign, text = pair.partition("=")
+    example = "name=value,value, such as dim=512,768,1024"
+    for name, text in assignments(pairs, "--set", example, RecipeError).items():
         values = [part.strip() for part in text.split(",")]
-        if not sign or not name.strip().isidentifier() or not all(values):
-            raise RecipeError(f"--set {pair}: expected name=value,value, such as dim=512,768,1024")
-        if name.strip() in axes:
-            raise RecipeError(f"--set {pair}: {name.strip()} is set twice")
-        axes[name.strip()] = list(dict.fromkeys(parse_value(value) for value in values))
+        if not name.isidentifier() or not all(values):
+            raise RecipeError(f"--set {name}={text}: expected {example}")
+        axes[name] = list(dict.fromkeys(parse_value(value) for value in values))
     return axes
 
 

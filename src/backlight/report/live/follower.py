@@ -27,9 +27,9 @@ from backlight.report.live.step_window import window
 from backlight.report.page import belongs, head, panel_data
 from backlight.report.panel import Drawn, Failed, NotMeasured, Panel, failed, in_order, shown
 from backlight.report.source import Source
-from backlight.report.text import visible
 from backlight.store.errors import RunFormatError
 from backlight.store.read.run import Run
+from backlight.text import visible
 
 PAUSE = 0.3
 """Seconds between two looks at the files of a run."""

@@ -17,7 +17,7 @@ from backlight.report.live.run_state import Stand, Standing
 from backlight.report.overlay import SHOWN, compared, left_out, listing, part
 from backlight.report.panel import not_drawn
 from backlight.report.source import Series, Source
-from backlight.report.text import count, duration, number, visible
+from backlight.text import count, duration, number, visible
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass
 
 from backlight.records import RunStatus
-from backlight.report.text import number
 from backlight.store.read.run import Run
+from backlight.text import number
 
 
 class Standing(enum.StrEnum):

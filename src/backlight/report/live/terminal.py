@@ -19,8 +19,8 @@ from rich.text import Text
 from backlight.records import Finding, Severity
 from backlight.report.live.run_state import Stand, Standing
 from backlight.report.source import Source
-from backlight.report.text import count, duration, number, percent, visible
 from backlight.report.verdict import by_severity, tally, where
+from backlight.text import count, duration, number, percent, visible
 
 BARS = "▁▂▃▄▅▆▇█"
 

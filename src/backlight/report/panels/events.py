@@ -7,7 +7,7 @@ from typing import Any
 
 from backlight.report.panel import Drawn, panel
 from backlight.report.source import Source
-from backlight.report.text import listed, number, visible
+from backlight.text import listed, number, visible
 
 SHOWN = 200
 """Rows of the table; an event that repeats at every step is one row with a count."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import visible
+from backlight.text import visible
 
 
 @panel("fingerprint", title="Fingerprint", order=130, series=("fingerprint",))

@@ -6,7 +6,7 @@ from typing import Any
 
 from backlight.report.panel import Drawn, panel
 from backlight.report.source import Source
-from backlight.report.text import number, visible
+from backlight.text import number, visible
 
 
 @panel("thresholds", title="Thresholds", order=140, series=("thresholds",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from backlight.report.charts import NUMBERS, Axis, Line, chart, spans_decades
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import visible
+from backlight.text import visible
 
 SHOWN = 40
 """Charts of user scalars on one page."""

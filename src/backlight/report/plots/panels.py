@@ -18,7 +18,7 @@ from backlight.report.encoding import unpack
 from backlight.report.plots.save import Draw, colours, ramp, shortened, tick
 from backlight.report.plots.spectra import spectra
 from backlight.report.source import Source
-from backlight.report.text import power, visible
+from backlight.text import power, visible
 
 WIDTH, HEIGHT = 8.5, 2.6
 """Inches of one chart."""

@@ -18,7 +18,7 @@ from backlight.registry import warn
 from backlight.report.page import ASSETS, rendered
 from backlight.report.panel import Drawn, Panel, PanelWarning, failed
 from backlight.report.source import Source
-from backlight.report.text import number, visible
+from backlight.text import number, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

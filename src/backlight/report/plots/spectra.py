@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from backlight.report.plots.save import colours, shortened, tick
 from backlight.report.source import Source
-from backlight.report.text import number
+from backlight.text import number
 
 PICTURED = 6
 """Layers that get pictures: those with the largest share of signal."""

@@ -6,7 +6,7 @@ from backlight.report.charts import Axis, chart
 from backlight.report.geometry import lines_of, scaled, spans, spectrum_lines
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import visible
+from backlight.text import visible
 
 PLACES = (1, 2, 3, 5, 10, 20)
 

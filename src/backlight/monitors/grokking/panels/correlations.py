@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import number, visible
+from backlight.text import number, visible
 
 
 @panel(

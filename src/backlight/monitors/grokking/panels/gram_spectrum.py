@@ -6,7 +6,7 @@ from backlight.report.charts import Axis, chart
 from backlight.report.geometry import spans, spectrum_lines
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import number
+from backlight.text import number
 
 PLACES = (1, 2, 3, 5, 10, 20, 50, 100)
 """Eigenvalues that are drawn, counted from the largest."""

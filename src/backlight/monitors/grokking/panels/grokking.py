@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import visible
+from backlight.text import visible
 
 _WORDS = {True: "holds", False: "fails", None: "not known"}
 

@@ -6,7 +6,7 @@ from backlight.report.charts import Axis, chart
 from backlight.report.geometry import between, lines_of, scaled, spans
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import listed, number, visible
+from backlight.text import listed, number, visible
 
 ACCURACIES = (("train_accuracy", "training accuracy"), ("test_accuracy", "test accuracy"))
 LOSSES = (("train_loss", "training loss"), ("test_loss", "test loss"))

@@ -6,7 +6,7 @@ from backlight.report.charts import Line, chart
 from backlight.report.geometry import measured, scaled, spans
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import visible
+from backlight.text import visible
 
 METRICS = ("trace", "spectral", "effective_rank", "participation_ratio", "numerical_rank", "condition")
 """Metrics that are drawn, each in a chart of its own; all are in the run."""

@@ -6,7 +6,7 @@ from backlight.report.charts import Axis, Line, chart
 from backlight.report.geometry import lines_of, measured, scaled, spans
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import visible
+from backlight.text import visible
 
 SHOWN = 24
 """Charts of progress measures on one page."""

@@ -7,7 +7,7 @@ import numpy as np
 from backlight.report.charts import Axis, Line, chart
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import count, number, percent
+from backlight.text import count, number, percent
 
 
 @panel(

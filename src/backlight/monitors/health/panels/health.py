@@ -7,7 +7,7 @@ import numpy as np
 from backlight.report.charts import Axis, Line, chart, spans_decades
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import number, score
+from backlight.text import number, score
 
 
 @panel(

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from backlight.report.charts import Axis, Line, chart
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import number
 from backlight.store.read.run import Spread
+from backlight.text import number
 
 LINES = 8
 """Ranks with a line each; of more, the lowest, the median and the highest are drawn."""

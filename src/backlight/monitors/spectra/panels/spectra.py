@@ -5,7 +5,7 @@ from __future__ import annotations
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
 from backlight.report.spectra import explorer
-from backlight.report.text import count, number
+from backlight.text import count, number
 
 
 @panel(

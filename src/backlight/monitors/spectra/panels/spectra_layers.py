@@ -7,8 +7,8 @@ import math
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
 from backlight.report.spectra import shape_of
-from backlight.report.text import number, visible
 from backlight.store.format.spectra import Measurement
+from backlight.text import number, visible
 
 MOST = 300
 """Layers that are listed."""

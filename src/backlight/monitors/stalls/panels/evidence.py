@@ -5,7 +5,7 @@ from __future__ import annotations
 from backlight.report.evidence_files import collected
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import visible
+from backlight.text import visible
 
 
 @panel(

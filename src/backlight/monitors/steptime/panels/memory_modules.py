@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from backlight.report.memory_account import account_of, size
+from backlight.report.memory_account import account_of
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.profile_tables import Figures, figures
 from backlight.report.source import Source
+from backlight.text import size
 
 ROWS = 60
 """Modules that are listed."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from backlight.report.charts import Axis, Line, chart
-from backlight.report.memory_account import account_of, size
+from backlight.report.memory_account import account_of
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.text import visible
+from backlight.text import size, visible
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 

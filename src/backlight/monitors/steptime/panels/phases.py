@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.reduction import cut
 from backlight.report.source import Source
-from backlight.report.text import duration, percent, visible
+from backlight.text import duration, percent, visible
 
 FEW = 10
 """Steps below which none is called an outlier."""

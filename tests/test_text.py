@@ -1,4 +1,4 @@
-"""Numbers in the length that they deserve, and hostile text that does nothing."""
+"""Numbers in the length that they deserve, and hostile text made visible; KEY=VALUE items."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backlight.report.text import count, duration, listed, number, percent, score, visible, with_unit
+from backlight import text
+from backlight.text import count, duration, listed, number, percent, score, visible, with_unit
 
 
 @pytest.mark.parametrize(
@@ -85,3 +86,24 @@ def test_words_for_amounts() -> None:
 )
 def test_invisible_characters_are_seen(text: str, shown: str) -> None:
     assert visible(text) == shown
+
+
+def test_sizes_are_in_powers_of_1000() -> None:
+    assert [text.size(n) for n in (0, 999, 1500, -2e6, 1.25e9, 1234e12)] == [
+        "0 B", "999 B", "1.5 kB", "-2 MB", "1.25 GB", "1234 TB",
+    ]  # fmt: skip
+
+
+def test_a_close_name_is_suggested() -> None:
+    assert text.did_you_mean("contrl", ["control", "levels"]) == "; did you mean 'control'?"
+    assert text.did_you_mean("x", ["control", "levels"]) == "; there are: control, levels"
+    assert text.did_you_mean("x", []) == "; there are none"
+
+
+def test_assignments_are_read() -> None:
+    assert text.assignments(["a=1", " b = x=y "], "--set", "KEY=VALUE") == {"a": "1", "b": "x=y"}
+    for item in ("a", "a=", "=1"):
+        with pytest.raises(ValueError, match=r"--set '.*': expected KEY=VALUE"):
+            text.assignments([item], "--set", "KEY=VALUE")
+    with pytest.raises(ValueError, match=r"--set 'a=2': a is given twice"):
+        text.assignments(["a=1", "a=2"], "--set", "KEY=VALUE")

@@ -1,14 +1,15 @@
-"""Words and numbers for people: hostile text made visible, numbers in the length that they deserve.
+"""Numbers, sizes, names and ``KEY=VALUE`` items as text, for messages, reports and the terminal.
 
-Names of runs, parameters and scalars come from strangers. What is done here keeps them from acting on
-a terminal or from reordering a line; markup is the business of the writer that knows its own syntax.
+Names of runs, parameters and scalars are untrusted: :func:`visible` keeps them from acting on a terminal or
+from reordering a line. Escaping markup is up to the writer of that markup.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -89,7 +90,7 @@ def count(amount: int, one: str, many: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span as people say it: ``3 min 12 s``."""
+    """Return a time span: ``3 min 12 s``, ``1.25 ms``."""
     if not math.isfinite(seconds) or seconds < 0:
         return "not known"
     for below, times, unit in ((1e-3, 1e6, "\N{MICRO SIGN}s"), (1.0, 1e3, "ms"), (60.0, 1.0, "s")):
@@ -105,3 +106,57 @@ def listed(items: Sequence[str], most: int = 3) -> str:
     """Return ``a, b, c and 12 more``."""
     shown = ", ".join(items[:most])
     return shown if len(items) <= most else f"{shown} and {len(items) - most:,} more"
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes in powers of 1000: ``1.25 GB``."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(nbytes) >= factor:
+            amount = nbytes / factor
+            return f"{amount:.3g} {unit}" if abs(amount) < 999.5 else f"{amount:.0f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return ``; did you mean 'x'?`` for the end of a message, or the known names where none is close.
+
+    ``prefix`` is put before the suggestion: the section of a key.
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"; did you mean {prefix + close[0]!r}?"
+    return f"; there are: {', '.join(names)}" if names else "; there are none"
+
+
+def assignment(item: str, option: str, example: str, error: type[ValueError] = ValueError) -> tuple[str, str]:
+    """Return key and value of a ``KEY=VALUE`` item of the command line, stripped.
+
+    Raises
+    ------
+    ValueError
+        ``error``, with ``option`` and ``example`` in its message, if the item has another form.
+    """
+    key, sign, value = (part.strip() for part in item.partition("="))
+    if not (key and sign and value):
+        raise error(f"{option} {item!r}: expected {example}")
+    return key, value
+
+
+def assignments(
+    items: Iterable[str], option: str, example: str, error: type[ValueError] = ValueError
+) -> dict[str, str]:
+    """Return values by key from ``KEY=VALUE`` items of the command line.
+
+    Raises
+    ------
+    ValueError
+        ``error``, if an item has another form, or a key is given twice.
+    """
+    found: dict[str, str] = {}
+    for item in items:
+        key, value = assignment(item, option, example, error)
+        if key in found:
+            raise error(f"{option} {item!r}: {key} is given twice")
+        found[key] = value
+    return found
