@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from backlight.experiments.tasks import quadratic
+from backlight.experiments import oracle
 from backlight.monitors.grokking.model.detection import detect
 from backlight.monitors.grokking.model.verdicts import Detection, GrokkingVerdict
 
@@ -38,13 +38,13 @@ def trained(
     scale: float = 1.0,
 ) -> Detection:
     """Train the fast oracle and judge it; ``scale`` multiplies its weights before the first step."""
-    settings = quadratic.Settings()
+    settings = oracle.Settings()
     settings = dataclasses.replace(
         settings,
         data=dataclasses.replace(settings.data, train_share=train_share),
         training=dataclasses.replace(settings.training, weight_decay=weight_decay),
     )
-    task = quadratic.build(settings, seed, "cpu", control)
+    task = oracle.build(settings, seed, "cpu", control)
     with torch.no_grad():
         for parameter in task.model.parameters():
             parameter.mul_(scale)

@@ -30,13 +30,13 @@ from rich.console import Console
 from rich.table import Table
 
 from backlight.experiments.config import assigned, configure
-from backlight.experiments.cost_estimate import size
 from backlight.experiments.loop import Loop
 from backlight.experiments.runner import Sink, build, pace_of, run_experiment, tracker_of
 from backlight.store.format.hdf5_filters import Filters
 from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, write_piece
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
+from backlight.text import size
 
 OFF = ("gradients", "products", "window", "mean_gradient", "gram", "vectors", "agop", "sketch")
 VARIANTS: dict[str, list[str]] = {

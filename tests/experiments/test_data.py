@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.experiments.data.gaussian import linear_teacher
-from backlight.experiments.data.images import image_split, load_images
-from backlight.experiments.data.knowledge import NO_TOKEN, knowledge_graph
-from backlight.experiments.data.modular import OPERATIONS, modular_table, one_hot_pairs, unordered
-from backlight.experiments.data.permutations import permutation_table
-from backlight.experiments.data.random_streams import derived_seed, generator, seeded
-from backlight.experiments.data.split import apply_control, share_out
+from backlight.experiments.data.algorithmic import (
+    NO_TOKEN,
+    OPERATIONS,
+    knowledge_graph,
+    modular_table,
+    one_hot_pairs,
+    permutation_table,
+    unordered,
+)
+from backlight.experiments.data.split import apply_control, derived_seed, generator, seeded, share_out
+from backlight.experiments.data.vectors import image_split, linear_teacher, load_images
 from backlight.experiments.published.doshi import Data as Polynomial
 from backlight.experiments.published.doshi import polynomial_table
 

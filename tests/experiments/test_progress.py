@@ -10,13 +10,23 @@ import torch
 from torch import nn
 
 from backlight.experiments.models.mlp import Mlp
-from backlight.experiments.progress import fourier
-from backlight.experiments.progress.adversarial import adversarial_accuracy, attacked
-from backlight.experiments.progress.agop import alignment, circulant_deviation, input_agop
-from backlight.experiments.progress.local_complexity import local_complexity, neighbourhood
-from backlight.experiments.progress.norms import weight_norm
-from backlight.experiments.progress.representation import parallelograms, representation_quality
-from backlight.experiments.progress.softmax_collapse import smallest_margin, softmax_collapse
+from backlight.experiments.progress import representation as fourier
+from backlight.experiments.progress.input_sensitivity import (
+    adversarial_accuracy,
+    alignment,
+    attacked,
+    circulant_deviation,
+    input_agop,
+    local_complexity,
+    neighbourhood,
+)
+from backlight.experiments.progress.representation import (
+    parallelograms,
+    representation_quality,
+    smallest_margin,
+    softmax_collapse,
+    weight_norm,
+)
 
 
 def draw(seed=0):

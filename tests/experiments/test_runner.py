@@ -18,8 +18,7 @@ import torch
 import backlight
 from backlight.experiments import runner
 from backlight.experiments.config import Configuration, ConfigurationError, assigned, configure
-from backlight.experiments.cost_check import Choice, DoesNotFitError, choose, estimate_of
-from backlight.experiments.cost_estimate import Cost, Estimate
+from backlight.experiments.cost import Choice, Cost, DoesNotFitError, Estimate, choose, estimate_of
 from backlight.experiments.runner import Progress, run_experiment
 from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier
 from backlight.records import RunStatus

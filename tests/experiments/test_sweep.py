@@ -10,9 +10,8 @@ import pytest
 
 import backlight
 from backlight.experiments.config import ConfigurationError, configure
-from backlight.experiments.cost_estimate import Cost, Estimate
-from backlight.experiments.slurm_jobs import filled_in, script, submit
-from backlight.experiments.sweep import members, run_all, seeds, together
+from backlight.experiments.cost import Cost, Estimate
+from backlight.experiments.sweep import filled_in, members, run_all, script, seeds, submit, together
 from backlight.launch.slurm import ClusterError, parameters
 from backlight.monitors.grokking.model.measures import TIERS, Measures
 

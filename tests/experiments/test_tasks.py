@@ -9,13 +9,12 @@ import inspect
 import pytest
 import torch
 
-from backlight.experiments.data.gaussian import closed_form
-from backlight.experiments.data.knowledge import NO_TOKEN
+from backlight.experiments import oracle
+from backlight.experiments.data.algorithmic import NO_TOKEN
+from backlight.experiments.data.vectors import closed_form
 from backlight.experiments.experiment import EXPERIMENTS
-from backlight.experiments.models.decoder import Decoder
-from backlight.experiments.models.gpt import Gpt
+from backlight.experiments.models.transformer import Decoder, Gpt
 from backlight.experiments.published import doshi, levi, minegishi, nanda, power, thilak, wang
-from backlight.experiments.tasks import quadratic
 from backlight.experiments.tasks.tickets import magnitude_masks, shuffled_masks
 from backlight.monitors.grokking.model.verdicts import GrokkingVerdict
 
@@ -116,7 +115,7 @@ def test_parameters_of_the_published_models():
     assert count(EXPERIMENTS["power"].build(power.Settings(), 0, CPU, "").model) == 455_424
     assert count(EXPERIMENTS["nanda"].build(nanda.Settings(), 0, CPU, "").model) == 226_816
     assert count(EXPERIMENTS["wang"].build(wang.CI, 0, CPU, "").model) == 107_328
-    assert count(quadratic.build().model) == 8_832
+    assert count(oracle.build().model) == 8_832
 
 
 @pytest.mark.parametrize("settings", [wang.Settings(model=wang.Model(layers=1)), wang.CI])

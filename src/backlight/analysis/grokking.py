@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight.findings.evaluate import thresholds
-from backlight.monitors.grokking.model.change_points import change_points
-from backlight.monitors.grokking.model.curves import DetectionError
+from backlight.monitors.grokking.model.curves import DetectionError, change_points
 from backlight.monitors.grokking.model.lead_lag import Following, follow
 from backlight.monitors.grokking.model.reader import (
     TEST,

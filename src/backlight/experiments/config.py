@@ -99,7 +99,7 @@ def experiment_of(name: str) -> Experiment[Any]:
     ConfigurationError
         If there is none; the message says the nearest.
     """
-    from backlight.experiments.tasks.quadratic import ORACLE  # noqa: PLC0415 - reaches torch
+    from backlight.experiments.oracle import ORACLE  # noqa: PLC0415 - reaches torch
 
     if name == ORACLE.name:
         return ORACLE

@@ -1,7 +1,9 @@
-"""The loop of an experiment: trains, evaluates, tracks, and hands out what a resumed training needs."""
+"""The loop of an experiment: it trains, evaluates, measures, and gives the state that a resumed run needs."""
 
 from __future__ import annotations
 
+import enum
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +16,30 @@ if TYPE_CHECKING:
 
     from backlight.experiments.experiment import Task
     from backlight.monitors.grokking.instrument.tracker import Tracker
+
+FITTED = 0.99
+GENERALISED = 0.95
+
+
+class LearningPhase(enum.StrEnum):
+    """What the two accuracies say at one log."""
+
+    MEMORISING = "memorising"
+    MEMORISED = "memorised"
+    GENERALISING = "generalising"
+    GENERALISED = "generalised"
+    UNKNOWN = "no accuracies"
+
+
+def phase(train: float, test: float, chance: float) -> LearningPhase:
+    """Return the phase: fitted from .99 on; generalising from halfway between chance and .95 on."""
+    if not (math.isfinite(train) and math.isfinite(test)):
+        return LearningPhase.UNKNOWN
+    if test >= GENERALISED:
+        return LearningPhase.GENERALISED
+    if test >= chance + 0.5 * (GENERALISED - chance):
+        return LearningPhase.GENERALISING
+    return LearningPhase.MEMORISED if train >= FITTED else LearningPhase.MEMORISING
 
 
 @dataclass(frozen=True)

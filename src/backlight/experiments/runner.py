@@ -23,10 +23,9 @@ from backlight.experiments.config import (
     experiment_of,
     training,
 )
-from backlight.experiments.data.random_streams import derived_seed
+from backlight.experiments.data.split import derived_seed
 from backlight.experiments.experiment import Task
-from backlight.experiments.loop import Loop, Pace
-from backlight.experiments.phase_label import phase
+from backlight.experiments.loop import Loop, Pace, phase
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
 from backlight.monitors.grokking.model.disk_guard import DiskWatch, degradation

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.experiments.tasks.optimization import adamw, clip_gradients
+from backlight.experiments.tasks.supervised import adamw, clip_gradients
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from backlight.experiments.data.gaussian import linear_teacher
 from backlight.experiments.data.split import apply_control
+from backlight.experiments.data.vectors import linear_teacher
 from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
 from backlight.experiments.tasks.supervised import SupervisedTask
 

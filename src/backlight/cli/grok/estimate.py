@@ -13,7 +13,7 @@ from rich.table import Table
 from backlight.cli.launch.grok_options import DEVICE, PRESET, SEED, SET, STEPS, overlay
 
 if TYPE_CHECKING:
-    from backlight.experiments.cost_estimate import Estimate
+    from backlight.experiments.cost import Estimate
 
 
 def estimate(
@@ -32,7 +32,7 @@ def estimate(
 ) -> None:
     """Time a few steps and each measure; print time, memory and disk of the whole run, and what would fit."""
     from backlight.cli.launch.grok_options import configured
-    from backlight.experiments.cost_check import estimate_of
+    from backlight.experiments.cost import estimate_of
 
     file = Path(what)
     named = None if file.suffix in {".yaml", ".yml"} else what

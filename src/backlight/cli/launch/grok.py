@@ -70,7 +70,7 @@ def _one(
     configuration: Configuration, path: Path, *, resume: bool, degrade: bool, control_of: str = ""
 ) -> int:
     from backlight.cli.progress import Bar
-    from backlight.experiments.cost_check import Choice, choose, estimate_of
+    from backlight.experiments.cost import Choice, choose, estimate_of
     from backlight.experiments.runner import refuse_existing, run_experiment, tier_of
 
     if resume:
@@ -171,9 +171,9 @@ def _as_jobs(
     slurm: list[str],
     script: Path | None,
 ) -> int:
-    from backlight.experiments.cost_check import choose, estimate_of
-    from backlight.experiments.slurm_jobs import filled_in, submit
-    from backlight.experiments.slurm_jobs import script as script_of
+    from backlight.experiments.cost import choose, estimate_of
+    from backlight.experiments.sweep import filled_in, submit
+    from backlight.experiments.sweep import script as script_of
     from backlight.launch.slurm import parameters, write_script
 
     found = estimate_of(configuration, root, budget=1.0)

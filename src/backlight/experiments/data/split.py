@@ -1,13 +1,38 @@
-"""Training and test samples as tensors, how they are shared out, and the control of random labels."""
+"""Seeded random streams, training and test samples, and the control of random labels."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from backlight.experiments.data.random_streams import generator
+
+def derived_seed(seed: int, purpose: str) -> int:
+    """Return a seed in [0, 2⁶³) for one ``purpose`` of a run, such as ``"split"``.
+
+    Two purposes of one seed give unrelated streams, so that a longer split does not change the
+    initial weights.
+    """
+    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def generator(seed: int, purpose: str) -> torch.Generator:
+    """Return a generator on the CPU, so that every device sees the same draws."""
+    return torch.Generator().manual_seed(derived_seed(seed, purpose))
+
+
+@contextmanager
+def seeded(seed: int, purpose: str) -> Iterator[None]:
+    """Draw from the global CPU state as ``seed`` and ``purpose`` say, and put the state back after."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derived_seed(seed, purpose))
+        yield
+
 
 RANDOM_LABELS = "random-labels"
 CONTROLS = ("", RANDOM_LABELS)

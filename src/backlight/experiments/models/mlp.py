@@ -1,4 +1,4 @@
-"""Fully connected nets: on images, and on pairs of tokens."""
+"""Fully connected nets: on images, on pairs of tokens, and with a power activation."""
 
 from __future__ import annotations
 
@@ -84,4 +84,49 @@ class FactoredPairMlp(nn.Module):
         """Return scores of the p results."""
         hidden_NH = torch.relu(self.up(self.embed(pairs_N2).sum(1)))
         result: Tensor = self.unembed(self.down(hidden_NH))
+        return result
+
+
+class PowerNet(nn.Module):
+    """``unembed((embed(x))ᵏ)``, shapes [N, inputs] → [N, width] → [N, outputs].
+
+    Parameters
+    ----------
+    power:
+        The exponent k of the activation, 2 for the quadratic net.
+    embed_std, unembed_std:
+        Standard deviations of the normal initial weights.
+    """
+
+    def __init__(
+        self, inputs: int, width: int, outputs: int, *, power: int, embed_std: float, unembed_std: float
+    ) -> None:
+        super().__init__()
+        self.power = power
+        self.embed = nn.Linear(inputs, width, bias=False)
+        self.unembed = nn.Linear(width, outputs, bias=False)
+        nn.init.normal_(self.embed.weight, std=embed_std)
+        nn.init.normal_(self.unembed.weight, std=unembed_std)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return outputs [N, outputs]."""
+        hidden: Tensor = self.embed(inputs)
+        return self.unembed(torch.pow(hidden, self.power))  # type: ignore[no-any-return]  # nn.Module returns Any
+
+
+class AdditionToy(nn.Module):
+    """Pairs [N, 2] of p numbers → E_a + E_b → a tanh net → [N, outputs].
+
+    Embeddings [p, dimensions] begin uniform in (-1/2, 1/2).
+    """
+
+    def __init__(self, p: int, dimensions: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(p, dimensions)
+        nn.init.uniform_(self.embed.weight, -0.5, 0.5)
+        self.decoder = Mlp((dimensions, hidden, hidden, outputs), activation="tanh")
+
+    def forward(self, pairs_N2: Tensor) -> Tensor:
+        """Return the decoded vectors."""
+        result: Tensor = self.decoder(torch.sum(self.embed(pairs_N2), 1))
         return result

@@ -7,15 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from backlight.experiments.data.random_streams import seeded
-from backlight.experiments.data.split import apply_control, share_out
+from backlight.experiments.data.split import apply_control, seeded, share_out
 from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
-from backlight.experiments.models.quadratic import PowerNet
-from backlight.experiments.progress.agop import circulant_deviation, input_agop
-from backlight.experiments.progress.fourier import inverse_participation_ratio
-from backlight.experiments.progress.norms import weight_norm
-from backlight.experiments.tasks.optimization import adamw
-from backlight.experiments.tasks.supervised import SupervisedTask, one_hot_squared_error
+from backlight.experiments.models.mlp import PowerNet
+from backlight.experiments.progress.input_sensitivity import circulant_deviation, input_agop
+from backlight.experiments.progress.representation import inverse_participation_ratio, weight_norm
+from backlight.experiments.tasks.supervised import SupervisedTask, adamw, one_hot_squared_error
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backlight.experiments.data.images import image_split
-from backlight.experiments.data.random_streams import generator, seeded
-from backlight.experiments.data.split import apply_control
+from backlight.experiments.data.split import apply_control, generator, seeded
+from backlight.experiments.data.vectors import image_split
 from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
 from backlight.experiments.models.mlp import Mlp
-from backlight.experiments.progress.adversarial import adversarial_accuracy
-from backlight.experiments.progress.local_complexity import local_complexity, neighbourhood
-from backlight.experiments.progress.norms import weight_norm
-from backlight.experiments.tasks.optimization import adamw
-from backlight.experiments.tasks.supervised import SupervisedTask, cross_entropy, one_hot_squared_error
+from backlight.experiments.progress.input_sensitivity import (
+    adversarial_accuracy,
+    local_complexity,
+    neighbourhood,
+)
+from backlight.experiments.progress.representation import weight_norm
+from backlight.experiments.tasks.supervised import SupervisedTask, adamw, cross_entropy, one_hot_squared_error
 
 LOSSES = {"cross-entropy": cross_entropy, "squared-error": one_hot_squared_error}
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from backlight.experiments.data.gaussian import linear_teacher
-from backlight.experiments.data.random_streams import generator
-from backlight.experiments.data.split import apply_control
+from backlight.experiments.data.split import apply_control, generator
+from backlight.experiments.data.vectors import linear_teacher
 from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
-from backlight.experiments.progress.norms import weight_norm
+from backlight.experiments.progress.representation import weight_norm
 from backlight.experiments.tasks.supervised import SupervisedTask
 
 

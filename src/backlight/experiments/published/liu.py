@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from backlight.experiments.data.random_streams import generator, seeded
-from backlight.experiments.data.split import apply_control, share_out
+from backlight.experiments.data.split import apply_control, generator, seeded, share_out
 from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
-from backlight.experiments.models.addition import AdditionToy
-from backlight.experiments.progress.norms import weight_norm
-from backlight.experiments.progress.representation import representation_quality
+from backlight.experiments.models.mlp import AdditionToy
+from backlight.experiments.progress.representation import representation_quality, weight_norm
 from backlight.experiments.tasks.supervised import SupervisedTask
 
 

@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backlight.experiments.data.modular import modular_table, unordered
-from backlight.experiments.data.random_streams import seeded
-from backlight.experiments.data.split import apply_control, share_out
+from backlight.experiments.data.algorithmic import modular_table, unordered
+from backlight.experiments.data.split import apply_control, seeded, share_out
 from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
 from backlight.experiments.models.mlp import FactoredPairMlp
-from backlight.experiments.progress.fourier import inverse_participation_ratio
-from backlight.experiments.progress.norms import weight_norm
-from backlight.experiments.tasks.optimization import adamw
+from backlight.experiments.progress.representation import inverse_participation_ratio, weight_norm
+from backlight.experiments.tasks.supervised import adamw
 from backlight.experiments.tasks.tickets import MASKS, SCOPES, TicketTask
 
 

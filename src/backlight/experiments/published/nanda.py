@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from backlight.experiments.data.modular import modular_table
-from backlight.experiments.data.random_streams import generator, seeded
-from backlight.experiments.data.split import apply_control, share_out
+from backlight.experiments.data.algorithmic import modular_table
+from backlight.experiments.data.split import apply_control, generator, seeded, share_out
 from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
-from backlight.experiments.models.plain_transformer import PlainTransformer
-from backlight.experiments.progress import fourier
-from backlight.experiments.progress.norms import weight_norm
-from backlight.experiments.tasks.optimization import adamw, linear_warmup
-from backlight.experiments.tasks.supervised import SupervisedTask
+from backlight.experiments.models.transformer import PlainTransformer
+from backlight.experiments.progress import representation as fourier
+from backlight.experiments.progress.representation import weight_norm
+from backlight.experiments.tasks.supervised import SupervisedTask, adamw, linear_warmup
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backlight.experiments.data.images import image_split
-from backlight.experiments.data.random_streams import seeded
-from backlight.experiments.data.split import apply_control
+from backlight.experiments.data.split import apply_control, seeded
+from backlight.experiments.data.vectors import image_split
 from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
 from backlight.experiments.models.mlp import Mlp
-from backlight.experiments.progress.norms import weight_norm
-from backlight.experiments.tasks.optimization import adamw
-from backlight.experiments.tasks.supervised import SupervisedTask, one_hot_squared_error
+from backlight.experiments.progress.representation import weight_norm
+from backlight.experiments.tasks.supervised import SupervisedTask, adamw, one_hot_squared_error
 
 
 @dataclass(frozen=True)

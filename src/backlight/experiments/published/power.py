@@ -7,16 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from backlight.experiments.data.modular import modular_table
-from backlight.experiments.data.permutations import permutation_table
-from backlight.experiments.data.random_streams import seeded
-from backlight.experiments.data.split import apply_control, share_out
+from backlight.experiments.data.algorithmic import modular_table, permutation_table
+from backlight.experiments.data.split import apply_control, seeded, share_out
 from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
-from backlight.experiments.models.decoder import Decoder
-from backlight.experiments.progress.norms import weight_norm
-from backlight.experiments.progress.softmax_collapse import softmax_collapse
-from backlight.experiments.tasks.optimization import adamw, clip_gradients, linear_warmup
-from backlight.experiments.tasks.supervised import SupervisedTask
+from backlight.experiments.models.transformer import Decoder
+from backlight.experiments.progress.representation import softmax_collapse, weight_norm
+from backlight.experiments.tasks.supervised import SupervisedTask, adamw, clip_gradients, linear_warmup
 
 
 @dataclass(frozen=True)

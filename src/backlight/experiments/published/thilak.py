@@ -7,16 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from backlight.experiments.data.modular import modular_table, unordered
-from backlight.experiments.data.random_streams import seeded
-from backlight.experiments.data.split import apply_control, share_out
+from backlight.experiments.data.algorithmic import modular_table, unordered
+from backlight.experiments.data.split import apply_control, seeded, share_out
 from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
-from backlight.experiments.models.decoder import Decoder
 from backlight.experiments.models.mlp import PairMlp
-from backlight.experiments.progress.norms import weight_norm
-from backlight.experiments.progress.softmax_collapse import smallest_margin, softmax_collapse
-from backlight.experiments.tasks.optimization import linear_warmup
-from backlight.experiments.tasks.supervised import SupervisedTask
+from backlight.experiments.models.transformer import Decoder
+from backlight.experiments.progress.representation import smallest_margin, softmax_collapse, weight_norm
+from backlight.experiments.tasks.supervised import SupervisedTask, linear_warmup
 
 
 @dataclass(frozen=True)

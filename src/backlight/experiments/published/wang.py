@@ -6,14 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backlight.experiments.data.knowledge import knowledge_graph
-from backlight.experiments.data.random_streams import seeded
-from backlight.experiments.data.split import Split, apply_control
+from backlight.experiments.data.algorithmic import knowledge_graph
+from backlight.experiments.data.split import Split, apply_control, seeded
 from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
-from backlight.experiments.models.gpt import Gpt
-from backlight.experiments.progress.norms import weight_norm
-from backlight.experiments.tasks.optimization import adamw, clip_gradients, linear_warmup
-from backlight.experiments.tasks.supervised import SupervisedTask
+from backlight.experiments.models.transformer import Gpt
+from backlight.experiments.progress.representation import weight_norm
+from backlight.experiments.tasks.supervised import SupervisedTask, adamw, clip_gradients, linear_warmup
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.experiments.data.random_streams import generator
+from backlight.experiments.data.split import generator
 from backlight.experiments.tasks.supervised import SupervisedTask
 
 MASKS = ("ticket", "random", "none")

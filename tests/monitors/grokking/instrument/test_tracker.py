@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.monitors.grokking.instrument.gradient_sketch import Sketch
-from backlight.monitors.grokking.instrument.gradient_window import Window
+from backlight.monitors.grokking.instrument.gradient_history import Sketch, Window
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker, stored
 from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier, left_out

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from backlight.analysis.grokking import examine, examined_where_possible
-from backlight.monitors.grokking.model.change_points import change_points
+from backlight.monitors.grokking.model.curves import change_points
 from backlight.monitors.grokking.model.lead_lag import LEAST, follow, rank_correlation
 from backlight.monitors.grokking.model.reader import detect_run
 from backlight.store.read.run import Run, open_run
@@ -112,7 +112,7 @@ def test_change_points_are_where_the_level_changes() -> None:
 
 
 def test_without_ruptures_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backlight.monitors.grokking.model.change_points.available", lambda: False)
+    monkeypatch.setattr("backlight.monitors.grokking.model.curves.available", lambda: False)
     assert change_points(np.arange(50), np.arange(50.0)) is None
 
 

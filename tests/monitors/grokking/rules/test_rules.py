@@ -13,20 +13,12 @@ from backlight.monitors.grokking.model.reader import control_of, detect_run, sta
 from backlight.monitors.grokking.model.thresholds import Thresholds
 from backlight.records import Severity
 from backlight.registry import RULES
-from backlight.store.read.run import Run, open_run
+from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, write_grokking_run
 
 PAGES = Path(__file__).resolve().parents[4] / "docs" / "findings"
 NAMES = [name for name, rule in RULES.items() if rule.monitor == "grokking"]
-
-
-def noted(path: Path, *events: tuple[int, str, dict[str, object]]) -> Run:
-    writer = RunWriter.create(path, monitors=("grokking",))
-    for step, kind, payload in events:
-        writer.event(step, kind, payload)
-    writer.close()
-    return open_run(path)
 
 
 def test_the_verdict_is_a_finding_with_both_times(tmp_path: Path) -> None:
@@ -70,42 +62,23 @@ def test_accuracies_in_percent_are_a_finding_not_an_exception(tmp_path: Path) ->
     assert "not as percentages" in found.claim
 
 
-def test_a_degradation_is_told_with_what_was_left_out(tmp_path: Path) -> None:
-    told = {"from": "full factors", "to": "Gram", "reason": "1.2 GB are free", "left_out": ["gradient"]}
-    (found,) = judge(noted(tmp_path / "run", (3, "degradation", told)))
-    assert (
-        found.claim == "The run recorded Gram in place of full factors: 1.2 GB are free. Left out: gradient."
-    )
-    assert found.subject.step == 3
-
-
-def test_a_disk_warning_is_told_once(tmp_path: Path) -> None:
-    told = {"free": 812_000_000, "threshold": 1_000_000_000, "action": "arrays are no longer stored"}
-    (found,) = judge(noted(tmp_path / "run", (5, "disk_warning", told), (9, "disk_warning", told)))
-    assert "812 MB were free" in found.claim
-    assert "below the 1 GB that it was to leave. Arrays are no longer stored." in found.claim
-    assert found.subject.step == 5
-
-
-def test_a_failed_gate_is_a_warning_and_another_gap_a_remark(tmp_path: Path) -> None:
-    def gate(name: str, got: float) -> dict[str, object]:
-        return {"what": "gram", "reason": f"gram: the coverage of parameter '{name}' failed: got {got:.6g}"}
-
-    other = {"what": "agop", "reason": "token ids have no input gradient"}
-    strange = {"what": "phase/forward", "reason": "not ours"}
-    run = noted(
-        tmp_path / "run", *((step, "unmeasured", gate("blocks.0.up", step / 7)) for step in range(4)),
-        (9, "unmeasured", gate("blocks.1.up", 0.5)), (0, "unmeasured", other), (0, "unmeasured", strange),
-    )  # fmt: skip
-    first, another, second = judge(run)
-    assert [f.severity for f in (first, another, second)] == [
-        Severity.WARNING, Severity.WARNING, Severity.INFO,
-    ]  # fmt: skip
-    assert "gram was not measured 4 times, first at step 0" in first.claim
-    assert "'blocks.0.up'" in first.claim
-    assert "'blocks.1.up'" in another.claim
-    assert "backlight.gram" in first.next_check
-    assert "token ids" in second.claim
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [
+        ("degradation", {"from": "full factors", "to": "Gram", "reason": "1.2 GB are free"}),
+        ("disk_warning", {"free": 812_000_000, "threshold": 1_000_000_000, "action": "Gram from here on"}),
+        ("unmeasured", {"what": "gram", "reason": "gram: the coverage of parameter 'w' failed"}),
+    ],
+)
+def test_an_event_about_the_measurement_is_no_finding(
+    tmp_path: Path, kind: str, payload: dict[str, object]
+) -> None:
+    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
+    writer.event(3, kind, payload)
+    writer.close()
+    run = open_run(tmp_path / "run")
+    assert judge(run) == []
+    assert [event.payload for event in run.events(kind)] == [payload]
 
 
 def test_a_healthy_run_has_no_finding_but_its_verdict(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from backlight.measure.gram.eigenvalues import spectrum
 from backlight.measure.gram.products import product_spectrum
-from backlight.monitors.grokking.instrument.gradient_sketch import Sketch
-from backlight.monitors.grokking.instrument.gradient_window import Window
+from backlight.monitors.grokking.instrument.gradient_history import Sketch, Window
 from backlight.monitors.grokking.model.spectrum_fields import finite
 
 if TYPE_CHECKING:

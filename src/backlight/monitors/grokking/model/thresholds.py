@@ -83,8 +83,3 @@ class Thresholds(Limits):
         0.3, "rank correlation by which a measure must exceed that of the control's", _CHOSEN
     )
     lag_share: float = _share(0.25, "longest lead or lag tried, as a share of the logs", _CHOSEN)
-
-    # Around the measurement.
-    unmeasured_gates: int = _count(
-        1, "failed coverage gates from which measurements are said to be missing", "every one is a loss"
-    )

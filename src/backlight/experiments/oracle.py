@@ -1,11 +1,4 @@
-"""The fast oracle: modular addition mod 23 in a quadratic net, which groks in about a second.
-
-Half of the 529 pairs train a net f = ((U[a] + V[b])²)W of width 128 (8,832 parameters) by full
-batches, mean squared error on one-hot and AdamW. It memorises at step 30 to 40 and generalises near
-step 1000 (Gromov 2301.02679 has the architecture and its solution in closed form; the sizes are
-ours). With a weight decay of .1, with random labels, or with a training share of .8 it does not
-grok. It is no published experiment, and so it is not registered.
-"""
+"""The fast oracle: modular addition mod 23 in a quadratic net, which groks in about a second."""
 
 from __future__ import annotations
 
@@ -13,11 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backlight.experiments.data.modular import modular_table, one_hot_pairs
-from backlight.experiments.data.random_streams import seeded
-from backlight.experiments.data.split import apply_control, share_out
+from backlight.experiments.data.algorithmic import modular_table, one_hot_pairs
+from backlight.experiments.data.split import apply_control, seeded, share_out
 from backlight.experiments.experiment import Experiment, Paper
-from backlight.experiments.models.quadratic import PowerNet
+from backlight.experiments.models.mlp import PowerNet
 from backlight.experiments.tasks.supervised import SupervisedTask, one_hot_squared_error
 
 
