@@ -42,6 +42,8 @@ class Attached:
     threads: str
     looks: tuple[Look, ...]
     unseen: tuple[str, ...]
+    spins: bool = False
+    """Whether the main thread held the interpreter lock on one line in every look."""
 
 
 def attach(pid: int, seconds: float = SECONDS, *, native: bool = True) -> Attached:
@@ -95,7 +97,12 @@ def attach(pid: int, seconds: float = SECONDS, *, native: bool = True) -> Attach
             extra.append(look)
     cpu = {tid: (after[tid] - before.get(tid, 0)) / processes.TICK / passed for tid in after}
     judgement = judge_outside(pid, tuple(looks), tuple(extra), cpu, processes.waits_for(pid, pid))
-    return Attached(pid, judgement, processes.kernel_stacks(pid), (*looks[-1:], *extra), tuple(unseen))
+    threads = [_main(look, pid) for look in looks]
+    lines = {stacks.place(thread) for thread in threads if thread is not None and thread.holds_gil}
+    spins = len(lines) == 1 and len(looks) > 1 and all(t is not None and t.holds_gil for t in threads)
+    return Attached(
+        pid, judgement, processes.kernel_stacks(pid), (*looks[-1:], *extra), tuple(unseen), spins=spins
+    )
 
 
 def judge_outside(

@@ -37,7 +37,7 @@ class ThreadStack:
     """The stack of one thread, innermost frame first.
 
     ``turn``: the innermost frame runs byte code, not a call; None where not known. ``native`` are frames
-    of C code above the Python ones, where they were taken; ``active`` is what py-spy says of the thread.
+    of C code above the Python ones, where they were taken; ``holds_gil`` is None where it was not sampled.
     """
 
     ident: int
@@ -46,6 +46,7 @@ class ThreadStack:
     tid: int | None = None
     turn: bool | None = None
     native: tuple[str, ...] = ()
+    holds_gil: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def from_py_spy(data: Iterable[Mapping[str, Any]], at: int) -> Look:
                 item.get("os_thread_id"),
                 None,
                 tuple(native),
+                item.get("owns_gil"),
             )
         )
     return Look(at, "py-spy", tuple(threads))
