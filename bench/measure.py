@@ -26,7 +26,7 @@ from torch import Tensor
 from backlight.measure.stats.histogram import histogram
 from backlight.measure.stats.kernels import SCRATCH
 from backlight.measure.stats.statistics import statistics, why_not_compiled
-from backlight.measure.stats.update import PER_TENSOR, Sample
+from backlight.measure.stats.update import PER_TENSOR, WeightSample
 
 Way = Callable[[], object]
 
@@ -80,7 +80,7 @@ def like_wandb(gradients: list[Tensor]) -> list[tuple[float, float, Tensor]]:
 
 def updates(parameters: list[Tensor], per_tensor: int | None) -> Way:
     """Return a pass that keeps a sample of the weights and compares it, as around a step."""
-    sample = Sample.of(parameters, per_tensor=per_tensor)
+    sample = WeightSample(parameters, per_tensor=per_tensor)
 
     def run() -> object:
         sample.before()

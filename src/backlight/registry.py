@@ -310,8 +310,8 @@ class Probe:
     """What a monitor measures of a live training, declared as data.
 
     ``make(**options)`` returns the measuring object, whose form follows ``needs``:
-    gradients: ``measure(tensors, scale, carrier) -> Pending``; weights: ``before(parameters)`` and
-    ``after(carrier) -> Pending``, where the carrier takes results of a whole step to the host in one
+    gradients: ``measure(tensors, scale, transfer) -> Pending``; weights: ``before(parameters)`` and
+    ``after(transfer) -> Pending``, where the transfer takes results of a whole step to the host in one
     copy; steps: ``measure(summary) -> dict`` of scalars. ``series`` is the
     series of the store that the numbers go to, empty for scalars. A probe ``on_request`` is only
     there when an option of its name is set. ``spacing`` makes it take part in every Nth recorded

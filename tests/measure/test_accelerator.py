@@ -6,7 +6,7 @@ import torch
 
 from backlight.measure.stats.histogram import histogram
 from backlight.measure.stats.statistics import statistics, why_not_compiled
-from backlight.measure.stats.update import Sample
+from backlight.measure.stats.update import WeightSample
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,7 +66,7 @@ def test_histograms(watched):
 
 def test_updates(watched):
     weights = [torch.randn(300, 512, device="cuda"), torch.randn(7, device="cuda", dtype=torch.bfloat16)]
-    sample = Sample.of(weights, per_tensor=None)
+    sample = WeightSample(weights, per_tensor=None)
 
     def step():
         sample.before()

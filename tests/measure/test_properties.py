@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backlight.measure.stats.histogram import BINS, histogram
-from backlight.measure.stats.norms import root_sum_squares
+from backlight.measure.stats.kernels import root_sum_squares
 from backlight.measure.stats.statistics import statistics
 
 SETTINGS = settings(

@@ -14,7 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import backlight
-from backlight.measure.transfer import batch
+from backlight.measure import transfer
+from backlight.measure.stats import packing, statistics
 from cases import CASES
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.masked_select")
@@ -51,8 +52,8 @@ def counting() -> Iterator[Count]:
 )
 def test_the_path_of_a_step_reads_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the code does on an accelerator, on a machine that may have none.
-    for module in ("statistics", "layout"):
-        monkeypatch.setattr(f"backlight.measure.{module}.synchronous", lambda _device: False)
+    for module in (statistics, packing):
+        monkeypatch.setattr(module, "is_host", lambda _device: False)
     with counting() as alone:
         CASES[name].train()
     watch = backlight.watch(run=tmp_path / "run", every=1, histogram=True)
@@ -82,10 +83,12 @@ def test_one_copy_a_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with backlight.watch(run=tmp_path / "usual", every=1, histogram=True):
         CASES[name].train()
     sent = []
-    original = batch.send
-    # Treat the host as a device: every table leaves by the carrier.
-    monkeypatch.setattr(batch, "_alone", lambda _table: False)
-    monkeypatch.setattr(batch, "send", lambda table: (sent.append(table.numel()), original(table))[1])
+    original = transfer.start_copy
+    # Treat the host as a device: every table leaves by the transfer.
+    monkeypatch.setattr(transfer, "_travels_alone", lambda _table: False)
+    monkeypatch.setattr(
+        transfer, "start_copy", lambda table: (sent.append(table.numel()), original(table))[1]
+    )
     with backlight.watch(run=tmp_path / "carried", every=1, histogram=True):
         CASES[name].train()
     assert len(sent) == CASES[name].steps

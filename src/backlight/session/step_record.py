@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from backlight.measure.transfer.batch import Carrier
+from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch
 from backlight.records import ParameterRecord
 from backlight.store.format.schema import SERIES
 
@@ -31,7 +31,7 @@ class Part:
 class Draft:
     """One recorded step.
 
-    ``scalars`` hold numbers, and tables of one number that may still be on their way; ``carrier`` takes
+    ``scalars`` hold numbers, and tables of one number that may still be on their way; ``transfer`` takes
     everything of the step to the host.
     """
 
@@ -42,27 +42,27 @@ class Draft:
     clips: list[tuple[str, float, Any]] = field(default_factory=list)
     scale: Any = None
     skipped: Any = None
-    carrier: Carrier = field(default_factory=Carrier)
+    transfer: TransferBatch = field(default_factory=TransferBatch)
 
     def depart(self) -> None:
         """Send what the step measured on its way, tensors among the scalars included."""
-        self.scalars = {name: self._boarded(value) for name, value in self.scalars.items()}
-        self.clips = [(kind, limit, self._boarded(norm)) for kind, limit, norm in self.clips]
-        self.scale = self._boarded(self.scale)
-        self.skipped = self._boarded(self.skipped)
-        self.carrier.send()
+        self.scalars = {name: self._enqueued(value) for name, value in self.scalars.items()}
+        self.clips = [(kind, limit, self._enqueued(norm)) for kind, limit, norm in self.clips]
+        self.scale = self._enqueued(self.scale)
+        self.skipped = self._enqueued(self.skipped)
+        self.transfer.start()
 
-    def _boarded(self, value: Any) -> Any:
+    def _enqueued(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         value = value.detach().reshape(-1)[:1]
-        return self.carrier.take((value.real if value.is_complex() else value).to(torch.float64))
+        return self.transfer.add((value.real if value.is_complex() else value).to(torch.float64))
 
     def ready(self) -> bool:
         """Whether every result has arrived on the host, so that nothing would wait."""
         single = (*self.scalars.values(), *(norm for _, _, norm in self.clips), self.scale, self.skipped)
         return all(part.pending.ready() for part in self.parts) and all(
-            value.landed() for value in single if hasattr(value, "landed")
+            value.done() for value in single if isinstance(value, (AsyncCopy, Slot))
         )
 
     def arrays(self) -> dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]:

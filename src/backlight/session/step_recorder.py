@@ -128,7 +128,7 @@ class Recorder:
             draft.records = table.records
             self._tell_partial()
         for active in probes:
-            pending = active.measuring.measure(grads, scale, draft.carrier)
+            pending = active.measuring.measure(grads, scale, draft.transfer)
             if not active.probe.series:
                 draft.scalars.update(pending)
                 continue
@@ -170,7 +170,7 @@ class Recorder:
         """Compare the sample with the weights after the step."""
         draft = self._current()
         for active in self._updating:
-            pending = active.measuring.after(draft.carrier)
+            pending = active.measuring.after(draft.transfer)
             if pending is not None:
                 draft.parts.append(Part(active.probe.series, self._sampled, pending))
 

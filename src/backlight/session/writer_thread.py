@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from backlight.measure.transfer import AsyncCopy, Slot
 from backlight.session.step_record import Draft
 from backlight.store.format.schema import GRADIENT
 
@@ -187,7 +188,7 @@ class Drain:
 
 
 def _number(value: Any) -> float:
-    if hasattr(value, "landed"):
+    if isinstance(value, (AsyncCopy, Slot)):
         return float(value.read()[0])
     if isinstance(value, torch.Tensor):
         value = value.detach()

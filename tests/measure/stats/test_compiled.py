@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.stats import compiled, table
+from backlight.measure.stats import compiled
 from backlight.measure.stats import statistics as module
-from backlight.measure.stats.compiled import PRICE_WITH_IMPORT, Kernel, Kernels, Patience
+from backlight.measure.stats.compiled import COMPILE_WITH_IMPORT_S, CompileTrigger, Kernel, Kernels
 from backlight.measure.stats.packing import SMALL
 from backlight.measure.stats.statistics import statistics, tier_in_use, why_not_compiled
 
@@ -30,15 +30,15 @@ needs_compiler = pytest.mark.skipif(
 def kernels(monkeypatch):
     """Kernels of a process in which nothing has been compiled yet."""
     fresh = Kernels()
-    for place in (module, table, compiled):
+    for place in (module, compiled):
         monkeypatch.setattr(place, "KERNELS", fresh)
     return fresh
 
 
 @pytest.fixture
-def patience(monkeypatch):
-    fresh = Patience()
-    monkeypatch.setattr(module, "PATIENCE", fresh)
+def trigger(monkeypatch):
+    fresh = CompileTrigger()
+    monkeypatch.setattr(module, "COMPILE_TRIGGER", fresh)
     return fresh
 
 
@@ -151,7 +151,7 @@ def test_rare_types_are_eager_in_any_tier(kernels, check):
     tensors = [torch.randn(LARGE, dtype=dtype) for dtype in (torch.float64, torch.complex64)]
     check(statistics(tensors, tier="compiled"), tensors)
     assert kernels.reason == ""
-    assert kernels._made == {}
+    assert kernels._kernels == {}
 
 
 def test_a_compiler_that_fails_is_not_asked_again(kernels, monkeypatch, check):
@@ -199,18 +199,18 @@ def test_settings_that_keep_changing_do_not_compile_without_end(kernels, monkeyp
     assert kernels.reason == ""
 
 
-def test_auto_compiles_once_eager_work_has_cost_as_much(kernels, patience, monkeypatch):
+def test_auto_compiles_once_eager_work_has_cost_as_much(kernels, trigger, monkeypatch):
     asked = []
     monkeypatch.setattr(Kernels, "_compile", lambda self, device, dtype, rows: asked.append(dtype) or 1 / 0)
     monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
     large = [torch.randn(200_000)]
     statistics(large)
     assert tier_in_use() == "eager"
-    assert 0 < patience._spent < 1
-    spent = patience._spent
+    assert 0 < trigger._spent < 1
+    spent = trigger._spent
     statistics([torch.randn(9)] * 50)
-    assert patience._spent == spent  # no kernel would have helped those
-    patience.spend(PRICE_WITH_IMPORT)
+    assert trigger._spent == spent  # no kernel would have helped those
+    trigger.spend(COMPILE_WITH_IMPORT_S)
     assert tier_in_use() == "compiled"
     statistics(large, tier="eager")
     assert asked == []
@@ -323,12 +323,12 @@ def test_no_process_is_started_to_compile():
 def test_a_large_tensor_is_worth_several_threads():
     run(
         """
-        from backlight.measure.stats.compiled import KERNELS, PARALLEL
+        from backlight.measure.stats.compiled import KERNELS, PARALLEL_SCALARS
         torch.set_num_threads(2)
-        x = [torch.randn(PARALLEL + 5), torch.randn(200_000)]
+        x = [torch.randn(PARALLEL_SCALARS + 5), torch.randn(200_000)]
         found, plain = (statistics(x, tier=tier).arrays() for tier in ("compiled", "eager"))
         assert why_not_compiled() == ""
-        assert sorted(key[2] for key in KERNELS._made) == [4, 16]
+        assert sorted(key[2] for key in KERNELS._kernels) == [4, 16]
         assert (found[1] == plain[1]).all()
         assert abs(found[0] - plain[0]).max() < 1e-8
         """

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.stats.update import PER_TENSOR, Sample, stride
+from backlight.measure.stats.update import PER_TENSOR, WeightSample, stride
 
 
 def weights():
@@ -36,7 +36,7 @@ def step(parameters):
 
 def test_exactly():
     parameters = weights()
-    sample = Sample.of(parameters, per_tensor=None)
+    sample = WeightSample(parameters, per_tensor=None)
     sample.before()
     change, before = step(parameters)
     floats, integers = sample.after().arrays()
@@ -47,7 +47,7 @@ def test_exactly():
 
 def test_an_estimate_is_near_and_says_what_it_rests_on():
     parameters = weights()
-    sample = Sample.of(parameters)
+    sample = WeightSample(parameters)
     sample.before()
     change, before = step(parameters)
     floats, integers = sample.after().arrays()
@@ -62,7 +62,7 @@ def test_an_estimate_is_near_and_says_what_it_rests_on():
 
 def test_no_step_is_no_update():
     parameters = weights()
-    sample = Sample.of(parameters)
+    sample = WeightSample(parameters)
     sample.before()
     floats, _ = sample.after().arrays()
     assert not floats[:, 0].any()
@@ -83,7 +83,7 @@ def test_the_stride_has_no_factor_in_common(numel, wanted):
 
 def test_the_sample_sees_every_column():
     parameter = torch.zeros(512, 512)
-    sample = Sample.of([parameter], per_tensor=4096)
+    sample = WeightSample([parameter], per_tensor=4096)
     for column in range(0, 512, 37):
         sample.before()
         parameter[:, column] += 1.0
@@ -92,17 +92,17 @@ def test_the_sample_sees_every_column():
 
 def test_the_sample_is_the_same_every_time():
     parameter = torch.randn(1000, 100)
-    sample = Sample.of([parameter], per_tensor=500)
+    sample = WeightSample([parameter], per_tensor=500)
     sample.before()
     first = sample.after().arrays()[0][0, 1]
     sample.before()
     assert sample.after().arrays()[0][0, 1] == first
-    assert Sample.of([parameter], per_tensor=500)._per_tensor == 500
+    assert WeightSample([parameter], per_tensor=500)._per_tensor == 500
 
 
 def test_memory_that_is_replaced_in_the_step():
     parameter = torch.nn.Parameter(torch.ones(100, 90))
-    sample = Sample.of([parameter], per_tensor=None)
+    sample = WeightSample([parameter], per_tensor=None)
     sample.before()
     parameter.data = torch.full((100, 90), 3.0)
     np.testing.assert_allclose(sample.after().arrays()[0], [[2 * math.sqrt(9000), math.sqrt(9000)]])
@@ -114,7 +114,7 @@ def test_memory_that_is_replaced_in_the_step():
 def test_the_same_memory_seen_in_another_way():
     parameter = torch.nn.Parameter(torch.randn(30, 30))
     change = float((parameter.detach().t() - parameter.detach()).double().norm())
-    sample = Sample.of([parameter], per_tensor=None)
+    sample = WeightSample([parameter], per_tensor=None)
     sample.before()
     parameter.data = parameter.data.t()
     np.testing.assert_allclose(sample.after().arrays()[0][0, 0], change, rtol=1e-6)
@@ -122,7 +122,7 @@ def test_the_same_memory_seen_in_another_way():
 
 def test_a_type_that_changes_between_steps_and_within_one():
     parameter = torch.nn.Parameter(torch.ones(100, 90))
-    sample = Sample.of([parameter])
+    sample = WeightSample([parameter])
     sample.before()
     parameter.data = parameter.data.to(torch.bfloat16) * 2
     np.testing.assert_allclose(sample.after().arrays()[0], [[math.sqrt(9000)] * 2])
@@ -135,7 +135,7 @@ def test_what_cannot_be_compared_is_not_measured():
     resized = torch.nn.Parameter(torch.ones(10))
     freed = torch.ones(5)
     kept = torch.ones(4)
-    sample = Sample.of([resized, torch.arange(3), freed, kept, torch.ones(2, device="meta")])
+    sample = WeightSample([resized, torch.arange(3), freed, kept, torch.ones(2, device="meta")])
     sample.before()
     resized.data = torch.ones(11)
     freed.untyped_storage().resize_(0)
@@ -145,16 +145,16 @@ def test_what_cannot_be_compared_is_not_measured():
 
 
 def test_without_a_before_nothing_is_measured():
-    floats, integers = Sample.of([torch.ones(3)]).after().arrays()
+    floats, integers = WeightSample([torch.ones(3)]).after().arrays()
     assert integers.tolist() == [[0, 0, 0]]
     assert floats.tolist() == [[0.0, 0.0]]
-    assert Sample.of([]).after().arrays()[0].shape == (0, 2)
+    assert WeightSample([]).after().arrays()[0].shape == (0, 2)
 
 
 def test_the_local_part_is_asked_for_each_time():
     parts = {"now": torch.ones(4)}
     handle = torch.empty(100)
-    sample = Sample.of([handle], local=lambda tensor: parts["now"])
+    sample = WeightSample([handle], local=lambda tensor: parts["now"])
     sample.before()
     parts["now"] = torch.full((4,), 2.0)
     assert sample.after().arrays()[0].tolist() == [[2.0, 2.0]]
@@ -163,7 +163,7 @@ def test_the_local_part_is_asked_for_each_time():
 @pytest.mark.parametrize("value", [1e20, 1e-30])
 def test_magnitudes_whose_squares_fp32_cannot_hold(value):
     parameter = torch.full((300,), value)
-    sample = Sample.of([parameter])
+    sample = WeightSample([parameter])
     sample.before()
     parameter.mul_(2)
     np.testing.assert_allclose(sample.after().arrays()[0], [[value * math.sqrt(300)] * 2], rtol=1e-6)
@@ -171,7 +171,7 @@ def test_magnitudes_whose_squares_fp32_cannot_hold(value):
 
 def test_an_update_that_is_not_finite():
     parameter = torch.ones(5)
-    sample = Sample.of([parameter])
+    sample = WeightSample([parameter])
     sample.before()
     parameter[0] = math.nan
     floats, _ = sample.after().arrays()
@@ -182,7 +182,7 @@ def test_an_update_that_is_not_finite():
 def test_weights_and_gradients_are_left_alone():
     parameters = weights()
     copies = [p.detach().clone() for p in parameters]
-    sample = Sample.of(parameters)
+    sample = WeightSample(parameters)
     sample.before()
     sample.after().arrays()
     for parameter, copy in zip(parameters, copies, strict=True):

@@ -1,10 +1,8 @@
-"""The compiled tier: one fused kernel of ``torch.compile`` per type of tensor, or the reason why not.
+"""The compiled tier: a fused ``torch.compile`` kernel per type of tensor, or the reason why there is none.
 
 A list of 148 tensors as one kernel takes a minute to compile; a kernel with dynamic sizes, called per
-tensor, takes seconds. Whatever goes wrong here costs the compiled tier only: the caller falls back to
-the eager kernels, which give the same numbers.
-
-R rows, W scalars in each.
+tensor, takes seconds. A failure costs the compiled tier only: the caller falls back to the eager kernels,
+which give the same numbers. R rows of W scalars; V pairs of bfloat16.
 """
 
 from __future__ import annotations
@@ -21,21 +19,21 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types with a kernel: those whose squares float64 always holds. The others are rare, and eager."""
 
-PRICE_WITH_IMPORT = 5.0
+COMPILE_WITH_IMPORT_S = 5.0
 """Seconds that a first compilation takes in a process (``bench/measure.py`` prints it)."""
 
-PRICE = 1.5
+COMPILE_S = 1.5
 """Seconds where the user's own ``torch.compile`` has loaded the compiler already."""
 
-PARALLEL = 2**22
-"""Scalars from which a tensor on the CPU is worth waking other threads for: an idle one takes 0.1 ms."""
+PARALLEL_SCALARS = 2**22
+"""Scalars from which a tensor on the CPU is worth waking other threads: an idle one takes 0.1 ms."""
 
-_MOST_KERNELS = 8  # where settings change at every step, compiling would never end
-_EXAMPLE = 2**22
+_MAX_KERNELS = 8  # where settings change at every step, compiling would never end
+_EXAMPLE_SCALARS = 2**22
 _SERIAL_ROWS = 4
 _THREADED_ROWS = 16
 _OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
-    "compile_threads": 1,  # no pool of worker processes inside somebody's training
+    "compile_threads": 1,  # no pool of worker processes inside the training process
     "cpp.dynamic_threads": True,  # the user's thread count, as it is at each call
     "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add: a tenth faster on one thread
 }
@@ -51,9 +49,9 @@ _State = tuple[int, bool, torch.dtype]
 class Kernel(NamedTuple):
     """A compiled function and the number of rows R that it wants a tensor to be cut into.
 
-    ``run`` takes a contiguous matrix ``[R, W]`` and returns float64 ``[4, R]``: norm, largest magnitude,
-    sum and number of non-zero values; on an accelerator ``[6, R]``, with the numbers of NaN and infinite
-    values. A ``paired`` one wants bfloat16 seen as int32, two in each.
+    ``run`` takes a contiguous matrix ``[R, W]`` and returns float64 ``[4, R]``: norm, largest magnitude, sum
+    and number of non-zero values; on an accelerator ``[6, R]``, with the numbers of NaN and infinite values.
+    A ``paired`` kernel takes bfloat16 viewed as int32, two in each.
     """
 
     run: Callable[[Tensor], Tensor]
@@ -62,29 +60,25 @@ class Kernel(NamedTuple):
 
 
 class NotCompiledError(RuntimeError):
-    """The kernel ran as plain Python, where a full-size float64 copy would be the price."""
+    """The kernel ran as plain Python, which would cost a full-size float64 copy."""
 
 
 class Kernels:
-    """The compiled kernels of a process, and why there is none.
-
-    ``reason`` is empty while nothing has failed. A failure is final: what failed once inside somebody's
-    training is not tried again.
-    """
+    """The compiled kernels of a process. ``reason`` is empty while nothing has failed; a failure is final."""
 
     def __init__(self) -> None:
         self.reason = ""
-        self._made: dict[tuple[str, torch.dtype, int, _State], Kernel] = {}
+        self._kernels: dict[tuple[str, torch.dtype, int, _State], Kernel] = {}
 
     def get(self, device: torch.device, dtype: torch.dtype, *, threaded: bool = False) -> Kernel | None:
-        """Return the kernel for such tensors, compiled now if it is the first time; None if there is none.
+        """Return the kernel for such tensors, compiled on first use; None if there is none.
 
         On the CPU there is one for the calling thread alone and a ``threaded`` one.
         """
         if self.reason or not _undisturbed(device):
             return None
         # torch guards a compiled function by these settings and compiles again when one has changed;
-        # with a kernel for each, nothing of ours is ever recompiled.
+        # with a kernel for each, no kernel is ever recompiled.
         state = (
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
@@ -94,30 +88,30 @@ class Kernels:
         if device.type == "cpu":
             rows = _THREADED_ROWS if threaded and state[0] > 1 else _SERIAL_ROWS
         key = (device.type, dtype, rows, state)
-        if key not in self._made and len(self._made) >= _MOST_KERNELS:
+        if key not in self._kernels and len(self._kernels) >= _MAX_KERNELS:
             return None
-        if key not in self._made:
+        if key not in self._kernels:
             try:
-                # The compiler warns of its own affairs, which an error filter of the user's would make fail.
+                # The compiler may warn, which an error filter of the user would turn into a failure.
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    self._made[key] = self._compile(device, dtype, rows)
+                    self._kernels[key] = self._compile(device, dtype, rows)
             except Exception as error:  # noqa: BLE001 - compilers fail in every way; training must go on
                 self.fail(error)
                 return None
-        return self._made[key]
+        return self._kernels[key]
 
     def fail(self, error: Exception) -> None:
-        """Give the compiled tier up and keep the first lines of why."""
+        """Give up the compiled tier and keep the first lines of the reason."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         self.reason = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"
-        self._made.clear()
+        self._kernels.clear()
 
     def _compile(self, device: torch.device, dtype: torch.dtype, rows: int) -> Kernel:
-        import torch._inductor  # noqa: PLC0415 - seconds, which only the compiled tier shall pay
+        import torch._inductor  # noqa: PLC0415 - takes seconds; only the compiled tier pays
 
         function = _ON_CPU[dtype] if device.type == "cpu" else _rows_and_non_finite
-        name = f"{function.__name__}_{device.type}_{str(dtype).removeprefix('torch.')}_{len(self._made)}"
+        name = f"{function.__name__}_{device.type}_{str(dtype).removeprefix('torch.')}_{len(self._kernels)}"
         # torch keeps one cache, with limits and policies on recompiling, per code object: each kernel
         # gets its own, so that none counts as a recompilation of another.
         own = types.FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
@@ -129,16 +123,13 @@ class Kernels:
             rows,
             function is _rows_of_pairs,
         )
-        example = torch.empty(_EXAMPLE, dtype=dtype, device=device).view(rows, -1)
+        example = torch.empty(_EXAMPLE_SCALARS, dtype=dtype, device=device).view(rows, -1)
         kernel.run(example.view(torch.int32) if kernel.paired else example)
         return kernel
 
 
-class Patience:
-    """Decides when compiling pays: once eager work has cost what compiling would.
-
-    Whoever rents until the rent has reached the price never pays more than twice what was best.
-    """
+class CompileTrigger:
+    """Ski-rental rule: compile once eager time equals the compile cost (2-competitive)."""
 
     def __init__(self) -> None:
         self._spent = 0.0
@@ -147,20 +138,22 @@ class Patience:
         """Count host time that a compiled kernel would have saved."""
         self._spent += seconds
 
-    def exhausted(self) -> bool:
-        """Tell whether compiling is the better choice from here on."""
-        return self._spent >= (PRICE if "torch._inductor.compile_fx" in sys.modules else PRICE_WITH_IMPORT)
+    def is_due(self) -> bool:
+        """Return whether compiling is the better choice from now on."""
+        return self._spent >= (
+            COMPILE_S if "torch._inductor.compile_fx" in sys.modules else COMPILE_WITH_IMPORT_S
+        )
 
 
 KERNELS = Kernels()
 """The kernels of this process."""
 
-PATIENCE = Patience()
-"""The eager work of this process."""
+COMPILE_TRIGGER = CompileTrigger()
+"""The eager work of this process, against the cost of compiling."""
 
 
 def _undisturbed(device: torch.device) -> bool:
-    """Tell whether no mode of the user's is on in which our kernel would be compiled again, or not at all."""
+    """Return whether no user mode is active in which a kernel would be recompiled, or not compiled at all."""
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device.type):
         return False
     stacks = ("_len_torch_function_stack", "_len_torch_dispatch_stack")
@@ -168,13 +161,7 @@ def _undisturbed(device: torch.device) -> bool:
 
 
 def _check_compiling() -> None:
-    """Let a kernel go on only while it is compiled.
-
-    Raises
-    ------
-    NotCompiledError
-        If it runs as plain Python.
-    """
+    """Raise NotCompiledError if the kernel runs as plain Python."""
     if not torch.compiler.is_compiling():
         raise NotCompiledError("torch.compile is switched off here: disabled, or an eager stance")
 
@@ -220,7 +207,7 @@ def _rows_of_pairs(pair_RV: Tensor) -> Tensor:
 
 
 def _rows_by_value(x_RW: Tensor) -> Tensor:
-    """Return ``[4, R]``, see :class:`Kernel`; for float16, whose bits the compiler would take one by one."""
+    """Return ``[4, R]``, see :class:`Kernel`; for float16, whose bits compile to scalar code."""
     _check_compiling()
     x_RW = x_RW.to(torch.float32)
     wide_RW = x_RW.to(torch.float64)

@@ -1,7 +1,7 @@
-"""How many values of each tensor lie in each power of two.
+"""Exponent histograms: how many values of each tensor lie in each power of two.
 
-P tensors; R rows, W scalars in each. Exponents are read from the bits of a float, so a power of two is
-exactly the lower end of its bin.
+P tensors, B bins, E exponents of a type; R rows of W scalars. Exponents are read from the bits of a float,
+so a power of two is exactly the lower end of its bin.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.measure.stats.kernels import SCRATCH
-from backlight.measure.stats.layout import stored
-from backlight.measure.stats.packing import Owned, batches, piece_size
-from backlight.measure.transfer.batch import Carrier
-from backlight.measure.transfer.pending import Arrays, Pending, send
+from backlight.measure.stats.packing import Owned, chunk_size, matrices, stored
+from backlight.measure.transfer import Arrays, Pending, Transfer, TransferBatch, start_copy
 
 LOWEST = -40
 """Exponent of the first bin: bin i counts 2^(LOWEST+i) <= |g| < 2^(LOWEST+i+1)."""
@@ -28,7 +26,7 @@ BINS = 64
 
 
 class _Float(NamedTuple):
-    """Where the exponent is in the bits of a type."""
+    """Where the exponent lies in the bits of a type."""
 
     dtype: torch.dtype
     bits: torch.dtype
@@ -45,9 +43,9 @@ def histogram(
     tensors: Sequence[Tensor | None],
     *,
     scale: Tensor | float | None = None,
-    carrier: Carrier | None = None,
+    transfer: TransferBatch | None = None,
 ) -> Pending:
-    """Count the values of every tensor by exponent.
+    """Count the values of every tensor by exponent; integers raise TypeError.
 
     Parameters
     ----------
@@ -55,24 +53,20 @@ def histogram(
         P local tensors as for :func:`backlight.measure.stats.statistics.statistics`; None where there is
         none.
     scale
-        What the values are divided by before they are counted, on their device.
-    carrier
-        Takes the results along with others of the same step; without one they travel at once.
+        Divisor of the values before they are counted, on their device.
+    transfer
+        Copies the results together with others of the same step; without one they are copied at once.
 
     Returns
     -------
     Pending
         float64 ``[P, 0]`` and int64 ``[P, 1 + BINS]``: measured (0 or 1), then the bins. Zeros, NaN and
         infinities are in no bin. Of complex values the magnitude is counted.
-
-    Raises
-    ------
-    TypeError
-        If a tensor holds integers.
     """
     size = len(tensors)
     times_P = np.zeros(size, dtype=np.int64)
     devices: dict[torch.device, dict[torch.dtype, Owned]] = {}
+    transfers: list[Transfer] = []
     if not torch.compiler.is_compiling():
         with torch.no_grad():
             for position, tensor in enumerate(tensors):
@@ -80,19 +74,17 @@ def histogram(
                     values, times_P[position] = stored(tensor)
                     kinds = devices.setdefault(values.device, {})
                     kinds.setdefault(values.dtype, []).append((position, values))
-            go = send if carrier is None else carrier.take
-            flights = [go(_count(kinds, size, device, scale)) for device, kinds in devices.items()]
-    else:
-        flights = []
+            enqueue = start_copy if transfer is None else transfer.add
+            transfers = [enqueue(_count(kinds, size, device, scale)) for device, kinds in devices.items()]
 
-    def finish(arrived: list[NDArray[np.generic]]) -> Arrays:
+    def finish(received: list[NDArray[np.generic]]) -> Arrays:
         counts = np.zeros((size, 1 + BINS), dtype=np.int64)
         counts[:, 0] = times_P > 0
-        for table in arrived:
+        for table in received:
             counts[:, 1:] += table.reshape(size, BINS).astype(np.int64) * times_P[:, None]
         return np.zeros((size, 0)), counts
 
-    return Pending(flights, finish)
+    return Pending(transfers, finish)
 
 
 def _count(
@@ -110,14 +102,15 @@ def _count(
 def _count_of_type(owned: Owned, size: int, kind: _Float, scale: Tensor | float | None) -> Tensor:
     """Return int64 ``[P, BINS]``.
 
-    Counted are first all values by the bits of their exponent, E possibilities. The highest one is that
-    of NaN and infinity, the lowest that of subnormal values and of zeros, which are counted again.
+    First all values are counted by the E possible values of their exponent bits. The highest is that of NaN
+    and infinity, the lowest that of subnormal values and of zeros; the zeros are counted again and
+    subtracted.
     """
     device = owned[0][1].device
     counts_PE = torch.zeros((size, kind.exponent + 1), dtype=torch.int64, device=device)
     zeros_P = torch.zeros(size, dtype=torch.int64, device=device)
-    ones = torch.ones(piece_size(device)[0], dtype=torch.int64, device=device)
-    for matrix, owners in batches(owned):
+    ones = torch.ones(chunk_size(device)[0], dtype=torch.int64, device=device)
+    for matrix, owners in matrices(owned):
         x_RW = _values(matrix, kind, scale)
         shape = x_RW.shape
         owner_R = _on(device, np.repeat([o for o, _ in owners], [rows for _, rows in owners]))
@@ -125,10 +118,10 @@ def _count_of_type(owned: Owned, size: int, kind: _Float, scale: Tensor | float 
         zeros_P.index_add_(0, owner_R, zero_RW.sum(1).to(torch.int64))
         field_RW = SCRATCH.take("field", shape, kind.bits, device)
         torch.bitwise_right_shift(x_RW.view(kind.bits), kind.mantissa, out=field_RW)
-        place_RW = SCRATCH.take("place", shape, torch.int64, device)
-        place_RW.copy_(field_RW.bitwise_and_(kind.exponent)).add_((owner_R * (kind.exponent + 1))[:, None])
+        index_RW = SCRATCH.take("index", shape, torch.int64, device)
+        index_RW.copy_(field_RW.bitwise_and_(kind.exponent)).add_((owner_R * (kind.exponent + 1))[:, None])
         # Sums of integers do not depend on their order, on any device.
-        counts_PE.view(-1).scatter_add_(0, place_RW.view(-1), ones[: x_RW.numel()])
+        counts_PE.view(-1).scatter_add_(0, index_RW.view(-1), ones[: x_RW.numel()])
     bin_E = (torch.arange(kind.exponent, device=device) - (kind.bias + LOWEST)).clamp_(0, BINS - 1)
     counts_PB = torch.zeros((size, BINS), dtype=torch.int64, device=device)
     counts_PB.index_add_(1, bin_E, counts_PE[:, :-1])

@@ -1,7 +1,8 @@
-"""The eager kernels: a matrix goes in, numbers per row come out. Nothing here reads a value on the host.
+"""Eager kernels: a matrix in, numbers per row out; and how numbers of rows join to those of tensors.
 
-R rows, W scalars in each. Rows may be padded with zeros, which change no number here: non-zero values
-are counted, not zeros.
+R rows of W scalars, N rows in all. Rows may be padded with zeros, which change no number here: non-zero
+values are counted, not zeros. The kernels never read a value on the host; the functions on numpy arrays run
+there.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import math
 import threading
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 _COUNTED = 2**22  # scalars whose booleans are in memory at once
 
 
 class Partials(NamedTuple):
-    """Numbers per row, each of shape ``[R]``; of complex rows they are those of the magnitudes.
+    """Numbers per row, each ``[R]``; those of complex rows are of the magnitudes.
 
     ``total`` is the sum of the values, of complex ones the sum of the real parts.
     """
@@ -31,8 +34,8 @@ class Partials(NamedTuple):
 class Scratch(threading.local):
     """Buffers on the host that every pass of a thread reuses.
 
-    Fresh memory costs a page fault for every 4 KiB, which is more than the arithmetic that it is for.
-    On an accelerator torch keeps memory itself.
+    Fresh memory costs a page fault per 4 KiB, more than the arithmetic on it. On an accelerator torch caches
+    memory.
     """
 
     def __init__(self) -> None:
@@ -55,12 +58,12 @@ class Scratch(threading.local):
         if held is None or held.numel() < size or held.is_inference() != torch.is_inference_mode_enabled():
             held = torch.empty(size, dtype=key[1], device=device)
         view = held[:size].view(shape)
-        if type(held) is Tensor:  # and not what somebody's mode makes of it
+        if type(held) is Tensor:  # a mode of the user may return another type
             self._held[key], self._seen[key] = held, view
         return view
 
     def drop(self) -> None:
-        """Give the buffers of this thread back."""
+        """Free the buffers of this thread."""
         self._held.clear()
         self._seen.clear()
 
@@ -89,7 +92,7 @@ def narrow(x_RW: Tensor) -> Partials:
 def wide(x_RW: Tensor, accumulator: torch.dtype = torch.float64) -> Partials:
     """Measure rows whose squares the accumulator may not hold: float64, complex, or a device without float64.
 
-    Each row is multiplied by a power of two that brings its largest value near 1, so no square that
+    Each row is multiplied by a power of two that brings its largest value near 1, so that no square that
     matters is lost at either end.
     """
     parts_RWC = _parts(x_RW).to(accumulator)
@@ -143,3 +146,45 @@ def _reciprocal_power_of_two(top_R: Tensor) -> Tensor:
     else:
         bits_R = (127 - exponent_R.to(torch.int32).clamp(-120, 120)) << 23
     return bits_R.view(top_R.dtype)
+
+
+Float64 = NDArray[np.float64]
+
+
+def root_sum_squares(values: ArrayLike, axis: int | None = None) -> Float64:
+    """Return the root of the sum of squares of ``values`` along ``axis`` (all of them by default).
+
+    Values are divided by a power of two near the largest one, so neither 1e300 nor 1e-300 is lost. NaN stays
+    NaN, also next to an infinity; the result for no values is 0.
+    """
+    array = np.abs(np.asarray(values, dtype=np.float64))
+    top = np.max(array, axis=axis, keepdims=True, initial=0.0)
+    exponent = _exponent(top)
+    with np.errstate(over="ignore"):
+        squares = np.square(np.ldexp(array, -exponent))
+        root = np.ldexp(np.sqrt(np.sum(squares, axis=axis, keepdims=True)), exponent)
+    result = np.where(np.isfinite(top), root, top)
+    return np.asarray(np.squeeze(result, axis=axis), dtype=np.float64)
+
+
+def root_sum_squares_by(owner: NDArray[np.int64], values: Float64, owners: int) -> Float64:
+    """Return ``[owners]``: the root of the sum of squares of each owner's values, 0 for no values."""
+    array = np.abs(values)
+    top = max_by(owner, array, owners)
+    exponent = _exponent(top)
+    with np.errstate(over="ignore"):
+        squares = np.square(np.ldexp(array, -exponent[owner]))
+        root = np.ldexp(np.sqrt(np.bincount(owner, squares, owners)), exponent)
+    return np.where(np.isfinite(top), root, top)
+
+
+def max_by(owner: NDArray[np.int64], values: Float64, owners: int) -> Float64:
+    """Return ``[owners]``: the largest of each owner's non-negative values; NaN wins, 0 for no values."""
+    top = np.zeros(owners)
+    with np.errstate(invalid="ignore"):  # a NaN is an answer here
+        np.maximum.at(top, owner, values)
+    return top
+
+
+def _exponent(top: Float64) -> NDArray[np.int32]:
+    return np.asarray(np.frexp(np.where(np.isfinite(top), top, 1.0))[1], dtype=np.int32)

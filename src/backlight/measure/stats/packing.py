@@ -1,7 +1,10 @@
-"""Flat values of many tensors as few matrices: small tensors share one, large ones are cut into several.
+"""Tensors of any layout as few matrices: small tensors share one matrix, large ones are cut into several.
 
-A launch per tensor costs more than the arithmetic of a bias. So small tensors are copied side by side
-into one buffer, each padded with zeros to whole rows, and large ones are viewed in pieces.
+A launch per tensor costs more than the arithmetic of a bias. So small tensors are copied next to each other
+into one buffer, each padded with zeros to whole rows, and large ones are viewed in chunks. No statistic
+depends on the order of the values, so they are read in the order of memory.
+
+N stored positions of a sparse tensor with D sparse dimensions; matrices have R rows of W scalars.
 """
 
 from __future__ import annotations
@@ -13,30 +16,125 @@ import torch
 from torch import Tensor
 
 from backlight.measure.stats.kernels import SCRATCH
-from backlight.measure.stats.layout import pieces
 
 SMALL_ROW = 256
-"""Width of the rows that small tensors are padded to."""
+"""Scalars in a row that small tensors are padded to."""
 
 SMALL = 2**17
-"""Tensors below this many scalars are copied together with others; from here on a copy, or eager work
-instead of a call of the compiled kernel, costs more than it saves."""
+"""Scalars below which a tensor is copied together with others. From here on a copy, or eager work instead of
+a call of the compiled kernel, costs more than it saves."""
 
 Owned = list[tuple[int, Tensor]]
-"""Stored values with the position of the tensor that they are of."""
+"""Stored values, each with the position of the tensor that owns them."""
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-class Batch(NamedTuple):
-    """A matrix ``[R, W]`` and, in order, the tensor that owns its rows with how many rows those are."""
+class Stored(NamedTuple):
+    """The stored values of a tensor; each stands for ``times`` equal scalars (expanded memory repeats).
 
-    rows: Tensor
-    owners: list[tuple[int, int]]
+    The scalars that a sparse tensor does not store are zeros.
+    """
+
+    values: Tensor
+    times: int = 1
 
 
-def piece_size(device: torch.device) -> tuple[int, int]:
-    """Return how many scalars are handled at once, and how many in one row.
+def is_host(device: torch.device) -> bool:
+    """Return whether the host can read a number of ``device`` without synchronising."""
+    return device.type == "cpu"
 
-    On one thread a piece in float64 still fits the second-level cache. On several it stays below the size
+
+def stored(tensor: Tensor) -> Stored:
+    """Return the stored values of a strided or sparse tensor; integers raise TypeError.
+
+    Values are a view of the tensor's memory, except for an uncoalesced sparse tensor, whose duplicates must
+    be added first. A dense tensor in any permutation is returned with one dimension.
+
+    Raises
+    ------
+    TypeError
+        If the tensor holds integers.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(
+            f"statistics are for floating-point and complex tensors, got {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)}; leave it out or convert it with .float()"
+        )
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = _stored_sparse(tensor)
+    if tensor.is_contiguous():
+        return Stored(tensor if tensor.dim() == 1 else tensor.view(-1))
+    times = 1
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            times *= size
+            tensor = tensor.narrow(dim, 0, 1)
+    return Stored(_in_memory_order(tensor), times)
+
+
+def _stored_sparse(tensor: Tensor) -> Tensor:
+    if tensor.layout in _COMPRESSED:
+        return tensor.values()
+    if tensor.layout is not torch.sparse_coo:
+        return tensor.to_dense()
+    if tensor.is_coalesced():
+        return tensor.values()
+    return tensor.coalesce().values() if is_host(tensor.device) else add_duplicates(tensor)
+
+
+def add_duplicates(tensor: Tensor) -> Tensor:
+    """Return the values of a sparse COO tensor with duplicates added, in a shape that the host knows.
+
+    ``coalesce`` asks the device how many values remain. Here there are as many as before: a value that was
+    added to another one leaves a zero at the end.
+    """
+    indices_DN, values = tensor._indices(), tensor._values()
+    index_N = torch.zeros(indices_DN.shape[1], dtype=torch.int64, device=tensor.device)
+    for dim in range(tensor.sparse_dim()):
+        index_N = index_N * tensor.shape[dim] + indices_DN[dim]
+    index_N, order_N = index_N.sort(stable=True)
+    first_N = torch.ones_like(index_N)
+    first_N[1:] = index_N[1:] != index_N[:-1]
+    return torch.zeros_like(values).index_add_(0, first_N.cumsum(0) - 1, values[order_N])
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a one-dimensional view where the values lie densely in memory, else the tensor."""
+    real = [dim for dim in range(tensor.dim()) if tensor.shape[dim] != 1]
+    order = sorted(real, key=tensor.stride, reverse=True)
+    dense = 1
+    for dim in reversed(order):
+        if tensor.stride(dim) != dense:
+            return tensor
+        dense *= tensor.shape[dim]
+    return tensor.permute(order + [dim for dim in range(tensor.dim()) if dim not in real]).view(-1)
+
+
+def chunks(values: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield one-dimensional chunks of at most ``size`` scalars that together are ``values``.
+
+    Where the values do not lie densely in memory, a chunk is a copy of at most that size.
+    """
+    scalars = values.numel()
+    if scalars == 0:
+        return
+    if scalars <= size:
+        yield values.reshape(-1)
+    elif values.dim() == 1 and values.is_contiguous():
+        yield from torch.split(values, size)
+    else:
+        longest = max(range(values.dim()), key=values.shape.__getitem__)
+        for part in values.chunk(-(-scalars // size), longest):
+            yield from chunks(part, size)
+
+
+def chunk_size(device: torch.device) -> tuple[int, int]:
+    """Return how many scalars are processed at once, and how many of them form a row.
+
+    On one thread a chunk in float64 still fits the second-level cache. On several it stays below the size
     from which torch wakes other threads for each operation: for so little work that takes longer.
     """
     if device.type != "cpu":
@@ -44,68 +142,73 @@ def piece_size(device: torch.device) -> tuple[int, int]:
     return (2**18 if torch.get_num_threads() == 1 else 7 * 2**12), 2**12
 
 
-def batches(values: Owned) -> Iterator[Batch]:
-    """Yield the scalars of tensors of one type and device as matrices of at most :func:`piece_size`.
+def large_share(values: Owned) -> float:
+    """Return the share of all scalars that lies in tensors that are not small."""
+    sizes = [tensor.numel() for _, tensor in values]
+    return sum(size for size in sizes if size >= SMALL) / max(sum(sizes), 1)
 
-    ``values`` holds pairs of an owner and its stored values. A matrix is valid until the next one is
-    asked for.
+
+class Matrix(NamedTuple):
+    """A matrix ``[R, W]`` and, in order, each tensor that owns rows of it with their number."""
+
+    rows: Tensor
+    owners: list[tuple[int, int]]
+
+
+def matrices(values: Owned) -> Iterator[Matrix]:
+    """Yield the scalars of tensors of one type and device as matrices of at most :func:`chunk_size`.
+
+    A matrix is valid until the next one is asked for.
     """
     if not values:
         return
-    size, width = piece_size(values[0][1].device)
-    together = _Together(size)
+    size, width = chunk_size(values[0][1].device)
+    packer = _Packer(size)
     for owner, tensor in values:
         small = tensor.numel() < min(SMALL, size)
-        for piece in (
-            (tensor if tensor.dim() == 1 else tensor.reshape(-1),) if small else pieces(tensor, size)
-        ):
-            if piece.numel() == size:
-                yield Batch(piece.view(-1, width), [(owner, size // width)])
+        flat = tensor if tensor.dim() == 1 else tensor.reshape(-1) if small else tensor
+        for chunk in (flat,) if small else chunks(tensor, size):
+            if chunk.numel() == size:
+                yield Matrix(chunk.view(-1, width), [(owner, size // width)])
                 continue
-            if together.is_full_for(piece):
-                yield together.batch()
-            together.add(owner, piece)
-    if together.rows:
-        yield together.batch()
+            if packer.is_full_for(chunk):
+                yield packer.pack()
+            packer.add(owner, chunk)
+    if packer.rows:
+        yield packer.pack()
 
 
-class _Together:
-    """Flat values of several tensors side by side, each padded with zeros to whole rows."""
+class _Packer:
+    """Flat values of several tensors next to each other, each padded with zeros to whole rows."""
 
     def __init__(self, size: int) -> None:
         self.rows = 0
-        self._most = size // SMALL_ROW
-        self._parts: list[Tensor] = []
+        self._max_rows = size // SMALL_ROW
+        self._values: list[Tensor] = []
         self._owners: list[tuple[int, int]] = []
         self._padding: dict[int, Tensor] = {}
 
     def is_full_for(self, values: Tensor) -> bool:
-        """Tell whether what is here must go before ``values`` can be added."""
-        return self.rows > 0 and self.rows - (-values.numel() // SMALL_ROW) > self._most
+        """Return whether :meth:`pack` must run before ``values`` can be added."""
+        return self.rows > 0 and self.rows - (-values.numel() // SMALL_ROW) > self._max_rows
 
     def add(self, owner: int, values: Tensor) -> None:
-        """Take flat values along; nothing is copied yet."""
+        """Add flat values; nothing is copied yet."""
         scalars = values.numel()
         rows = -(-scalars // SMALL_ROW)
         self.rows += rows
-        self._parts.append(values)
+        self._values.append(values)
         self._owners.append((owner, rows))
         missing = rows * SMALL_ROW - scalars
         if missing:
             if missing not in self._padding:
                 self._padding[missing] = values.new_zeros(missing)
-            self._parts.append(self._padding[missing])
+            self._values.append(self._padding[missing])
 
-    def batch(self) -> Batch:
-        """Copy what is here into one matrix, and begin anew."""
-        first = self._parts[0]
+    def pack(self) -> Matrix:
+        """Copy the added values into one matrix and start afresh."""
+        first = self._values[0]
         buffer = SCRATCH.take("packed", (self.rows * SMALL_ROW,), first.dtype, first.device)
-        batch = Batch(torch.cat(self._parts, out=buffer).view(self.rows, SMALL_ROW), self._owners)
-        self.rows, self._parts, self._owners = 0, [], []
-        return batch
-
-
-def large_share(values: Owned) -> float:
-    """Return which share of all scalars is in tensors that are not small."""
-    sizes = [tensor.numel() for _, tensor in values]
-    return sum(size for size in sizes if size >= SMALL) / max(sum(sizes), 1)
+        matrix = Matrix(torch.cat(self._values, out=buffer).view(self.rows, SMALL_ROW), self._owners)
+        self.rows, self._values, self._owners = 0, [], []
+        return matrix

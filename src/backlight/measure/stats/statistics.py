@@ -1,28 +1,34 @@
 """Norm, largest magnitude, sum and counts of every tensor of a list, in one pass over the memory.
 
-P tensors, cut into N rows in all. Squares are summed in float64, those of float64 and complex values
-after scaling by a power of two: what fp32 cannot hold needs no second look. A device is only ever given
-work; the host puts the rows together after their one copy, when it is asked to.
+P tensors, cut into N rows in all; a matrix has R rows of W scalars. Squares are summed in float64, those of
+float64 and complex values after scaling by a power of two: what float32 cannot hold needs no second pass. A
+device is only given work; the host joins the rows after their one copy. docs/formulas.md, section 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure.stats.compiled import DTYPES, KERNELS, PATIENCE
-from backlight.measure.stats.layout import stored, synchronous
-from backlight.measure.stats.norms import max_by, root_sum_squares_by
-from backlight.measure.stats.packing import Owned, large_share
-from backlight.measure.stats.table import COLUMNS, Arrived, Table
-from backlight.measure.transfer.batch import Carrier
-from backlight.measure.transfer.pending import Arrays, Pending
+from backlight.measure.stats.compiled import COMPILE_TRIGGER, DTYPES, KERNELS, PARALLEL_SCALARS, Kernel
+from backlight.measure.stats.kernels import max_by, narrow, non_finite, root_sum_squares_by, wide
+from backlight.measure.stats.packing import (
+    SMALL,
+    Owned,
+    chunk_size,
+    chunks,
+    is_host,
+    large_share,
+    matrices,
+    stored,
+)
+from backlight.measure.transfer import Arrays, Pending, Transfer, TransferBatch, start_copy
 
 FLOATS = ("norm", "max_abs", "sum")
 """Names of the float64 columns, in order."""
@@ -30,7 +36,12 @@ FLOATS = ("norm", "max_abs", "sum")
 INTEGERS = ("measured", "numel", "zeros", "nan", "inf")
 """Names of the int64 columns, in order."""
 
+COLUMNS = ("norm", "max_abs", "sum", "nonzero", "nan", "inf")
+"""Numbers per row, in the order in which they are copied to the host."""
+
 Tier = Literal["auto", "eager", "compiled"]
+
+_MAX_COUNTED = 2**32  # scalars that a kernel may count in 32 bits per row
 
 
 def statistics(
@@ -38,7 +49,7 @@ def statistics(
     *,
     tier: Tier = "auto",
     scale: Tensor | float | None = None,
-    carrier: Carrier | None = None,
+    transfer: TransferBatch | None = None,
 ) -> Pending:
     """Measure every tensor.
 
@@ -49,33 +60,32 @@ def statistics(
         nothing to measure.
     tier
         ``"eager"`` uses torch's own operations, ``"compiled"`` a kernel of ``torch.compile`` for large
-        tensors of at most 32 bits (eager where that fails, see :func:`why_not_compiled`). ``"auto"``
-        begins eagerly and compiles once the eager work of this process has cost as much as compiling
-        would, so that it never costs twice the better choice.
+        tensors of at most 32 bits (eager where that fails, see :func:`why_not_compiled`). ``"auto"`` starts
+        eagerly and compiles once the eager work of this process has cost as much as compiling would.
     scale
-        What all values are to be divided by, a loss scale for example. The results are divided, not
-        the tensors; a tensor on a device comes to the host with the results.
-    carrier
-        Takes the results along with others of the same step; without one they travel at once.
+        Divisor of all values, for example a loss scale. The results are divided, not the tensors; a tensor
+        on a device is copied to the host with the results.
+    transfer
+        Copies the results together with others of the same step; without one they are copied at once.
 
     Returns
     -------
     Pending
         float64 ``[P, 3]`` in the order of :data:`FLOATS` and int64 ``[P, 5]`` in that of :data:`INTEGERS`.
-        ``norm`` and ``max_abs`` are NaN where any value is NaN, else infinite where any is infinite.
-        Of complex values they are those of the magnitude, and ``sum`` is the sum of the real parts.
-        An empty tensor is measured: norm, max_abs and sum are 0.
+        ``norm`` and ``max_abs`` are NaN where any value is NaN, else infinite where any is infinite. Of
+        complex values they are those of the magnitude, and ``sum`` is the sum of the real parts. An empty
+        tensor is measured as 0, 0, 0.
 
     Raises
     ------
     TypeError
         If a tensor holds integers.
     """
-    if torch.compiler.is_compiling():  # a pass inside somebody's graph would become a part of it
+    if torch.compiler.is_compiling():  # a pass inside the user's graph would become a part of it
         tensors = [None] * len(tensors)
     shares = [(0, 0)] * len(tensors)  # times and numel
     kinds: dict[tuple[torch.device, torch.dtype], Owned] = {}
-    tables: dict[torch.device, Table] = {}
+    tables: dict[torch.device, _Table] = {}
     with torch.no_grad():
         for position, tensor in enumerate(tensors):
             if tensor is None or tensor.is_meta:
@@ -89,26 +99,26 @@ def statistics(
             begin = perf_counter()
             table.eager(rest)
             if dtype in DTYPES:
-                PATIENCE.spend((perf_counter() - begin) * large_share(rest))
+                COMPILE_TRIGGER.spend((perf_counter() - begin) * large_share(rest))
         for device, table in tables.items():
             table.count_non_finite(
                 [pair for kind, owned in kinds.items() if kind[0] == device for pair in owned]
             )
         if isinstance(scale, Tensor):
-            _table(tables, scale.device).carry(scale)
-        flights = [table.send(carrier) for table in tables.values()]
-    unpack = [table.unpack() for table in tables.values()]
+            _table(tables, scale.device).append(scale)
+        transfers = [table.start_copy(transfer) for table in tables.values()]
+    decoders = [table.decoder() for table in tables.values()]
     divisor = 1.0 if scale is None or isinstance(scale, Tensor) else float(scale)
 
-    def finish(arrived: list[NDArray[np.generic]]) -> Arrays:
-        parts = [unpacked(numbers) for unpacked, numbers in zip(unpack, arrived, strict=True)]
-        return _finish(np.array(shares, dtype=np.int64).reshape(-1, 2), parts, divisor)
+    def finish(received: list[NDArray[np.generic]]) -> Arrays:
+        rows = [decode(numbers) for decode, numbers in zip(decoders, received, strict=True)]
+        return _join(np.array(shares, dtype=np.int64).reshape(-1, 2), rows, divisor)
 
-    return Pending(flights, finish)
+    return Pending(transfers, finish)
 
 
 def tier_in_use(tier: Tier = "auto") -> Literal["eager", "compiled"]:
-    """Return the tier that the next large float32 tensor is measured by, if ``tier`` is asked for."""
+    """Return the tier that measures the next large float32 tensor if ``tier`` is requested."""
     return "compiled" if _compiles(tier, torch.float32) else "eager"
 
 
@@ -120,17 +130,148 @@ def why_not_compiled() -> str:
 def _compiles(tier: Tier, dtype: torch.dtype) -> bool:
     if dtype not in DTYPES or KERNELS.reason:
         return False
-    return tier == "compiled" or (tier == "auto" and PATIENCE.exhausted())
+    return tier == "compiled" or (tier == "auto" and COMPILE_TRIGGER.is_due())
 
 
-def _table(tables: dict[torch.device, Table], device: torch.device) -> Table:
+def _table(tables: dict[torch.device, _Table], device: torch.device) -> _Table:
     if device not in tables:
-        tables[device] = Table(device, synchronous=synchronous(device))
+        tables[device] = _Table(device, on_host=is_host(device))
     return tables[device]
 
 
-def _finish(shares_P2: NDArray[np.int64], parts: list[Arrived], divisor: float) -> Arrays:
-    """Put the rows of all devices together."""
+class _Rows(NamedTuple):
+    """Numbers ``[6, N]`` in the order of :data:`COLUMNS`, and the tensor that owns each row ``[N]``."""
+
+    owner: NDArray[np.int64]
+    numbers: NDArray[np.float64]
+    scale: float | None
+
+
+class _Table:
+    """The numbers of all tensors of one device, row by row, until one copy takes them to the host."""
+
+    def __init__(self, device: torch.device, *, on_host: bool) -> None:
+        self._device = device
+        self._on_host = on_host
+        self._columns: tuple[list[Tensor], ...] = tuple([] for _ in COLUMNS)
+        self._owners: list[tuple[int, int]] = []
+        self._scale: Tensor | None = None
+        # Only Apple's device has no float64.
+        self._float = torch.float32 if device.type == "mps" else torch.float64
+
+    def eager(self, values: Owned) -> None:
+        """Measure tensors of one dtype with torch's own operations."""
+        if not values:
+            return
+        dtype = values[0][1].dtype
+        plain = not dtype.is_complex and dtype is not torch.float64 and self._float is torch.float64
+        for matrix, owners in matrices(values):
+            found = narrow(matrix) if plain else wide(matrix, self._float)
+            self._add(found if self._on_host else (*found, *non_finite(matrix)), owners)
+
+    def compiled(self, values: Owned) -> Owned:
+        """Measure large tensors of one dtype with the compiled kernel; return what that leaves over."""
+        rest: Owned = []
+        blocks: list[Tensor] = []
+        kernels: dict[bool, Kernel | None] = {}
+        owners: list[tuple[int, int]] = []
+        try:
+            for owner, tensor in values:
+                scalars = tensor.numel()
+                plain = tensor.dim() == 1 and tensor.is_contiguous()
+                other = tensor.is_neg() or tensor.is_inference()  # for which it would be compiled again
+                kernel = None
+                if plain and not other and SMALL <= scalars <= _MAX_COUNTED:
+                    large = scalars >= PARALLEL_SCALARS
+                    if large not in kernels:
+                        kernels[large] = KERNELS.get(self._device, tensor.dtype, threaded=large)
+                    kernel = kernels[large]
+                if kernel is None:
+                    rest.append((owner, tensor))
+                    continue
+                matrix, ends = _cut(tensor, kernel)
+                blocks.append(kernel.run(matrix))
+                owners.append((owner, kernel.rows))
+                rest += [(owner, end) for end in ends]
+        except Exception as error:  # noqa: BLE001 - compilers fail in every way; training must go on
+            KERNELS.fail(error)
+            return values
+        if blocks:
+            self._add(torch.cat(blocks, 1).unbind(), owners)
+        return rest
+
+    def count_non_finite(self, values: Owned) -> None:
+        """Count NaN and infinity where a norm is not finite: elsewhere there are none.
+
+        Only the host of the memory itself can choose so; on a device both were counted with the rest.
+        """
+        if not self._on_host or not self._owners:
+            return
+        suspect_N = ~np.isfinite(torch.cat(self._columns[0]).numpy())
+        if not suspect_N.any():
+            return
+        suspects = set(_owner_of_rows(self._owners)[suspect_N].tolist())
+        nothing = torch.zeros(1, dtype=self._float)
+        # The counts get rows of their own, behind those that counted nothing.
+        for column in self._columns[4:]:
+            column.append(torch.zeros(len(suspect_N), dtype=self._float))
+        for owner, tensor in values:
+            for chunk in chunks(tensor, chunk_size(self._device)[0]) if owner in suspects else ():
+                self._add((*[nothing] * 4, *non_finite(chunk.view(1, -1))), [(owner, 1)])
+
+    def append(self, scale: Tensor) -> None:
+        """Send a single number of this device with the same copy."""
+        self._scale = scale.detach().reshape(1).to(self._float)
+
+    def start_copy(self, transfer: TransferBatch | None = None) -> Transfer:
+        """Start the one copy of this device: the columns one after another, then the scale."""
+        parts = [torch.cat(column).to(self._float) for column in self._columns if column]
+        if self._scale is not None:
+            parts.append(self._scale)
+        table = torch.cat(parts) if parts else torch.empty(0, dtype=self._float)
+        return start_copy(table) if transfer is None else transfer.add(table)
+
+    def decoder(self) -> Callable[[NDArray[np.generic]], _Rows]:
+        """Return what decodes the numbers on the host; it keeps no memory of the device alive."""
+        owners, scaled = self._owners, self._scale is not None
+
+        def decode(numbers: NDArray[np.generic]) -> _Rows:
+            flat = numbers.astype(np.float64, copy=False)
+            scale = float(flat[-1]) if scaled else None
+            owner = _owner_of_rows(owners)
+            table = np.zeros((len(COLUMNS), len(owner)))
+            table.reshape(-1)[: len(flat) - scaled] = flat[: len(flat) - scaled]
+            return _Rows(owner, table, scale)
+
+        return decode
+
+    def _add(self, columns: Sequence[Tensor], owners: list[tuple[int, int]]) -> None:
+        # Four columns where non-finite values are counted later, six where they are counted with the rest.
+        for column, values_R in zip(self._columns, columns, strict=False):
+            column.append(values_R)
+        self._owners += owners
+
+
+def _cut(tensor: Tensor, kernel: Kernel) -> tuple[Tensor, list[Tensor]]:
+    """Return the matrix that a kernel wants, and what of the tensor is left at its ends."""
+    scalars = tensor.numel()
+    if not kernel.paired:
+        over = scalars % kernel.rows
+        whole, ends = (tensor[: scalars - over], [tensor[scalars - over :]]) if over else (tensor, [])
+        return whole.view(kernel.rows, -1), ends
+    begin = tensor.storage_offset() % 2  # pairs begin at even addresses
+    end = begin + (scalars - begin) // (2 * kernel.rows) * (2 * kernel.rows)
+    ends = [part for part in (tensor[:begin], tensor[end:]) if part.numel()]
+    return tensor[begin:end].view(torch.int32).view(kernel.rows, -1), ends
+
+
+def _owner_of_rows(owners: list[tuple[int, int]]) -> NDArray[np.int64]:
+    owner, rows = np.array(owners, dtype=np.int64).reshape(-1, 2).T
+    return np.repeat(owner, rows)
+
+
+def _join(shares_P2: NDArray[np.int64], parts: list[_Rows], divisor: float) -> Arrays:
+    """Join the rows of all devices to numbers per tensor."""
     times_P, numel_P = shares_P2.T
     size = len(times_P)
     owner = np.concatenate([np.empty(0, dtype=np.int64), *(part.owner for part in parts)])
@@ -138,7 +279,7 @@ def _finish(shares_P2: NDArray[np.int64], parts: list[Arrived], divisor: float) 
         [np.empty((len(COLUMNS), 0)), *(part.numbers for part in parts)], axis=1
     )
     for part in parts:
-        divisor = divisor if part.carried is None else part.carried
+        divisor = divisor if part.scale is None else part.scale
     counts = np.stack(
         (
             times_P > 0,
@@ -158,7 +299,7 @@ def _finish(shares_P2: NDArray[np.int64], parts: list[Arrived], divisor: float) 
             ),
             axis=1,
         )
-        # Beside an infinity a norm may miss a NaN; no number may depend on how the tensor was cut.
+        # Next to an infinity a norm may miss a NaN; no number may depend on how the tensor was cut.
         values[counts[:, 3] > 0, :2] = np.nan
         values /= divisor
     values[times_P == 0] = 0.0

@@ -1,25 +1,23 @@
-"""The step that an optimizer took, against the weights it started from: exactly, or from a fixed sample.
+"""The change of the weights in an optimizer step and the weights before it: exact, or from a fixed sample.
 
-P parameters, whose samples are kept in N rows of W weights. A sample is every k-th weight in the order
-of the indices, with a k that has no factor in common with the size: a stride that divides the width of
-a matrix would see a few columns only.
+P parameters, whose samples are kept in N rows of W weights. A sample is every k-th weight in index order,
+with a k that is coprime to the size: a stride that divides the width of a matrix would cover a few columns
+only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure.stats.kernels import row_norms
-from backlight.measure.stats.norms import root_sum_squares_by
-from backlight.measure.transfer.batch import Carrier
-from backlight.measure.transfer.pending import Arrays, Pending, send
+from backlight.measure.stats.kernels import root_sum_squares_by, row_norms
+from backlight.measure.transfer import Arrays, Pending, TransferBatch, start_copy
 
 FLOATS = ("update_norm", "weight_norm")
 """Names of the float64 columns, in order."""
@@ -30,24 +28,24 @@ INTEGERS = ("measured", "sampled", "numel")
 PER_TENSOR = 4096
 """Weights sampled of a tensor, about, unless something else is asked for."""
 
-_ROW = 256
+_ROW = 256  # scalars
 _ROWS = 2**11  # rows compared at once: a float64 copy of them is 4 MiB
 
 _Key = tuple[torch.Size, torch.device, torch.dtype]
 
 
-class Sample:
+class WeightSample:
     """A fixed sample of the weights of some parameters, kept before a step and compared after it.
 
     Parameters
     ----------
     parameters
-        P tensors. They are looked up again each time, so their memory and type may be replaced.
+        P tensors. They are read again each time, so their memory and type may be replaced.
     per_tensor
-        About how many weights are sampled of a tensor, at most twice that; None for all of them, which
-        costs a copy of the model.
+        About how many weights are sampled of a tensor, at most twice that; None for all of them, which costs
+        a copy of the model.
     local
-        Gives the part of a parameter that this process holds; the parameter itself by default.
+        Returns the part of a parameter that this process holds; the parameter itself by default.
     """
 
     def __init__(
@@ -59,55 +57,45 @@ class Sample:
         self._parameters = tuple(parameters)
         self._per_tensor = per_tensor
         self._local = local
-        self._signs: list[object] = [None] * len(self._parameters)
-        self._now: list[Tensor | None] = [None] * len(self._parameters)
+        self._signatures: list[object] = [None] * len(self._parameters)
+        self._current: list[Tensor | None] = [None] * len(self._parameters)
         self._keys: list[_Key | None] | None = None
         self._kept: list[_Kept] = []
-
-    @classmethod
-    def of(
-        cls,
-        parameters: Sequence[Tensor],
-        per_tensor: int | None = PER_TENSOR,
-        local: Callable[[Tensor], Tensor] | None = None,
-    ) -> Self:
-        """Choose the sample of these parameters; nothing is read yet."""
-        return cls(parameters, per_tensor, local)
 
     def before(self) -> None:
         """Keep the sampled weights as they are now."""
         with torch.no_grad():
-            if self._look() or self._keys is None:
-                keys = [None if t is None else (t.shape, t.device, t.dtype) for t in self._now]
+            if self._refresh() or self._keys is None:
+                keys = [None if t is None else (t.shape, t.device, t.dtype) for t in self._current]
                 if keys != self._keys:
-                    self._place(keys)
+                    self._assign(keys)
             for kept in self._kept:
-                kept.keep(self._now)
+                kept.keep(self._current)
 
-    def after(self, carrier: Carrier | None = None) -> Pending:
+    def after(self, transfer: TransferBatch | None = None) -> Pending:
         """Compare the weights with those that were kept.
 
         Parameters
         ----------
-        carrier
-            Takes the results along with others of the same step; without one they travel at once.
+        transfer
+            Copies the results together with others of the same step; without one they are copied at once.
 
         Returns
         -------
         Pending
-            float64 ``[P, 2]``: norm of the change and norm of the weights before it, each estimated for
-            the whole tensor as the norm over the sample times the root of numel / sampled. int64
-            ``[P, 3]``: measured, sampled, numel. Not measured is what was not there before, or has
-            another shape or device since.
+            float64 ``[P, 2]``: norm of the change and norm of the weights before it, estimated for the whole
+            tensor as the norm over the sample times the root of numel / sampled. int64 ``[P, 3]``: measured,
+            sampled, numel. A parameter that was not readable before, or has another shape or device since,
+            is not measured.
         """
         keys = self._keys or [None] * len(self._parameters)
         sampled_P = np.zeros(len(keys), dtype=np.int64)
         numel_P = np.zeros(len(keys), dtype=np.int64)
         with torch.no_grad():
-            self._look()
+            self._refresh()
             now = [
-                tensor if key is not None and tensor is not None and _same_place(tensor, key) else None
-                for tensor, key in zip(self._now, keys, strict=True)
+                tensor if key is not None and tensor is not None and _is_comparable(tensor, key) else None
+                for tensor, key in zip(self._current, keys, strict=True)
             ]
             owners = [kept.owner for kept in self._kept]
             measured_P = np.array([tensor is not None for tensor in now], dtype=bool)
@@ -115,12 +103,12 @@ class Sample:
                 for slot in kept.slots:
                     sampled_P[slot.position] = slot.taken
                     numel_P[slot.position] = math.prod(kept.shapes[slot.position])
-            go = send if carrier is None else carrier.take
-            flights = [go(kept.compare(now)) for kept in self._kept]
+            enqueue = start_copy if transfer is None else transfer.add
+            transfers = [enqueue(kept.compare(now)) for kept in self._kept]
 
-        def finish(arrived: list[NDArray[np.generic]]) -> Arrays:
+        def finish(received: list[NDArray[np.generic]]) -> Arrays:
             owner = np.concatenate([np.empty(0, dtype=np.int64), *owners])
-            norms = [table.astype(np.float64, copy=False).reshape(2, -1) for table in arrived]
+            norms = [table.astype(np.float64, copy=False).reshape(2, -1) for table in received]
             size = len(sampled_P)
             values = np.stack(
                 [
@@ -135,29 +123,29 @@ class Sample:
             counts[~measured_P] = 0
             return values, counts
 
-        return Pending(flights, finish)
+        return Pending(transfers, finish)
 
-    def _look(self) -> bool:
-        """Look up what each parameter is now, None where there is nothing to read; tell if any changed.
+    def _refresh(self) -> bool:
+        """Read each parameter, None where nothing is readable; return whether any changed.
 
-        A tensor that is where it was keeps its alias, which also keeps its memory from being given to
+        A tensor with the same memory keeps its alias, which also keeps its memory from being given to
         another one. Sharding frees the memory of whole parameters without changing their shape.
         """
         changed = False
         for position, parameter in enumerate(self._parameters):
             tensor = parameter if self._local is None else self._local(parameter)
-            sign: object = None
+            signature: object = None
             if tensor.layout is torch.strided and not tensor.is_meta:
-                sign = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if sign is None or sign != self._signs[position]:
-                readable = sign is not None and (tensor.data_ptr() or not tensor.numel())
+                signature = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if signature is None or signature != self._signatures[position]:
+                readable = signature is not None and (tensor.data_ptr() or not tensor.numel())
                 number = tensor.is_floating_point() or tensor.is_complex()
-                self._now[position] = tensor.detach() if readable and number else None
-                self._signs[position] = sign
+                self._current[position] = tensor.detach() if readable and number else None
+                self._signatures[position] = signature
                 changed = True
         return changed
 
-    def _place(self, keys: list[_Key | None]) -> None:
+    def _assign(self, keys: list[_Key | None]) -> None:
         kinds: dict[tuple[torch.device, torch.dtype], _Kept] = {}
         for position, key in enumerate(keys):
             if key is not None:
@@ -168,7 +156,7 @@ class Sample:
         self._keys, self._kept = keys, list(kinds.values())
 
 
-def _same_place(tensor: Tensor, key: _Key) -> bool:
+def _is_comparable(tensor: Tensor, key: _Key) -> bool:
     return tensor.shape == key[0] and tensor.device == key[1]
 
 
@@ -191,9 +179,9 @@ class _Kept:
         self._dtype = dtype
         self._rows = 0
         self._buffer: Tensor | None = None
-        self._places: list[Tensor] = []
+        self._targets: list[Tensor] = []
         self._compared: Tensor | None = None
-        self._pieces: list[_Piece] = []
+        self._blocks: list[_Block] = []
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
         self._indices: dict[int, tuple[Tensor, ...]] = {}
         widest = torch.float32 if device.type == "mps" else torch.float64
@@ -202,12 +190,12 @@ class _Kept:
 
     @property
     def owner(self) -> NDArray[np.int64]:
-        """The parameter that each row ``[N]`` is of."""
+        """The parameter that owns each row ``[N]``."""
         rows = [-(-slot.taken // _ROW) for slot in self.slots]
         return np.repeat(np.array([slot.position for slot in self.slots], dtype=np.int64), rows)
 
     def add(self, position: int, shape: torch.Size, per_tensor: int | None) -> None:
-        """Give a parameter its place."""
+        """Assign a slot to a parameter."""
         numel = shape.numel()
         step = 1 if per_tensor is None else stride(numel, per_tensor)
         self.slots.append(_Slot(position, step, -(-numel // step), self._rows))
@@ -219,9 +207,9 @@ class _Kept:
         if self._buffer is None:
             self._buffer = torch.zeros((self._rows, _ROW), dtype=self._dtype, device=self._device)
             flat = self._buffer.view(-1)
-            self._places = [flat[s.row * _ROW : s.row * _ROW + s.taken] for s in self.slots]
+            self._targets = [flat[s.row * _ROW : s.row * _ROW + s.taken] for s in self.slots]
         weights = [self._sample(tensor, s) for s in self.slots if (tensor := now[s.position]) is not None]
-        torch._foreach_copy_(self._places, weights)
+        torch._foreach_copy_(self._targets, weights)
 
     def compare(self, now: Sequence[Tensor | None]) -> Tensor:
         """Return the norms of the change and of what was kept, row by row: ``[2 * N]``."""
@@ -230,39 +218,39 @@ class _Kept:
         if self._compared is None:
             size = (min(self._rows, _ROWS), _ROW)
             self._compared = torch.empty(size, dtype=self._widest, device=self._device)
-            self._pieces = list(self._cut(self._compared.view(-1)))
+            self._blocks = list(self._cut(self._compared.view(-1)))
         samples = {s: self._sample(t, s) for s in self.slots if (t := now[s.position]) is not None}
         change, weight = [], []
-        for piece in self._pieces:
-            old_RW = self._buffer[piece.first : piece.first + _ROWS].to(self._widest)
+        for block in self._blocks:
+            old_RW = self._buffer[block.first : block.first + _ROWS].to(self._widest)
             new_RW = self._compared[: len(old_RW)].zero_()
-            there = [
-                (place, cut)
-                for place, cut in zip(piece.places, piece.cuts, strict=True)
+            readable = [
+                (target, cut)
+                for target, cut in zip(block.targets, block.cuts, strict=True)
                 if cut.slot in samples
             ]
             torch._foreach_copy_(
-                [place for place, _ in there],
+                [target for target, _ in readable],
                 [
                     samples[slot] if end - begin == slot.taken else samples[slot][begin:end]
-                    for _, (slot, begin, end) in there
+                    for _, (slot, begin, end) in readable
                 ],
             )
             weight.append(self._norms(old_RW))
             change.append(self._norms(new_RW.sub_(old_RW)))
         return torch.cat(change + weight)
 
-    def _cut(self, flat: Tensor) -> Iterator[_Piece]:
-        """Yield which weights are compared together, and where in ``flat`` they are put."""
+    def _cut(self, flat: Tensor) -> Iterator[_Block]:
+        """Yield which weights are compared together, and where in ``flat`` they are copied."""
         for first in range(0, self._rows, _ROWS):
-            cuts, places = [], []
+            cuts, targets = [], []
             for slot in self.slots:
                 ahead = (slot.row - first) * _ROW
                 begin, end = max(0, -ahead), min(slot.taken, flat.numel() - ahead)
                 if begin < end:
                     cuts.append(_Cut(slot, begin, end))
-                    places.append(flat[ahead + begin : ahead + end])
-            yield _Piece(first, cuts, places)
+                    targets.append(flat[ahead + begin : ahead + end])
+            yield _Block(first, cuts, targets)
 
     def _sample(self, tensor: Tensor, slot: _Slot) -> Tensor:
         """Return the sampled weights ``[taken]``, a view where the tensor is contiguous."""
@@ -289,22 +277,22 @@ class _Cut(NamedTuple):
     end: int
 
 
-class _Piece(NamedTuple):
-    """What is compared together: rows from ``first`` on, of these weights, put into these places."""
+class _Block(NamedTuple):
+    """Rows from ``first`` on that are compared together: these weights, copied into these targets."""
 
     first: int
     cuts: list[_Cut]
-    places: list[Tensor]
+    targets: list[Tensor]
 
 
 def _plain_norms(x_RW: Tensor) -> Tensor:
-    """Return the norm of each row where no square is lost: float64 that was float32 or less."""
+    """Return the norm of each row of float64 values that were float32 or less, so that no square is lost."""
     norm_R: Tensor = torch.linalg.vector_norm(x_RW, dim=1)
     return norm_R
 
 
 def stride(numel: int, wanted: int) -> int:
-    """Return a k that shares no factor with ``numel`` and takes about as many as wanted, at most twice."""
+    """Return a k that is coprime to ``numel`` and samples about as many as wanted, at most twice as many."""
     ideal = max(1, numel // wanted)
     for step in range(ideal, (ideal + 1) // 2 - 1, -1):
         if math.gcd(step, numel) == 1 and numel <= 2 * wanted * step:

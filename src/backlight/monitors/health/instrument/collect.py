@@ -15,9 +15,9 @@ from torch import nn
 
 from backlight.capture.modules import named_parameters
 from backlight.capture.parameters import local
-from backlight.measure.stats.norms import root_sum_squares
+from backlight.measure.stats.kernels import root_sum_squares
 from backlight.measure.stats.statistics import FLOATS, INTEGERS, statistics
-from backlight.measure.transfer.pending import Pending as Measured
+from backlight.measure.transfer import Pending as Measured
 from backlight.monitors.health.model.groups import members, ratio
 from backlight.monitors.health.model.score import exploding, health, vanishing
 from backlight.monitors.health.model.thresholds import Thresholds

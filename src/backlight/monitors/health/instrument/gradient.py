@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from backlight.measure.stats.statistics import statistics
-from backlight.measure.transfer.batch import Carrier
-from backlight.measure.transfer.pending import Pending
+from backlight.measure.transfer import Pending, TransferBatch
 from backlight.registry import Needs, probe
 
 
@@ -17,6 +16,6 @@ from backlight.registry import Needs, probe
 class GradientProbe:
     """Norm, largest value, sum and counts per parameter, in one pass."""
 
-    def measure(self, tensors: Sequence[Tensor | None], scale: Any, carrier: Carrier) -> Pending:
+    def measure(self, tensors: Sequence[Tensor | None], scale: Any, transfer: TransferBatch) -> Pending:
         """Measure local gradients, ``None`` where there is none; see :func:`statistics`."""
-        return statistics(tensors, scale=scale, carrier=carrier)
+        return statistics(tensors, scale=scale, transfer=transfer)

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from backlight.measure.stats.histogram import histogram
-from backlight.measure.transfer.batch import Carrier
-from backlight.measure.transfer.pending import Pending
+from backlight.measure.transfer import Pending, TransferBatch
 from backlight.registry import Needs, probe
 
 
@@ -17,6 +16,6 @@ from backlight.registry import Needs, probe
 class HistogramProbe:
     """Counts of values per power of two, per parameter."""
 
-    def measure(self, tensors: Sequence[Tensor | None], scale: Any, carrier: Carrier) -> Pending:
+    def measure(self, tensors: Sequence[Tensor | None], scale: Any, transfer: TransferBatch) -> Pending:
         """Count local gradients, ``None`` where there is none; see :func:`histogram`."""
-        return histogram(tensors, scale=scale, carrier=carrier)
+        return histogram(tensors, scale=scale, transfer=transfer)

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from backlight.capture.parameters import local
-from backlight.measure.stats.update import Sample
-from backlight.measure.transfer.batch import Carrier
-from backlight.measure.transfer.pending import Pending
+from backlight.measure.stats.update import WeightSample
+from backlight.measure.transfer import Pending, TransferBatch
 from backlight.registry import Needs, probe
 
 
@@ -29,17 +28,17 @@ class UpdateProbe:
 
     def __init__(self, per_tensor: int | None = 1024) -> None:
         self._per_tensor = per_tensor
-        self._sample: Sample | None = None
+        self._sample: WeightSample | None = None
         self._ids: tuple[int, ...] = ()
 
     def before(self, parameters: Sequence[Tensor]) -> None:
         """Keep the sampled weights of ``parameters`` as they are before the step."""
         ids = tuple(map(id, parameters))
         if self._sample is None or ids != self._ids:
-            self._sample = Sample.of(parameters, per_tensor=self._per_tensor, local=_local)
+            self._sample = WeightSample(parameters, per_tensor=self._per_tensor, local=_local)
             self._ids = ids
         self._sample.before()
 
-    def after(self, carrier: Carrier) -> Pending | None:
+    def after(self, transfer: TransferBatch) -> Pending | None:
         """Compare with the same weights after the step; None where there was no before."""
-        return None if self._sample is None else self._sample.after(carrier)
+        return None if self._sample is None else self._sample.after(transfer)

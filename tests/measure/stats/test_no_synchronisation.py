@@ -1,13 +1,16 @@
-"""On an accelerator the host gives work and goes on: no value is read, nothing is copied more than once."""
+"""On an accelerator no value is read by the host, and nothing is copied more than once."""
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backlight.measure import transfer
+from backlight.measure.stats import histogram as histogram_module
+from backlight.measure.stats import statistics as statistics_module
+from backlight.measure.stats import update
 from backlight.measure.stats.histogram import histogram
 from backlight.measure.stats.statistics import statistics
-from backlight.measure.stats.update import Sample
-from backlight.measure.transfer import pending as transfer
+from backlight.measure.stats.update import WeightSample
 
 READS = (
     "_local_scalar_dense",
@@ -41,14 +44,14 @@ class Recorded(TorchDispatchMode):
 def sent(monkeypatch):
     """The tables whose copy to the host was started."""
     tables = []
-    original = transfer.send
+    original = transfer.start_copy
 
-    def send(table):
+    def start_copy(table):
         tables.append(table)
         return original(table)
 
-    for module in ("pending", "table", "histogram", "update"):
-        monkeypatch.setattr(f"backlight.measure.{module}.send", send)
+    for module in (transfer, statistics_module, histogram_module, update):
+        monkeypatch.setattr(module, "start_copy", start_copy)
     return tables
 
 
@@ -102,7 +105,7 @@ def test_a_histogram_reads_nothing_and_sends_once(sent):
 @pytest.mark.usefixtures("as_device")
 def test_an_update_reads_nothing_and_sends_once_for_each_type(sent):
     weights = [torch.randn(300, 500), torch.randn(40, 30).t(), torch.randn(7)]
-    sample = Sample.of(weights)
+    sample = WeightSample(weights)
     with Recorded() as recorded:
         sample.before()
         pending = sample.after()

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from backlight.measure.stats.norms import max_by, root_sum_squares, root_sum_squares_by
+from backlight.measure.stats.kernels import max_by, root_sum_squares, root_sum_squares_by
 
 
 def test_along_an_axis():

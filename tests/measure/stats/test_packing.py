@@ -1,10 +1,9 @@
-"""Flat pieces without copies: what is a view, and how large a copy may be."""
+"""Chunks without copies: what is a view, and how large a copy may be."""
 
 import pytest
 import torch
 
-from backlight.measure.stats.layout import add_duplicates, pieces, stored
-from backlight.measure.stats.packing import batches
+from backlight.measure.stats.packing import add_duplicates, chunks, matrices, stored
 
 
 @pytest.mark.parametrize(
@@ -30,32 +29,32 @@ def test_repeated_memory_is_read_once():
     assert (values.numel(), times) == (6, 35)
 
 
-def test_scattered_memory_comes_in_bounded_pieces():
+def test_scattered_memory_is_copied_in_bounded_chunks():
     tensor = torch.arange(3 * 40 * 50.0).view(3, 40, 50)[:, 1:, ::2]
-    found = list(pieces(stored(tensor).values, 64))
-    assert max(piece.numel() for piece in found) <= 64
-    assert all(piece.dim() == 1 for piece in found)
+    found = list(chunks(stored(tensor).values, 64))
+    assert max(chunk.numel() for chunk in found) <= 64
+    assert all(chunk.dim() == 1 for chunk in found)
     assert sorted(torch.cat(found).tolist()) == sorted(tensor.flatten().tolist())
 
 
-def test_pieces_of_dense_memory_are_views():
+def test_chunks_of_dense_memory_are_views():
     tensor = torch.randn(1000)
-    found = list(pieces(tensor, 300))
-    assert [piece.numel() for piece in found] == [300, 300, 300, 100]
+    found = list(chunks(tensor, 300))
+    assert [chunk.numel() for chunk in found] == [300, 300, 300, 100]
     assert all(p.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for p in found)
 
 
 @pytest.mark.parametrize(("threads", "below"), [(1, 2**18 + 1), (4, 2**15)])
-def test_no_piece_is_large_enough_to_wake_other_threads(threads, below, monkeypatch):
+def test_no_matrix_is_large_enough_to_wake_other_threads(threads, below, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     values = [(i, torch.ones(size)) for i, size in enumerate([5, 0, 20_000, 30_000, 131_071, 600_001, 300])]
-    found = list(batches(values))
-    assert max(batch.rows.numel() for batch in found) < below
+    found = list(matrices(values))
+    assert max(matrix.rows.numel() for matrix in found) < below
     owned = dict.fromkeys(range(len(values)), 0)
-    for batch in batches(values):
-        per_row = batch.rows.sum(1)
-        assert len(per_row) == sum(rows for _, rows in batch.owners)
-        for owner, rows in batch.owners:
+    for matrix in matrices(values):
+        per_row = matrix.rows.sum(1)
+        assert len(per_row) == sum(rows for _, rows in matrix.owners)
+        for owner, rows in matrix.owners:
             owned[owner] += int(per_row[:rows].sum())
             per_row = per_row[rows:]
     assert owned == {i: tensor.numel() for i, tensor in values}
@@ -64,9 +63,9 @@ def test_no_piece_is_large_enough_to_wake_other_threads(threads, below, monkeypa
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 2, 4)])
 @pytest.mark.parametrize("dense", [(), (3,)])
 def test_duplicates_are_added_like_torch_does(shape, dense):
-    places = torch.stack([torch.randint(0, size, (40,)) for size in shape])
+    indices = torch.stack([torch.randint(0, size, (40,)) for size in shape])
     values = torch.randint(-5, 5, (40, *dense)).float()
-    tensor = torch.sparse_coo_tensor(places, values, (*shape, *dense), check_invariants=True)
+    tensor = torch.sparse_coo_tensor(indices, values, (*shape, *dense), check_invariants=True)
     expected = tensor.coalesce().values()
     found = add_duplicates(tensor)
     assert found.shape == values.shape

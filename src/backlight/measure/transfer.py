@@ -1,0 +1,165 @@
+"""Asynchronous copies of small tables from a device to the host, one per device and step.
+
+A table that leaves a device on its own costs a launch and an event. A :class:`TransferBatch` collects the
+tables of a step and copies them together when the step ends; a :class:`Pending` result reads them later, from
+any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Arrays = tuple[NDArray[np.float64], NDArray[np.int64]]
+"""float64 ``[P, F]`` and int64 ``[P, I]``: a row per tensor, a column per number."""
+
+
+class Transfer(Protocol):
+    """A table on its way to the host: an :class:`AsyncCopy`, or a :class:`Slot` of a shared one."""
+
+    def done(self) -> bool:
+        """Return whether the host may read, without waiting."""
+
+    def read(self) -> NDArray[np.generic]:
+        """Wait for this copy only, and return the table."""
+
+
+@dataclass(frozen=True)
+class AsyncCopy:
+    """A copy to the host.
+
+    ``event`` was recorded behind the copy; None where the values were on the host from the start. ``source``
+    keeps the memory on the device alive until the copy is done.
+    """
+
+    host: Tensor
+    event: torch.Event | None = None
+    source: Tensor | None = None
+
+    def done(self) -> bool:
+        """Return whether the host may read, without waiting."""
+        return self.event is None or bool(self.event.query())
+
+    def read(self) -> NDArray[np.generic]:
+        """Wait for this copy only, and return the table."""
+        if self.event is not None:
+            self.event.synchronize()
+        array: NDArray[np.generic] = self.host.numpy()
+        return array
+
+
+def start_copy(table: Tensor) -> AsyncCopy:
+    """Start the copy of a small table to the host and return at once.
+
+    On CUDA the copy goes into pinned memory, behind the work of the current stream.
+    """
+    if table.device.type == "cpu":
+        return AsyncCopy(table)
+    pinned = table.device.type == "cuda"
+    host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=pinned)
+    host.copy_(table, non_blocking=pinned)
+    if not pinned:
+        return AsyncCopy(host)
+    event = torch.Event(table.device)
+    event.record(torch.accelerator.current_stream(table.device))
+    return AsyncCopy(host, event, table)
+
+
+@dataclass
+class Slot:
+    """The part of one table in the shared copy of its device."""
+
+    batch: TransferBatch
+    device: torch.device
+    begin: int
+    count: int
+    dtype: torch.dtype
+
+    def done(self) -> bool:
+        """Return whether the host may read, without waiting."""
+        copy = self.batch.copies.get(self.device)
+        return copy is not None and copy.done()
+
+    def read(self) -> NDArray[np.generic]:
+        """Wait for the copy only, and return this table; start the copy if that has not happened."""
+        if self.device not in self.batch.copies:
+            self.batch.start()
+        words = self.batch.copies[self.device].read()[self.begin : self.begin + self.count]
+        return words.view(np.float64) if self.dtype is torch.float64 else words
+
+
+class TransferBatch:
+    """Collects the tables of a step; each is a tensor of float64 or int64.
+
+    Attributes
+    ----------
+    copies
+        The copies that were started, by device.
+    """
+
+    def __init__(self) -> None:
+        self.copies: dict[torch.device, AsyncCopy] = {}
+        self._enqueued: dict[torch.device, list[Tensor]] = {}
+        self._length: dict[torch.device, int] = {}
+
+    def add(self, table: Tensor) -> Transfer:
+        """Enqueue a table. One on the host, or one that comes after :meth:`start`, is copied on its own."""
+        if _travels_alone(table) or table.device in self.copies:
+            return start_copy(table)
+        begin = self._length.get(table.device, 0)
+        self._enqueued.setdefault(table.device, []).append(table.reshape(-1).view(torch.int64))
+        self._length[table.device] = begin + table.numel()
+        return Slot(self, table.device, begin, table.numel(), table.dtype)
+
+    def start(self) -> None:
+        """Start one copy per device, behind the work of its current stream."""
+        for device, tables in self._enqueued.items():
+            self.copies[device] = start_copy(torch.cat(tables))
+        self._enqueued.clear()
+
+
+def _travels_alone(table: Tensor) -> bool:
+    return table.device.type == "cpu" or table.dtype not in {torch.float64, torch.int64}
+
+
+class Pending:
+    """Numbers per tensor that may still be on their way; nothing waits until :meth:`arrays` is called.
+
+    Parameters
+    ----------
+    transfers
+        The tables that the host has still to receive.
+    finish
+        Turns the tables, in their order, into the two arrays. Runs once, in the first thread that asks.
+    """
+
+    def __init__(
+        self, transfers: Sequence[Transfer], finish: Callable[[list[NDArray[np.generic]]], Arrays]
+    ) -> None:
+        self._transfers = tuple(transfers)
+        self._finish: Callable[[list[NDArray[np.generic]]], Arrays] | None = finish
+        self._arrays: Arrays | None = None
+        self._lock = threading.Lock()
+
+    def ready(self) -> bool:
+        """Return whether :meth:`arrays` would return at once."""
+        return all(transfer.done() for transfer in self._transfers)
+
+    def arrays(self) -> Arrays:
+        """Return float64 ``[P, F]`` and int64 ``[P, I]``, after waiting for this result's own copies only.
+
+        Rows of tensors that were not measured hold zeros, also in the column ``measured``.
+        """
+        with self._lock:
+            if self._arrays is None:
+                assert self._finish is not None
+                self._arrays = self._finish([transfer.read() for transfer in self._transfers])
+                self._transfers, self._finish = (), None  # releases the memory on the device
+            return self._arrays
