@@ -19,9 +19,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from backlight.diagnose.checkpointing.observer import Checkpoints
-from backlight.diagnose.missing_gradients.observer import WhyNoGrad
-from backlight.diagnose.nan.tracer import NanHunt
+from backlight.diagnose.checkpointing.observer import CheckpointObserver
+from backlight.diagnose.missing_gradients.observer import MissingGradientObserver
+from backlight.diagnose.nan.tracer import NanTracer
 from backlight.monitors.stalls.instrument.backward_trace import KINDS, Tracer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -44,9 +44,9 @@ def tracing() -> Iterator[None]:
 
 
 OBSERVERS: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "why-no-grad": lambda: WhyNoGrad(10**9, never),
-    "nan": lambda: NanHunt(never),
-    "checkpoints": lambda: Checkpoints(10**9, never),
+    "why-no-grad": lambda: MissingGradientObserver(10**9, never),
+    "nan": lambda: NanTracer(never),
+    "checkpoints": lambda: CheckpointObserver(10**9, never),
     "--trace gradients,modules,buckets": tracing,
 }
 

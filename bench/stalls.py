@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import backlight
-from backlight.monitors.stalls.model.shared_state import Board, Slot
+from backlight.monitors.stalls.model.shared_state import SharedState, Slot
 from backlight.records import Finding
 from backlight.store.read.run import open_run
 
@@ -38,7 +38,7 @@ def beat_cost(count: int = 200_000) -> float:
     from backlight.monitors.stalls.instrument.heartbeat import _arrived
 
     with tempfile.TemporaryDirectory() as folder:
-        board = Board(Path(folder) / "rank-00000.board")
+        board = SharedState(Path(folder) / "rank-00000.board")
         slots, rows = board.slots, board.rows
         parameter = torch.zeros(1)
         rounds = []
@@ -95,8 +95,8 @@ def lateness(findings: list[Finding], run: Path) -> float | None:
         if finding.subject.verdict not in {"BLOCKED", "SPIN", "LONG_OP", "PHASE"}:
             continue
         text = open_run(run).read_evidence(finding.evidence[0].path).decode()
-        times = dict(re.findall(r"^  (taken|beat) = (\d+)$", text, re.MULTILINE))
-        return (int(times["taken"]) - int(times["beat"])) / 1e9 - STALL
+        times = dict(re.findall(r"^  (taken|heartbeat) = (\d+)$", text, re.MULTILINE))
+        return (int(times["taken"]) - int(times["heartbeat"])) / 1e9 - STALL
     return None
 
 

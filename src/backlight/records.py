@@ -46,8 +46,8 @@ class Phase(enum.StrEnum):
     OTHER = "other"
 
 
-class Verdict(enum.StrEnum):
-    """What is said of a process that does not move, or of a case in a matrix of runs."""
+class DiagnosisKind(enum.StrEnum):
+    """Diagnosis of a process that makes no progress, or of a case in a test matrix."""
 
     PASS = "PASS"
     SLOW = "SLOW"

@@ -9,19 +9,19 @@ import torch
 
 from backlight.capture.module_calls import ModuleCalls
 from backlight.diagnose.missing_gradients.tape import Tape
-from backlight.diagnose.nan.value_tracker import NonFinite
+from backlight.diagnose.nan.value_tracker import ValueTracker
 
 
 def fail(error: Exception) -> None:
     raise error
 
 
-@pytest.mark.parametrize("kind", [Tape, NonFinite])
-def test_a_worker_is_not_recorded(kind: type[Tape] | type[NonFinite]) -> None:
+@pytest.mark.parametrize("kind", [Tape, ValueTracker])
+def test_a_worker_is_not_recorded(kind: type[Tape] | type[ValueTracker]) -> None:
     recorder = kind(ModuleCalls(), fail)
 
     def seen() -> int:
-        return recorder.operations if isinstance(recorder, NonFinite) else len(recorder.operations)
+        return recorder.operations if isinstance(recorder, ValueTracker) else len(recorder.operations)
 
     with recorder:
         torch.ones(2).add(1)

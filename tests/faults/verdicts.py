@@ -14,7 +14,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from backlight.monitors.stalls.model.runtime_dir import meeting_place
+from backlight.monitors.stalls.model.runtime_dir import runtime_directory
 from backlight.records import Finding
 from backlight.store.read.run import open_run
 from backlight.store.write.watchdog import host_name
@@ -245,7 +245,7 @@ def run_faults(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    wait_for_sidecar(meeting_place(out, 0, f"{launch}@{host_name()}"))
+    wait_for_sidecar(runtime_directory(out, 0, f"{launch}@{host_name()}"))
     return found(out), log.read_text(encoding="utf-8", errors="replace"), process.returncode
 
 

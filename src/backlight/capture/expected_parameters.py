@@ -78,7 +78,7 @@ def plain_tensors(roots: list[tuple[str, nn.Module]]) -> list[tuple[str, torch.T
     return found
 
 
-class Births:
+class RegistrationLines:
     """Lines at which parameters were registered and optimizers made."""
 
     def __init__(self) -> None:
@@ -89,14 +89,14 @@ class Births:
         """Begin to note; return the handles of the hooks."""
         from torch.optim import Optimizer  # noqa: PLC0415 - typing only above
 
-        births = self._optimizers
+        registration_lines = self._optimizers
 
         def wrap(original: Any) -> Any:
             def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
                 line = user_line()
                 original(self, *args, **kwargs)
                 if line is not None:
-                    births[id(self)] = (weakref.ref(self), line)
+                    registration_lines[id(self)] = (weakref.ref(self), line)
 
             __init__.__wrapped__ = original  # type: ignore[attr-defined]
             return __init__

@@ -7,16 +7,16 @@ import weakref
 from typing import Protocol
 
 
-class Pausing(Protocol):
+class Pausable(Protocol):
     """Something that records nothing while it is ``paused``."""
 
     paused: bool
 
 
-_KNOWN: weakref.WeakSet[Pausing] = weakref.WeakSet()
+_KNOWN: weakref.WeakSet[Pausable] = weakref.WeakSet()
 
 
-def pause_in_children(recorder: Pausing) -> None:
+def pause_in_children(recorder: Pausable) -> None:
     """Have ``recorder`` paused in every process that this one forks."""
     _KNOWN.add(recorder)
 

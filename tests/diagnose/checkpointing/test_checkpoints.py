@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 
 from backlight.capture.hub import HUB
-from backlight.diagnose.checkpointing.observer import Checkpoints
+from backlight.diagnose.checkpointing.observer import CheckpointObserver
 from backlight.diagnose.checkpointing.regions import Region
 from cases import CASES
 from faults.checkpoints import FAULTS
@@ -31,7 +31,7 @@ def inspect(train: Train, injected: bool) -> Region:
         raise _Stop
 
     before = torch.utils.checkpoint.checkpoint
-    observer = Checkpoints(2, end)
+    observer = CheckpointObserver(2, end)
     with observer, contextlib.suppress(_Stop, RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         train(injected)
@@ -70,7 +70,7 @@ def test_the_healthy_twin_is_silent(fault: Fault) -> None:
 def test_cases_stay_bit_identical(name: str) -> None:
     case = CASES[name]
     alone = case.train()
-    observer = Checkpoints(10**6, lambda: None)
+    observer = CheckpointObserver(10**6, lambda: None)
     with observer:
         watched = case.train()
     for one, two in zip(alone, watched, strict=True):

@@ -14,7 +14,7 @@ from backlight.diagnose.matrix.directory import Attempt
 from backlight.diagnose.matrix.evaluation import Judgement
 from backlight.diagnose.matrix.launch_spec import Launch
 from backlight.diagnose.matrix.observations import Ended, Observation
-from backlight.records import Fingerprint, Verdict
+from backlight.records import DiagnosisKind, Fingerprint
 from backlight.store.write.writer import RunWriter
 
 FINGERPRINT = Fingerprint(
@@ -23,8 +23,8 @@ FINGERPRINT = Fingerprint(
 
 
 def seen(
-    root: Path, name: str, verdict: Verdict = Verdict.PASS, *, output: str = "", shows: tuple[str, ...] = (),
-    fingerprint: Fingerprint | None = None, losses: tuple[float, ...] = (),
+    root: Path, name: str, verdict: DiagnosisKind = DiagnosisKind.PASS, *, output: str = "",
+    shows: tuple[str, ...] = (), fingerprint: Fingerprint | None = None, losses: tuple[float, ...] = (),
 ) -> Seen:  # fmt: skip
     attempt = Attempt(root, root / "cases" / name / "000")
     attempt.path.mkdir(parents=True)
@@ -52,8 +52,8 @@ def seen(
     ],
 )
 def test_the_outcome_follows_the_two_verdicts(before: str, after: str, outcome: str, tmp_path: Path) -> None:
-    control = seen(tmp_path, "base", Verdict(before), output="checkpointing off\n")
-    case = seen(tmp_path, "knob", Verdict(after), output="checkpointing on\n")
+    control = seen(tmp_path, "base", DiagnosisKind(before), output="checkpointing off\n")
+    case = seen(tmp_path, "knob", DiagnosisKind(after), output="checkpointing on\n")
     said = compare(case, control)
     assert (said.outcome, said.effect) == (outcome, Effect.SEEN)
     assert f"({before} -> {after})" in said.claim
@@ -88,7 +88,9 @@ def test_losses_that_differ_may_differ_by_chance(tmp_path: Path) -> None:
     assert said.seen == ("loss at step 1: 0.5 and 0.25 (chance, where training is not seeded)",)
     # A verdict that changed with the knob says more than a loss.
     assert (
-        compare(replace(case, judgement=replace(case.judgement, verdict=Verdict.CRASH)), control).outcome
+        compare(
+            replace(case, judgement=replace(case.judgement, verdict=DiagnosisKind.CRASH)), control
+        ).outcome
         == "causes"
     )
 
@@ -105,15 +107,15 @@ def test_what_the_plan_says_it_shows_decides(tmp_path: Path) -> None:
 
 
 def test_what_was_cut_short_may_still_differ(tmp_path: Path) -> None:
-    control = seen(tmp_path, "base", Verdict.BLOCKED, output="starting\nst")
-    case = seen(tmp_path, "knob", Verdict.BLOCKED, output="starting\n")
+    control = seen(tmp_path, "base", DiagnosisKind.BLOCKED, output="starting\nst")
+    case = seen(tmp_path, "knob", DiagnosisKind.BLOCKED, output="starting\n")
     said = compare(case, control)
     assert (said.effect, said.outcome) == (Effect.NOT_OBSERVED, "")
     assert "shows = " in said.why
 
 
-@pytest.mark.parametrize("verdict", [Verdict.UNKNOWN, Verdict.DID_NOT_FINISH])
-def test_an_undecided_verdict_decides_nothing(verdict: Verdict, tmp_path: Path) -> None:
+@pytest.mark.parametrize("verdict", [DiagnosisKind.UNKNOWN, DiagnosisKind.DID_NOT_FINISH])
+def test_an_undecided_verdict_decides_nothing(verdict: DiagnosisKind, tmp_path: Path) -> None:
     control = seen(tmp_path, "base", output="off\n")
     case = seen(tmp_path, "knob", verdict, output="on\n")
     assert compare(case, control).outcome == ""

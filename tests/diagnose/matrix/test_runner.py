@@ -26,7 +26,7 @@ from backlight.diagnose.matrix.rendering.page import render_html
 from backlight.diagnose.matrix.report import MatrixReport, read_report
 from backlight.diagnose.matrix.runner import execute, prepare
 from backlight.diagnose.matrix.tree import Standing
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 
 Writer = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
@@ -84,13 +84,13 @@ def test_every_case_has_its_verdict(done: tuple[Path, MatrixReport]) -> None:
     _, report = done
     verdicts = {case.name: case.judgement.verdict for case in report.cases}
     assert verdicts == {
-        "base": Verdict.PASS,
-        "fails": Verdict.CRASH,
-        "waits": Verdict.BLOCKED,
-        "spins": Verdict.SPIN,
-        "crawls": Verdict.SLOW,
-        "nothing": Verdict.PASS,
-        "gone": Verdict.UNKNOWN,  # it exits with 0 and says nothing of what the plan calls success
+        "base": DiagnosisKind.PASS,
+        "fails": DiagnosisKind.CRASH,
+        "waits": DiagnosisKind.BLOCKED,
+        "spins": DiagnosisKind.SPIN,
+        "crawls": DiagnosisKind.SLOW,
+        "nothing": DiagnosisKind.PASS,
+        "gone": DiagnosisKind.UNKNOWN,  # it exits with 0 and says nothing of what the plan calls success
     }
     lines = {case.name: case.judgement.line.rpartition("/")[2] for case in report.cases}
     assert lines["waits"] == "job.py:7"
@@ -286,7 +286,7 @@ def test_an_interrupt_ends_the_case_and_the_next_call_goes_on(folder: Path, plan
     assert not (folder / "out/cases/a/000/result.json").exists()
     plan("[cases.a]\n", top="time_limit = 60")
     report = execute(prepare(folder / "plan.toml"), folder / "out")
-    assert [(c.attempt, c.judgement.verdict) for c in report.cases] == [("cases/a/001", Verdict.PASS)]
+    assert [(c.attempt, c.judgement.verdict) for c in report.cases] == [("cases/a/001", DiagnosisKind.PASS)]
 
 
 def test_what_a_killed_matrix_left_running_is_ended_by_the_next(folder: Path, plan: Writer) -> None:

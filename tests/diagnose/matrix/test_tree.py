@@ -11,7 +11,7 @@ from backlight.diagnose.matrix.comparison import Comparison, Effect
 from backlight.diagnose.matrix.evaluation import Judgement
 from backlight.diagnose.matrix.plan import read_plan
 from backlight.diagnose.matrix.tree import Standing, walk
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 
 TREE = """
 [cases.base]
@@ -39,7 +39,7 @@ conclusion = "something else"
 YES, NO, OPEN = Standing.SUPPORTED, Standing.REFUTED, Standing.OPEN
 
 
-def judgement(verdict: Verdict) -> Judgement:
+def judgement(verdict: DiagnosisKind) -> Judgement:
     return Judgement(verdict, "", "high", (), "")
 
 
@@ -72,7 +72,7 @@ def test_the_standing_of_every_branch(
 ) -> None:
     read = read_plan(plan(TREE))
     branches = walk(
-        read, "start", {"base": judgement(Verdict(base))}, {"knob": comparison(outcome, "no effect")}
+        read, "start", {"base": judgement(DiagnosisKind(base))}, {"knob": comparison(outcome, "no effect")}
     )
     assert {b.name: b.standing for b in branches} == {"start": YES} | expected
     start = next(b for b in branches if b.name == "start")
@@ -105,6 +105,6 @@ def test_two_ways_to_one_conclusion_take_the_better(plan: Callable[..., Path]) -
     [tree.no]
     conclusion = "y"
     """
-    judged = {"base": judgement(Verdict.PASS), "other": judgement(Verdict.PASS)}
+    judged = {"base": judgement(DiagnosisKind.PASS), "other": judgement(DiagnosisKind.PASS)}
     branches = {b.name: b.standing for b in walk(read_plan(plan(tree)), "a", judged, {})}
     assert branches == {"a": YES, "b": YES, "end": YES, "no": NO}

@@ -71,7 +71,7 @@ def test_origins_of_numbers_that_nobody_added() -> None:
 CHAIN = """
 import gc, resource, sys, torch
 from backlight.diagnose.missing_gradients.graph import walk
-from backlight.diagnose.missing_gradients.observer import WhyNoGrad
+from backlight.diagnose.missing_gradients.observer import MissingGradientObserver
 limit = 8 << 20
 resource.setrlimit(resource.RLIMIT_STACK, (limit, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 x = torch.ones(1, requires_grad=True)
@@ -87,7 +87,7 @@ if sys.argv[1] == "walk":
     if sys.argv[2] == "backward":
         loss.backward()
 else:
-    with WhyNoGrad(10, lambda: None) as observer:
+    with MissingGradientObserver(10, lambda: None) as observer:
         loss = chain()
         loss.backward()
     print(observer.answer.nodes, observer.answer.notes)

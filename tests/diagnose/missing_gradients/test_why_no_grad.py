@@ -18,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from backlight.capture.hub import HUB
-from backlight.diagnose.missing_gradients.observer import Missing, Row, WhyNoGrad
+from backlight.diagnose.missing_gradients.observer import MissingGradientObserver, MissingGradients, Row
 from cases import CASES
 from faults.injection import Fault, Train
 from faults.missing_gradients import FAULTS, NON_LEAF, OVERWRITTEN, adversarial
@@ -29,13 +29,13 @@ class _Stop(BaseException):
     """Ends a training that has been observed for long enough."""
 
 
-def observe(train: Train, injected: bool, steps: int = 2) -> tuple[Missing, list[Row]]:
+def observe(train: Train, injected: bool, steps: int = 2) -> tuple[MissingGradients, list[Row]]:
     early: list[Row] = []
 
     def end() -> None:
         raise _Stop
 
-    observer = WhyNoGrad(steps, end, lambda rows, _line: early.extend(rows))
+    observer = MissingGradientObserver(steps, end, lambda rows, _line: early.extend(rows))
     with observer, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with contextlib.suppress(_Stop, RuntimeError):
@@ -90,7 +90,7 @@ def test_the_grad_of_a_computed_tensor_is_read() -> None:
 
     rows = {}
     for injected in (True, False):
-        observer = WhyNoGrad(3, end)
+        observer = MissingGradientObserver(3, end)
         with observer, contextlib.suppress(_Stop), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             NON_LEAF.train(injected)
@@ -120,7 +120,7 @@ def test_cases_stay_bit_identical_and_only_the_known_ones_are_named(
     def end() -> None:
         raise AssertionError("ended too early")
 
-    observer = WhyNoGrad(10**6, end)
+    observer = MissingGradientObserver(10**6, end)
     with observer:
         watched = case.train()
     for one, two in zip(alone, watched, strict=True):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from backlight.capture.hub import HUB
-from backlight.diagnose.nan.tracer import NanHunt
+from backlight.diagnose.nan.tracer import NanTracer
 from cases import CASES
 from faults.injection import Fault, Train
 from faults.non_finite import FAULTS, scaler_searches
@@ -26,11 +26,11 @@ class _Stop(BaseException):
     """Ends a training that has been observed for long enough."""
 
 
-def hunt(train: Train, injected: bool) -> NanHunt:
+def tracer(train: Train, injected: bool) -> NanTracer:
     def end() -> None:
         raise _Stop
 
-    observer = NanHunt(end)
+    observer = NanTracer(end)
     with observer, contextlib.suppress(_Stop):
         train(injected)
     assert not HUB.active
@@ -43,7 +43,7 @@ EACH = pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 
 @EACH
 def test_the_birthplace(fault: Fault) -> None:
-    found = hunt(fault.train, injected=True).found
+    found = tracer(fault.train, injected=True).found
     assert found is not None
     expected = dict(fault.expected)
     assert (found.constant is not None) == expected.pop("constant", False)
@@ -61,29 +61,29 @@ def test_the_birthplace(fault: Fault) -> None:
 
 @EACH
 def test_the_healthy_twin_is_silent(fault: Fault) -> None:
-    observer = hunt(fault.train, injected=False)
+    observer = tracer(fault.train, injected=False)
     assert observer.found is None
     assert observer.backwards == 4
 
 
 def test_how_it_spread() -> None:
-    found = hunt(FAULTS["born_in_backward_only"].train, injected=True).found
+    found = tracer(FAULTS["born_in_backward_only"].train, injected=True).found
     # Backward goes from the last layer to the first: what lies behind the birth is spoiled, nothing before.
     assert set(found.parameters) == {"first.weight", "first.bias"}
     assert "Root" not in found.modules
-    found = hunt(FAULTS["born_in_forward"].train, injected=True).found
+    found = tracer(FAULTS["born_in_forward"].train, injected=True).found
     assert found.modules == ["second", "last"]
 
 
 def test_a_custom_backward_has_its_own_line() -> None:
-    found = hunt(FAULTS["born_in_a_custom_backward"].train, injected=True).found
+    found = tracer(FAULTS["born_in_a_custom_backward"].train, injected=True).found
     assert "ctx.divisor" in found.backward_line.text
     assert found.line.function in {"forward", "third"}
 
 
 def test_a_scaler_that_searches_is_left_alone() -> None:
     skipped: list[int] = []
-    observer = hunt(lambda _injected: skipped.append(scaler_searches()), injected=False)
+    observer = tracer(lambda _injected: skipped.append(scaler_searches()), injected=False)
     assert observer.found is None
     assert skipped == [observer.skipped_steps]
     assert observer.skipped_steps > 0
@@ -101,7 +101,7 @@ def test_cases_stay_bit_identical_and_finite(name: str, monkeypatch: pytest.Monk
     alone = case.train()
 
     ended = []
-    observer = NanHunt(lambda: ended.append(name))
+    observer = NanTracer(lambda: ended.append(name))
     with observer:
         watched = case.train()
     for one, two in zip(alone, watched, strict=True):

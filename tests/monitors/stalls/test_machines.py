@@ -17,10 +17,10 @@ import pytest
 from backlight.findings.evaluate import findings_of
 from backlight.monitors.stalls.model import joint_diagnosis, runtime_dir
 from backlight.monitors.stalls.model.joint_diagnosis import pack, together, unpack
-from backlight.monitors.stalls.model.observation import View
-from backlight.monitors.stalls.model.shared_state import PHASES, Board, Slot, State
+from backlight.monitors.stalls.model.observation import Observation
+from backlight.monitors.stalls.model.shared_state import PHASES, SharedState, Slot, State
 from backlight.monitors.stalls.model.thresholds import Thresholds
-from backlight.monitors.stalls.model.watchdog import Sidecar
+from backlight.monitors.stalls.model.watchdog import Watchdog
 from backlight.records import Phase
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.watchdog import WatchdogWriter, host_name
@@ -44,14 +44,14 @@ class Machine:
     def __init__(self, folder: Path, run: Path, rank: int, pid: int) -> None:
         self.place = folder / f"node-{rank}"
         runtime_dir.prepare(self.place)
-        self.board = Board(runtime_dir.board_path(self.place, rank))
+        self.board = SharedState(runtime_dir.state_path(self.place, rank))
         self.board.open(rank=rank, world=2, main_ident=1, main_tid=pid, stall=5.0)
         self.board.slots[Slot.PID] = pid
         self.board.slots[Slot.BACKWARDS] = self.board.slots[Slot.FORWARDS] = self.board.slots[Slot.STEP] = 3
         runtime_dir.write_document(
             runtime_dir.document_path(self.place, rank, "groups"), {str(GROUP): [0, 1]}
         )
-        self.sidecar = Sidecar(self.place, run, run / "attempt-000", Thresholds(), host=f"node-{rank}")
+        self.watchdog = Watchdog(self.place, run, run / "attempt-000", Thresholds(), host=f"node-{rank}")
 
     def waits(self, seconds: float, text: bytes = b"all_reduce(8 float32) #4") -> None:
         self.board.slots[Slot.DISTRIBUTED] = 1
@@ -60,8 +60,8 @@ class Machine:
 
     def stands(self, seconds: float, phase: Phase = Phase.OTHER) -> None:
         self.board.slots[Slot.PHASE] = PHASES.index(phase)
-        self.board.slots[Slot.BEAT] = time.monotonic_ns() - int(seconds * S)
-        self.board.slots[Slot.PHASE_SINCE] = self.board.slots[Slot.BEAT]
+        self.board.slots[Slot.HEARTBEAT] = time.monotonic_ns() - int(seconds * S)
+        self.board.slots[Slot.PHASE_SINCE] = self.board.slots[Slot.HEARTBEAT]
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def machines(folder: Path, run: Path) -> Iterator[tuple[Machine, Machine]]:
         for one, child in zip(found, children, strict=True):
             child.kill()
             child.wait()
-            one.sidecar._writer.close()
+            one.watchdog._writer.close()
 
 
 def stalls(run: Run) -> list[tuple[str | None, int | None, str]]:
@@ -87,12 +87,12 @@ def test_a_rank_that_waits_here_for_one_that_stands_elsewhere(
     with machines(tmp_path, run) as (here, there):
         here.waits(40)
         there.stands(40, Phase.DATA)
-        assert here.sidecar.turn()
+        assert here.watchdog.poll()
         alone = stalls(open_run(run))
         assert len(alone) == 1
         assert alone[0][1] is None  # one machine alone names nobody
         assert "1 of 2 ranks are not seen from this machine, so that the cause is open" in alone[0][2]
-        assert there.sidecar.turn()
+        assert there.watchdog.poll()
     ((verdict, rank, claim),) = stalls(open_run(run))
     assert (verdict, rank) == ("PHASE", 1)
     assert "waiting for data" in claim
@@ -111,14 +111,14 @@ def test_a_machine_that_has_nothing_to_say_itself_answers_when_it_is_asked(tmp_p
         here.waits(40)
         there.board.slots[Slot.STALL] = 600 * S
         there.stands(20, Phase.DATA)  # far from its own patience, and beyond that of who asks
-        assert there.sidecar.turn()
+        assert there.watchdog.poll()
         assert not list((run / "attempt-000").glob("watchdog-node-1.db"))
-        assert here.sidecar.turn()
-        there.sidecar._elsewhere._next = 0.0
-        assert there.sidecar.turn()
+        assert here.watchdog.poll()
+        there.watchdog._elsewhere._next = 0.0
+        assert there.watchdog.poll()
         before = len(open_run(run).events(joint_diagnosis.KIND))
-        there.sidecar._elsewhere._next = 0.0
-        there.sidecar.turn()
+        there.watchdog._elsewhere._next = 0.0
+        there.watchdog.poll()
         assert len(open_run(run).events(joint_diagnosis.KIND)) == before == 2  # a question is answered once
     ((verdict, rank, _),) = stalls(open_run(run))
     assert (verdict, rank) == ("PHASE", 1)
@@ -127,10 +127,10 @@ def test_a_machine_that_has_nothing_to_say_itself_answers_when_it_is_asked(tmp_p
 def test_a_machine_that_has_left_is_remembered(tmp_path: Path, run: Path) -> None:
     with machines(tmp_path, run) as (here, there):
         there.board.close(State.FINISHED)
-        there.sidecar.run()
+        there.watchdog.run()
         here.waits(40)
         here.board.slots[Slot.BACKWARDS] = 4
-        here.sidecar.turn()
+        here.watchdog.poll()
     ((verdict, rank, claim),) = stalls(open_run(run))
     assert (verdict, rank) == ("DEAD", 1)
     assert "rank 1 has ended its training" in claim
@@ -145,19 +145,19 @@ def test_two_stalls_of_a_run_are_two_diagnoses(tmp_path: Path, run: Path) -> Non
                 one.board.slots[Slot.PROGRESS] += 1
             here.waits(40)
             there.stands(40, phase)
-            here.sidecar.turn()
-            there.sidecar.turn()
+            here.watchdog.poll()
+            there.watchdog.poll()
     said = stalls(open_run(run))
     assert [(verdict, rank) for verdict, rank, _ in said] == [("PHASE", 1), ("PHASE", 1)]
     assert ["forward" in claim for _, _, claim in said] == [False, True]
 
 
 def test_observations_survive_being_stored(tmp_path: Path) -> None:
-    view = View(rank=3, ended="killed by SIGKILL", ended_at=5.0)
-    seen = unpack(pack([view], {3: None}, {GROUP: [0, 3]}, 4))
+    observation = Observation(rank=3, ended="killed by SIGKILL", ended_at=5.0)
+    seen = unpack(pack([observation], {3: None}, {GROUP: [0, 3]}, 4))
     assert seen is not None
-    assert (seen.world, seen.groups, seen.judged) == (4, {GROUP: [0, 3]}, {3: None})
-    assert abs(seen.views[0].ended_at - (time.time() - time.monotonic() + 5.0)) < 1.0
+    assert (seen.world, seen.groups, seen.diagnoses) == (4, {GROUP: [0, 3]}, {3: None})
+    assert abs(seen.observations[0].ended_at - (time.time() - time.monotonic() + 5.0)) < 1.0
     assert unpack({"ranks": [{}]}) is None
     assert together([]) is None
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import backlight
 from backlight.monitors.stalls.model import runtime_dir
-from backlight.monitors.stalls.model.shared_state import BoardState, read_board
+from backlight.monitors.stalls.model.shared_state import StateSnapshot, read_state
 from backlight.records import Phase
 
 
@@ -33,9 +33,9 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def board(place: Path) -> BoardState:
+def board(place: Path) -> StateSnapshot:
     (path,) = place.glob("backlight-*/rank-00000.board")
-    state = read_board(path)
+    state = read_state(path)
     assert state is not None
     return state
 
@@ -56,7 +56,7 @@ class Spy(nn.Module):
 class Note(torch.autograd.Function):
     """Notes what the board says while backward runs."""
 
-    said: list[BoardState] = []  # noqa: RUF012 - a static function has no other place
+    said: list[StateSnapshot] = []  # noqa: RUF012 - a static function has no other place
     place: Path
 
     @staticmethod

@@ -19,7 +19,7 @@ def attach(
 ) -> None:
     """Say what a process does, all threads, Python and native, and what cannot be seen from outside."""
     from backlight.monitors.stalls.model.attach import attach as look_into
-    from backlight.monitors.stalls.model.stacks import as_text
+    from backlight.monitors.stalls.model.stacks import format_sample
     from backlight.records import to_json
 
     found = look_into(pid, seconds, native=native)
@@ -27,12 +27,12 @@ def attach(
         print(json.dumps(to_json(found)))
         return
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    console.print(found.judgement.claim)
-    console.print(f"confidence {found.judgement.confidence}; refuted if {found.judgement.refuted_if}")
-    console.print(f"next: {found.judgement.next_check}\n")
+    console.print(found.diagnosis.claim)
+    console.print(f"confidence {found.diagnosis.confidence}; refuted if {found.diagnosis.refuted_if}")
+    console.print(f"next: {found.diagnosis.next_check}\n")
     console.print(found.threads)
-    for look in found.looks:
-        console.print(as_text(look))
+    for sample in found.samples:
+        console.print(format_sample(sample))
     for what in found.unseen:
         console.print(f"not seen: {what}")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from backlight.diagnose.checkpointing.observer import Checkpoints
+    from backlight.diagnose.checkpointing.observer import CheckpointObserver
 
 
 def checkpoints(
@@ -33,12 +33,12 @@ def checkpoints(
         If the script ended before anything could be looked at.
     """
     from backlight.cli.console import Page, print_json
-    from backlight.diagnose.checkpointing.observer import Checkpoints
+    from backlight.diagnose.checkpointing.observer import CheckpointObserver
     from backlight.launch.observe import end_script, explain
     from backlight.launch.script import check
 
     check(script, module=module)
-    observer = Checkpoints(steps, end_script)
+    observer = CheckpointObserver(steps, end_script)
     code = explain(observer, script, list(context.args), module=module, quiet=as_json)
     if not observer.backwards and not observer.regions:
         raise ValueError(
@@ -52,7 +52,7 @@ def checkpoints(
     return int(fail and any(region.remarks for region in observer.regions))
 
 
-def _print(page: Any, observer: Checkpoints, code: int) -> None:
+def _print(page: Any, observer: CheckpointObserver, code: int) -> None:
     from backlight.cli.console import place
 
     regions = observer.regions
@@ -76,7 +76,7 @@ def _print(page: Any, observer: Checkpoints, code: int) -> None:
         page.say(("note: ", "dim"), f"the script ended with exit code {code}")
 
 
-def _as_json(observer: Checkpoints, script: str, code: int) -> dict[str, Any]:
+def _as_json(observer: CheckpointObserver, script: str, code: int) -> dict[str, Any]:
     from backlight.cli.console import line_json
 
     return {

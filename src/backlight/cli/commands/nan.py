@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from backlight.diagnose.nan.origin import Birthplace
-    from backlight.diagnose.nan.tracer import NanHunt
+    from backlight.diagnose.nan.origin import NanOrigin
+    from backlight.diagnose.nan.tracer import NanTracer
 
 SHOWN = 8
 """Names of a list that are printed; --json has them all."""
@@ -37,30 +37,30 @@ def nan(
         If the script ended before anything could be looked at.
     """
     from backlight.cli.console import Page, print_json
-    from backlight.diagnose.nan.tracer import NanHunt
+    from backlight.diagnose.nan.tracer import NanTracer
     from backlight.launch.observe import end_script, explain
     from backlight.launch.script import check
 
     check(script, module=module)
-    hunt = NanHunt(end_script, steps)
-    code = explain(hunt, script, list(context.args), module=module, quiet=as_json)
-    if not hunt.backwards and hunt.found is None:
+    tracer = NanTracer(end_script, steps)
+    code = explain(tracer, script, list(context.args), module=module, quiet=as_json)
+    if not tracer.backwards and tracer.found is None:
         raise ValueError(
             f"{script}: ended (exit code {code}) without a backward; expected a script that calls "
             "loss.backward() and is not stopped before"
         )
     if as_json:
-        print_json(_as_json(hunt, script, code))
+        print_json(_as_json(tracer, script, code))
     else:
-        _print(Page(), hunt, code)
-    return int(fail and hunt.found is not None)
+        _print(Page(), tracer, code)
+    return int(fail and tracer.found is not None)
 
 
-def _print(page: Any, hunt: NanHunt, code: int) -> None:
+def _print(page: Any, tracer: NanTracer, code: int) -> None:
     from backlight.cli.console import place
 
-    found = hunt.found
-    looked = f"{hunt.operations} operations, {hunt.backwards} backwards, {hunt.step + 1} steps"
+    found = tracer.found
+    looked = f"{tracer.operations} operations, {tracer.backwards} backwards, {tracer.step + 1} steps"
     if found is None:
         page.say("no loss, gradient or parameter was other than finite", f" ({looked})")
     else:
@@ -79,20 +79,22 @@ def _print(page: Any, hunt: NanHunt, code: int) -> None:
             page.say("  parameters, in this order: ", _some(found.parameters))
         for note in found.notes:
             page.say("  ", note)
-    if hunt.skipped_steps:
-        page.say(("note: ", "dim"), f"{hunt.skipped_steps} steps skipped by the gradient scaler are left out")
+    if tracer.skipped_steps:
+        page.say(
+            ("note: ", "dim"), f"{tracer.skipped_steps} steps skipped by the gradient scaler are left out"
+        )
     if found is None:
-        for spot, count in list(hunt.passing.items())[:SHOWN]:
+        for spot, count in list(tracer.passing.items())[:SHOWN]:
             page.say(
                 ("note: ", "dim"), f"{count} times an infinity or NaN that reached none of these: {spot}"
             )
-    for note in hunt.notes:
+    for note in tracer.notes:
         page.say(("note: ", "dim"), note)
     if code:
         page.say(("note: ", "dim"), f"the script ended with exit code {code}")
 
 
-def _born(found: Birthplace) -> str:
+def _born(found: NanOrigin) -> str:
     shape = "x".join(map(str, found.shape)) or "scalar"
     if not found.operation:
         return "no operation of this process made the gradients so: they came from another rank"
@@ -108,17 +110,17 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _as_json(hunt: NanHunt, script: str, code: int) -> dict[str, Any]:
+def _as_json(tracer: NanTracer, script: str, code: int) -> dict[str, Any]:
     from backlight.cli.console import line_json
 
-    found = hunt.found
+    found = tracer.found
     return {
         "script": script,
         "exit_code": code,
-        "steps": hunt.step + 1,
-        "backwards": hunt.backwards,
-        "operations": hunt.operations,
-        "skipped_by_scaler": hunt.skipped_steps,
+        "steps": tracer.step + 1,
+        "backwards": tracer.backwards,
+        "operations": tracer.operations,
+        "skipped_by_scaler": tracer.skipped_steps,
         "found": None
         if found is None
         else {
@@ -140,8 +142,8 @@ def _as_json(hunt: NanHunt, script: str, code: int) -> dict[str, Any]:
             "parameters": found.parameters,
             "notes": found.notes,
         },
-        "passing": hunt.passing,
-        "notes": hunt.notes,
+        "passing": tracer.passing,
+        "notes": tracer.notes,
     }
 
 

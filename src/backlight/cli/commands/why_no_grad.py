@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from backlight.diagnose.missing_gradients.parameter_rows import Missing, Row
+    from backlight.diagnose.missing_gradients.parameter_rows import MissingGradients, Row
     from backlight.user_code import Line
 
 
@@ -36,7 +36,7 @@ def why_no_grad(
         If the script ended without a backward.
     """
     from backlight.cli.console import Page, print_json
-    from backlight.diagnose.missing_gradients.observer import WhyNoGrad
+    from backlight.diagnose.missing_gradients.observer import MissingGradientObserver
     from backlight.launch.observe import end_script, explain
     from backlight.launch.script import check
 
@@ -51,7 +51,7 @@ def why_no_grad(
                 _print_row(page, row)
                 told[row.name] = row.reason.text if row.reason else ""
 
-    observer = WhyNoGrad(steps, end_script, early)
+    observer = MissingGradientObserver(steps, end_script, early)
     code = explain(observer, script, list(context.args), module=module, quiet=as_json)
     answer = observer.answer
     if not answer.backwards:
@@ -78,7 +78,7 @@ def _print_row(page: Any, row: Row) -> None:
         )
 
 
-def _print(page: Any, answer: Missing, code: int, told: dict[str, str]) -> None:
+def _print(page: Any, answer: MissingGradients, code: int, told: dict[str, str]) -> None:
     """Print what is new since the rows that were ``told`` before the first backward, and the sum."""
     from backlight.cli.console import place
 
@@ -104,7 +104,7 @@ def _print(page: Any, answer: Missing, code: int, told: dict[str, str]) -> None:
         page.say(("note: ", "dim"), f"the script ended with exit code {code}")
 
 
-def _as_json(answer: Missing, script: str, code: int) -> dict[str, Any]:
+def _as_json(answer: MissingGradients, script: str, code: int) -> dict[str, Any]:
     from backlight.cli.console import line_json
 
     failure = answer.failure

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from backlight.diagnose.checkpointing.region_state import Snapshot
 
 
-class Checkpoints(Listener):
+class CheckpointObserver(Listener):
     """Observes the checkpointed regions of the first steps; a context manager around the script.
 
     Parameters
@@ -63,7 +63,7 @@ class Checkpoints(Listener):
         """The regions in the order in which they were first met."""
         return list(self._regions.values())
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> CheckpointObserver:
         """Begin to observe."""
         HUB.add(self)
         self._patches.replace(torch.utils.checkpoint, "checkpoint", self._wrapped)
@@ -227,7 +227,7 @@ class _Observed:
 
     _count = 0
 
-    def __init__(self, observer: Checkpoints, region: Region, function: Any) -> None:
+    def __init__(self, observer: CheckpointObserver, region: Region, function: Any) -> None:
         self._observer = observer
         self._region = region
         self._function = function

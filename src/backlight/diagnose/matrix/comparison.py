@@ -19,7 +19,7 @@ from backlight.diagnose.matrix.directory import Attempt
 from backlight.diagnose.matrix.evaluation import Judgement
 from backlight.diagnose.matrix.observations import Observation
 from backlight.diagnose.matrix.plan import UNDECIDED
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 
 _NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -90,7 +90,9 @@ def compare(one: Seen, control: Seen) -> Comparison:
     )
 
 
-def _outcome(verdict: Verdict, before: Verdict, effect: Effect, compared: Sequence[str]) -> tuple[str, str]:
+def _outcome(
+    verdict: DiagnosisKind, before: DiagnosisKind, effect: Effect, compared: Sequence[str]
+) -> tuple[str, str]:
     for name, which in (("the case", verdict), ("the control", before)):
         if which in UNDECIDED:
             return "", f"the verdict of {name} is {which.value}"
@@ -103,9 +105,9 @@ def _outcome(verdict: Verdict, before: Verdict, effect: Effect, compared: Sequen
             "",
             "nothing shows that the knob moved anything; say how it shows: shows = 'regular expression'",
         )
-    if before is Verdict.PASS:
+    if before is DiagnosisKind.PASS:
         return "causes", ""
-    return ("cures" if verdict is Verdict.PASS else "changes"), ""
+    return ("cures" if verdict is DiagnosisKind.PASS else "changes"), ""
 
 
 def effect_of(one: Seen, control: Seen) -> tuple[Effect, list[str], list[str]]:
@@ -131,7 +133,7 @@ def effect_of(one: Seen, control: Seen) -> tuple[Effect, list[str], list[str]]:
         compared.append(f"{pattern!r} in the outputs")
         if there is None:
             certain.append(f"output shows {here[0]!r}, its control's does not")
-    whole = one.judgement.verdict is Verdict.PASS and control.judgement.verdict is Verdict.PASS
+    whole = one.judgement.verdict is DiagnosisKind.PASS and control.judgement.verdict is DiagnosisKind.PASS
     runs = case_run.read_run(one.attempt.run), case_run.read_run(control.attempt.run)
     if runs[0] is not None and runs[1] is not None:
         sure, maybe = case_run.differences(runs[0], runs[1])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from backlight.diagnose.matrix import stacks
 from backlight.diagnose.matrix.observations import Ended, Observation, Place, ProcessSeen, Stack, StallSeen
 from backlight.diagnose.matrix.plan_errors import near
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 
 IDLE = 0.05
 """Cores per process below which it does nothing; launchers that poll stay under it."""
@@ -36,7 +36,7 @@ class Judgement:
     that the evidence leaves open.
     """
 
-    verdict: Verdict
+    verdict: DiagnosisKind
     claim: str
     confidence: str
     because: tuple[str, ...]
@@ -46,7 +46,7 @@ class Judgement:
     alternatives: tuple[str, ...] = ()
 
 
-def read_verdicts(text: str) -> tuple[Verdict, ...]:
+def read_verdicts(text: str) -> tuple[DiagnosisKind, ...]:
     """Read verdicts that are separated by commas.
 
     Raises
@@ -56,16 +56,20 @@ def read_verdicts(text: str) -> tuple[Verdict, ...]:
     """
     words = [word.strip().upper() for word in text.split(",") if word.strip()]
     for word in words:
-        if word not in set(Verdict):
-            raise ValueError(f"no verdict is called {word!r}{near(word, [v.value for v in Verdict])}")
-    return tuple(Verdict(word) for word in words)
+        if word not in set(DiagnosisKind):
+            raise ValueError(f"no verdict is called {word!r}{near(word, [v.value for v in DiagnosisKind])}")
+    return tuple(DiagnosisKind(word) for word in words)
 
 
 def judge(seen: Observation) -> Judgement:
     """Return the verdict on one case."""
     if seen.ended is Ended.NOT_STARTED:
         return Judgement(
-            Verdict.UNKNOWN, f"could not be started: {seen.reason}", "none", (), "it starts when run again"
+            DiagnosisKind.UNKNOWN,
+            f"could not be started: {seen.reason}",
+            "none",
+            (),
+            "it starts when run again",
         )
     if seen.ended is Ended.EXITED:
         return _exited(seen)
@@ -87,12 +91,12 @@ def _exited(seen: Observation) -> Judgement:
         because += [f"stall finding before: {stall.verdict}: {stall.claim}"] if stall else []
         alternatives = ("another process killed it (out of memory, a batch system)",) if code == -9 else ()
         return Judgement(
-            Verdict.CRASH, f"{how} after {seen.seconds:.1f} s{error}", "high", tuple(because),
+            DiagnosisKind.CRASH, f"{how} after {seen.seconds:.1f} s{error}", "high", tuple(because),
             "the same command run again exits with 0", seen.error_line, alternatives=alternatives,
         )  # fmt: skip
     if seen.success is False:
         return Judgement(
-            Verdict.UNKNOWN,
+            DiagnosisKind.UNKNOWN,
             f"exited with 0 after {seen.seconds:.1f} s, but its output lacks what the plan calls success",
             "none",
             ("exit code 0", "the pattern of success does not match"),
@@ -102,7 +106,7 @@ def _exited(seen: Observation) -> Judgement:
     proof = ["exit code 0"] if seen.success is None else ["exit code 0", "the pattern of success matches"]
     proof += [f"meanwhile the run had a stall finding: {stall.claim}" for stall in seen.stalls]
     return Judgement(
-        Verdict.PASS,
+        DiagnosisKind.PASS,
         f"finished in {seen.seconds:.1f} s",
         "high",
         tuple(proof),
@@ -126,7 +130,7 @@ def _moving(seen: Observation) -> Judgement | None:
         )
         total = f" of {progress.total}" if progress.total else ""
         return Judgement(
-            Verdict.SLOW,
+            DiagnosisKind.SLOW,
             f"slow, not hung: {progress.after}{total} ({progress.by}), {rate:.3g}/s over the last "
             f"{window.seconds:.1f} s{eta}",
             "high",
@@ -141,7 +145,7 @@ def _told(seen: Observation) -> Judgement | None:
     if stall is None:
         return None
     try:
-        verdict = Verdict(stall.verdict)
+        verdict = DiagnosisKind(stall.verdict)
     except ValueError:
         return None
     return Judgement(
@@ -156,8 +160,9 @@ def _stopped(seen: Observation) -> Judgement | None:
         return None
     who = ", ".join(str(p.pid) for p in stopped)
     return Judgement(
-        Verdict.STOPPED, f"process {who} is stopped by a signal (state T)", "high", (f"state T of {who}",),
-        "the process table shows another state", alternatives=("a debugger or job control stopped it",),
+        DiagnosisKind.STOPPED, f"process {who} is stopped by a signal (state T)", "high",
+        (f"state T of {who}",), "the process table shows another state",
+        alternatives=("a debugger or job control stopped it",),
     )  # fmt: skip
 
 
@@ -178,7 +183,7 @@ def _idle(seen: Observation) -> Judgement | None:
     where = _where(stack, place)
     waits = _native_wait(seen, stack)
     return Judgement(
-        Verdict.BLOCKED,
+        DiagnosisKind.BLOCKED,
         f"blocked: thread {stack.thread} waits in {where}{waits}; CPU {100 * window.cpu:.0f} % over "
         f"{window.seconds / 2:.1f} s",
         "high" if window.progress else "medium",
@@ -211,7 +216,7 @@ def _busy(seen: Observation) -> Judgement | None:
             return _spin(seen, process, stack, place)
         if operation and window.progress:
             return Judgement(
-                Verdict.LONG_OP,
+                DiagnosisKind.LONG_OP,
                 f"inside the native operation {operation}, called at {_where(stack, place)}", "medium",
                 (*_cpu(seen), f"{len(same)} dumps show the same line", f"native frame {operation}"),
                 "a later dump shows another operation, or progress moves", _line((stack, place)),
@@ -222,7 +227,7 @@ def _busy(seen: Observation) -> Judgement | None:
 
 def _spin(seen: Observation, process: ProcessSeen, stack: Stack, place: Place) -> Judgement:
     return Judgement(
-        Verdict.SPIN,
+        DiagnosisKind.SPIN,
         f"spins in {_where(stack, place)}: CPU {100 * process.cpu:.0f} %, the same line in every dump",
         "high" if seen.window is not None and seen.window.progress else "medium",
         (*_cpu(seen), f"{_dumps(seen, stack)} dumps show the same line, holding the interpreter lock"),
@@ -239,12 +244,12 @@ def _undecided(seen: Observation) -> Judgement:
         held = _held(seen)
         where = f"; the dumps agree on {_where(*held)}" if held else "; the dumps show different lines"
         return Judgement(
-            Verdict.UNKNOWN, f"did not finish in {seen.limit:g} s{where}, which decides nothing", "none",
-            tuple(because), "does not apply", _line(held),
+            DiagnosisKind.UNKNOWN, f"did not finish in {seen.limit:g} s{where}, which decides nothing",
+            "none", tuple(because), "does not apply", _line(held),
             alternatives=(*alternatives, "say how progress shows: progress = 'regular expression' in [base]"),
         )  # fmt: skip
     return Judgement(
-        Verdict.DID_NOT_FINISH, f"did not finish in {seen.limit:g} seconds", "none", tuple(because),
+        DiagnosisKind.DID_NOT_FINISH, f"did not finish in {seen.limit:g} seconds", "none", tuple(because),
         "it finishes with a longer limit", alternatives=alternatives,
     )  # fmt: skip
 

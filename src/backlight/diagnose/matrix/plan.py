@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from backlight.diagnose.matrix.plan_errors import PlanError, sentence
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 
 LONGEST = 7 * 24 * 3600.0
 """Seconds beyond which a time limit is taken for a mistake."""
@@ -23,7 +23,7 @@ LONGEST = 7 * 24 * 3600.0
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,119}")
 """Names of cases become names of folders."""
 
-UNDECIDED = (Verdict.DID_NOT_FINISH, Verdict.UNKNOWN)
+UNDECIDED = (DiagnosisKind.DID_NOT_FINISH, DiagnosisKind.UNKNOWN)
 """Verdicts that decide no question: they say that the evidence did not suffice."""
 
 OUTCOMES = ("causes", "cures", "changes", "none")
@@ -253,7 +253,7 @@ def _compiles(pattern: str | None) -> str | None:
 
 
 def _check_answer(answer: str, *, compares: bool) -> None:
-    known = list(OUTCOMES) if compares else [v.value for v in Verdict if v not in UNDECIDED]
+    known = list(OUTCOMES) if compares else [v.value for v in DiagnosisKind if v not in UNDECIDED]
     if answer in known:
         return
     if not compares and answer in set(UNDECIDED):

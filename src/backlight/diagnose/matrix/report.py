@@ -15,7 +15,7 @@ from backlight.diagnose.matrix.directory import FORMAT, REPORT, MatrixFolderErro
 from backlight.diagnose.matrix.evaluation import Judgement
 from backlight.diagnose.matrix.observations import Kept, Missing
 from backlight.diagnose.matrix.tree import Branch, Standing
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def read_report(folder: Path) -> MatrixReport:
     return typing.cast(MatrixReport, report)
 
 
-_ENUMERATIONS = (Verdict, Effect, Standing)
+_ENUMERATIONS = (DiagnosisKind, Effect, Standing)
 
 
 def _build(kind: Any, value: Any) -> Any:

@@ -14,7 +14,7 @@ from backlight.diagnose.matrix.observations import Ended
 from backlight.diagnose.matrix.plan import UNDECIDED, Plan
 from backlight.diagnose.matrix.report import CaseReport, MatrixReport, Todo
 from backlight.diagnose.matrix.tree import Branch, Standing, walk
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 
 
 def assemble(
@@ -63,7 +63,7 @@ def assemble(
 
 
 def _passed(seen: Seen) -> bool:
-    return seen.judgement.verdict is Verdict.PASS
+    return seen.judgement.verdict is DiagnosisKind.PASS
 
 
 def _case(seen: Seen) -> CaseReport:
@@ -117,7 +117,7 @@ def _actions(
                 yield Todo(action.do, action.at, branch.conclusion, action.verify or rerun)
     told: dict[str, list[str]] = {}
     for name, one in seen.items():
-        if one.judgement.line and one.judgement.verdict not in {*UNDECIDED, Verdict.PASS}:
+        if one.judgement.line and one.judgement.verdict not in {*UNDECIDED, DiagnosisKind.PASS}:
             told.setdefault(one.judgement.line, []).append(name)
     for line, names in told.items():
         judgement = seen[names[0]].judgement
@@ -139,9 +139,9 @@ def _actions(
 
 
 _WHAT = {
-    Verdict.BLOCKED: "find out who should end this wait",
-    Verdict.SPIN: "find out why this loop does not end",
-    Verdict.LONG_OP: "measure this operation alone on its shapes",
-    Verdict.CRASH: "look at the error that comes from here",
-    Verdict.SLOW: "profile from this line",
+    DiagnosisKind.BLOCKED: "find out who should end this wait",
+    DiagnosisKind.SPIN: "find out why this loop does not end",
+    DiagnosisKind.LONG_OP: "measure this operation alone on its shapes",
+    DiagnosisKind.CRASH: "look at the error that comes from here",
+    DiagnosisKind.SLOW: "profile from this line",
 }

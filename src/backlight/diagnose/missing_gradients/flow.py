@@ -49,7 +49,7 @@ class Flow:
             for number in set(operation.outputs):
                 self._makers.setdefault(number, []).append(position)
 
-    def maker(self, number: int) -> Operation | None:
+    def producer(self, number: int) -> Operation | None:
         """Return the first operation that gave a tensor, or None if it was not seen."""
         made = self._makers.get(number)
         return self.operations[made[0]] if made else None

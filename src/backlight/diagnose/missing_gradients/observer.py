@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backlight.capture.events import Listener
-from backlight.capture.expected_parameters import Births, Candidate, candidates, named_roots
+from backlight.capture.expected_parameters import Candidate, RegistrationLines, candidates, named_roots
 from backlight.capture.hooks.patch import Patches
 from backlight.capture.hub import HUB
 from backlight.capture.module_calls import ModuleCalls
@@ -25,8 +25,8 @@ from backlight.diagnose.missing_gradients import custom_functions, reasons
 from backlight.diagnose.missing_gradients.flow import Flow
 from backlight.diagnose.missing_gradients.graph import Graph, WalkError, walk
 from backlight.diagnose.missing_gradients.inplace_error import find_overwritten
-from backlight.diagnose.missing_gradients.nonleaf import without_grad, would_be_parameters
-from backlight.diagnose.missing_gradients.parameter_rows import Missing, Row
+from backlight.diagnose.missing_gradients.nonleaf import nonleaf_grad_reads, nonleaf_parameters
+from backlight.diagnose.missing_gradients.parameter_rows import MissingGradients, Row
 from backlight.diagnose.missing_gradients.reasons import Cause, Reason
 from backlight.diagnose.missing_gradients.tape import Tape
 from backlight.user_code import Line, user_line
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class WhyNoGrad(Listener):
+class MissingGradientObserver(Listener):
     """Observes the first steps of a training; a context manager around the script.
 
     Parameters
@@ -60,7 +60,7 @@ class WhyNoGrad(Listener):
         self._early = early
         self._calls = ModuleCalls()
         self._tape = Tape(self._calls, self.dropped)
-        self._births = Births()
+        self._registration_lines = RegistrationLines()
         self._patches = Patches()
         self._handles: list[Any] = []
         self._hooked: dict[int, weakref.ref[Any]] = {}
@@ -76,14 +76,14 @@ class WhyNoGrad(Listener):
         self._stale: dict[int, list[tuple[int, ...]]] = {}
         self._before: BaseException | None = None
         self._exit = contextlib.ExitStack()
-        self.answer = Missing()
+        self.answer = MissingGradients()
 
     # Life
 
-    def __enter__(self) -> WhyNoGrad:
+    def __enter__(self) -> MissingGradientObserver:
         """Begin to observe everything that the process trains."""
         HUB.add(self)
-        self._handles = self._births.install(self._patches)
+        self._handles = self._registration_lines.install(self._patches)
         custom_functions.install(self._patches, self._tape, self._nones.append)
         self._exit.enter_context(self._calls)
         self._exit.enter_context(self._tape)
@@ -235,7 +235,8 @@ class WhyNoGrad(Listener):
                 row.keep(reasons.frozen(line, held.get(id(parameter))), "before backward")
             elif row.arrived and not row.held and optimizers:
                 row.keep(
-                    reasons.not_held(parameter, optimizers, self._stale, self._births), "at the optimizer"
+                    reasons.not_held(parameter, optimizers, self._stale, self._registration_lines),
+                    "at the optimizer",
                 )
 
     # Reasons
@@ -272,7 +273,7 @@ class WhyNoGrad(Listener):
                 )
             row.keep(reason, "before backward")
         if self.answer.backwards == 1:
-            self._plain = would_be_parameters(flow, self._roots, self._tape.number)
+            self._plain = nonleaf_parameters(flow, self._roots, self._tape.number)
 
     def _judge_after(self, graph: Graph) -> None:
         below: list[tuple[custom_functions.NoneReturned, set[int]]] = []
@@ -335,4 +336,4 @@ class WhyNoGrad(Listener):
             )
         if not self._optimizers:
             answer.notes.append("no torch optimizer was seen, so who updates the parameters is not known")
-        answer.rows += without_grad(self._tape.asked_grad.values())
+        answer.rows += nonleaf_grad_reads(self._tape.grad_reads.values())

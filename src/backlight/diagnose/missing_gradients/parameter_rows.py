@@ -34,7 +34,7 @@ class Row:
 
 
 @dataclass
-class Missing:
+class MissingGradients:
     """The answer: rows without a gradient or without an optimizer, and what else was met."""
 
     rows: list[Row] = field(default_factory=list)

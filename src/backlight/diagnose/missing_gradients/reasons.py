@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from backlight.capture.expected_parameters import Births
+    from backlight.capture.expected_parameters import RegistrationLines
     from backlight.diagnose.missing_gradients.flow import Flow, Use
     from backlight.diagnose.missing_gradients.tape import Operation
     from backlight.user_code import Line
@@ -68,7 +68,10 @@ def frozen(line: Line | None, held_by: int | None) -> Reason:
 
 
 def not_held(
-    parameter: Tensor, optimizers: list[Any], stale: dict[int, list[tuple[int, ...]]], births: Births
+    parameter: Tensor,
+    optimizers: list[Any],
+    stale: dict[int, list[tuple[int, ...]]],
+    registration_lines: RegistrationLines,
 ) -> Reason:
     """Return why a parameter that gets a gradient is not trained.
 
@@ -81,10 +84,10 @@ def not_held(
     births:
         Lines at which parameters and optimizers were made.
     """
-    made = births.of_parameter(parameter)
+    made = registration_lines.of_parameter(parameter)
     for number, shapes in stale.items():
         if tuple(parameter.shape) in shapes:
-            since = births.of_optimizer(optimizers[number])
+            since = registration_lines.of_optimizer(optimizers[number])
             text = (
                 f"gets a gradient, but optimizer {number} holds another tensor of that shape which no "
                 "living model has: this one was made after the optimizer"

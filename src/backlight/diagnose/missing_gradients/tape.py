@@ -54,12 +54,12 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GradRead:
     """The ``.grad`` of a computed tensor was read at ``line``; ``maker`` had computed it."""
 
     shape: tuple[int, ...]
     line: Line | None
-    maker: Operation | None
+    producer: Operation | None
 
 
 class Tape(TorchFunctionMode):
@@ -83,7 +83,7 @@ class Tape(TorchFunctionMode):
         self.operations: list[Operation] = []
         self.origins = Origins()
         self.frozen_at: dict[int, tuple[weakref.ref[torch.Tensor], Line]] = {}
-        self.asked_grad: dict[int, Asked] = {}
+        self.grad_reads: dict[int, GradRead] = {}
         self.paused = False
         self.in_backward = False
         self.full = False
@@ -209,9 +209,9 @@ class Tape(TorchFunctionMode):
     def _note_grad(self, tensor: torch.Tensor) -> None:
         if tensor.requires_grad and not tensor.is_leaf and not tensor.retains_grad:
             number = self.number(tensor)
-            if number not in self.asked_grad:
+            if number not in self.grad_reads:
                 made = next((o for o in reversed(self.operations) if number in o.outputs), None)
-                self.asked_grad[number] = Asked(tuple(tensor.shape), user_line(), made)
+                self.grad_reads[number] = GradRead(tuple(tensor.shape), user_line(), made)
 
     # Custom functions
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from backlight.diagnose.nan.value_tracker import Bad
+    from backlight.diagnose.nan.value_tracker import NonFiniteRecord
     from backlight.user_code import Line
 
 
 @dataclass
-class Birthplace:
+class NanOrigin:
     """The first operation with finite inputs and a non-finite output, and what followed.
 
     Attributes
@@ -55,9 +55,9 @@ class Birthplace:
     notes: list[str] = field(default_factory=list)
 
 
-def ancestors(symptoms: Iterable[Bad]) -> list[Bad]:
+def ancestors(symptoms: Iterable[NonFiniteRecord]) -> list[NonFiniteRecord]:
     """Return the records that led to ``symptoms``, themselves included, in order of time."""
-    seen: dict[int, Bad] = {}
+    seen: dict[int, NonFiniteRecord] = {}
     stack = list(symptoms)
     while stack:
         record = stack.pop()
@@ -67,7 +67,7 @@ def ancestors(symptoms: Iterable[Bad]) -> list[Bad]:
     return sorted(seen.values(), key=lambda record: record.index)
 
 
-def find_birth(symptoms: Iterable[Bad]) -> Bad | None:
+def find_origin(symptoms: Iterable[NonFiniteRecord]) -> NonFiniteRecord | None:
     """Return the record at which the non-finite values behind ``symptoms`` began.
 
     The first that was born; else the first that came in from outside; else the first constant.
@@ -81,38 +81,38 @@ def find_birth(symptoms: Iterable[Bad]) -> Bad | None:
 
 
 def describe(
-    birth: Bad,
-    records: Sequence[Bad],
+    origin: NonFiniteRecord,
+    records: Sequence[NonFiniteRecord],
     step: int,
     symptom: str,
     modules: Mapping[int, str],
     parameters: Mapping[int, str],
-) -> Birthplace:
+) -> NanOrigin:
     """Put a birth into words; ``modules`` gives names by ``id``, ``parameters`` by storage."""
     followers: list[str] = []
-    touched = {id(birth)}
-    own = modules.get(birth.module, "")
+    touched = {id(origin)}
+    own = modules.get(origin.module, "")
     for record in records:
         if any(id(parent) in touched for parent in record.parents):
             touched.add(id(record))
             name = modules.get(record.module, "")
-            if record.phase == birth.phase and name and name != own and name not in followers:
+            if record.phase == origin.phase and name and name != own and name not in followers:
                 followers.append(name)
-    constants = [r for r in ancestors([birth]) if r.kind == "constant" and r is not birth]
-    return Birthplace(
+    constants = [r for r in ancestors([origin]) if r.kind == "constant" and r is not origin]
+    return NanOrigin(
         step=step,
-        phase=birth.phase,
-        operation=birth.operation,
-        value="NaN" if birth.nan else "infinity",
+        phase=origin.phase,
+        operation=origin.operation,
+        value="NaN" if origin.nan else "infinity",
         symptom=symptom,
-        line=birth.line,
-        node=birth.node,
-        backward_line=birth.own_line,
+        line=origin.line,
+        node=origin.node,
+        backward_line=origin.own_line,
         module=own,
-        shape=birth.shape,
-        dtype=birth.dtype,
-        born=birth.kind != "outside",
-        parameter=parameters.get(birth.storage, ""),
+        shape=origin.shape,
+        dtype=origin.dtype,
+        born=origin.kind != "outside",
+        parameter=parameters.get(origin.storage, ""),
         constant=constants[0].line if constants else None,
         modules=followers,
     )

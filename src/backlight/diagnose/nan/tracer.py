@@ -16,8 +16,8 @@ from backlight.capture.events import Listener
 from backlight.capture.expected_parameters import candidates, named_roots
 from backlight.capture.hub import HUB
 from backlight.capture.module_calls import ModuleCalls, module_names
-from backlight.diagnose.nan.origin import Birthplace, describe, find_birth
-from backlight.diagnose.nan.value_tracker import Bad, NonFinite, not_finite, storage_of
+from backlight.diagnose.nan.origin import NanOrigin, describe, find_origin
+from backlight.diagnose.nan.value_tracker import NonFiniteRecord, ValueTracker, is_non_finite, storage_of
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ PATIENCE = 10
 """Steps in a row that a scaler may skip before that is no longer a search for its scale."""
 
 
-class NanHunt(Listener):
+class NanTracer(Listener):
     """Observes a training until a non-finite value matters; a context manager around the script.
 
     Parameters
@@ -42,19 +42,19 @@ class NanHunt(Listener):
         self._end = end
         self._limit = steps
         self._calls = ModuleCalls()
-        self._mode = NonFinite(self._calls, self.dropped)
+        self._mode = ValueTracker(self._calls, self.dropped)
         self._exit = contextlib.ExitStack()
         self._stepped = False
         self._scaled: tuple[int, bool] | None = None
         self._scaling = False
-        self._loss_bad: Bad | None = None
-        self._pending: Birthplace | None = None
+        self._loss_bad: NonFiniteRecord | None = None
+        self._pending: NanOrigin | None = None
         self._skipped = 0
         self.step = 0
         self.backwards = 0
         self.skipped_steps = 0
         self.passing: dict[str, int] = {}
-        self.found: Birthplace | None = None
+        self.found: NanOrigin | None = None
         self.notes: list[str] = []
 
     @property
@@ -62,7 +62,7 @@ class NanHunt(Listener):
         """Operations looked at so far."""
         return self._mode.operations
 
-    def __enter__(self) -> NanHunt:
+    def __enter__(self) -> NanTracer:
         """Begin to observe."""
         HUB.add(self)
         self._exit.enter_context(self._calls)
@@ -98,7 +98,7 @@ class NanHunt(Listener):
         """A scaler multiplies the loss: what it makes infinite is its own business."""
         with self._unwatched():
             self._scaling = True
-            self._scaled = (id(result), not_finite(loss))
+            self._scaled = (id(result), is_non_finite(loss))
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Look at the loss."""
@@ -108,7 +108,7 @@ class NanHunt(Listener):
             self.backwards += 1
             for root in roots:
                 scaled = self._scaled
-                bad = scaled[1] if scaled is not None and scaled[0] == id(root) else not_finite(root)
+                bad = scaled[1] if scaled is not None and scaled[0] == id(root) else is_non_finite(root)
                 if bad and self._loss_bad is None:
                     self._loss_bad = self._mode.record_of(root)
                     if self._loss_bad is None:
@@ -126,16 +126,16 @@ class NanHunt(Listener):
                 for name, p in named
                 if p.grad is not None and (record := self._mode.record_of(p.grad)) is not None
             ]
-            lost = [name for name, p in named if p.grad is not None and not_finite(p.grad)]
+            lost = [name for name, p in named if p.grad is not None and is_non_finite(p.grad)]
             symptoms = [self._loss_bad] if self._loss_bad is not None else [record for record, _ in bad]
-            birth = find_birth(symptoms)
-            if birth is None:
+            origin = find_origin(symptoms)
+            if origin is None:
                 if not lost:
                     return
                 # Nothing that was seen here made it so: a reduction brings it from another rank.
-                birth = self._mode.from_elsewhere(dict(named)[lost[0]])
+                origin = self._mode.from_other_rank(dict(named)[lost[0]])
             symptom = "loss" if self._loss_bad is not None else "gradients"
-            found = self._described(birth, symptom)
+            found = self._described(origin, symptom)
             found.parameters = [name for _, name in sorted(bad, key=lambda pair: pair[0].index)]
             # What a reduction over ranks wrote has no record.
             found.parameters += [name for name in lost if name not in found.parameters]
@@ -180,9 +180,9 @@ class NanHunt(Listener):
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             named = [(name, p) for name, p in self._parameters() if id(p) in held]
             bad = [(record, name) for name, p in named if (record := self._mode.record_of(p)) is not None]
-            birth = find_birth([record for record, _ in bad])
-            if birth is not None:
-                self._pending = self._described(birth, "parameters")
+            origin = find_origin([record for record, _ in bad])
+            if origin is not None:
+                self._pending = self._described(origin, "parameters")
                 self._pending.parameters = [name for _, name in sorted(bad, key=lambda pair: pair[0].index)]
         if self._pending is not None:
             self._conclude()
@@ -211,12 +211,12 @@ class NanHunt(Listener):
             roots = named_roots(HUB.seen)
         return [(c.name, c.parameter) for c in candidates(roots)]
 
-    def _described(self, birth: Bad, symptom: str) -> Birthplace:
+    def _described(self, origin: NonFiniteRecord, symptom: str) -> NanOrigin:
         names = module_names(named_roots(HUB.seen))
         parameters = {storage_of(p): name for name, p in self._parameters()}
-        return describe(birth, self._mode.records, self.step, symptom, names, parameters)
+        return describe(origin, self._mode.records, self.step, symptom, names, parameters)
 
-    def _never_used(self) -> Birthplace | None:
+    def _never_used(self) -> NanOrigin | None:
         born = [r for r in self._mode.records if r.kind == "born" and r.nan]
         if not born:
             return None

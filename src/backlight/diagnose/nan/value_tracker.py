@@ -33,7 +33,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @dataclass(eq=False, slots=True)
-class Bad:
+class NonFiniteRecord:
     """One operation with a non-finite output.
 
     ``kind`` is ``born`` (its inputs were finite), ``spread``, ``constant`` (an infinity written by
@@ -53,11 +53,11 @@ class Bad:
     nan: bool = False
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    parents: list[Bad] = field(default_factory=list)
+    parents: list[NonFiniteRecord] = field(default_factory=list)
     storage: int = 0
 
 
-class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
     """Watches every operation of the thread that enters it, and of backward.
 
     Parameters
@@ -73,9 +73,9 @@ class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._calls = calls
         self._on_error = on_error
         self._last = next_number()
-        self._bad: dict[int, Bad] = {}
+        self._bad: dict[int, NonFiniteRecord] = {}
         self._count = 0
-        self.records: list[Bad] = []
+        self.records: list[NonFiniteRecord] = []
         self.origins = Origins()
         self.phase = "forward"
         self.operations = 0
@@ -106,7 +106,7 @@ class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         name, written, views = _known_schema(func)
         before: list[torch.Tensor] = []
         if written:
-            before = [t for t in _given(written, args, kwargs) if not_finite(t)]
+            before = [t for t in _given(written, args, kwargs) if is_non_finite(t)]
         result = func(*args, **kwargs)
         try:
             self._follow(name)
@@ -139,7 +139,7 @@ class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         outputs = tensors_in(result)
         if written:
             outputs += [t for t in _given(written, args, kwargs) if all(t is not o for o in outputs)]
-        bad = [t for t in outputs if not_finite(t)]
+        bad = [t for t in outputs if is_non_finite(t)]
         if not bad:
             return
         record = self._record(name, args, kwargs, bad, before, {id(t) for t in _given(written, args, kwargs)})
@@ -158,15 +158,15 @@ class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         bad: list[torch.Tensor],
         before: list[torch.Tensor],
         changed: set[int],
-    ) -> Bad:
-        record = Bad(
+    ) -> NonFiniteRecord:
+        record = NonFiniteRecord(
             self._count, name, "born", None, self._module(), self.phase, nan=_any_nan(bad),
             shape=tuple(bad[0].shape), dtype=str(bad[0].dtype).removeprefix("torch."),
         )  # fmt: skip
         self._count += 1
         self._place(record)
         inputs = tensors_in(kwargs, tensors_in(args))
-        were_bad = [t for t in inputs if id(t) not in changed and not_finite(t)] + before
+        were_bad = [t for t in inputs if id(t) not in changed and is_non_finite(t)] + before
         for tensor in were_bad:
             record.parents.append(self._known(tensor) or self._outside(tensor, record))
         if record.parents:
@@ -179,7 +179,7 @@ class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self.records.append(record)
         return record
 
-    def _place(self, record: Bad) -> None:
+    def _place(self, record: NonFiniteRecord) -> None:
         node = torch._C._current_autograd_node()  # the public ways need a hook on every node
         own = user_line()
         if node is None or self.phase != "backward":
@@ -196,13 +196,13 @@ class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         elif record.node.endswith("Backward"):
             record.own_line = own  # a custom function: its backward has lines of its own
 
-    def _known(self, tensor: torch.Tensor) -> Bad | None:
+    def _known(self, tensor: torch.Tensor) -> NonFiniteRecord | None:
         return self._bad.get(storage_of(tensor))
 
-    def _outside(self, tensor: torch.Tensor, user: Bad) -> Bad:
+    def _outside(self, tensor: torch.Tensor, user: NonFiniteRecord) -> NonFiniteRecord:
         # A single infinity is a constant such as torch.tensor(-inf) for a mask.
         constant = tensor.numel() == 1 and not _any_nan([tensor])
-        record = Bad(
+        record = NonFiniteRecord(
             self._count, user.operation, "constant" if constant else "outside", user.line, user.module,
             user.phase, node=user.node, nan=_any_nan([tensor]), shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."), storage=storage_of(tensor),
@@ -212,18 +212,18 @@ class NonFinite(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self.records.append(record)
         return record
 
-    def from_elsewhere(self, parameter: torch.Tensor) -> Bad:
+    def from_other_rank(self, parameter: torch.Tensor) -> NonFiniteRecord:
         """Return a record for a gradient that no operation of this process made non-finite."""
         self._count += 1
         grads = [] if parameter.grad is None else [parameter.grad]
-        return Bad(
+        return NonFiniteRecord(
             self._count, "", "outside", None, 0, "backward", nan=_any_nan(grads),
             shape=tuple(parameter.shape), dtype=str(parameter.dtype).removeprefix("torch."),
         )  # fmt: skip
 
-    def record_of(self, tensor: torch.Tensor) -> Bad | None:
+    def record_of(self, tensor: torch.Tensor) -> NonFiniteRecord | None:
         """Return what made ``tensor`` non-finite; None if it is finite or nothing of it is known."""
-        return self._known(tensor) if not_finite(tensor) else None
+        return self._known(tensor) if is_non_finite(tensor) else None
 
 
 _Schema = tuple[str, tuple[tuple[int, str], ...], bool]
@@ -272,7 +272,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor if tensor.numel() else None
 
 
-def not_finite(tensor: torch.Tensor) -> bool:
+def is_non_finite(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` holds a NaN or an infinity; waits for its device."""
     values = _values(tensor)
     if values is None:

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from backlight.monitors.stalls.instrument.collectives import Collectives
-from backlight.monitors.stalls.model.shared_state import Board, Collective, read_board
+from backlight.monitors.stalls.model.shared_state import Collective, SharedState, read_state
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> Iterator[Board]:
+def board(tmp_path: Path) -> Iterator[SharedState]:
     """A board with a process group of one rank, whose calls are recorded."""
-    made = Board(tmp_path / "rank-00000.board")
+    made = SharedState(tmp_path / "rank-00000.board")
     made.open(rank=0, world=1, main_ident=1, main_tid=1, stall=None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     records = Collectives(made, lambda _key, _ranks: None)
@@ -27,8 +27,8 @@ def board(tmp_path: Path) -> Iterator[Board]:
     dist.destroy_process_group()
 
 
-def calls(board: Board) -> tuple[Collective, ...]:
-    state = read_board(board.path)
+def calls(board: SharedState) -> tuple[Collective, ...]:
+    state = read_state(board.path)
     assert state is not None
     return state.collectives
 
@@ -94,7 +94,7 @@ def gather_there() -> None:
         (gather_here, gather_there, True),
     ],
 )
-def test_what_must_be_alike(one: Any, other: Any, alike: bool, board: Board) -> None:
+def test_what_must_be_alike(one: Any, other: Any, alike: bool, board: SharedState) -> None:
     one()
     other()
     first, second = calls(board)
@@ -103,7 +103,7 @@ def test_what_must_be_alike(one: Any, other: Any, alike: bool, board: Board) -> 
     assert [first.number, second.number] == [1, 2]
 
 
-def test_a_call_that_raises_is_marked(board: Board) -> None:
+def test_a_call_that_raises_is_marked(board: SharedState) -> None:
     reduce_plainly()
     with pytest.raises(TypeError):
         dist.all_reduce("no tensor")
@@ -112,7 +112,7 @@ def test_a_call_that_raises_is_marked(board: Board) -> None:
     assert not bad.inside
 
 
-def test_two_groups_of_the_same_ranks_are_counted_apart(board: Board) -> None:
+def test_two_groups_of_the_same_ranks_are_counted_apart(board: SharedState) -> None:
     again = dist.new_group([0])
     reduce_plainly()
     dist.all_reduce(X.clone(), group=again)
@@ -121,7 +121,7 @@ def test_two_groups_of_the_same_ranks_are_counted_apart(board: Board) -> None:
     assert [first.number, second.number] == [1, 1]
 
 
-def test_a_receipt_between_two_ranks_takes_no_number_of_the_others(board: Board) -> None:
+def test_a_receipt_between_two_ranks_takes_no_number_of_the_others(board: SharedState) -> None:
     reduce_plainly()
     with pytest.raises((RuntimeError, ValueError)):
         dist.recv(X.clone(), src=0)

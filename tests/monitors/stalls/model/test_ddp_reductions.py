@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from backlight.monitors.stalls.model.ddp_reductions import read, with_reductions
-from backlight.monitors.stalls.model.observation import View
-from backlight.monitors.stalls.model.shared_state import Board, BoardState, Slot, read_board
+from backlight.monitors.stalls.model.ddp_reductions import name_reductions, read
+from backlight.monitors.stalls.model.observation import Observation
+from backlight.monitors.stalls.model.shared_state import SharedState, Slot, StateSnapshot, read_state
 from backlight.records import Phase
 from backlight.store.read.run import open_run
 
@@ -23,41 +23,41 @@ UNKNOWN = "a reduction inside backward"
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> BoardState:
-    board = Board(tmp_path / "rank-00000.board")
+def state(tmp_path: Path) -> StateSnapshot:
+    board = SharedState(tmp_path / "rank-00000.board")
     board.open(rank=0, world=2, main_ident=1, main_tid=1, stall=None)
     board.slots[Slot.BACKWARDS] = 3
-    found = read_board(board.path)
+    found = read_state(board.path)
     assert found is not None
     return dataclasses.replace(found, phase=Phase.BACKWARD)
 
 
-def view(state: BoardState, rank: int, arrived: str, **changes: object) -> View:
+def observation(state: StateSnapshot, rank: int, arrived: str, **changes: object) -> Observation:
     board = dataclasses.replace(state, rank=rank, arrived=bytes(map(int, arrived)), **changes)  # type: ignore[arg-type]
-    return View(rank=rank, boards=(board,), names=NAMES, buckets=BUCKETS)
+    return Observation(rank=rank, snapshots=(board,), names=NAMES, buckets=BUCKETS)
 
 
-def said(*views: View) -> list[str]:
-    return [one.reducing for one in with_reductions(views)]
+def said(*observations: Observation) -> list[str]:
+    return [one.reducing for one in name_reductions(observations)]
 
 
-def test_the_bucket_that_another_rank_has_not_filled(state: BoardState) -> None:
-    waits, lacks = said(view(state, 0, "1111"), view(state, 1, "0011"))
+def test_the_bucket_that_another_rank_has_not_filled(state: StateSnapshot) -> None:
+    waits, lacks = said(observation(state, 0, "1111"), observation(state, 1, "0011"))
     assert waits == "the reduction of bucket 2 of 2 (first.weight ... first.bias, 2 parameters)"
     assert lacks == "the reduction of bucket 1 of 2 (head.weight ... head.bias, 2 parameters)"
 
 
-def test_a_rank_that_has_not_come_to_this_backward_lacks_the_first(state: BoardState) -> None:
-    late = view(state, 1, "1111", phase=Phase.OTHER)  # of the backward before
-    assert said(view(state, 0, "1111"), late)[0].startswith("the reduction of bucket 1 of 2")
+def test_a_rank_that_has_not_come_to_this_backward_lacks_the_first(state: StateSnapshot) -> None:
+    late = observation(state, 1, "1111", phase=Phase.OTHER)  # of the backward before
+    assert said(observation(state, 0, "1111"), late)[0].startswith("the reduction of bucket 1 of 2")
 
 
-def test_what_arrivals_do_not_tell_is_left_open(state: BoardState) -> None:
-    both = said(view(state, 0, "1111"), view(state, 1, "1111"))
+def test_what_arrivals_do_not_tell_is_left_open(state: StateSnapshot) -> None:
+    both = said(observation(state, 0, "1111"), observation(state, 1, "1111"))
     assert set(both) == {f"{UNKNOWN} (of 2 buckets of DDP that have all their gradients)"}
-    assert said(view(state, 0, "0001")) == [UNKNOWN]
-    assert said(dataclasses.replace(view(state, 0, "1111"), buckets=())) == [UNKNOWN]
-    assert said(view(state, 0, "1111", phase=Phase.FORWARD)) == [UNKNOWN]
+    assert said(observation(state, 0, "0001")) == [UNKNOWN]
+    assert said(dataclasses.replace(observation(state, 0, "1111"), buckets=())) == [UNKNOWN]
+    assert said(observation(state, 0, "1111", phase=Phase.FORWARD)) == [UNKNOWN]
 
 
 def test_documents_that_are_not_understood_are_none() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backlight.monitors.stalls.model.exit_reason import Ending, describe, read
+from backlight.monitors.stalls.model.exit_reason import ExitReason, describe, read
 
 
 def raised(error: BaseException, file: str = "/home/me/train.py", name: str = "main") -> BaseException:
@@ -22,14 +22,14 @@ def raised(error: BaseException, file: str = "/home/me/train.py", name: str = "m
     raise AssertionError
 
 
-def ending(error: BaseException, **where: str) -> Ending:
+def exit_reason(error: BaseException, **where: str) -> ExitReason:
     found = read(describe(raised(error, **where)))
     assert found is not None
     return found
 
 
 def test_an_error_of_its_own_with_its_line() -> None:
-    found = ending(ValueError("injected\nhere"))
+    found = exit_reason(ValueError("injected\nhere"))
     assert (found.error, found.line, found.function) == (
         "ValueError: injected here",
         "/home/me/train.py:2",
@@ -54,12 +54,15 @@ def test_an_error_of_its_own_with_its_line() -> None:
     ],
 )
 def test_what_another_rank_is_at_fault_for(error: BaseException, file: str, inside: str) -> None:
-    assert ending(error, file=file).inside == inside
+    assert exit_reason(error, file=file).inside == inside
 
 
 def test_in_backward() -> None:
     error = RuntimeError("Connection reset by peer")
-    assert ending(error, file="/x/torch/autograd/graph.py", name="_engine_run_backward").inside == "backward"
+    assert (
+        exit_reason(error, file="/x/torch/autograd/graph.py", name="_engine_run_backward").inside
+        == "backward"
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,14 +74,14 @@ def test_in_backward() -> None:
     ],
 )
 def test_no_memory_left(error: BaseException) -> None:
-    assert ending(error).memory
+    assert exit_reason(error).memory
 
 
 def test_an_interrupt_is_asked_for() -> None:
-    assert ending(KeyboardInterrupt()).asked
+    assert exit_reason(KeyboardInterrupt()).asked
 
 
 def test_what_is_no_document_says_nothing(tmp_path: Path) -> None:
     assert read(None) is None
     assert read({"nothing": 1}) is None
-    assert read(vars(SimpleNamespace(error="E", at=1.0))) == Ending("E", 1.0)
+    assert read(vars(SimpleNamespace(error="E", at=1.0))) == ExitReason("E", 1.0)

@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from backlight.monitors.stalls.instrument.backward_position import Position
+from backlight.monitors.stalls.instrument.backward_position import BackwardPosition
 from backlight.monitors.stalls.instrument.stack_sampler import users
 from backlight.monitors.stalls.model import graph_samples
-from backlight.monitors.stalls.model.graph_samples import Making, enclosing, largest, read
-from backlight.monitors.stalls.model.shared_state import Board
+from backlight.monitors.stalls.model.graph_samples import (
+    GraphBuild,
+    enclosing_loops,
+    find_largest_share,
+    read,
+)
+from backlight.monitors.stalls.model.shared_state import SharedState
 from backlight.monitors.stalls.model.stacks import Frame
 
 SCRIPT = """def attention(h):
@@ -43,22 +48,22 @@ def frames(script: str, *lines: int) -> tuple[Frame, ...]:
     return tuple(Frame(script, line, "f") for line in lines)
 
 
-def making(script: str, looks: list[tuple[int, int]], root: int = 1000) -> Making:
+def graph_build(script: str, samples: list[tuple[int, int]], root: int = 1000) -> GraphBuild:
     stacks = (frames(script, 4, 12), frames(script, 8, 12), frames(script, 12))
-    return Making(0, root, tuple(looks), stacks, caller=frames(script, 13))
+    return GraphBuild(0, root, tuple(samples), stacks, caller=frames(script, 13))
 
 
 def test_loops_around_a_line_are_found_innermost_first(script: str) -> None:
-    assert enclosing(script, 4) == [(script, 3), (script, 2)]
-    assert enclosing(script, 8) == [(script, 8)]
-    assert enclosing(script, 1) == []
-    assert enclosing("/nowhere/at_all.py", 3) == []
+    assert enclosing_loops(script, 4) == [(script, 3), (script, 2)]
+    assert enclosing_loops(script, 8) == [(script, 8)]
+    assert enclosing_loops(script, 1) == []
+    assert enclosing_loops("/nowhere/at_all.py", 3) == []
 
 
 def test_shares_follow_the_numbers_and_not_the_time(script: str) -> None:
     # Ten looks at the inner loop, ten at the comprehension, which makes nodes nine times as fast.
-    looks = [(10 * i, 0) for i in range(1, 11)] + [(100 + 90 * i, 1) for i in range(1, 11)]
-    found = largest(making(script, looks))
+    samples = [(10 * i, 0) for i in range(1, 11)] + [(100 + 90 * i, 1) for i in range(1, 11)]
+    found = find_largest_share(graph_build(script, samples))
     assert found is not None
     assert (found.line, found.loop, found.again) == (8, True, False)
     assert found.share == pytest.approx(0.9, abs=0.06)
@@ -70,20 +75,22 @@ def test_shares_follow_the_numbers_and_not_the_time(script: str) -> None:
 
 
 def test_the_loop_of_the_step_itself_explains_nothing(script: str) -> None:
-    found = largest(making(script, [(50 * i, 2) for i in range(1, 20)]))
+    found = find_largest_share(graph_build(script, [(50 * i, 2) for i in range(1, 20)]))
     assert found is not None
     assert (found.line, found.loop) == (12, False)
 
 
 def test_too_few_looks_or_too_much_that_was_not_seen_give_no_share(script: str) -> None:
     few = [(100 * i, 0) for i in range(graph_samples.FEWEST - 1)]
-    assert largest(making(script, few)) is None
-    assert largest(making(script, [(5 * i, 0) for i in range(1, 20)])) is None  # 10 % of the graph
-    assert largest(None) is None
+    assert find_largest_share(graph_build(script, few)) is None
+    assert (
+        find_largest_share(graph_build(script, [(5 * i, 0) for i in range(1, 20)])) is None
+    )  # 10 % of the graph
+    assert find_largest_share(None) is None
 
 
 def test_what_backward_computes_again_is_told_apart(script: str) -> None:
-    found = largest(making(script, [(1000 + 100 * i, 0) for i in range(1, 20)]))
+    found = find_largest_share(graph_build(script, [(1000 + 100 * i, 0) for i in range(1, 20)]))
     assert found is not None
     assert found.again
     assert "of the nodes made again come from model.py:3 (a Python loop), by 19 looks at recomputation" in (
@@ -94,13 +101,13 @@ def test_what_backward_computes_again_is_told_apart(script: str) -> None:
 def test_what_is_not_understood_is_nothing() -> None:
     assert read(None) is None
     assert read({"base": 0}) is None
-    good = {"base": 0, "root": 9, "looks": [[3, 0]], "stacks": [[["a.py", 1, "f"]]], "caller": []}
-    assert read(good) == Making(0, 9, ((3, 0),), ((Frame("a.py", 1, "f"),),), ())
+    good = {"base": 0, "root": 9, "samples": [[3, 0]], "stacks": [[["a.py", 1, "f"]]], "caller": []}
+    assert read(good) == GraphBuild(0, 9, ((3, 0),), ((Frame("a.py", 1, "f"),),), ())
 
 
 def test_looks_beside_a_real_forward_name_its_loop(tmp_path: Path) -> None:
-    board = Board(tmp_path / "rank-00000.board")
-    position = Position(board)
+    board = SharedState(tmp_path / "rank-00000.board")
+    position = BackwardPosition(board)
     position.end(0.0)
     ready, main, stop = threading.Event(), threading.get_ident(), threading.Event()
 
@@ -128,8 +135,8 @@ def test_looks_beside_a_real_forward_name_its_loop(tmp_path: Path) -> None:
         helper.join()
     loss = h.sum()
     position.begin([loss])
-    data = position.making()
-    found = largest(read({**data, "caller": []}))
+    data = position.graph_build()
+    found = find_largest_share(read({**data, "caller": []}))
     position.end(0.0)
     assert found is not None, data
     source = Path(__file__).read_text(encoding="utf-8").splitlines()

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from backlight.monitors.stalls.model.diagnosis import judge
-from backlight.monitors.stalls.model.exit_reason import Ending
-from backlight.monitors.stalls.model.observation import Judgement, View
-from backlight.monitors.stalls.model.rank_diagnosis import attribute
+from backlight.monitors.stalls.model.diagnosis import diagnose
+from backlight.monitors.stalls.model.exit_reason import ExitReason
+from backlight.monitors.stalls.model.observation import Diagnosis, Observation
+from backlight.monitors.stalls.model.rank_diagnosis import diagnose_ranks
 from backlight.monitors.stalls.model.shared_state import Collective, State
 from backlight.monitors.stalls.model.stacks import Frame, ThreadStack, in_collective
-from backlight.records import Phase, Verdict
-from monitors.stalls.model.test_diagnosis import LIMITS, TOP, S, board, looks, view
+from backlight.records import DiagnosisKind, Phase
+from monitors.stalls.model.test_diagnosis import LIMITS, TOP, S, board, observation, samples
 
 WORLD = 3
 GROUP = 5
@@ -27,19 +27,19 @@ def call(
     return Collective(group, number, kind, shape, 900 * S, 0 if inside else 901 * S, text)
 
 
-def waiting(rank: int, *calls: Collective, **changes: Any) -> View:
+def waiting(rank: int, *calls: Collective, **changes: Any) -> Observation:
     calls = calls or (call(1), call(2, inside=True))
     inside = any(c.inside for c in calls)
     state = board(
-        rank=rank, world=WORLD, phase=Phase.OTHER, beat=800 * S, phase_since=800 * S, inside=inside,
+        rank=rank, world=WORLD, phase=Phase.OTHER, heartbeat=800 * S, phase_since=800 * S, inside=inside,
         collectives=calls, node_since=0,
     )  # fmt: skip
-    return view(state, rank=rank, looks=looks(TOP), **changes)
+    return observation(state, rank=rank, samples=samples(TOP), **changes)
 
 
-def decide(*views: View, groups: dict[int, list[int]] | None = None) -> Judgement | None:
-    judged = {v.rank: judge(v, LIMITS, 30.0) for v in views}
-    return attribute(views, judged, groups or {GROUP: [0, 1, 2]}, WORLD)
+def decide(*observations: Observation, groups: dict[int, list[int]] | None = None) -> Diagnosis | None:
+    diagnoses = {v.rank: diagnose(v, LIMITS, 30.0) for v in observations}
+    return diagnose_ranks(observations, diagnoses, groups or {GROUP: [0, 1, 2]}, WORLD)
 
 
 def test_a_dead_rank_is_the_cause_whatever_the_others_do() -> None:
@@ -47,7 +47,7 @@ def test_a_dead_rank_is_the_cause_whatever_the_others_do() -> None:
         waiting(0), waiting(1, call(1), call(2, kind=9, inside=True), ended="killed by SIGKILL"), waiting(2)
     )
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.DEAD, 1)
+    assert (found.kind, found.rank) == (DiagnosisKind.DEAD, 1)
     assert "Waiting for it: rank 0, 2 in call1(1) #2" in found.claim
 
 
@@ -62,41 +62,41 @@ def test_the_first_to_die_is_the_cause() -> None:
 
 
 def test_the_rank_that_is_in_no_collective_is_the_cause() -> None:
-    stuck = view(board(rank=2, world=WORLD), rank=2, wait="a lock")
+    stuck = observation(board(rank=2, world=WORLD), rank=2, wait="a lock")
     found = decide(waiting(0), waiting(1), stuck)
     assert found is not None
-    assert (found.verdict, found.rank, found.line) == (Verdict.BLOCKED, 2, "/home/me/ops.py:22")
+    assert (found.kind, found.rank, found.line) == (DiagnosisKind.BLOCKED, 2, "/home/me/ops.py:22")
     assert found.claim.startswith("BLOCKED: rank 2: the main thread waits for a lock")
 
 
 def test_a_rank_that_moves_is_a_straggler_and_not_hung() -> None:
     readings = tuple(
-        board(rank=2, world=WORLD, beat=at * S, progress=at, phase=Phase.DATA, phase_since=999 * S)
+        board(rank=2, world=WORLD, heartbeat=at * S, progress=at, phase=Phase.DATA, phase_since=999 * S)
         for at in (985, 990, 995, 1000)
     )
-    behind = view(readings[-1], rank=2, history=readings)
+    behind = observation(readings[-1], rank=2, history=readings)
     found = decide(waiting(0), waiting(1), behind)
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.SLOW, 2)
+    assert (found.kind, found.rank) == (DiagnosisKind.SLOW, 2)
     assert "straggler, not hung" in found.claim
 
 
-@pytest.mark.parametrize("beats", [(1000,), (700, 750, 790, 980), (976, 978, 980)])
+@pytest.mark.parametrize("heartbeats", [(1000,), (700, 750, 790, 980), (976, 978, 980)])
 def test_a_rank_that_was_not_seen_to_move_since_the_others_wait_is_no_straggler(
-    beats: tuple[int, ...],
+    heartbeats: tuple[int, ...],
 ) -> None:
     readings = tuple(
-        board(rank=2, world=WORLD, beat=at * S, progress=at, phase=Phase.DATA, phase_since=699 * S)
-        for at in beats
+        board(rank=2, world=WORLD, heartbeat=at * S, progress=at, phase=Phase.DATA, phase_since=699 * S)
+        for at in heartbeats
     )
-    assert decide(waiting(0), waiting(1), view(readings[-1], rank=2, history=readings)) is None
+    assert decide(waiting(0), waiting(1), observation(readings[-1], rank=2, history=readings)) is None
 
 
 def test_a_rank_that_has_ended_is_the_cause() -> None:
-    ended = view(board(rank=2, world=WORLD, state=State.FINISHED, backwards=9, step=9), rank=2)
+    ended = observation(board(rank=2, world=WORLD, state=State.FINISHED, backwards=9, step=9), rank=2)
     found = decide(waiting(0), waiting(1), ended)
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.DEAD, 2)
+    assert (found.kind, found.rank) == (DiagnosisKind.DEAD, 2)
     assert "has ended its training" in found.claim
 
 
@@ -104,26 +104,26 @@ def test_another_operation_at_the_same_number_is_a_mismatch() -> None:
     odd = waiting(1, call(1), call(2, kind=9, inside=True))
     found = decide(waiting(0), odd, waiting(2))
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.MISMATCH, 1)
+    assert (found.kind, found.rank) == (DiagnosisKind.MISMATCH, 1)
     assert "at collective 2 rank 1 calls call9(1), the others call call1(1)" in found.claim
 
 
 def test_another_shape_is_a_mismatch() -> None:
     found = decide(waiting(0), waiting(1, call(1, shape=4), call(2, inside=True)), waiting(2))
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.MISMATCH, 1)
+    assert (found.kind, found.rank) == (DiagnosisKind.MISMATCH, 1)
 
 
 def test_without_a_majority_no_rank_is_named() -> None:
     found = decide(waiting(0), waiting(1, call(1), call(2, kind=9, inside=True)))
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.MISMATCH, None)
+    assert (found.kind, found.rank) == (DiagnosisKind.MISMATCH, None)
 
 
 def test_calls_that_agree_are_undetermined() -> None:
     found = decide(waiting(0), waiting(1), waiting(2))
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.UNKNOWN, None)
+    assert (found.kind, found.rank) == (DiagnosisKind.UNKNOWN, None)
     assert "undetermined" in found.claim
 
 
@@ -137,15 +137,15 @@ def test_least_progress_is_no_reason() -> None:
 
 def test_the_outlier_waits_elsewhere_than_the_majority() -> None:
     inside = [
-        view(
+        observation(
             board(rank=r, world=WORLD, node_since=0), rank=r,
-            looks=looks(*[f for f in view().looks[0].threads[0].frames[1:]]),
+            samples=samples(*[f for f in observation().samples[0].threads[0].frames[1:]]),
         )
         for r in (1, 2)
     ]  # fmt: skip
     found = decide(waiting(0), *inside)
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.MISMATCH, 0)
+    assert (found.kind, found.rank) == (DiagnosisKind.MISMATCH, 0)
 
 
 def test_ranks_of_other_machines_leave_the_cause_open() -> None:
@@ -155,24 +155,24 @@ def test_ranks_of_other_machines_leave_the_cause_open() -> None:
     assert "1 of 3 ranks are not seen from this machine" in found.claim
 
 
-def at_step(one: View, step: int) -> View:
+def at_step(one: Observation, step: int) -> Observation:
     state = one.board
     assert state is not None
-    return dataclasses.replace(one, boards=(dataclasses.replace(state, step=step),))
+    return dataclasses.replace(one, snapshots=(dataclasses.replace(state, step=step),))
 
 
-def left_by(rank: int, error: str, at: float = 5.0, inside: str = "", **changes: Any) -> View:
+def left_by(rank: int, error: str, at: float = 5.0, inside: str = "", **changes: Any) -> Observation:
     """A rank whose training was left by an exception, in its third backward or after it."""
     one = waiting(rank, call(1), dataclasses.replace(call(2), failed=bool(inside)))
     state = one.board
     assert state is not None
     ended = dataclasses.replace(state, state=State.FAILED, backwards=3)
-    ending = Ending(error, at, "/home/me/train.py:7", "main", inside, **changes)
-    return dataclasses.replace(one, boards=(ended,), ending=ending)
+    exit_reason = ExitReason(error, at, "/home/me/train.py:7", "main", inside, **changes)
+    return dataclasses.replace(one, snapshots=(ended,), exit_reason=exit_reason)
 
 
-def finished(rank: int, backwards: int, *calls: Collective) -> View:
-    return view(
+def finished(rank: int, backwards: int, *calls: Collective) -> Observation:
+    return observation(
         board(rank=rank, world=WORLD, state=State.FINISHED, backwards=backwards, collectives=calls), rank=rank
     )
 
@@ -185,7 +185,7 @@ def test_the_rank_that_fails_by_itself_is_the_cause_and_not_those_that_fail_in_a
         left_by(2, closed, 5.2, "a collective"),
     )
     assert found is not None
-    assert (found.verdict, found.rank, found.line) == (Verdict.DEAD, 1, "/home/me/train.py:7")
+    assert (found.kind, found.rank, found.line) == (DiagnosisKind.DEAD, 1, "/home/me/train.py:7")
     assert (
         found.claim
         == "DEAD: rank 1 has left its training: ValueError: injected at train.py:7 in main, step 2; "
@@ -205,7 +205,7 @@ def test_who_was_killed_is_the_cause_though_the_others_failed_first() -> None:
     killed = waiting(1, ended="killed by SIGKILL", ended_at=5.3)
     found = decide(closed[0], killed, closed[1])
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.DEAD, 1)
+    assert (found.kind, found.rank) == (DiagnosisKind.DEAD, 1)
     assert "SIGKILL" in found.claim
 
 
@@ -213,7 +213,7 @@ def test_a_rank_with_fewer_batches_is_the_cause_when_the_others_fail_for_it() ->
     closed = [left_by(r, "RuntimeError: closed", 5.0, "a collective") for r in (0, 2)]
     found = decide(closed[0], finished(1, 2, call(1)), closed[1])
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.DEAD, 1)
+    assert (found.kind, found.rank) == (DiagnosisKind.DEAD, 1)
     assert "with 2 backward passes where the others are at 3; rank 0, 2 failed in call1(1) #2" in found.claim
 
 
@@ -224,7 +224,7 @@ def test_a_rank_that_makes_one_call_more_is_the_odd_one() -> None:
         finished(2, 3, call(1)),
     )
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.MISMATCH, 1)
+    assert (found.kind, found.rank) == (DiagnosisKind.MISMATCH, 1)
 
 
 def test_calls_that_differ_are_the_cause_of_what_failed_in_them() -> None:
@@ -232,19 +232,19 @@ def test_calls_that_differ_are_the_cause_of_what_failed_in_them() -> None:
     state = odd.board
     assert state is not None
     calls = (call(1), dataclasses.replace(call(2, shape=9), failed=True))
-    odd = dataclasses.replace(odd, boards=(dataclasses.replace(state, collectives=calls),))
+    odd = dataclasses.replace(odd, snapshots=(dataclasses.replace(state, collectives=calls),))
     others = [left_by(r, "RuntimeError: read error", 5.1, "a collective") for r in (0, 2)]
     found = decide(others[0], odd, others[1])
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.MISMATCH, 1)
+    assert (found.kind, found.rank) == (DiagnosisKind.MISMATCH, 1)
     assert "rank 1 calls call1(9), the others call call1(1)" in found.claim
 
 
 def test_what_a_launcher_has_ended_is_never_the_first_to_go() -> None:
     found = decide(
-        waiting(0, ended="killed by SIGTERM", ended_at=1.0, told=True),
+        waiting(0, ended="killed by SIGTERM", ended_at=1.0, terminated=True),
         waiting(1, ended="killed by SIGSEGV", ended_at=1.1),
-        waiting(2, ended="killed by SIGTERM", ended_at=1.0, told=True),
+        waiting(2, ended="killed by SIGTERM", ended_at=1.0, terminated=True),
     )
     assert found is not None
     assert found.rank == 1
@@ -258,7 +258,7 @@ def test_nothing_is_said_of_an_interrupt_or_of_an_error_of_every_rank() -> None:
 def test_failures_without_a_sign_leave_the_cause_open() -> None:
     found = decide(*[left_by(r, "RuntimeError: timed out", 5.0, "a collective") for r in range(3)])
     assert found is not None
-    assert (found.verdict, found.rank) == (Verdict.UNKNOWN, None)
+    assert (found.kind, found.rank) == (DiagnosisKind.UNKNOWN, None)
     assert "undetermined" in found.claim
 
 

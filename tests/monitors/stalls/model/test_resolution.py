@@ -10,38 +10,38 @@ from pathlib import Path
 
 import pytest
 
-from backlight.monitors.stalls.model.exit_reason import Ending
-from backlight.monitors.stalls.model.resolution import ENDED, MOVES, Reported, outcome
-from backlight.monitors.stalls.model.shared_state import Board, BoardState, Slot, State, read_board
+from backlight.monitors.stalls.model.exit_reason import ExitReason
+from backlight.monitors.stalls.model.resolution import ENDED, MOVES, ReportedStall, get_resolution
+from backlight.monitors.stalls.model.shared_state import SharedState, Slot, State, StateSnapshot, read_state
 from backlight.store.read.run import open_run
 
 
-def state(tmp_path: Path, *, progress: int, raised: int = 0, state: State = State.RUNNING) -> BoardState:
+def state(tmp_path: Path, *, progress: int, raised: int = 0, state: State = State.RUNNING) -> StateSnapshot:
     path = tmp_path / "rank-00000.board"
     path.unlink(missing_ok=True)
-    board = Board(path)
+    board = SharedState(path)
     board.open(rank=0, world=1, main_ident=1, main_tid=1, stall=None)
     board.slots[Slot.PROGRESS], board.slots[Slot.RAISED], board.slots[Slot.STATE] = progress, raised, state
-    found = read_board(path)
+    found = read_state(path)
     assert found is not None
     return found
 
 
 def test_it_moves_again_only_if_it_goes_on_twice(tmp_path: Path) -> None:
-    reported = Reported(0.0, progress=5, raised=0)
-    assert outcome(reported, state(tmp_path, progress=5)) is None
-    assert outcome(reported, state(tmp_path, progress=6)) is None
-    assert outcome(reported, state(tmp_path, progress=6)) is None
-    assert outcome(reported, state(tmp_path, progress=8)) == (MOVES, "moves again")
+    reported = ReportedStall(0.0, progress=5, raised=0)
+    assert get_resolution(reported, state(tmp_path, progress=5)) is None
+    assert get_resolution(reported, state(tmp_path, progress=6)) is None
+    assert get_resolution(reported, state(tmp_path, progress=6)) is None
+    assert get_resolution(reported, state(tmp_path, progress=8)) == (MOVES, "moves again")
 
 
 @pytest.mark.parametrize(
-    ("change", "ending", "words"),
+    ("change", "exit_reason", "words"),
     [
         ({"raised": 1}, None, "ended that backward by an exception"),
         (
             {"raised": 1, "state": State.FAILED},
-            Ending("KeyboardInterrupt", 0.0),
+            ExitReason("KeyboardInterrupt", 0.0),
             "left its training by KeyboardInterrupt",
         ),
         ({"state": State.FAILED}, None, "left its training by an exception"),
@@ -49,14 +49,16 @@ def test_it_moves_again_only_if_it_goes_on_twice(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_whatever_else_ends_it_is_told(
-    change: dict[str, int], ending: Ending | None, words: str, tmp_path: Path
+    change: dict[str, int], exit_reason: ExitReason | None, words: str, tmp_path: Path
 ) -> None:
-    found = outcome(Reported(0.0, 5, 0), state(tmp_path, progress=9, **change), ending=ending)
+    found = get_resolution(
+        ReportedStall(0.0, 5, 0), state(tmp_path, progress=9, **change), exit_reason=exit_reason
+    )
     assert found == (ENDED, words)
 
 
 def test_a_process_that_died_did_not_move(tmp_path: Path) -> None:
-    found = outcome(Reported(0.0, 5, 0), state(tmp_path, progress=9), ended="killed by SIGKILL")
+    found = get_resolution(ReportedStall(0.0, 5, 0), state(tmp_path, progress=9), ended="killed by SIGKILL")
     assert found == (ENDED, "killed by SIGKILL without having moved again")
 
 

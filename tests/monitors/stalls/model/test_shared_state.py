@@ -16,59 +16,59 @@ from pathlib import Path
 import pytest
 
 from backlight import processes
-from backlight.monitors.stalls.instrument.stack_sampler import look, takes_turns
+from backlight.monitors.stalls.instrument.stack_sampler import runs_bytecode, sample
 from backlight.monitors.stalls.model import runtime_dir, stack_dumps
-from backlight.monitors.stalls.model.shared_state import PHASES, RING, Board, Slot, State, read_board
+from backlight.monitors.stalls.model.shared_state import PHASES, RING, SharedState, Slot, State, read_state
 from backlight.monitors.stalls.model.stacks import (
-    from_faulthandler,
-    from_py_spy,
-    from_witness,
+    find_working_thread,
+    parse_faulthandler,
+    parse_py_spy,
+    parse_sampler_stacks,
     place,
-    working,
 )
 from backlight.records import Phase
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> Board:
-    made = Board(tmp_path / "rank-00003.board")
+def board(tmp_path: Path) -> SharedState:
+    made = SharedState(tmp_path / "rank-00003.board")
     made.open(rank=3, world=4, main_ident=1, main_tid=2, stall=1.5)
     return made
 
 
-def test_what_is_written_is_read(board: Board) -> None:
+def test_what_is_written_is_read(board: SharedState) -> None:
     board.node("Größe".encode())
     board.slots[Slot.PHASE] = PHASES.index(Phase.BACKWARD)
     board.slots[Slot.ROW] = 5
-    state = read_board(board.path)
+    state = read_state(board.path)
     assert state is not None
     assert (state.pid, state.rank, state.world, state.stall) == (os.getpid(), 3, 4, 1.5)
     assert (state.phase, state.node, state.row, state.state) == (Phase.BACKWARD, "Größe", 4, State.RUNNING)
     board.close(State.FAILED)
-    closed = read_board(board.path)
+    closed = read_state(board.path)
     assert closed is not None
     assert closed.state is State.FAILED
 
 
 def test_a_board_that_is_not_ready_is_not_read(tmp_path: Path) -> None:
-    assert read_board(tmp_path / "none") is None
-    made = Board(tmp_path / "rank-00000.board")
-    assert read_board(made.path) is None
+    assert read_state(tmp_path / "none") is None
+    made = SharedState(tmp_path / "rank-00000.board")
+    assert read_state(made.path) is None
     with pytest.raises(FileExistsError):
-        Board(made.path)
+        SharedState(made.path)
 
 
-def test_collectives_are_kept_in_a_ring(board: Board) -> None:
+def test_collectives_are_kept_in_a_ring(board: SharedState) -> None:
     for number in range(RING + 5):
         place = board.enter(7, number, 1, 2, f"all_reduce #{number}".encode(), waits=True)
         if number < RING + 4:
             board.leave(place, waits=True)
-    state = read_board(board.path)
+    state = read_state(board.path)
     assert state is not None
     assert [c.number for c in state.collectives] == list(range(5, RING + 5))
     assert state.inside
-    assert state.call is not None
-    assert (state.call.number, state.call.text) == (RING + 4, f"all_reduce #{RING + 4}")
+    assert state.current_call is not None
+    assert (state.current_call.number, state.current_call.text) == (RING + 4, f"all_reduce #{RING + 4}")
 
 
 def test_a_full_memory_is_refused_before_a_store_could_end_the_process(
@@ -79,7 +79,7 @@ def test_a_full_memory_is_refused_before_a_store_could_end_the_process(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
-        Board(tmp_path / "rank-00000.board")
+        SharedState(tmp_path / "rank-00000.board")
     assert not list(tmp_path.iterdir())
 
 
@@ -91,10 +91,10 @@ def test_a_meeting_place_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_same_launch_meets_and_another_does_not(tmp_path: Path) -> None:
-    one = runtime_dir.meeting_place(tmp_path, 0, "a")
-    assert one == runtime_dir.meeting_place(tmp_path, 0, "a")
-    assert one != runtime_dir.meeting_place(tmp_path, 1, "a")
-    assert one != runtime_dir.meeting_place(tmp_path, 0, "b")
+    one = runtime_dir.runtime_directory(tmp_path, 0, "a")
+    assert one == runtime_dir.runtime_directory(tmp_path, 0, "a")
+    assert one != runtime_dir.runtime_directory(tmp_path, 1, "a")
+    assert one != runtime_dir.runtime_directory(tmp_path, 0, "b")
 
 
 def test_a_process_is_seen_stopped_and_dead_with_its_cause() -> None:
@@ -200,11 +200,11 @@ def test_stacks_are_read_from_each_source() -> None:
         'Current thread 0x00007f02 (most recent call first):\n  File "/a/torch/autograd/graph.py", line 9 in '
         '_engine_run_backward\n  File "/a/t.py", line ??? in main\n'
     )
-    dump = from_faulthandler(text, 5)
+    dump = parse_faulthandler(text, 5)
     assert [t.ident for t in dump.threads] == [0x7F01, 0x7F02]
     assert dump.threads[1].frames[1].line == 0
-    assert from_witness([{"at": 1}, "nonsense"]) == ()
-    assert from_witness(None) == ()
+    assert parse_sampler_stacks([{"at": 1}, "nonsense"]) == ()
+    assert parse_sampler_stacks(None) == ()
     native = [
         {
             "thread_id": 1,
@@ -212,7 +212,7 @@ def test_stacks_are_read_from_each_source() -> None:
             "frames": [{"name": "futex", "filename": "c.c"}, {"name": "f", "filename": "x.py", "line": 4}],
         }
     ]
-    (thread,) = from_py_spy(native, 1).threads
+    (thread,) = parse_py_spy(native, 1).threads
     assert (thread.native, thread.frames[0].line) == (("futex",), 4)
 
 
@@ -223,7 +223,7 @@ def test_the_thread_of_a_nested_backward_is_the_one_that_works() -> None:
         "Thread 0x02 (most recent call first):\n"
         '  File "/x/torch/autograd/graph.py", line 9 in _engine_run_backward'
     )
-    found = working(from_faulthandler(text, 0), 2)
+    found = find_working_thread(parse_faulthandler(text, 0), 2)
     assert found is not None
     assert found.ident == 1
 
@@ -249,7 +249,7 @@ def test_a_thread_that_runs_python_is_told_from_one_in_native_code() -> None:
         thread.start()
         while not tids:
             time.sleep(0.001)
-        answers[work.__name__] = {takes_turns(tids[0]) for _ in range(4)}
+        answers[work.__name__] = {runs_bytecode(tids[0]) for _ in range(4)}
         stop.set()
         thread.join()
     # A busy machine may leave either undecided; it must never turn one into the other.
@@ -264,10 +264,10 @@ def test_a_look_holds_the_line_of_every_thread() -> None:
     thread.start()
     try:
         taken: list[dict[str, object]] = []
-        looker = threading.Thread(target=lambda: taken.append(look(1)))
+        looker = threading.Thread(target=lambda: taken.append(sample(1)))
         looker.start()
         looker.join()
-        (found,) = from_witness(taken)
+        (found,) = parse_sampler_stacks(taken)
         named = {t.name: t for t in found.threads}
         assert named["waiting"].frames[0].function.endswith("wait")
         mine = place(named["MainThread"])

@@ -20,8 +20,8 @@ from backlight.cli.app import main
 from backlight.monitors.stalls.instrument import watchdog_client
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.attach import ProcessNotFoundError, attach
-from backlight.monitors.stalls.model.shared_state import State, read_board
-from backlight.records import Verdict
+from backlight.monitors.stalls.model.shared_state import State, read_state
+from backlight.records import DiagnosisKind
 from backlight.store.read.run import open_run
 
 
@@ -46,7 +46,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     return base
 
 
-def sidecar_of(base: Path) -> int:
+def watchdog_pid(base: Path) -> int:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         for found in base.glob("backlight-*/sidecar.json"):
@@ -67,9 +67,9 @@ def wait_until_gone(pid: int) -> None:
 def test_the_board_follows_the_training_and_nothing_stays_behind(tmp_path: Path, place: Path) -> None:
     with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         train(3)
-        pid = sidecar_of(place)
+        pid = watchdog_pid(place)
         (path,) = place.glob("backlight-*/rank-00000.board")
-        state = read_board(path)
+        state = read_state(path)
         assert state is not None
         assert (state.step, state.backwards, state.forwards) == (3, 3, 3)
         assert (state.reached, state.expected, state.state) == (4, 4, State.RUNNING)
@@ -98,7 +98,7 @@ def test_a_killed_sidecar_is_noted_and_the_training_goes_on(
     monkeypatch.setattr(watchdog_client, "_CHECK_EVERY", 1)
     plain = train(30)
     with backlight.watch(run=tmp_path / "run", monitors="stalls"):
-        pid = sidecar_of(place)
+        pid = watchdog_pid(place)
         train(1, 0.5)  # for the helper thread to have met it
         os.kill(pid, signal.SIGKILL)
         train(1, 1.0)
@@ -173,7 +173,7 @@ def test_attach_to_a_stopped_process(capsys: pytest.CaptureFixture[str]) -> None
         with pytest.raises(SystemExit):
             main(["attach", str(child.pid), "--json"])
         said = json.loads(capsys.readouterr().out)
-        assert said["judgement"]["verdict"] == "STOPPED"
+        assert said["diagnosis"]["kind"] == "STOPPED"
         assert "the process was not started by backlight" in said["unseen"][0]
     finally:
         child.kill()
@@ -185,7 +185,7 @@ def test_attach_without_py_spy_says_what_it_cannot_see(monkeypatch: pytest.Monke
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         found = attach(child.pid, 0.5)
-        assert found.judgement.verdict is Verdict.UNKNOWN
+        assert found.diagnosis.kind is DiagnosisKind.UNKNOWN
         assert any("py-spy is not installed" in what for what in found.unseen)
         assert str(child.pid) in found.threads
     finally:
@@ -199,7 +199,7 @@ def test_attach_where_tracing_is_denied_says_so(monkeypatch: pytest.MonkeyPatch)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         found = attach(child.pid, 0.5)
-        assert found.judgement.verdict is Verdict.UNKNOWN
+        assert found.diagnosis.kind is DiagnosisKind.UNKNOWN
         assert "what its threads wait for in the kernel: tracing is denied" in found.unseen
         assert any("tracing this process is denied here" in what for what in found.unseen)
     finally:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from backlight.diagnose.matrix.rendering.escape import markup
 from backlight.diagnose.matrix.report import CaseReport, MatrixReport, read_report
 from backlight.diagnose.matrix.tree import Standing
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 
 _STYLE = """
 :root{color-scheme:light dark}
@@ -25,7 +25,7 @@ pre{white-space:pre-wrap;background:#8881;padding:.6rem;margin:.4rem 0}
 details{margin:.4rem 0}summary{cursor:pointer}dt{font-weight:600}dd{margin:0 0 .3rem 1rem}
 """
 
-_WEAK = {Verdict.UNKNOWN, Verdict.DID_NOT_FINISH, Verdict.SLOW}
+_WEAK = {DiagnosisKind.UNKNOWN, DiagnosisKind.DID_NOT_FINISH, DiagnosisKind.SLOW}
 _CLASSES = {Standing.SUPPORTED: "good", Standing.REFUTED: "bad", Standing.OPEN: "weak"}
 
 
@@ -146,8 +146,8 @@ def _evidence(case: CaseReport) -> Iterator[str]:
     yield "</details>"
 
 
-def _verdict(verdict: Verdict) -> str:
-    kind = "good" if verdict is Verdict.PASS else "weak" if verdict in _WEAK else "bad"
+def _verdict(verdict: DiagnosisKind) -> str:
+    kind = "good" if verdict is DiagnosisKind.PASS else "weak" if verdict in _WEAK else "bad"
     return f'<span class="v {kind}">{verdict.value}</span>'
 
 

@@ -14,13 +14,13 @@ from backlight.diagnose.matrix.evaluation import Judgement
 from backlight.diagnose.matrix.rendering.escape import visible
 from backlight.diagnose.matrix.report import MatrixReport
 from backlight.diagnose.matrix.tree import Standing
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 
 _COLOURS = {
-    Verdict.PASS: "green",
-    Verdict.UNKNOWN: "yellow",
-    Verdict.DID_NOT_FINISH: "yellow",
-    Verdict.SLOW: "yellow",
+    DiagnosisKind.PASS: "green",
+    DiagnosisKind.UNKNOWN: "yellow",
+    DiagnosisKind.DID_NOT_FINISH: "yellow",
+    DiagnosisKind.SLOW: "yellow",
 }
 _STANDINGS = {Standing.SUPPORTED: "bold", Standing.REFUTED: "dim", Standing.OPEN: "yellow"}
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from backlight.monitors.stalls.model.shared_state import Board, Slot
+from backlight.monitors.stalls.model.shared_state import SharedState, Slot
 
 WALK_SECONDS = 0.02
 """Time that a walk may take, in a first backward and after a slow one."""
@@ -51,10 +51,10 @@ def next_number() -> int:
     return -1 if read is None else int(read())
 
 
-class Position:
+class BackwardPosition:
     """Counts nodes of the backward under way."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: SharedState) -> None:
         self._slots = board.slots
         self._lock = threading.Lock()
         self._root = -1
@@ -106,7 +106,7 @@ class Position:
     def _tell(self, number: int, *_grads: Any) -> None:
         self.at(number)
         self._slots[Slot.PROGRESS] += 1
-        self._slots[Slot.BEAT] = _now()
+        self._slots[Slot.HEARTBEAT] = _now()
 
     def _ask(self, node: Any, number: int) -> None:
         self._asked.add(number)
@@ -155,15 +155,15 @@ class Position:
                     self._ask(node, newest)
         return True
 
-    def making(self) -> dict[str, Any]:
+    def graph_build(self) -> dict[str, Any]:
         """Return what the looks at the building of this graph have seen."""
-        looks = list(self._made)
-        stacks = list(dict.fromkeys(stack for _, stack in looks))
-        places = {stack: place for place, stack in enumerate(stacks)}
+        samples = list(self._made)
+        stacks = list(dict.fromkeys(stack for _, stack in samples))
+        runtime_directories = {stack: place for place, stack in enumerate(stacks)}
         return {
             "base": self._base,
             "root": self._root,
-            "looks": [[number, places[stack]] for number, stack in looks],
+            "samples": [[number, runtime_directories[stack]] for number, stack in samples],
             "stacks": stacks,
         }
 

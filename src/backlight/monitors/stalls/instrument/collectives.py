@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from backlight.capture.hooks.patch import Patches
-from backlight.monitors.stalls.model.shared_state import Board, Slot
+from backlight.monitors.stalls.model.shared_state import SharedState, Slot
 
 CALLS = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all",
@@ -51,7 +51,7 @@ class Collectives:
     ``on_group(key, ranks)`` is called once per group with the checksum of its name and its global ranks.
     """
 
-    def __init__(self, board: Board, on_group: Callable[[int, list[int]], None]) -> None:
+    def __init__(self, board: SharedState, on_group: Callable[[int, list[int]], None]) -> None:
         self._board = board
         self._on_group = on_group
         self._patches = Patches()

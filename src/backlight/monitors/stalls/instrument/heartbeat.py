@@ -19,8 +19,8 @@ from torch.autograd import function
 
 from backlight.capture.events import Listener
 from backlight.capture.hooks.patch import Patches
-from backlight.monitors.stalls.instrument.backward_position import Position
-from backlight.monitors.stalls.model.shared_state import PHASES, ROWS, Board, Slot
+from backlight.monitors.stalls.instrument.backward_position import BackwardPosition
+from backlight.monitors.stalls.model.shared_state import PHASES, ROWS, SharedState, Slot
 from backlight.records import Phase
 
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
@@ -32,10 +32,10 @@ _now = time.monotonic_ns
 
 # Plain numbers for what runs hundreds of times in a step: looking a member up costs as much as the store.
 _ROW, _REACHED, _CALLS = int(Slot.ROW), int(Slot.REACHED), int(Slot.NODE_CALLS)
-_PROGRESS, _BEAT, _SINCE = int(Slot.PROGRESS), int(Slot.BEAT), int(Slot.NODE_SINCE)
+_PROGRESS, _BEAT, _SINCE = int(Slot.PROGRESS), int(Slot.HEARTBEAT), int(Slot.NODE_SINCE)
 
 
-class Beats(Listener):
+class Heartbeat(Listener):
     """Writes the board of this process.
 
     Parameters
@@ -54,14 +54,14 @@ class Beats(Listener):
 
     def __init__(
         self,
-        board: Board,
+        board: SharedState,
         parameters: Callable[[], tuple[tuple[str, ...], Sequence[torch.Tensor | None]]],
         on_parameters: Callable[[tuple[str, ...]], None],
         on_dropped: Callable[[Exception], None],
         on_buckets: Callable[[], bool] | None = None,
     ) -> None:
         self.board = board
-        self.position = Position(board)
+        self.position = BackwardPosition(board)
         self._slots = board.slots
         self._parameters = parameters
         self._on_parameters = on_parameters
@@ -113,7 +113,7 @@ class Beats(Listener):
             slots[Slot.PHASE] = phase
             slots[Slot.PHASE_SINCE] = now
         slots[Slot.PROGRESS] += 1
-        slots[Slot.BEAT] = now
+        slots[Slot.HEARTBEAT] = now
 
     def batch_begin(self, source: int) -> None:
         """Waiting for data begins; in an evaluation only the data set of the training ends it."""

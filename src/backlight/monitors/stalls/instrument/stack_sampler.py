@@ -17,12 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from backlight.monitors.stalls.instrument.heartbeat import Beats
+from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.model.runtime_dir import write_document
-from backlight.monitors.stalls.model.shared_state import PHASES, BoardState, Slot, read_board
-from backlight.monitors.stalls.model.stacks import foreign
+from backlight.monitors.stalls.model.shared_state import PHASES, Slot, StateSnapshot, read_state
+from backlight.monitors.stalls.model.stacks import is_library
 from backlight.monitors.stalls.model.thresholds import Thresholds
-from backlight.monitors.stalls.model.timeouts import suspicious
+from backlight.monitors.stalls.model.timeouts import is_suspicious
 from backlight.records import Phase
 
 PERIOD = 0.25
@@ -54,7 +54,7 @@ _TURNS = frozenset(
 )
 
 
-class Witness:
+class StackSampler:
     """Runs beside the training.
 
     Parameters
@@ -69,18 +69,18 @@ class Witness:
 
     def __init__(
         self,
-        beats: Beats,
+        heartbeats: Heartbeat,
         path: Path,
         limits: Thresholds,
         stacks: Path,
-        making: Path,
+        graph_build: Path,
         chores: Callable[[], None],
     ) -> None:
-        self._beats = beats
+        self._beats = heartbeats
         self._path = path
         self._limits = limits
         self._stacks = stacks
-        self._making = making
+        self._making = graph_build
         self._place = stacks.parent
         self._chores = chores
         self._stop = threading.Event()
@@ -116,17 +116,17 @@ class Witness:
 
     def _look(self, slots: memoryview) -> float:
         now = time.monotonic_ns()
-        slots[Slot.WITNESS] = now
-        still = (now - slots[Slot.BEAT]) / 1e9
-        building = (still > SLOW_BUILD or slots[Slot.BEAT] == self._beat) and self._python(slots)
+        slots[Slot.SAMPLER] = now
+        silence_s = (now - slots[Slot.HEARTBEAT]) / 1e9
+        building = (silence_s > SLOW_BUILD or slots[Slot.HEARTBEAT] == self._beat) and self._python(slots)
         if building and not self._compiling():
             made = self._beats.position.sample(self._where)
             if made and slots[Slot.PHASE] == _BACKWARD:
                 # What backward computes again moves as long as it makes nodes, though none of the graph ends.
                 slots[Slot.PROGRESS] += 1
-                slots[Slot.BEAT] = self._beat = time.monotonic_ns()
-        state = read_board(self._path, now)
-        if state is not None and (suspicious(state, self._limits) or self._wished()):
+                slots[Slot.HEARTBEAT] = self._beat = time.monotonic_ns()
+        state = read_state(self._path, now)
+        if state is not None and (is_suspicious(state, self._limits) or self._wished()):
             self._keep(state)
             return PERIOD / 2
         return QUICK if building else PERIOD
@@ -152,16 +152,16 @@ class Witness:
             _inside(frame, "torch/_dynamo/convert_frame.py") for frame in sys._current_frames().values()
         )
 
-    def _keep(self, state: BoardState) -> None:
+    def _keep(self, state: StateSnapshot) -> None:
         if state.phase_since != self._since:
             self._since = state.phase_since
             self._looks.clear()
             self._kept = -1
-        taken = look(state.taken)
+        taken = sample(state.taken)
         ident = state.backward_ident if state.phase is Phase.BACKWARD else state.main_ident
         for thread in taken["threads"]:
-            if thread["ident"] == ident and not thread["turn"]:
-                thread["turn"] = takes_turns(thread["tid"])
+            if thread["ident"] == ident and not thread["runs_bytecode"]:
+                thread["runs_bytecode"] = runs_bytecode(thread["tid"])
         self._looks.append(taken)
         try:
             if state.phase is Phase.BACKWARD:
@@ -172,9 +172,9 @@ class Witness:
 
     def _keep_making(self, ident: int) -> None:
         """Write what was seen of the building of the graph whose backward is under way, if that is news."""
-        found = self._beats.position.making()
-        if len(found["looks"]) != self._kept:
-            self._kept = len(found["looks"])
+        found = self._beats.position.graph_build()
+        if len(found["samples"]) != self._kept:
+            self._kept = len(found["samples"])
             write_document(
                 self._making, {**found, "caller": users(_caller(sys._current_frames().get(ident)))}
             )
@@ -186,7 +186,7 @@ def users(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:
     depth = 0
     while frame is not None and len(out) < USERS and depth < DEEPEST * 2:
         code = frame.f_code
-        if not foreign(code.co_filename):
+        if not is_library(code.co_filename):
             out.append((code.co_filename, frame.f_lineno or 0, code.co_qualname))
         frame, depth = frame.f_back, depth + 1
     return tuple(out)
@@ -202,7 +202,7 @@ def _caller(frame: FrameType | None) -> FrameType | None:
     return found
 
 
-def look(now: int) -> dict[str, Any]:
+def sample(now: int) -> dict[str, Any]:
     """Return the Python stacks of all other threads of this process, innermost frame first.
 
     ``turn`` of a thread is True where its innermost frame stands at a place of the byte code at which
@@ -217,12 +217,20 @@ def look(now: int) -> dict[str, Any]:
             continue
         code = frame.f_code.co_code
         at = frame.f_lasti
-        turn = True if 0 <= at < len(code) and code[at] in _TURNS else None
-        threads.append({"ident": ident, "name": name, "tid": tid, "turn": turn, "frames": _frames(frame)})
-    return {"at": now, "source": "witness", "threads": threads}
+        runs_bytecode = True if 0 <= at < len(code) and code[at] in _TURNS else None
+        threads.append(
+            {
+                "ident": ident,
+                "name": name,
+                "tid": tid,
+                "runs_bytecode": runs_bytecode,
+                "frames": _frames(frame),
+            }
+        )
+    return {"at": now, "source": "sampler", "threads": threads}
 
 
-def takes_turns(tid: int | None) -> bool | None:
+def runs_bytecode(tid: int | None) -> bool | None:
     """Tell whether a thread runs Python, by asking for the interpreter lock a few times.
 
     A thread that runs Python gives the lock up only after the switch interval, and then has to wait for

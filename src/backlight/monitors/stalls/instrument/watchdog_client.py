@@ -23,12 +23,12 @@ from backlight.capture.hub import HUB
 from backlight.capture.process_group import launch_id, local_rank, place
 from backlight.monitors.stalls.instrument.collectives import Collectives
 from backlight.monitors.stalls.instrument.ddp_buckets import assignment, wrappers
-from backlight.monitors.stalls.instrument.heartbeat import Beats
+from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.instrument.ptrace import allow_tracing
-from backlight.monitors.stalls.instrument.stack_sampler import Witness
+from backlight.monitors.stalls.instrument.stack_sampler import StackSampler
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.exit_reason import describe
-from backlight.monitors.stalls.model.shared_state import Board, State
+from backlight.monitors.stalls.model.shared_state import SharedState, State
 from backlight.monitors.stalls.model.stack_dumps import SIGNAL
 from backlight.monitors.stalls.model.thresholds import Thresholds
 from backlight.store.write.watchdog import host_name
@@ -95,14 +95,14 @@ class Stalling:
         self._first_here = local_rank() == 0
         self._world = place()[1]
         launch = f"{launch_id() or os.getpid()}@{host_name()}"
-        self._place = runtime_dir.meeting_place(writer.path, writer.attempt, launch)
-        self.beats: Beats | None = None
+        self._place = runtime_dir.runtime_directory(writer.path, writer.attempt, launch)
+        self.heartbeats: Heartbeat | None = None
 
     def start(self) -> None:
         """Attach; what the system refuses is noted and left out."""
         try:
             runtime_dir.prepare(self._place)
-            board = Board(runtime_dir.board_path(self._place, self._writer.rank))
+            board = SharedState(runtime_dir.state_path(self._place, self._writer.rank))
         except OSError as error:
             reason = f"no board in {self._place}: {error.strerror or error}"
             self._notice("unmeasured", {"what": "stalls", "reason": reason}, None)
@@ -110,7 +110,7 @@ class Stalling:
                 runtime_dir.leave(self._place)
             return
         main = threading.main_thread()
-        self.beats = Beats(
+        self.heartbeats = Heartbeat(
             board,
             self._parameters,
             self._store_names,
@@ -119,12 +119,12 @@ class Stalling:
         )
         self._collectives = Collectives(board, self._store_group)
         self._register_dump()
-        self._witness = Witness(
-            self.beats,
+        self._sampler = StackSampler(
+            self.heartbeats,
             board.path,
             Thresholds().override(self._thresholds),
             self._document("stacks"),
-            self._document("making"),
+            self._document("graph"),
             self._chores,
         )
         board.open(
@@ -135,11 +135,11 @@ class Stalling:
             stall=self._stall,
         )
         self._attach()
-        self._witness.start()
+        self._sampler.start()
 
     def stop(self, error: BaseException | None) -> None:
         """Take everything off, and tell the sidecar how this rank has ended."""
-        if self.beats is None:
+        if self.heartbeats is None:
             return
         if error is not None:
             # An exception of somebody else's making may refuse to be printed.
@@ -147,8 +147,8 @@ class Stalling:
                 runtime_dir.write_document(self._document("ended"), describe(error))
         state = State.FINISHED if error is None else State.FAILED
         self._detach()
-        self._witness.stop()
-        self.beats.board.close(state)
+        self._sampler.stop()
+        self.heartbeats.board.close(state)
         if self._dump is not None:
             with contextlib.suppress(OSError, ValueError, RuntimeError):
                 faulthandler.unregister(SIGNAL)
@@ -165,25 +165,25 @@ class Stalling:
     @property
     def spent(self) -> float:
         """Host seconds that all this has taken."""
-        return self.beats.spent + self._witness.spent if self.beats is not None else 0.0
+        return self.heartbeats.spent + self._sampler.spent if self.heartbeats is not None else 0.0
 
     def _attach(self) -> None:
-        if self.beats is not None:
-            HUB.add(self.beats)
-            self.beats.attach()
+        if self.heartbeats is not None:
+            HUB.add(self.heartbeats)
+            self.heartbeats.attach()
             self._collectives.attach()
 
     def _detach(self) -> None:
-        if self.beats is not None:
-            HUB.remove(self.beats)
-            self.beats.detach()
+        if self.heartbeats is not None:
+            HUB.remove(self.heartbeats)
+            self.heartbeats.detach()
             self._names = ((), ())
             self._collectives.detach()
 
     def _dropped(self, error: Exception) -> None:
         self._detach()
-        if self.beats is not None:
-            self.beats.board.close(State.FINISHED)
+        if self.heartbeats is not None:
+            self.heartbeats.board.close(State.FINISHED)
         reason = f"{type(error).__name__}: {error}"
         self._notice("unmeasured", {"what": "stalls from here on", "reason": reason}, None)
 

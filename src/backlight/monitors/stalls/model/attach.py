@@ -15,13 +15,13 @@ from pathlib import Path
 
 from backlight import processes
 from backlight.monitors.stalls.model import runtime_dir, stack_dumps, stacks
-from backlight.monitors.stalls.model.diagnosis import judge, native_operation
-from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Judgement, View
-from backlight.monitors.stalls.model.rank_observer import Rank
-from backlight.monitors.stalls.model.shared_state import read_board
-from backlight.monitors.stalls.model.stacks import Look, ThreadStack
+from backlight.monitors.stalls.model.diagnosis import diagnose, native_operation
+from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis, Observation
+from backlight.monitors.stalls.model.rank_observer import RankObserver
+from backlight.monitors.stalls.model.shared_state import read_state
+from backlight.monitors.stalls.model.stacks import StackSample, ThreadStack
 from backlight.monitors.stalls.model.thresholds import Thresholds
-from backlight.records import Phase, Verdict
+from backlight.records import DiagnosisKind, Phase
 
 SECONDS = 2.0
 """Time over which a process is looked at."""
@@ -38,9 +38,9 @@ class Attached:
     """What a look from outside has given."""
 
     pid: int
-    judgement: Judgement
+    diagnosis: Diagnosis
     threads: str
-    looks: tuple[Look, ...]
+    samples: tuple[StackSample, ...]
     unseen: tuple[str, ...]
     spins: bool = False
     """Whether the main thread held the interpreter lock on one line in every look."""
@@ -77,39 +77,43 @@ def attach(pid: int, seconds: float = SECONDS, *, native: bool = True) -> Attach
         unseen.append("what its threads wait for in the kernel: tracing is denied")
     if there.dead or there.stopped:
         return _still(pid, there, unseen)
-    looks: list[Look] = []
+    samples: list[StackSample] = []
     before, begin = _ticks(pid), time.monotonic()
     for _ in range(LOOKS):
-        look, reason = stack_dumps.py_spy(pid)
-        if look is None:
+        sample, reason = stack_dumps.py_spy(pid)
+        if sample is None:
             unseen.append(f"Python stacks: {reason}")
             time.sleep(seconds)
             break
-        looks.append(look)
+        samples.append(sample)
         time.sleep(seconds / LOOKS)
     after, passed = _ticks(pid), time.monotonic() - begin
-    extra: list[Look] = []
-    if native and looks:
-        look, reason = stack_dumps.py_spy(pid, native=True)
-        if look is None:
+    extra: list[StackSample] = []
+    if native and samples:
+        sample, reason = stack_dumps.py_spy(pid, native=True)
+        if sample is None:
             unseen.append(f"native stacks: {reason}")
         else:
-            extra.append(look)
+            extra.append(sample)
     cpu = {tid: (after[tid] - before.get(tid, 0)) / processes.TICK / passed for tid in after}
-    judgement = judge_outside(pid, tuple(looks), tuple(extra), cpu, processes.waits_for(pid, pid))
-    threads = [_main(look, pid) for look in looks]
+    diagnosis = judge_outside(pid, tuple(samples), tuple(extra), cpu, processes.waits_for(pid, pid))
+    threads = [_main(sample, pid) for sample in samples]
     lines = {stacks.place(thread) for thread in threads if thread is not None and thread.holds_gil}
-    spins = len(lines) == 1 and len(looks) > 1 and all(t is not None and t.holds_gil for t in threads)
+    spins = len(lines) == 1 and len(samples) > 1 and all(t is not None and t.holds_gil for t in threads)
     return Attached(
-        pid, judgement, processes.kernel_stacks(pid), (*looks[-1:], *extra), tuple(unseen), spins=spins
+        pid, diagnosis, processes.kernel_stacks(pid), (*samples[-1:], *extra), tuple(unseen), spins=spins
     )
 
 
 def judge_outside(
-    pid: int, looks: tuple[Look, ...], native: tuple[Look, ...], cpu: dict[int, float], wait: str
-) -> Judgement:
+    pid: int,
+    samples: tuple[StackSample, ...],
+    native: tuple[StackSample, ...],
+    cpu: dict[int, float],
+    wait: str,
+) -> Diagnosis:
     """Judge a process by its stacks and CPU times alone, which decides less than a board does."""
-    threads = [t for look in looks if (t := _main(look, pid)) is not None]
+    threads = [t for sample in samples if (t := _main(sample, pid)) is not None]
     used = sum(cpu.values())
     own = cpu.get(pid, used)
     frames = [stacks.place(t) for t in threads]
@@ -118,54 +122,56 @@ def judge_outside(
     phase = (stacks.phase_of(threads[-1]) if threads else None) or Phase.OTHER
     at = f" at {frame.place} in {frame.method}" if frame is not None else ""
     words = f"CPU {100 * used:.0f} %"
-    known = Judgement(
-        Verdict.UNKNOWN, phase, "", "a further look decides", "attach again, for longer", LOW,
+    known = Diagnosis(
+        DiagnosisKind.UNKNOWN, phase, "", "a further look decides", "attach again, for longer", LOW,
         line=f"{frame.file}:{frame.line}" if frame is not None else None,
     )  # fmt: skip
 
-    def say(verdict: Verdict, claim: str, confidence: str, refuted: str) -> Judgement:
+    def say(verdict: DiagnosisKind, claim: str, confidence: str, refuted: str) -> Diagnosis:
         text = f"{verdict}: {claim}; {words}"
-        return Judgement(verdict, phase, text, refuted, known.next_check, confidence, line=known.line)
+        return Diagnosis(verdict, phase, text, refuted, known.next_check, confidence, line=known.line)
 
     if not threads:
-        return say(Verdict.UNKNOWN, "no stacks could be taken", LOW, known.refuted_if)
+        return say(DiagnosisKind.UNKNOWN, "no stacks could be taken", LOW, known.refuted_if)
     if not same:
         return say(
-            Verdict.UNKNOWN,
+            DiagnosisKind.UNKNOWN,
             f"its stack changes between looks, so it moves; in {phase} now{at}",
             MEDIUM,
             "no step has ended after a while",
         )
     if used <= 0.05:
         doing = "sleeps" if wait == "a sleep" else f"waits for {wait}" if wait else "waits"
-        return say(Verdict.BLOCKED, f"in {phase}, the main thread {doing}{at}", HIGH, "it moves on by itself")
+        return say(
+            DiagnosisKind.BLOCKED, f"in {phase}, the main thread {doing}{at}", HIGH, "it moves on by itself"
+        )
     if own >= 0.6 and stacks.in_native_backward(threads[-1]):
-        operation = next((op for look in native if (op := native_operation(look))), None)
+        operation = next((op for sample in native if (op := native_operation(sample))), None)
         now = f", now in {operation}" if operation else ""
         return say(
-            Verdict.UNKNOWN,
+            DiagnosisKind.UNKNOWN,
             f"backward computes in native code{now}; whether nodes finish is not seen from outside",
             LOW,
             known.refuted_if,
         )
     return say(
-        Verdict.UNKNOWN,
+        DiagnosisKind.UNKNOWN,
         f"it computes{at} in every look; a loop without end and a long call look alike from outside",
         LOW,
         known.refuted_if,
     )
 
 
-def _main(look: Look, pid: int) -> ThreadStack | None:
-    return next((t for t in look.threads if t.tid == pid), look.threads[0] if look.threads else None)
+def _main(sample: StackSample, pid: int) -> ThreadStack | None:
+    return next((t for t in sample.threads if t.tid == pid), sample.threads[0] if sample.threads else None)
 
 
 def _still(pid: int, there: processes.Process, unseen: list[str]) -> Attached:
-    verdict = Verdict.STOPPED if there.stopped else Verdict.DEAD
+    verdict = DiagnosisKind.STOPPED if there.stopped else DiagnosisKind.DEAD
     said = (
         "is stopped by a signal or a debugger" if there.stopped else f"has {processes.cause(there.exit_code)}"
     )
-    judgement = Judgement(
+    diagnosis = Diagnosis(
         verdict,
         Phase.OTHER,
         f"{verdict}: process {pid} {said}",
@@ -173,14 +179,14 @@ def _still(pid: int, there: processes.Process, unseen: list[str]) -> Attached:
         next_check=f"kill -CONT {pid} lets it go on" if there.stopped else "look at its parent",
         confidence=HIGH,
     )
-    return Attached(pid, judgement, processes.kernel_stacks(pid), (), tuple(unseen))
+    return Attached(pid, diagnosis, processes.kernel_stacks(pid), (), tuple(unseen))
 
 
 def _board_of(pid: int) -> tuple[Path, int] | None:
-    for place in runtime_dir.places():
+    for place in runtime_dir.runtime_directories():
         for rank in runtime_dir.ranks_at(place):
             with contextlib.suppress(OSError):
-                state = read_board(runtime_dir.board_path(place, rank))
+                state = read_state(runtime_dir.state_path(place, rank))
                 if state is not None and state.pid == pid:
                     return place, rank
     return None
@@ -189,38 +195,42 @@ def _board_of(pid: int) -> tuple[Path, int] | None:
 def _watched(pid: int, place: Path, number: int, seconds: float, *, native: bool) -> Attached:
     """Judge a watched process as its sidecar does, with a patience of as long as we look."""
     limits = Thresholds()
-    rank = Rank(place, number, limits)
+    rank = RankObserver(place, number, limits)
     wish = place / f"look-{os.getpid()}"
-    views: list[View] = []
+    observations: list[Observation] = []
     try:
         wish.touch()
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             rank.poll(closely=True)
             time.sleep(0.15)
-        views.append(rank.view())
-        judgement = judge(views[0], limits, seconds)
-        if judgement is not None and judgement.verdict is Verdict.UNKNOWN and native:
+        observations.append(rank.observation())
+        diagnosis = diagnose(observations[0], limits, seconds)
+        if diagnosis is not None and diagnosis.kind is DiagnosisKind.UNKNOWN and native:
             rank.look_native()
-            views.append(rank.view())
-            judgement = judge(views[-1], limits, seconds) or judgement
+            observations.append(rank.observation())
+            diagnosis = diagnose(observations[-1], limits, seconds) or diagnosis
     finally:
         wish.unlink(missing_ok=True)
         rank.leave()
-    board = views[-1].board
-    if judgement is None:
+    board = observations[-1].board
+    if diagnosis is None:
         where = f"step {board.step}, {board.phase}" if board is not None else "no board"
-        judgement = Judgement(
-            Verdict.PASS,
+        diagnosis = Diagnosis(
+            DiagnosisKind.PASS,
             board.phase if board is not None else Phase.OTHER,
             f"PASS: it moves ({where})",
             refuted_if="the step does not end",
             next_check="attach again later",
             confidence=MEDIUM,
         )
-    view = views[-1]
+    observation = observations[-1]
     return Attached(
-        pid, judgement, processes.kernel_stacks(pid), (*view.looks[-1:], *view.native), view.denied
+        pid,
+        diagnosis,
+        processes.kernel_stacks(pid),
+        (*observation.samples[-1:], *observation.native),
+        observation.denied,
     )
 
 

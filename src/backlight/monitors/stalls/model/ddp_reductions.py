@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from backlight.monitors.stalls.model.observation import View
+from backlight.monitors.stalls.model.observation import Observation
 from backlight.records import Phase
 
 Buckets = tuple[tuple[int, ...], ...]
@@ -26,24 +26,33 @@ def read(data: Any) -> Buckets:
         return ()
 
 
-def with_reductions(views: Sequence[View]) -> list[View]:
+def name_reductions(observations: Sequence[Observation]) -> list[Observation]:
     """Return the views with the reduction that each may wait for in words."""
     return [
-        dataclasses.replace(view, reducing=said) if (said := _said(view, views)) else view for view in views
+        dataclasses.replace(observation, reducing=said)
+        if (said := _said(observation, observations))
+        else observation
+        for observation in observations
     ]
 
 
-def _said(view: View, views: Sequence[View]) -> str:
-    buckets, board = view.buckets, view.board
+def _said(observation: Observation, observations: Sequence[Observation]) -> str:
+    buckets, board = observation.buckets, observation.board
     if board is None or board.phase is not Phase.BACKWARD or not buckets:
         return ""
     started = [place for place, bucket in enumerate(buckets) if _complete(bucket, board.arrived)]
     if not started:
         return ""
-    lacking = [place for place in started if any(_lacks(other, view, buckets[place]) for other in views)]
+    lacking = [
+        place
+        for place in started
+        if any(_lacks(other, observation, buckets[place]) for other in observations)
+    ]
     if lacking or len(started) == 1:
         place = (lacking or started)[0]
-        return f"the reduction of bucket {place + 1} of {len(buckets)} ({_names(view, buckets[place])})"
+        return (
+            f"the reduction of bucket {place + 1} of {len(buckets)} ({_names(observation, buckets[place])})"
+        )
     return f"a reduction inside backward (of {len(started)} buckets of DDP that have all their gradients)"
 
 
@@ -51,10 +60,10 @@ def _complete(bucket: Sequence[int], arrived: bytes) -> bool:
     return bool(bucket) and all(row < len(arrived) and arrived[row] for row in bucket)
 
 
-def _lacks(other: View, view: View, bucket: Sequence[int]) -> bool:
+def _lacks(other: Observation, observation: Observation, bucket: Sequence[int]) -> bool:
     """Tell whether ``other`` has not come to the reduction that ``view`` is in."""
-    theirs, mine = other.board, view.board
-    if other.rank == view.rank or theirs is None or mine is None or not theirs.arrived:
+    theirs, mine = other.board, observation.board
+    if other.rank == observation.rank or theirs is None or mine is None or not theirs.arrived:
         return False
     done = theirs.backwards + (theirs.phase is Phase.BACKWARD)
     if done != mine.backwards + 1:
@@ -62,6 +71,6 @@ def _lacks(other: View, view: View, bucket: Sequence[int]) -> bool:
     return not _complete(bucket, theirs.arrived)
 
 
-def _names(view: View, bucket: Sequence[int]) -> str:
-    names = [view.names[row] if row < len(view.names) else f"parameter {row}" for row in bucket]
+def _names(observation: Observation, bucket: Sequence[int]) -> str:
+    names = [observation.names[row] if row < len(observation.names) else f"parameter {row}" for row in bucket]
     return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}, {len(names)} parameters"

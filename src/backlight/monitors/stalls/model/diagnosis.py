@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backlight.monitors.stalls.model import graph_samples, stacks
-from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Judgement, View, in_phase
-from backlight.monitors.stalls.model.shared_state import BoardState, State
-from backlight.monitors.stalls.model.stacks import Frame, Look, ThreadStack
+from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis, Observation, in_phase
+from backlight.monitors.stalls.model.shared_state import State, StateSnapshot
+from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack
 from backlight.monitors.stalls.model.thresholds import Thresholds
-from backlight.monitors.stalls.model.timeouts import EXEMPT, patience
-from backlight.records import Phase, Verdict
+from backlight.monitors.stalls.model.timeouts import EXEMPT_PHASES, timeout_s
+from backlight.records import DiagnosisKind, Phase
 
 MOVES = 3
 """Different counts of progress that must have been seen before something is said to move."""
@@ -38,7 +38,7 @@ COMPETES = 50.0
 
 
 @dataclass(frozen=True)
-class _Seen:
+class StackSummary:
     """What the stacks say, all looks together."""
 
     threads: tuple[ThreadStack, ...]
@@ -54,7 +54,7 @@ class _Seen:
         return self.threads[-1] if self.threads else None
 
 
-def judge(view: View, limits: Thresholds, allowed: float | None = None) -> Judgement | None:
+def diagnose(observation: Observation, limits: Thresholds, allowed: float | None = None) -> Diagnosis | None:
     """Return the verdict on a process, or None where there is nothing to say of it.
 
     Parameters
@@ -66,61 +66,65 @@ def judge(view: View, limits: Thresholds, allowed: float | None = None) -> Judge
     allowed:
         Patience to apply in place of the process's own, when others wait for it.
     """
-    board = view.board
-    if view.ended:
-        return _ended(view)
-    if view.stopped:
-        return _stopped(view)
+    board = observation.board
+    if observation.ended:
+        return _ended(observation)
+    if observation.stopped:
+        return _stopped(observation)
     if board is None:
         return None
-    own = patience(board, limits)
-    if board.state in {State.FINISHED, State.FAILED} or (board.phase in EXEMPT and not board.inside):
+    own = timeout_s(board, limits)
+    if board.state in {State.FINISHED, State.FAILED} or (board.phase in EXEMPT_PHASES and not board.inside):
         return None
     allowed = own if allowed is None else allowed
     if allowed is None:
         return None
-    seen = see(view, limits)
+    seen = summarize_stacks(observation, limits)
     if seen.thread is not None and (
-        stacks.compiling(seen.thread)
-        or (board.phase is not Phase.BACKWARD and stacks.phase_of(seen.thread) in EXEMPT)
+        stacks.is_compiling(seen.thread)
+        or (board.phase is not Phase.BACKWARD and stacks.phase_of(seen.thread) in EXEMPT_PHASES)
     ):
         return None
-    if board.phase is Phase.BACKWARD and moving(board, allowed):
-        return _slow(view, board) if board.in_phase > allowed and steady(view, board.phase_since) else None
-    if board.still < allowed:
+    if board.phase is Phase.BACKWARD and is_moving(board, allowed):
+        return (
+            _slow(observation, board)
+            if board.phase_s > allowed and is_steady(observation, board.phase_since)
+            else None
+        )
+    if board.silence_s < allowed:
         return None
-    if board.call is not None or (seen.thread is not None and stacks.in_collective(seen.thread)):
-        return _collective(view, board, seen)
+    if board.current_call is not None or (seen.thread is not None and stacks.in_collective(seen.thread)):
+        return _collective(observation, board, seen)
     if board.phase is not Phase.BACKWARD:
-        return _phase(view, board, seen, limits)
-    return _stuck(view, board, seen, limits)
+        return _phase(observation, board, seen, limits)
+    return _stuck(observation, board, seen, limits)
 
 
-def moving(board: BoardState, allowed: float) -> bool:
+def is_moving(board: StateSnapshot, allowed: float) -> bool:
     """Tell whether the last beat is recent, measured by the patience."""
-    return board.still < 0.5 * allowed
+    return board.silence_s < 0.5 * allowed
 
 
-def steady(view: View, since: int) -> bool:
+def is_steady(observation: Observation, since: int) -> bool:
     """Tell whether a process was seen to move again and again since a moment.
 
     Its silence now must be no news beside the pauses that it made before: a step that stops right after some
     beats has moved a moment ago as well.
     """
-    beats: dict[int, int] = {}
-    for board in view.history or view.boards:
-        if board.beat >= since:
-            beats.setdefault(board.progress, board.beat)
-    times = sorted(beats.values())
-    if view.board is None or len(times) < MOVES:
+    heartbeats: dict[int, int] = {}
+    for board in observation.history or observation.snapshots:
+        if board.heartbeat >= since:
+            heartbeats.setdefault(board.progress, board.heartbeat)
+    times = sorted(heartbeats.values())
+    if observation.board is None or len(times) < MOVES:
         return False
     pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return view.board.still <= max(NO_NEWS * max(pauses) / 1e9, NO_PAUSE)
+    return observation.board.silence_s <= max(NO_NEWS * max(pauses) / 1e9, NO_PAUSE)
 
 
-def see(view: View, limits: Thresholds) -> _Seen:
+def summarize_stacks(observation: Observation, limits: Thresholds) -> StackSummary:
     """Read the looks of the present phase: the working thread in each, and what stays the same."""
-    board = view.board
+    board = observation.board
     ident = 0
     since = 0
     if board is not None:
@@ -129,17 +133,17 @@ def see(view: View, limits: Thresholds) -> _Seen:
             if board.phase is Phase.BACKWARD and board.backward_ident
             else board.main_ident
         )
-        since = max(board.phase_since, board.beat)
-    looks = [look for look in view.looks if look.at >= since]
-    threads = [stacks.working(look, ident) for look in looks]
+        since = max(board.phase_since, board.heartbeat)
+    samples = [sample for sample in observation.samples if sample.at >= since]
+    threads = [stacks.find_working_thread(sample, ident) for sample in samples]
     if not any(threads):
-        threads = [look.threads[-1] for look in looks if look.threads]
+        threads = [sample.threads[-1] for sample in samples if sample.threads]
     known = tuple(t for t in threads if t is not None)
-    enough = len(known) >= limits.looks and (looks[-1].at - looks[0].at) / 1e9 >= limits.window
+    enough = len(known) >= limits.samples and (samples[-1].at - samples[0].at) / 1e9 >= limits.window
     frames = [stacks.place(t) for t in known]
     newest = frames[-1] if frames else None
-    turns = [t.turn for t in known if t.turn is not None]
-    return _Seen(
+    turns = [t.runs_bytecode for t in known if t.runs_bytecode is not None]
+    return StackSummary(
         threads=known,
         same_line=enough and all(f == newest for f in frames),
         same_function=enough
@@ -151,39 +155,39 @@ def see(view: View, limits: Thresholds) -> _Seen:
     )
 
 
-def _ended(view: View) -> Judgement:
-    board = view.board
+def _ended(observation: Observation) -> Diagnosis:
+    board = observation.board
     where = f" at step {board.step}, {in_phase(board.phase)}" if board is not None else ""
-    return Judgement(
-        Verdict.DEAD,
+    return Diagnosis(
+        DiagnosisKind.DEAD,
         board.phase if board is not None else Phase.OTHER,
-        f"DEAD: rank {view.rank} {view.ended}{where}",
+        f"DEAD: rank {observation.rank} {observation.ended}{where}",
         refuted_if="the process with that id still runs the training",
         next_check="look at the system log (dmesg) and at the last lines that the rank printed",
         confidence=HIGH,
-        rank=view.rank,
-        parameter=view.last_parameter,
+        rank=observation.rank,
+        parameter=observation.last_parameter,
     )
 
 
-def _stopped(view: View) -> Judgement:
-    board = view.board
+def _stopped(observation: Observation) -> Diagnosis:
+    board = observation.board
     pid = board.pid if board is not None else 0
-    return Judgement(
-        Verdict.STOPPED,
+    return Diagnosis(
+        DiagnosisKind.STOPPED,
         board.phase if board is not None else Phase.OTHER,
-        f"STOPPED: rank {view.rank} (process {pid}) is stopped by a signal or a debugger",
+        f"STOPPED: rank {observation.rank} (process {pid}) is stopped by a signal or a debugger",
         refuted_if=f"the state of process {pid} in /proc/{pid}/stat is not T",
         next_check=f"kill -CONT {pid} lets it go on",
         confidence=HIGH,
-        rank=view.rank,
-        parameter=view.last_parameter,
+        rank=observation.rank,
+        parameter=observation.last_parameter,
     )
 
 
-def _slow(view: View, board: BoardState) -> Judgement:
-    rate, remaining = speed(view.boards)
-    again = view.making.again if view.making is not None else 0
+def _slow(observation: Observation, board: StateSnapshot) -> Diagnosis:
+    rate, remaining = speed(observation.snapshots)
+    again = observation.graph_build.again if observation.graph_build is not None else 0
     parts = []
     if board.percent is not None:
         parts.append(f"backward {board.nodes_done:,} of {board.nodes_total:,} nodes")
@@ -198,13 +202,13 @@ def _slow(view: View, board: BoardState) -> Judgement:
         parts.append(
             f"{_short(rate)}/s, ETA {remaining:.0f} s" if remaining is not None else f"{_short(rate)}/s"
         )
-    parts += [f"{board.in_phase:.0f} s so far", *_parameter_words(view)]
+    parts += [f"{board.phase_s:.0f} s so far", *_parameter_words(observation)]
     if board.node and board.node_calls:
         parts.append(f"{board.node_calls:,} custom functions so far, now {_bare(board.node)}")
-    maker = graph_samples.largest(view.making)
+    maker = graph_samples.find_largest_share(observation.graph_build)
     parts.append(maker.words if maker is not None else "which line made the nodes is not known")
-    return Judgement(
-        Verdict.SLOW,
+    return Diagnosis(
+        DiagnosisKind.SLOW,
         Phase.BACKWARD,
         f"SLOW, not hung: {', '.join(parts[:-1])}; {parts[-1]}",
         refuted_if="no node finishes any more, and none is made again, for as long as it has run now"
@@ -214,48 +218,52 @@ def _slow(view: View, board: BoardState) -> Judgement:
         if maker is not None
         else "wait for the ETA; then look at which line makes the most nodes",
         confidence=HIGH if rate or again else MEDIUM,
-        rank=view.rank,
+        rank=observation.rank,
         line=f"{maker.file}:{maker.line}" if maker is not None else None,
-        parameter=view.last_parameter,
+        parameter=observation.last_parameter,
         module=_bare(board.node) or None,
     )
 
 
-def speed(boards: Iterable[BoardState]) -> tuple[float | None, float | None]:
+def speed(snapshots: Iterable[StateSnapshot]) -> tuple[float | None, float | None]:
     """Return nodes per second and the seconds that are left, None where they are not known."""
-    known = [b for b in boards if b.nodes_done > 0]
+    known = [b for b in snapshots if b.nodes_done > 0]
     if not known:
         return None, None
     newest = known[-1]
     same = [b for b in known if b.phase_since == newest.phase_since and b.nodes_done < newest.nodes_done]
     if same:
-        rate = (newest.nodes_done - same[0].nodes_done) / max((newest.beat - same[0].beat) / 1e9, 1e-9)
-    elif newest.in_phase > 0:
-        rate = newest.nodes_done / max((newest.beat - newest.phase_since) / 1e9, 1e-9)
+        rate = (newest.nodes_done - same[0].nodes_done) / max(
+            (newest.heartbeat - same[0].heartbeat) / 1e9, 1e-9
+        )
+    elif newest.phase_s > 0:
+        rate = newest.nodes_done / max((newest.heartbeat - newest.phase_since) / 1e9, 1e-9)
     else:
         return None, None
     left = max(newest.nodes_total - newest.nodes_done, 0) / rate if rate > 0 and newest.nodes_total else None
     return rate, left
 
 
-def _collective(view: View, board: BoardState, seen: _Seen) -> Judgement:
-    call = board.call.text if board.call is not None else "a collective"
+def _collective(observation: Observation, board: StateSnapshot, seen: StackSummary) -> Diagnosis:
+    call = board.current_call.text if board.current_call is not None else "a collective"
     where = f", called at {seen.frame.place} in {seen.frame.method}" if seen.frame is not None else ""
-    return Judgement(
-        Verdict.BLOCKED,
+    return Diagnosis(
+        DiagnosisKind.BLOCKED,
         board.phase,
-        f"BLOCKED: rank {view.rank} waits in {call}{where}; {board.still:.0f} s",
+        f"BLOCKED: rank {observation.rank} waits in {call}{where}; {board.silence_s:.0f} s",
         refuted_if="the call returns without another rank having done anything",
         next_check="see what the ranks that are not in this call are doing",
-        confidence=HIGH if board.call is not None else MEDIUM,
-        rank=view.rank,
+        confidence=HIGH if board.current_call is not None else MEDIUM,
+        rank=observation.rank,
         line=_line(seen.frame),
-        parameter=view.last_parameter,
+        parameter=observation.last_parameter,
         waits=True,
     )
 
 
-def _phase(view: View, board: BoardState, seen: _Seen, limits: Thresholds) -> Judgement:
+def _phase(
+    observation: Observation, board: StateSnapshot, seen: StackSummary, limits: Thresholds
+) -> Diagnosis:
     phase = board.phase
     if phase in {Phase.OTHER, Phase.FORWARD, Phase.LOSS} and seen.thread is not None:
         phase = stacks.phase_of(seen.thread) or phase
@@ -266,66 +274,68 @@ def _phase(view: View, board: BoardState, seen: _Seen, limits: Thresholds) -> Ju
         Phase.OTHER: "between steps",
         Phase.LOSS: "between forward and backward",
     }.get(phase, f"in {phase}")
-    parts = [f"{words} for {board.still:.0f} s", *_cpu_words(view)]
+    parts = [f"{words} for {board.silence_s:.0f} s", *_cpu_words(observation)]
     if seen.frame is not None:
         again = "in every look" if seen.same_line else "now"
         parts.append(f"{again} at {seen.frame.place} in {seen.frame.method}")
-    if view.wait and _idle(view, limits):
-        parts.append(f"it {_waits(view)}")
-    if view.helpers and phase is Phase.DATA:
-        parts.append(view.helpers)
-    return Judgement(
-        Verdict.PHASE,
+    if observation.wait and _idle(observation, limits):
+        parts.append(f"it {_waits(observation)}")
+    if observation.workers and phase is Phase.DATA:
+        parts.append(observation.workers)
+    return Diagnosis(
+        DiagnosisKind.PHASE,
         phase,
         f"PHASE {phase}: step {board.step} does not reach backward: {'; '.join(parts)}",
         refuted_if=f"the step leaves {phase} by itself",
         next_check="read what stands at that line" if phase is not Phase.DATA else "time the data alone",
         confidence=HIGH if seen.same_line else MEDIUM,
-        rank=view.rank,
+        rank=observation.rank,
         line=_line(seen.frame),
     )
 
 
-def _stuck(view: View, board: BoardState, seen: _Seen, limits: Thresholds) -> Judgement:
-    tail = [*_cpu_words(view), f"{board.still:.0f} s", *_parameter_words(view)]
-    known = _known(view, board, seen)
+def _stuck(
+    observation: Observation, board: StateSnapshot, seen: StackSummary, limits: Thresholds
+) -> Diagnosis:
+    tail = [*_cpu_words(observation), f"{board.silence_s:.0f} s", *_parameter_words(observation)]
+    known = _known(observation, board, seen)
     inside = (
         f" in {seen.frame.method}, {seen.frame.place}" if seen.frame is not None and not seen.native else ""
     )
     node = f" in {_bare(board.node)}" if board.node_since and not inside else ""
-    if _competes(view, limits):
+    if _competes(observation, limits):
         return _unknown(known, "other threads of the process keep the interpreter lock from it", tail)
-    if _idle(view, limits):
-        if board.device and not (board.node_since and view.wait in {"a lock", "a sleep"}):
+    if _idle(observation, limits):
+        if board.device and not (board.node_since and observation.wait in {"a lock", "a sleep"}):
             return _unknown(known, "the host waits; whether the device computes is not seen from here", tail)
         who = _who(seen, board)
         where = inside if seen.same_line else node
-        doing = _waits(view)
+        doing = _waits(observation)
         if seen.native and board.world > 1:
-            doing = f"waits in native code of backward, where it waits for {view.reducing}"
+            doing = f"waits in native code of backward, where it waits for {observation.reducing}"
         if not seen.same_line and not seen.native and seen.threads:
             where = f"{where or inside} (not the same line in every look)"
         return dataclasses.replace(
             known,
-            verdict=Verdict.BLOCKED,
+            kind=DiagnosisKind.BLOCKED,
             claim=f"BLOCKED: {who} {doing}{where}; {'; '.join(tail)}",
             refuted_if="it moves on by itself: then what it waits for was only slow",
             next_check=f"find who should let it go on{': ' + known.line if known.line else ''}",
             confidence=HIGH if seen.same_line and inside else MEDIUM,
             waits=seen.native and board.world > 1,
         )
-    if not _busy(view, limits):
+    if not _busy(observation, limits):
         return _unknown(known, "it neither waits nor computes without a pause", tail)
     if seen.native:
-        return _native(view, known, limits, tail)
+        return _native(observation, known, limits, tail)
     if not (seen.same_line or (seen.same_function and board.node_since)):
         return _unknown(known, "its stacks differ, or too few could be taken", tail)
-    silent = all(look.source != "witness" for look in view.looks if look.at >= board.beat)
+    silent = all(sample.source != "sampler" for sample in observation.samples if sample.at >= board.heartbeat)
     if seen.turns or silent:
         held = " in C code that holds the interpreter lock" if silent and not seen.turns else ""
         return dataclasses.replace(
             known,
-            verdict=Verdict.SPIN,
+            kind=DiagnosisKind.SPIN,
             claim=f"SPIN: {_who(seen, board)} computes{inside}{held}, without progress; {'; '.join(tail)}",
             refuted_if="the call at that line returns",
             next_check=f"read the loop at {known.line}: what ends it?",
@@ -334,7 +344,7 @@ def _stuck(view: View, board: BoardState, seen: _Seen, limits: Thresholds) -> Ju
     if seen.turns is False:
         return dataclasses.replace(
             known,
-            verdict=Verdict.LONG_OP,
+            kind=DiagnosisKind.LONG_OP,
             claim=f"LONG_OP: one native call{inside} computes; {'; '.join(tail)}",
             refuted_if="a profile shows that the line is reached many times",
             next_check=f"look at the sizes of what {known.line} works on",
@@ -343,19 +353,21 @@ def _stuck(view: View, board: BoardState, seen: _Seen, limits: Thresholds) -> Ju
     return _unknown(known, "whether it runs Python or native code is not seen", tail)
 
 
-def _native(view: View, known: Judgement, limits: Thresholds, tail: list[str]) -> Judgement:
+def _native(observation: Observation, known: Diagnosis, limits: Thresholds, tail: list[str]) -> Diagnosis:
     """Judge a backward in native code: one long operation, or many of which none was seen to end."""
-    board = view.board
+    board = observation.board
     assert board is not None
-    operations = [op for look in view.native if (op := native_operation(look)) is not None]
+    operations = [op for sample in observation.native if (op := native_operation(sample)) is not None]
     named = operations[0] if operations and len(set(operations)) == 1 and len(operations) >= 2 else None
     # Inside a custom function it may be a backward of its own, of whose nodes nothing is known.
-    nested = bool(board.node_since) or (view.making is not None and view.making.again > 0)
+    nested = bool(board.node_since) or (
+        observation.graph_build is not None and observation.graph_build.again > 0
+    )
     close = board.hooks > 0 and board.nodes_total <= 4 * board.hooks
     if not nested and (close or (named and board.nodes_total and board.nodes_total <= 8)):
         return dataclasses.replace(
             known,
-            verdict=Verdict.LONG_OP,
+            kind=DiagnosisKind.LONG_OP,
             module=named,
             claim=f"LONG_OP: backward computes in {named or 'one native operation'}; {'; '.join(tail)}",
             refuted_if="native stacks of two moments show different operations",
@@ -368,9 +380,9 @@ def _native(view: View, known: Judgement, limits: Thresholds, tail: list[str]) -
     return _unknown(known, why, tail)
 
 
-def native_operation(look: Look) -> str | None:
+def native_operation(sample: StackSample) -> str | None:
     """Return the innermost autograd node among the native frames of a look."""
-    for thread in look.threads:
+    for thread in sample.threads:
         if not any(f.function.endswith("_engine_run_backward") for f in thread.frames):
             continue
         for name in thread.native:
@@ -380,25 +392,25 @@ def native_operation(look: Look) -> str | None:
     return None
 
 
-def _known(view: View, board: BoardState, seen: _Seen) -> Judgement:
+def _known(observation: Observation, board: StateSnapshot, seen: StackSummary) -> Diagnosis:
     frame = None if seen.native else seen.frame
-    return Judgement(
-        Verdict.UNKNOWN,
+    return Diagnosis(
+        DiagnosisKind.UNKNOWN,
         board.phase,
         "",
         "",
         "",
-        rank=view.rank,
+        rank=observation.rank,
         line=_line(frame) if seen.same_function else None,
-        parameter=view.last_parameter,
+        parameter=observation.last_parameter,
         module=_bare(board.node) if board.node_since else None,
     )
 
 
-def _unknown(known: Judgement, why: str, tail: list[str]) -> Judgement:
+def _unknown(known: Diagnosis, why: str, tail: list[str]) -> Diagnosis:
     return dataclasses.replace(
         known,
-        verdict=Verdict.UNKNOWN,
+        kind=DiagnosisKind.UNKNOWN,
         claim=f"UNKNOWN: backward did not finish in the time given; {why}; {'; '.join(tail)}",
         refuted_if="a further look decides",
         next_check="take native stacks: install py-spy and allow tracing, or run `backlight attach PID`",
@@ -406,51 +418,61 @@ def _unknown(known: Judgement, why: str, tail: list[str]) -> Judgement:
     )
 
 
-def _idle(view: View, limits: Thresholds) -> bool:
-    used = view.own_cpu if view.own_cpu is not None else view.cpu
-    starved = view.wanted is not None and view.wanted > STARVED
-    return used is not None and used <= limits.idle and not starved and (view.cpu is None or view.cpu <= 1.0)
+def _idle(observation: Observation, limits: Thresholds) -> bool:
+    used = observation.own_cpu if observation.own_cpu is not None else observation.cpu
+    starved = observation.wanted is not None and observation.wanted > STARVED
+    return (
+        used is not None
+        and used <= limits.idle
+        and not starved
+        and (observation.cpu is None or observation.cpu <= 1.0)
+    )
 
 
-def _competes(view: View, limits: Thresholds) -> bool:
+def _competes(observation: Observation, limits: Thresholds) -> bool:
     """Tell whether a thread that seems to wait for a lock wakes all the time while its process computes."""
-    busy = view.cpu is not None and view.cpu >= limits.busy
-    return busy and view.wait == "a lock" and view.turns is not None and view.turns >= COMPETES
+    busy = observation.cpu is not None and observation.cpu >= limits.busy
+    return (
+        busy
+        and observation.wait == "a lock"
+        and observation.turns is not None
+        and observation.turns >= COMPETES
+    )
 
 
-def _busy(view: View, limits: Thresholds) -> bool:
-    used = view.own_cpu if view.own_cpu is not None else view.cpu
+def _busy(observation: Observation, limits: Thresholds) -> bool:
+    used = observation.own_cpu if observation.own_cpu is not None else observation.cpu
     if used is None:
         return False
     # On a machine with too much to do a thread that computes queues for most of the time.
-    often = view.runnable is not None and view.runnable >= 0.8
-    wants = view.wanted is not None and view.wanted >= limits.busy
+    often = observation.runnable is not None and observation.runnable >= 0.8
+    wants = observation.wanted is not None and observation.wanted >= limits.busy
     return used >= limits.busy or (used > limits.idle and (often or wants))
 
 
-def _waits(view: View) -> str:
-    if view.wait == "a sleep":
+def _waits(observation: Observation) -> str:
+    if observation.wait == "a sleep":
         return "sleeps"
-    return f"waits for {view.wait}" if view.wait else "waits"
+    return f"waits for {observation.wait}" if observation.wait else "waits"
 
 
-def _who(seen: _Seen, board: BoardState) -> str:
+def _who(seen: StackSummary, board: StateSnapshot) -> str:
     thread = seen.thread
     if thread is None or thread.ident == board.main_ident or thread.name == "MainThread":
         return "the main thread"
     return f"thread {thread.name or hex(thread.ident)}"
 
 
-def _cpu_words(view: View) -> list[str]:
-    used = view.own_cpu if view.own_cpu is not None else view.cpu
+def _cpu_words(observation: Observation) -> list[str]:
+    used = observation.own_cpu if observation.own_cpu is not None else observation.cpu
     return [] if used is None else [f"CPU {100 * used:.0f} %"]
 
 
-def _parameter_words(view: View) -> list[str]:
-    board = view.board
+def _parameter_words(observation: Observation) -> list[str]:
+    board = observation.board
     if board is None or not board.expected or board.phase is not Phase.BACKWARD:
         return []
-    name = view.last_parameter
+    name = observation.last_parameter
     if name is None or not board.reached:
         return [f"no parameter reached yet (of {board.expected})"]
     return [f"last parameter reached: {name} ({board.reached} of {board.expected})"]

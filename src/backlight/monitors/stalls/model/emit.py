@@ -5,39 +5,39 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from backlight.monitors.stalls.model.observation import Judgement, View
-from backlight.records import Evidence, Finding, Made, Severity, Subject, Verdict, to_json
+from backlight.monitors.stalls.model.observation import Diagnosis, Observation
+from backlight.records import DiagnosisKind, Evidence, Finding, Made, Severity, Subject, to_json
 from backlight.store.write.watchdog import WatchdogWriter
 
 RULE = "stall"
 VERSION = 1
 
 _SEVERITY = {
-    Verdict.SLOW: Severity.INFO,
-    Verdict.LONG_OP: Severity.WARNING,
-    Verdict.PHASE: Severity.WARNING,
-    Verdict.UNKNOWN: Severity.WARNING,
+    DiagnosisKind.SLOW: Severity.INFO,
+    DiagnosisKind.LONG_OP: Severity.WARNING,
+    DiagnosisKind.PHASE: Severity.WARNING,
+    DiagnosisKind.UNKNOWN: Severity.WARNING,
 }
 
 
-def as_finding(judgement: Judgement, step: int | None, evidence: Sequence[Evidence]) -> Finding:
+def as_finding(diagnosis: Diagnosis, step: int | None, evidence: Sequence[Evidence]) -> Finding:
     """Return the finding that states a verdict; every other verdict than those on slowness is an error."""
     return Finding(
         rule=RULE,
-        severity=_SEVERITY.get(judgement.verdict, Severity.ERROR),
-        claim=judgement.claim,
+        severity=_SEVERITY.get(diagnosis.kind, Severity.ERROR),
+        claim=diagnosis.claim,
         subject=Subject(
-            parameter=judgement.parameter,
-            module=judgement.module,
+            parameter=diagnosis.parameter,
+            module=diagnosis.module,
             step=step,
-            rank=judgement.rank,
-            line=judgement.line,
-            verdict=judgement.verdict.value,
-            phase=judgement.phase.value,
+            rank=diagnosis.rank,
+            line=diagnosis.line,
+            verdict=diagnosis.kind.value,
+            phase=diagnosis.phase.value,
         ),
         evidence=tuple(evidence),
-        next_check=judgement.next_check,
-        refuted_if=judgement.refuted_if,
+        next_check=diagnosis.next_check,
+        refuted_if=diagnosis.refuted_if,
         version=VERSION,
         made=Made.LIVE,
     )
@@ -45,8 +45,8 @@ def as_finding(judgement: Judgement, step: int | None, evidence: Sequence[Eviden
 
 def file(
     writer: WatchdogWriter,
-    judgement: Judgement,
-    views: Sequence[View],
+    diagnosis: Diagnosis,
+    observations: Sequence[Observation],
     dumps: dict[int, str],
     *,
     offset: int = 0,
@@ -66,7 +66,9 @@ def file(
     offset:
         Step offset of the attempt.
     """
-    cause = next((v for v in views if v.rank == judgement.rank), views[0] if views else None)
+    cause = next(
+        (v for v in observations if v.rank == diagnosis.rank), observations[0] if observations else None
+    )
     board = cause.board if cause is not None else None
     step = board.step + offset if board is not None else None
     evidence = []
@@ -74,29 +76,29 @@ def file(
         path = writer.evidence(f"stall-rank-{rank:05d}.txt", text)
         if path:
             evidence.append(Evidence(path, step=step))
-    evidence.append(Evidence("events/stall", step=step, value=f"confidence {judgement.confidence}"))
+    evidence.append(Evidence("events/stall", step=step, value=f"confidence {diagnosis.confidence}"))
     if cause is not None and cause.cpu is not None:
         evidence.append(Evidence("events/stall", step=step, value=round(cause.cpu, 3), unit="cores"))
-    finding = as_finding(judgement, step, evidence)
+    finding = as_finding(diagnosis, step, evidence)
     writer.event(
         board.step if board is not None else None,
         RULE,
         {
-            "verdict": judgement.verdict.value,
-            "confidence": judgement.confidence,
-            "rank": judgement.rank,
-            "phase": judgement.phase.value,
-            "claim": judgement.claim,
-            "not_collected": {str(v.rank): list(v.denied) for v in views if v.denied},
+            "verdict": diagnosis.kind.value,
+            "confidence": diagnosis.confidence,
+            "rank": diagnosis.rank,
+            "phase": diagnosis.phase.value,
+            "claim": diagnosis.claim,
+            "not_collected": {str(v.rank): list(v.denied) for v in observations if v.denied},
             "subject": to_json(finding.subject),
         },
     )
     writer.finding(finding)
-    say(judgement.claim)
-    for reason in dict.fromkeys(reason for v in views for reason in v.denied):
+    say(diagnosis.claim)
+    for reason in dict.fromkeys(reason for v in observations for reason in v.denied):
         say(f"  could not be collected: {reason}")
     if evidence[0].path.endswith(".txt"):
-        say(f"  evidence: {evidence[0].path}; next: {judgement.next_check}")
+        say(f"  evidence: {evidence[0].path}; next: {diagnosis.next_check}")
     if writer.lost:
         say(f"  this could not be written into the run: {writer.lost}")
     return finding

@@ -28,7 +28,7 @@ _MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memor
 
 
 @dataclass(frozen=True)
-class Ending:
+class ExitReason:
     """How a training was left.
 
     Attributes
@@ -65,7 +65,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     text = " ".join(str(error).split())[:LONGEST]
     kind = type(error).__name__
     return asdict(
-        Ending(
+        ExitReason(
             error=f"{kind}: {text}" if text else kind,
             at=time.monotonic(),
             line=f"{user.file}:{user.line}" if user is not None else None,
@@ -77,10 +77,10 @@ def describe(error: BaseException) -> dict[str, Any]:
     )
 
 
-def read(document: Any) -> Ending | None:
+def read(document: Any) -> ExitReason | None:
     """Return what a document says, None where it is none."""
     try:
-        return Ending(**document)
+        return ExitReason(**document)
     except TypeError:
         return None
 

@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from backlight.monitors.stalls.model.exit_reason import Ending
-from backlight.monitors.stalls.model.observation import Judgement, View
-from backlight.monitors.stalls.model.shared_state import BoardState, Collective, State
-from backlight.records import Phase, Verdict, to_json
+from backlight.monitors.stalls.model.exit_reason import ExitReason
+from backlight.monitors.stalls.model.observation import Diagnosis, Observation
+from backlight.monitors.stalls.model.shared_state import Collective, State, StateSnapshot
+from backlight.records import DiagnosisKind, Phase, to_json
 
 KIND = "stall_views"
 """Event that holds the observations of one machine."""
@@ -36,12 +36,12 @@ UNSEEN = "not seen from this machine"
 """Words by which a verdict says that other machines may explain it."""
 
 _CLOSED = {State.FINISHED, State.FAILED}
-_TIMES = ("taken", "beat", "phase_since", "node_since", "witness")
+_TIMES = ("taken", "heartbeat", "phase_since", "node_since", "sampler")
 
 
 def pack(
-    views: Sequence[View],
-    judged: Mapping[int, Judgement | None],
+    observations: Sequence[Observation],
+    diagnoses: Mapping[int, Diagnosis | None],
     groups: Mapping[int, Sequence[int]],
     world: int,
 ) -> dict[str, Any]:
@@ -52,22 +52,27 @@ def pack(
         "groups": {str(key): list(ranks) for key, ranks in groups.items()},
         "ranks": [
             {
-                "rank": view.rank,
-                "board": _board(view.board, shift),
+                "rank": observation.rank,
+                "board": _board(observation.board, shift),
                 "history": [
                     _board(b, shift, bare=True)
-                    for b in view.history[:: max(len(view.history) // READINGS, 1)][-READINGS:]
+                    for b in observation.history[:: max(len(observation.history) // READINGS, 1)][-READINGS:]
                 ],
-                "ended": view.ended,
-                "ended_at": view.ended_at + shift / 1e9 if view.ended else 0.0,
-                "stopped": view.stopped,
-                "told": view.told,
+                "ended": observation.ended,
+                "ended_at": observation.ended_at + shift / 1e9 if observation.ended else 0.0,
+                "stopped": observation.stopped,
+                "told": observation.terminated,
                 "ending": None
-                if view.ending is None
-                else {**dataclasses.asdict(view.ending), "at": view.ending.at + shift / 1e9},
-                "judgement": None if judged.get(view.rank) is None else to_json(judged[view.rank]),
+                if observation.exit_reason is None
+                else {
+                    **dataclasses.asdict(observation.exit_reason),
+                    "at": observation.exit_reason.at + shift / 1e9,
+                },
+                "judgement": None
+                if diagnoses.get(observation.rank) is None
+                else to_json(diagnoses[observation.rank]),
             }
-            for view in views
+            for observation in observations
         ],
     }
 
@@ -76,8 +81,8 @@ def pack(
 class Observed:
     """The observations of one machine, as they were stored."""
 
-    views: tuple[View, ...]
-    judged: dict[int, Judgement | None]
+    observations: tuple[Observation, ...]
+    diagnoses: dict[int, Diagnosis | None]
     groups: dict[int, list[int]]
     world: int
 
@@ -85,54 +90,58 @@ class Observed:
 def unpack(data: Mapping[str, Any]) -> Observed | None:
     """Read what :func:`pack` gave; None for what is not understood."""
     try:
-        views, judged = [], {}
+        observations, diagnoses = [], {}
         for one in data["ranks"]:
             rank = int(one["rank"])
             board = _read_board(one["board"])
-            views.append(
-                View(
+            observations.append(
+                Observation(
                     rank=rank,
-                    boards=(board,) if board is not None else (),
+                    snapshots=(board,) if board is not None else (),
                     history=tuple(b for h in one["history"] if (b := _read_board(h)) is not None),
                     ended=str(one["ended"]),
                     ended_at=float(one["ended_at"]),
                     stopped=bool(one["stopped"]),
-                    told=bool(one["told"]),
-                    ending=None if one["ending"] is None else Ending(**one["ending"]),
+                    terminated=bool(one["told"]),
+                    exit_reason=None if one["ending"] is None else ExitReason(**one["ending"]),
                 )
             )
-            judged[rank] = _read_judgement(one["judgement"])
+            diagnoses[rank] = _read_judgement(one["judgement"])
         groups = {int(key): [int(r) for r in ranks] for key, ranks in data["groups"].items()}
-        return Observed(tuple(views), judged, groups, int(data["world"]))
+        return Observed(tuple(observations), diagnoses, groups, int(data["world"]))
     except (KeyError, TypeError, ValueError):
         return None
 
 
 def ended(observed: Observed) -> Observed:
     """Return of old observations what stays true: the ranks that had ended."""
-    views = tuple(v for v in observed.views if v.ended or (v.board is not None and v.board.state in _CLOSED))
-    return dataclasses.replace(observed, views=views)
+    observations = tuple(
+        v for v in observed.observations if v.ended or (v.board is not None and v.board.state in _CLOSED)
+    )
+    return dataclasses.replace(observed, observations=observations)
 
 
 def together(observed: Iterable[Observed]) -> Observed | None:
     """Return the observations of several machines as one; the first that holds a rank counts for it."""
-    views: dict[int, View] = {}
-    judged: dict[int, Judgement | None] = {}
+    observations: dict[int, Observation] = {}
+    diagnoses: dict[int, Diagnosis | None] = {}
     groups: dict[int, list[int]] = {}
     world = 1
     for one in observed:
-        for view in one.views:
-            if view.rank not in views:
-                views[view.rank] = view
-                judged[view.rank] = one.judged.get(view.rank)
+        for observation in one.observations:
+            if observation.rank not in observations:
+                observations[observation.rank] = observation
+                diagnoses[observation.rank] = one.diagnoses.get(observation.rank)
         groups.update(one.groups)
         world = max(world, one.world)
-    if not views:
+    if not observations:
         return None
-    return Observed(tuple(view for _, view in sorted(views.items())), judged, groups, world)
+    return Observed(
+        tuple(observation for _, observation in sorted(observations.items())), diagnoses, groups, world
+    )
 
 
-def _board(state: BoardState | None, shift: int, *, bare: bool = False) -> dict[str, Any] | None:
+def _board(state: StateSnapshot | None, shift: int, *, bare: bool = False) -> dict[str, Any] | None:
     if state is None:
         return None
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
@@ -151,10 +160,10 @@ def _board(state: BoardState | None, shift: int, *, bare: bool = False) -> dict[
     return fields
 
 
-def _read_board(data: Any) -> BoardState | None:
+def _read_board(data: Any) -> StateSnapshot | None:
     if data is None:
         return None
-    known = {f.name for f in dataclasses.fields(BoardState)}
+    known = {f.name for f in dataclasses.fields(StateSnapshot)}
     fields = {name: value for name, value in data.items() if name in known}
     calls = {f.name for f in dataclasses.fields(Collective)}
     fields["collectives"] = tuple(
@@ -162,12 +171,12 @@ def _read_board(data: Any) -> BoardState | None:
     )
     fields["typical"] = {Phase(phase): float(seconds) for phase, seconds in data["typical"].items()}
     fields["state"], fields["phase"] = State(data["state"]), Phase(data["phase"])
-    return BoardState(**fields)
+    return StateSnapshot(**fields)
 
 
-def _read_judgement(data: Any) -> Judgement | None:
+def _read_judgement(data: Any) -> Diagnosis | None:
     if data is None:
         return None
-    known = {f.name for f in dataclasses.fields(Judgement)}
+    known = {f.name for f in dataclasses.fields(Diagnosis)}
     fields = {name: value for name, value in data.items() if name in known}
-    return Judgement(**{**fields, "verdict": Verdict(data["verdict"]), "phase": Phase(data["phase"])})
+    return Diagnosis(**{**fields, "kind": DiagnosisKind(data["kind"]), "phase": Phase(data["phase"])})

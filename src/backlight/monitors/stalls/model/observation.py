@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backlight.monitors.stalls.model import graph_samples
-from backlight.monitors.stalls.model.exit_reason import Ending
-from backlight.monitors.stalls.model.shared_state import BoardState
-from backlight.monitors.stalls.model.stacks import Look
-from backlight.records import Phase, Verdict
+from backlight.monitors.stalls.model.exit_reason import ExitReason
+from backlight.monitors.stalls.model.shared_state import StateSnapshot
+from backlight.monitors.stalls.model.stacks import StackSample
+from backlight.records import DiagnosisKind, Phase
 
 HIGH, MEDIUM, LOW = "high", "medium", "low"
 
 
 @dataclass(frozen=True)
-class View:
+class Observation:
     """What is known of one process over the last seconds.
 
     Attributes
@@ -52,10 +52,10 @@ class View:
     """
 
     rank: int
-    boards: tuple[BoardState, ...] = ()
-    history: tuple[BoardState, ...] = ()
-    looks: tuple[Look, ...] = ()
-    native: tuple[Look, ...] = ()
+    snapshots: tuple[StateSnapshot, ...] = ()
+    history: tuple[StateSnapshot, ...] = ()
+    samples: tuple[StackSample, ...] = ()
+    native: tuple[StackSample, ...] = ()
     cpu: float | None = None
     own_cpu: float | None = None
     runnable: float | None = None
@@ -67,17 +67,17 @@ class View:
     stopped: bool = False
     names: tuple[str, ...] = ()
     denied: tuple[str, ...] = ()
-    helpers: str = ""
-    making: graph_samples.Making | None = None
+    workers: str = ""
+    graph_build: graph_samples.GraphBuild | None = None
     buckets: tuple[tuple[int, ...], ...] = ()
     reducing: str = "a reduction inside backward"
-    ending: Ending | None = None
-    told: bool = False
+    exit_reason: ExitReason | None = None
+    terminated: bool = False
 
     @property
-    def board(self) -> BoardState | None:
+    def board(self) -> StateSnapshot | None:
         """The newest reading."""
-        return self.boards[-1] if self.boards else None
+        return self.snapshots[-1] if self.snapshots else None
 
     @property
     def last_parameter(self) -> str | None:
@@ -94,10 +94,10 @@ def in_phase(phase: Phase) -> str:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Diagnosis:
     """A verdict with what it says and what would show that it is wrong."""
 
-    verdict: Verdict
+    kind: DiagnosisKind
     phase: Phase
     claim: str
     refuted_if: str

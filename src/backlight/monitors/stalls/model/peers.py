@@ -10,23 +10,23 @@ from collections.abc import Iterable
 from typing import Any
 
 from backlight.monitors.stalls.model.joint_diagnosis import KIND, WINDOW, pack
-from backlight.monitors.stalls.model.observation import Judgement, View
-from backlight.monitors.stalls.model.rank_observer import Rank
+from backlight.monitors.stalls.model.observation import Diagnosis, Observation
+from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.store.write.watchdog import WatchdogWriter
 
 BETWEEN = 1.0
 """Seconds between two looks for a question."""
 
-Observation = tuple[list[View], dict[int, Judgement | None], dict[int, list[int]], int]
+HostObservation = tuple[list[Observation], dict[int, Diagnosis | None], dict[int, list[int]], int]
 """What one machine sees: its ranks, the verdict on each alone, groups, and ranks in all."""
 
 
-def world_of(ranks: Iterable[Rank]) -> int:
+def world_of(ranks: Iterable[RankObserver]) -> int:
     """Return how many ranks the training has, as those of this machine say."""
     return max((r.board.world for r in ranks if r.board is not None), default=1)
 
 
-class Elsewhere:
+class Peers:
     """The other machines, as the sidecar of this one knows them."""
 
     def __init__(self, writer: WatchdogWriter) -> None:
@@ -41,14 +41,14 @@ class Elsewhere:
     def tell(
         self,
         why: str,
-        views: list[View],
-        judged: dict[int, Judgement | None],
+        observations: list[Observation],
+        diagnoses: dict[int, Diagnosis | None],
         groups: dict[int, list[int]],
         world: int,
     ) -> None:
         """Store what is observed here, and why it is told."""
-        step = max((v.board.step for v in views if v.board is not None), default=None)
-        said = {"host": self._writer.host, "why": why, **pack(views, judged, groups, world)}
+        step = max((v.board.step for v in observations if v.board is not None), default=None)
+        said = {"host": self._writer.host, "why": why, **pack(observations, diagnoses, groups, world)}
         self._writer.event(step, KIND, said)
 
     def ask(self, allowed: float) -> None:

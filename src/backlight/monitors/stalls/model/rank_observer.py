@@ -16,14 +16,20 @@ from pathlib import Path
 
 from backlight import processes
 from backlight.monitors.stalls.model import ddp_reductions, graph_samples, runtime_dir, stack_dumps
-from backlight.monitors.stalls.model.diagnosis import moving
-from backlight.monitors.stalls.model.exit_reason import Ending
+from backlight.monitors.stalls.model.diagnosis import is_moving
+from backlight.monitors.stalls.model.exit_reason import ExitReason
 from backlight.monitors.stalls.model.exit_reason import read as read_ending
-from backlight.monitors.stalls.model.observation import View
-from backlight.monitors.stalls.model.shared_state import BoardState, State, at, read_board
-from backlight.monitors.stalls.model.stacks import Look, ThreadStack, as_text, from_witness, working
+from backlight.monitors.stalls.model.observation import Observation
+from backlight.monitors.stalls.model.shared_state import State, StateSnapshot, at, read_state
+from backlight.monitors.stalls.model.stacks import (
+    StackSample,
+    ThreadStack,
+    find_working_thread,
+    format_sample,
+    parse_sampler_stacks,
+)
 from backlight.monitors.stalls.model.thresholds import Thresholds
-from backlight.monitors.stalls.model.timeouts import patience, suspicious
+from backlight.monitors.stalls.model.timeouts import is_suspicious, timeout_s
 
 SILENT = 0.7
 """Seconds of silence of the helper thread after which the process is asked by a signal."""
@@ -37,31 +43,31 @@ LET_GO = 10
 WAITING = {"a sleep": "sleep"}
 
 
-class Rank:
+class RankObserver:
     """One watched process of this machine."""
 
     def __init__(self, place: Path, rank: int, limits: Thresholds) -> None:
         self.rank = rank
         self.pidfd = -1
-        self.board: BoardState | None = None
+        self.board: StateSnapshot | None = None
         self.ended = ""
         self.ended_at = 0.0
         self._place = place
-        self._path = runtime_dir.board_path(place, rank)
+        self._path = runtime_dir.state_path(place, rank)
         self._limits = limits
-        self._boards: deque[BoardState] = deque(maxlen=_HISTORY)
+        self._boards: deque[StateSnapshot] = deque(maxlen=_HISTORY)
         self._ticks: deque[tuple[int, int, dict[int, processes.Thread]]] = deque(maxlen=40)
-        self._dumps: deque[Look] = deque(maxlen=MOST_DUMPS)
-        self._native: list[Look] = []
+        self._dumps: deque[StackSample] = deque(maxlen=MOST_DUMPS)
+        self._native: list[StackSample] = []
         self._denied: dict[str, None] = {}
         self._process: processes.Process | None = None
         self._memory_kills = processes.killed_for_memory()
-        self._ending: Ending | None = None
+        self._ending: ExitReason | None = None
         self._asked_native = False
 
     def poll(self, *, closely: bool = False) -> None:
         """Read the board; take CPU times and, where needed, a dump, when something looks wrong."""
-        state = read_board(self._path)
+        state = read_state(self._path)
         if state is None:
             self._note_end()
             return
@@ -74,7 +80,7 @@ class Rank:
         if self._note_end():
             return
         self._boards.append(state)
-        if closely or suspicious(state, self._limits):
+        if closely or is_suspicious(state, self._limits):
             self._watch(state)
         else:
             self._ticks.clear()
@@ -99,34 +105,34 @@ class Rank:
         board = self.board
         if board is None or self.done:
             return None
-        allowed = patience(board, self._limits)
+        allowed = timeout_s(board, self._limits)
         if allowed is None:
             return None
         computing = board.phase == "backward"
-        passed = max(board.still, board.in_phase if computing else 0.0)
+        passed = max(board.silence_s, board.phase_s if computing else 0.0)
         return passed - allowed if passed >= allowed else None
 
     @property
-    def looked(self) -> bool:
+    def has_samples(self) -> bool:
         """Whether there is enough for a claim about a line, or none is going to be made."""
         board = self.board
         if board is None or self.done or (self._process is not None and self._process.stopped):
             return True
-        allowed = patience(board, self._limits)
-        if allowed is not None and moving(board, allowed):
+        allowed = timeout_s(board, self._limits)
+        if allowed is not None and is_moving(board, allowed):
             return True
-        looks = self._looks()
-        enough = len(looks) >= self._limits.looks
-        spans = enough and (looks[-1].at - looks[0].at) / 1e9 >= self._limits.window
+        samples = self._looks()
+        enough = len(samples) >= self._limits.samples
+        spans = enough and (samples[-1].at - samples[0].at) / 1e9 >= self._limits.window
         return spans and self._cpu(0)[0] is not None
 
     @property
-    def told_to_end(self) -> bool:
+    def was_terminated(self) -> bool:
         """Whether a signal ended it that people and launchers use for that."""
         return any(name in self.ended for name in ("SIGTERM", "SIGINT", "SIGHUP"))
 
     @property
-    def ending(self) -> Ending | None:
+    def exit_reason(self) -> ExitReason | None:
         """How its training was left, where that was by an exception."""
         board = self.board
         if self._ending is None and board is not None and board.state is State.FAILED:
@@ -162,12 +168,12 @@ class Rank:
             self.ended += ", while the kernel was killing for memory"
         return True
 
-    def _watch(self, state: BoardState) -> None:
+    def _watch(self, state: StateSnapshot) -> None:
         self._process = processes.process(state.pid) or self._process
         every = {t.tid: t for t in processes.threads(state.pid)}
         self._ticks.append((time.monotonic_ns(), self._process.ticks if self._process else 0, every))
         newest = self._dumps[-1].at if self._dumps else 0
-        silent = min(state.witness_silent, 1e6) > SILENT
+        silent = min(state.sampler_silence_s, 1e6) > SILENT
         stopped = self._process is not None and self._process.stopped
         if silent and not stopped and (state.taken - newest) / 1e9 > BETWEEN_DUMPS and self.pidfd >= 0:
             self.ask()
@@ -175,15 +181,15 @@ class Rank:
     def ask(self) -> None:
         """Ask the process for its stacks by the signal."""
         assert self.board is not None
-        look, reason = stack_dumps.ask_handler(
+        sample, reason = stack_dumps.ask_handler(
             self.pidfd, self.board.pid, runtime_dir.dump_path(self._place, self.rank)
         )
-        if look is not None and not look.threads:
-            look, reason = None, "the dump by signal holds no stack"
-        if look is None:
+        if sample is not None and not sample.threads:
+            sample, reason = None, "the dump by signal holds no stack"
+        if sample is None:
             self._denied[reason] = None
         else:
-            self._dumps.append(look)
+            self._dumps.append(sample)
 
     def look_native(self, times: int = 2) -> None:
         """Take native stacks with py-spy, which pauses the process for each."""
@@ -191,27 +197,27 @@ class Rank:
             return
         self._asked_native = True
         for _ in range(times):
-            look, reason = stack_dumps.py_spy(self.board.pid, native=True, timeout=2.0)
-            if look is None:
+            sample, reason = stack_dumps.py_spy(self.board.pid, native=True, timeout=2.0)
+            if sample is None:
                 self._denied[reason] = None
                 return
-            self._native.append(look)
+            self._native.append(sample)
 
-    def view(self) -> View:
+    def observation(self) -> Observation:
         """Return all that is known of the rank now."""
         board = self.board
-        looks = self._looks()
-        own = self._working_tid(looks)
+        samples = self._looks()
+        own = self._working_tid(samples)
         cpu, own_cpu = self._cpu(own)
         wanted, turns = self._scheduled(own)
         process = processes.process(board.pid) if board is not None and not self.ended else None
-        boards = tuple(b for b in self._boards if board is not None and b.phase_since == board.phase_since)
-        recent = tuple(b for b in boards if board is not None and (board.taken - b.taken) / 1e9 < 1.5)
-        return View(
+        snapshots = tuple(b for b in self._boards if board is not None and b.phase_since == board.phase_since)
+        recent = tuple(b for b in snapshots if board is not None and (board.taken - b.taken) / 1e9 < 1.5)
+        return Observation(
             rank=self.rank,
-            boards=recent or ((board,) if board is not None else ()),
+            snapshots=recent or ((board,) if board is not None else ()),
             history=tuple(self._boards),
-            looks=looks,
+            samples=samples,
             native=tuple(self._native),
             cpu=cpu,
             own_cpu=own_cpu,
@@ -229,10 +235,10 @@ class Rank:
                 runtime_dir.read_document(runtime_dir.document_path(self._place, self.rank, "buckets"))
             ),
             denied=tuple(self._denied),
-            helpers=self._helpers(board) if board is not None and not self.ended else "",
-            making=self._making(board),
-            ending=self.ending,
-            told=self.told_to_end,
+            workers=self._helpers(board) if board is not None and not self.ended else "",
+            graph_build=self._making(board),
+            exit_reason=self.exit_reason,
+            terminated=self.was_terminated,
         )
 
     def _stays_stopped(self, pid: int) -> bool:
@@ -244,56 +250,61 @@ class Rank:
                 return False
         return True
 
-    def history(self) -> tuple[BoardState, ...]:
+    def history(self) -> tuple[StateSnapshot, ...]:
         """Return the readings of the present phase, for a rate."""
         board = self.board
         return tuple(b for b in self._boards if board is not None and b.phase_since == board.phase_since)
 
-    def evidence(self, view: View) -> str:
+    def evidence(self, observation: Observation) -> str:
         """Return everything as text, the form in which it is kept."""
         parts = []
-        if view.board is not None:
-            shown = vars(at(view.board, view.board.taken)).copy()
+        if observation.board is not None:
+            shown = vars(at(observation.board, observation.board.taken)).copy()
             del shown["collectives"], shown["arrived"]
-            shown["typical"] = {p.value: f"{s:.3f} s" for p, s in view.board.typical.items() if s}
+            shown["typical"] = {p.value: f"{s:.3f} s" for p, s in observation.board.typical.items() if s}
             parts.append("board\n" + "\n".join(f"  {name} = {value}" for name, value in shown.items()))
             parts += [
                 f"  collective {c.text}: {'inside' if c.inside else f'{(c.left - c.entered) / 1e6:.1f} ms'}"
-                for c in view.board.collectives
+                for c in observation.board.collectives
             ]
-            if not view.ended:
-                parts.append("threads, from /proc\n" + processes.kernel_stacks(view.board.pid))
-        parts += [f"look {n}, {as_text(look)}" for n, look in enumerate([*view.looks[-3:], *view.native])]
-        if view.denied:
-            parts.append("could not be collected\n" + "\n".join(f"  {reason}" for reason in view.denied))
+            if not observation.ended:
+                parts.append("threads, from /proc\n" + processes.kernel_stacks(observation.board.pid))
+        parts += [
+            f"look {n}, {format_sample(sample)}"
+            for n, sample in enumerate([*observation.samples[-3:], *observation.native])
+        ]
+        if observation.denied:
+            parts.append(
+                "could not be collected\n" + "\n".join(f"  {reason}" for reason in observation.denied)
+            )
         return "\n".join(parts)
 
-    def _making(self, board: BoardState | None) -> graph_samples.Making | None:
+    def _making(self, board: StateSnapshot | None) -> graph_samples.GraphBuild | None:
         if board is None or board.phase != "backward":
             return None
         return graph_samples.read(
-            runtime_dir.read_document(runtime_dir.document_path(self._place, self.rank, "making"))
+            runtime_dir.read_document(runtime_dir.document_path(self._place, self.rank, "graph"))
         )
 
-    def _looks(self) -> tuple[Look, ...]:
-        seen = from_witness(
+    def _looks(self) -> tuple[StackSample, ...]:
+        seen = parse_sampler_stacks(
             runtime_dir.read_document(runtime_dir.document_path(self._place, self.rank, "stacks"))
         )
         board = self.board
-        recent = [look for look in seen if board is not None and look.at >= board.beat]
+        recent = [sample for sample in seen if board is not None and sample.at >= board.heartbeat]
         # Old looks of the helper say nothing of a process in which it has become silent since.
         if self._dumps and (not recent or recent[-1].at < self._dumps[0].at):
             return tuple(self._dumps)
         return tuple(recent)
 
-    def _working_tid(self, looks: tuple[Look, ...]) -> int:
+    def _working_tid(self, samples: tuple[StackSample, ...]) -> int:
         board = self.board
         if board is None:
             return 0
         ident = (
             board.backward_ident if board.phase == "backward" and board.backward_ident else board.main_ident
         )
-        stack: ThreadStack | None = working(looks[-1], ident) if looks else None
+        stack: ThreadStack | None = find_working_thread(samples[-1], ident) if samples else None
         if stack is not None and stack.ident != board.main_ident:
             return stack.tid or 0
         return board.main_tid if ident == board.main_ident else 0
@@ -327,7 +338,7 @@ class Rank:
         states = [every[tid].state for _, _, every in self._ticks if tid in every]
         return states.count("R") / len(states) if len(states) >= 4 else None
 
-    def _helpers(self, board: BoardState) -> str:
+    def _helpers(self, board: StateSnapshot) -> str:
         found = [c for c in processes.children(board.pid) if "python" in c.name or c.name.startswith("pt_")]
         if not found:
             return ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backlight.monitors.stalls.model.exit_reason import Ending
-from backlight.monitors.stalls.model.shared_state import BoardState, State
+from backlight.monitors.stalls.model.exit_reason import ExitReason
+from backlight.monitors.stalls.model.shared_state import State, StateSnapshot
 
 MOVES = "stall_over"
 """Event of a rank that moves again."""
@@ -15,7 +15,7 @@ ENDED = "stall_ended"
 
 
 @dataclass
-class Reported:
+class ReportedStall:
     """A rank as it was when its stall was reported; ``moved`` is the first other progress that was read."""
 
     began: float
@@ -24,8 +24,8 @@ class Reported:
     moved: int | None = None
 
 
-def outcome(
-    reported: Reported, board: BoardState, *, ended: str = "", ending: Ending | None = None
+def get_resolution(
+    reported: ReportedStall, board: StateSnapshot, *, ended: str = "", exit_reason: ExitReason | None = None
 ) -> tuple[str, str] | None:
     """Return event and words for how a stall went on, None while that is open.
 
@@ -42,7 +42,7 @@ def outcome(
         How the process ended, empty while it lives, and by which exception the training was left.
     """
     if board.state is State.FAILED:
-        by = f" by {ending.error.partition(':')[0]}" if ending is not None else " by an exception"
+        by = f" by {exit_reason.error.partition(':')[0]}" if exit_reason is not None else " by an exception"
         return ENDED, f"left its training{by}"
     if ended:
         return ENDED, f"{ended} without having moved again"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from backlight.monitors.stalls.model.shared_state import read_board
+from backlight.monitors.stalls.model.shared_state import read_state
 
 YOUNG = 60.0
 """Seconds in which a place without a living process is left alone."""
@@ -26,7 +26,7 @@ YOUNG = 60.0
 _BOARD = re.compile(r"rank-(\d{5,9})\.board")
 
 
-def meeting_place(run: Path, attempt: int, launch: str = "") -> Path:
+def runtime_directory(run: Path, attempt: int, launch: str = "") -> Path:
     """Return the folder for one attempt of a run on this machine; it need not exist."""
     key = hashlib.sha256(f"{run.resolve()}\0{attempt}\0{launch}".encode()).hexdigest()[:16]
     return base() / f"backlight-{os.getuid()}-{key}"
@@ -54,7 +54,7 @@ def prepare(place: Path) -> None:
         raise PermissionError(f"{place}: belongs to somebody else")
 
 
-def board_path(place: Path, rank: int) -> Path:
+def state_path(place: Path, rank: int) -> Path:
     """Return the path of the board of a rank."""
     return place / f"rank-{rank:05d}.board"
 
@@ -76,7 +76,7 @@ def ranks_at(place: Path) -> list[int]:
     return []
 
 
-def places() -> Iterator[Path]:
+def runtime_directories() -> Iterator[Path]:
     """Yield the meeting places of this user on this machine."""
     with contextlib.suppress(OSError):
         yield from sorted(base().glob(f"backlight-{os.getuid()}-*"))
@@ -102,10 +102,10 @@ def sweep(alive: Callable[[int], bool]) -> None:
 
     ``alive`` tells whether a process lives. A place that is younger than a minute may be in the making.
     """
-    for place in places():
+    for place in runtime_directories():
         with contextlib.suppress(OSError):
-            boards = [read_board(board_path(place, rank)) for rank in ranks_at(place)]
-            pids = [board.pid for board in boards if board is not None]
+            snapshots = [read_state(state_path(place, rank)) for rank in ranks_at(place)]
+            pids = [board.pid for board in snapshots if board is not None]
             pids.append(int((read_document(place / "sidecar.json") or {}).get("pid", 0)))
             if time.time() - place.stat().st_mtime > YOUNG and not any(map(alive, filter(None, pids))):
                 leave(place)

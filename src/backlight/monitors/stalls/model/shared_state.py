@@ -53,7 +53,7 @@ class Slot(enum.IntEnum):
     STATE = 5
     MAIN_IDENT = 6
     MAIN_TID = 7
-    BEAT = 8
+    HEARTBEAT = 8
     PROGRESS = 9
     PHASE = 10
     PHASE_SINCE = 11
@@ -70,7 +70,7 @@ class Slot(enum.IntEnum):
     BACKWARD_IDENT = 22
     COLLECTIVES = 23
     INSIDE = 24
-    WITNESS = 25
+    SAMPLER = 25
     DEVICE = 26
     DISTRIBUTED = 27
     STALL = 28
@@ -117,7 +117,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class BoardState:
+class StateSnapshot:
     """What a board said at one moment; times are monotonic nanoseconds, ``typical`` seconds by phase.
 
     ``raised`` counts backwards that ended with an exception; ``arrived`` has a byte per parameter, 1 once its
@@ -131,7 +131,7 @@ class BoardState:
     state: State
     main_ident: int
     main_tid: int
-    beat: int
+    heartbeat: int
     progress: int
     phase: Phase
     phase_since: int
@@ -148,7 +148,7 @@ class BoardState:
     node_calls: int
     backward_ident: int
     inside: bool
-    witness: int
+    sampler: int
     device: bool
     distributed: bool
     stall: float | None
@@ -159,22 +159,22 @@ class BoardState:
     arrived: bytes = b""
 
     @property
-    def still(self) -> float:
+    def silence_s(self) -> float:
         """Seconds since the last beat."""
-        return max(self.taken - self.beat, 0) / 1e9
+        return max(self.taken - self.heartbeat, 0) / 1e9
 
     @property
-    def in_phase(self) -> float:
+    def phase_s(self) -> float:
         """Seconds since the phase began."""
         return max(self.taken - self.phase_since, 0) / 1e9
 
     @property
-    def witness_silent(self) -> float:
+    def sampler_silence_s(self) -> float:
         """Seconds since the helper thread inside the process could run; infinite if it never did."""
-        return (self.taken - self.witness) / 1e9 if self.witness else float("inf")
+        return (self.taken - self.sampler) / 1e9 if self.sampler else float("inf")
 
     @property
-    def call(self) -> Collective | None:
+    def current_call(self) -> Collective | None:
         """The newest collective that has not returned, None where there is none."""
         waiting = [c for c in self.collectives if c.inside and not c.asynchronous]
         return waiting[-1] if waiting else None
@@ -187,7 +187,7 @@ class BoardState:
         return min(100.0 * self.nodes_done / self.nodes_total, 100.0)
 
 
-class Board:
+class SharedState:
     """The writing end; ``slots`` is the array itself, for those that write on the step's path."""
 
     def __init__(self, path: Path) -> None:
@@ -216,7 +216,7 @@ class Board:
         slots[Slot.MAIN_IDENT], slots[Slot.MAIN_TID] = main_ident, main_tid
         slots[Slot.STALL] = 0 if stall is None else int(stall * 1e9)
         slots[Slot.PHASE] = PHASES.index(Phase.OTHER)
-        slots[Slot.BEAT] = slots[Slot.PHASE_SINCE] = now
+        slots[Slot.HEARTBEAT] = slots[Slot.PHASE_SINCE] = now
         slots[Slot.STATE] = State.RUNNING
         slots[Slot.LAYOUT], slots[Slot.MAGIC] = LAYOUT, MAGIC
 
@@ -241,7 +241,7 @@ class Board:
         if waits:
             slots[Slot.INSIDE] += 1
         slots[Slot.PROGRESS] += 1
-        slots[Slot.BEAT] = now
+        slots[Slot.HEARTBEAT] = now
         return place
 
     def leave(self, place: int, *, waits: bool, failed: bool = False) -> None:
@@ -252,14 +252,14 @@ class Board:
         if waits:
             slots[Slot.INSIDE] = max(slots[Slot.INSIDE] - 1, 0)
         slots[Slot.PROGRESS] += 1
-        slots[Slot.BEAT] = now
+        slots[Slot.HEARTBEAT] = now
 
     def close(self, state: State) -> None:
         """State that watching has ended; the page stays for the reader."""
         self.slots[Slot.STATE] = state
 
 
-def read_board(path: Path, now: int | None = None) -> BoardState | None:
+def read_state(path: Path, now: int | None = None) -> StateSnapshot | None:
     """Read a board; None where there is none, or one that is not complete yet. An OSError passes through."""
     try:
         raw = path.read_bytes()
@@ -270,7 +270,7 @@ def read_board(path: Path, now: int | None = None) -> BoardState | None:
     slots = struct.unpack(f"={SIZE // 8}q", raw[:SIZE])
     if slots[Slot.MAGIC] != MAGIC or slots[Slot.LAYOUT] != LAYOUT:
         return None
-    return BoardState(
+    return StateSnapshot(
         taken=time.monotonic_ns() if now is None else now,
         pid=slots[Slot.PID],
         rank=slots[Slot.RANK],
@@ -278,7 +278,7 @@ def read_board(path: Path, now: int | None = None) -> BoardState | None:
         state=State(slots[Slot.STATE]),
         main_ident=slots[Slot.MAIN_IDENT],
         main_tid=slots[Slot.MAIN_TID],
-        beat=slots[Slot.BEAT],
+        heartbeat=slots[Slot.HEARTBEAT],
         progress=slots[Slot.PROGRESS],
         phase=PHASES[slots[Slot.PHASE] % len(PHASES)],
         phase_since=slots[Slot.PHASE_SINCE],
@@ -295,7 +295,7 @@ def read_board(path: Path, now: int | None = None) -> BoardState | None:
         node_calls=slots[Slot.NODE_CALLS],
         backward_ident=slots[Slot.BACKWARD_IDENT],
         inside=slots[Slot.INSIDE] > 0,
-        witness=slots[Slot.WITNESS],
+        sampler=slots[Slot.SAMPLER],
         device=bool(slots[Slot.DEVICE]),
         distributed=bool(slots[Slot.DISTRIBUTED]),
         stall=slots[Slot.STALL] / 1e9 if slots[Slot.STALL] else None,
@@ -335,6 +335,6 @@ def _text(raw: bytes, at: int, size: int) -> str:
     return raw[at : at + size].split(b"\0", 1)[0].decode("utf-8", "replace")
 
 
-def at(state: BoardState, now: int) -> BoardState:
+def at(state: StateSnapshot, now: int) -> StateSnapshot:
     """Return the same reading as if it had been taken at ``now``."""
     return dataclasses.replace(state, taken=now)

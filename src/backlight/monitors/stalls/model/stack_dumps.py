@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from backlight import processes
-from backlight.monitors.stalls.model.stacks import Look, from_faulthandler, from_py_spy
+from backlight.monitors.stalls.model.stacks import StackSample, parse_faulthandler, parse_py_spy
 
 SIGNAL = int(signal.SIGRTMIN) + 5 if hasattr(signal, "SIGRTMIN") else 0
 """The signal that asks a watched process for its stacks: the common user signals belong to others."""
@@ -22,7 +22,7 @@ _POLL = 0.02
 PATIENCE = 0.6
 
 
-def ask_handler(pidfd: int, pid: int, dump: Path) -> tuple[Look | None, str]:
+def ask_handler(pidfd: int, pid: int, dump: Path) -> tuple[StackSample | None, str]:
     """Make a watched process write its stacks; return them, or None and why not.
 
     The signal is only sent to a process that handles it: it would end any other.
@@ -51,10 +51,10 @@ def ask_handler(pidfd: int, pid: int, dump: Path) -> tuple[Look | None, str]:
     with dump.open("rb") as file:
         file.seek(before)
         text = file.read().decode("utf-8", "backslashreplace")
-    return from_faulthandler(text, at), ""
+    return parse_faulthandler(text, at), ""
 
 
-def py_spy(pid: int, *, native: bool = False, timeout: float = 5.0) -> tuple[Look | None, str]:
+def py_spy(pid: int, *, native: bool = False, timeout: float = 5.0) -> tuple[StackSample | None, str]:
     """Take the stacks with py-spy, without pausing the process unless ``native``; None and why not."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if program is None:
@@ -70,6 +70,6 @@ def py_spy(pid: int, *, native: bool = False, timeout: float = 5.0) -> tuple[Loo
         said = f"py-spy: {lines[0] if lines else f'exit code {done.returncode}'}"
         return None, f"{DENIED} ({said})" if not processes.readable(pid) else said
     try:
-        return from_py_spy(json.loads(done.stdout), at), ""
+        return parse_py_spy(json.loads(done.stdout), at), ""
     except (ValueError, AttributeError, TypeError) as error:
         return None, f"py-spy printed what is not understood: {error}"

@@ -44,13 +44,13 @@ class ThreadStack:
     frames: tuple[Frame, ...]
     name: str = ""
     tid: int | None = None
-    turn: bool | None = None
+    runs_bytecode: bool | None = None
     native: tuple[str, ...] = ()
     holds_gil: bool | None = None
 
 
 @dataclass(frozen=True)
-class Look:
+class StackSample:
     """All stacks of a process at one moment (monotonic nanoseconds), and who took them."""
 
     at: int
@@ -62,9 +62,9 @@ class Look:
         return next((t for t in self.threads if t.ident == ident), None)
 
 
-def from_witness(data: Any) -> tuple[Look, ...]:
+def parse_sampler_stacks(data: Any) -> tuple[StackSample, ...]:
     """Read the looks that the helper thread keeps; what is not understood is left out."""
-    looks = []
+    samples = []
     for item in data if isinstance(data, list) else ():
         try:
             threads = tuple(
@@ -73,14 +73,14 @@ def from_witness(data: Any) -> tuple[Look, ...]:
                     tuple(Frame(str(f), int(line), str(name)) for f, line, name in t["frames"]),
                     str(t["name"]),
                     t["tid"],
-                    t["turn"],
+                    t["runs_bytecode"],
                 )
                 for t in item["threads"]
             )
-            looks.append(Look(int(item["at"]), str(item["source"]), threads))
+            samples.append(StackSample(int(item["at"]), str(item["source"]), threads))
         except (KeyError, TypeError, ValueError):
             continue
-    return tuple(looks)
+    return tuple(samples)
 
 
 _THREAD = re.compile(
@@ -89,7 +89,7 @@ _THREAD = re.compile(
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
-def from_faulthandler(text: str, at: int) -> Look:
+def parse_faulthandler(text: str, at: int) -> StackSample:
     """Read a dump of all threads by the C handler of Python."""
     found: list[tuple[int, str, list[Frame]]] = []
     for line in text.splitlines():
@@ -99,10 +99,10 @@ def from_faulthandler(text: str, at: int) -> Look:
             number = int(match[2]) if match[2].isdecimal() else 0
             found[-1][2].append(Frame(match[1], number, match[3]))
     threads = tuple(ThreadStack(ident, tuple(frames), name) for ident, name, frames in found)
-    return Look(at, "faulthandler", threads)
+    return StackSample(at, "faulthandler", threads)
 
 
-def from_py_spy(data: Iterable[Mapping[str, Any]], at: int) -> Look:
+def parse_py_spy(data: Iterable[Mapping[str, Any]], at: int) -> StackSample:
     """Read ``py-spy dump --json``; frames of C code stand before the Python frame that called them."""
     threads = []
     for item in data:
@@ -125,7 +125,7 @@ def from_py_spy(data: Iterable[Mapping[str, Any]], at: int) -> Look:
                 item.get("owns_gil"),
             )
         )
-    return Look(at, "py-spy", tuple(threads))
+    return StackSample(at, "py-spy", tuple(threads))
 
 
 _ENGINE = "_engine_run_backward"
@@ -142,7 +142,7 @@ _LIBRARIES = (
 
 
 @cache
-def foreign(file: str) -> bool:
+def is_library(file: str) -> bool:
     """Tell whether a file belongs to a library rather than to the user."""
     path = file.replace("\\", "/")
     standard = sysconfig.get_paths()["stdlib"].replace("\\", "/")
@@ -161,16 +161,16 @@ def in_native_backward(stack: ThreadStack) -> bool:
     return bool(stack.frames) and stack.frames[0].function.endswith(_ENGINE)
 
 
-def working(look: Look, ident: int) -> ThreadStack | None:
+def find_working_thread(sample: StackSample, ident: int) -> ThreadStack | None:
     """Return the thread that does the work of the training.
 
     That is the one with ``ident``, unless it waits in the engine while another thread, of the engine,
     runs Python: nested backwards beyond some depth, and backwards of other devices, have their own.
     """
-    main = look.thread(ident)
+    main = sample.thread(ident)
     if main is None or not in_native_backward(main):
         return main
-    for thread in look.threads:
+    for thread in sample.threads:
         if thread.ident != ident and thread.frames and _entered_by_engine(thread.frames[-1]):
             return thread
     return main
@@ -187,7 +187,7 @@ def _entered_by_engine(outermost: Frame) -> bool:
 
 def place(stack: ThreadStack) -> Frame | None:
     """Return the innermost frame of the user's own code, or of anybody's where there is none."""
-    own = [f for f in stack.frames if not foreign(f.file) and "/backlight/stalls/" not in f.file]
+    own = [f for f in stack.frames if not is_library(f.file) and "/backlight/stalls/" not in f.file]
     if own:
         return own[0]
     rest = [f for f in stack.frames if "/backlight/" not in f.file]
@@ -219,7 +219,7 @@ _FUNCTIONAL = ("torch/distributed/_functional_collectives.py",)
 _REDUCER = ("torch/nn/parallel/distributed.py",)
 
 
-def compiling(stack: ThreadStack) -> bool:
+def is_compiling(stack: ThreadStack) -> bool:
     """Tell whether a thread is inside a compiler of torch, or loads it, which may take minutes."""
     loads = _has(stack.frames, ("<frozen importlib",)) and _has(stack.frames, _COMPILERS)
     # The same file holds what runs compiled code: its functions tell.
@@ -261,7 +261,7 @@ def _has(frames: Iterable[Frame], parts: tuple[str, ...]) -> bool:
     return any(part in f.file.replace("\\", "/") for f in frames for part in parts)
 
 
-def without_launcher(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+def strip_launcher(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """Return the frames of a script alone: not those that started it, nor those of our own wrappers."""
     for place, frame in enumerate(frames):
         if frame.file.replace("\\", "/").endswith(_LAUNCHER):
@@ -270,13 +270,13 @@ def without_launcher(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return tuple(f for f in frames if not f.file.replace("\\", "/").startswith(_OWN))
 
 
-def as_text(look: Look) -> str:
+def format_sample(sample: StackSample) -> str:
     """Return a look in the form in which it is kept as evidence: the user's line first, then the stack."""
-    lines = [f"taken by {look.source}"]
-    for thread in look.threads:
-        frames = without_launcher(thread.frames)
+    lines = [f"taken by {sample.source}"]
+    for thread in sample.threads:
+        frames = strip_launcher(thread.frames)
         lines.append(f"\nThread {thread.ident:#x} {thread.name} (most recent call first)")
-        where = next((f for f in frames if not foreign(f.file)), None)
+        where = next((f for f in frames if not is_library(f.file)), None)
         if where is not None:
             lines.append(f"  at {where.place} in {where.method}")
         lines += [f"  [native] {name}" for name in thread.native]

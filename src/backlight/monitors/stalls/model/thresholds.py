@@ -33,5 +33,5 @@ class Thresholds(Limits):
     floor_other: float = limit(300.0, "between steps: the script may do anything there", low=0.1)
     idle: float = limit(0.05, "share of one core below which a process waits rather than works", high=1.0)
     busy: float = limit(0.6, "share of one core above which a thread computes without a pause", high=1.0)
-    looks: float = limit(3.0, "looks at the stacks without which no claim about a line is made", low=2.0)
+    samples: float = limit(3.0, "looks at the stacks without which no claim about a line is made", low=2.0)
     window: float = limit(0.6, "seconds that the looks must span", low=0.1)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from backlight.monitors.stalls.model.shared_state import BoardState
+from backlight.monitors.stalls.model.shared_state import StateSnapshot
 from backlight.monitors.stalls.model.thresholds import Thresholds
 from backlight.records import Phase
 
-EXEMPT = frozenset({Phase.EVALUATION, Phase.CHECKPOINT})
+EXEMPT_PHASES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT})
 """Phases whose length says nothing: they are as long as the data or the disk make them."""
 
 _COMPUTING = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
 
 
-def patience(state: BoardState, limits: Thresholds) -> float | None:
+def timeout_s(state: StateSnapshot, limits: Thresholds) -> float | None:
     """Return the seconds without a beat after which a phase is looked at; None where it is exempt.
 
     Backward, clipping, the optimizer and collectives are never exempt, the first of them no more than
     the later ones. Data, forward and what lies between steps are, until the first backward: that is
     where a script prepares and compiles.
     """
-    if state.phase in EXEMPT and not state.inside:
+    if state.phase in EXEMPT_PHASES and not state.inside:
         return None
     begun = state.backwards > 0 or state.forwards > 0 or state.phase in _COMPUTING
     if state.stall is not None:
@@ -38,10 +38,10 @@ def patience(state: BoardState, limits: Thresholds) -> float | None:
     return max(floor, usual)
 
 
-def suspicious(state: BoardState, limits: Thresholds) -> bool:
+def is_suspicious(state: StateSnapshot, limits: Thresholds) -> bool:
     """Tell whether looking closer is worth its cost: the patience is nearly over."""
-    allowed = patience(state, limits)
+    allowed = timeout_s(state, limits)
     if allowed is None:
         return False
-    passed = state.in_phase if state.phase in _COMPUTING else state.still
+    passed = state.phase_s if state.phase in _COMPUTING else state.silence_s
     return passed > max(allowed - 1.6, 0.3 * allowed)

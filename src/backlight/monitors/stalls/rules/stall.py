@@ -16,7 +16,7 @@ from backlight.monitors.stalls.model.joint_diagnosis import (
     together,
     unpack,
 )
-from backlight.monitors.stalls.model.rank_diagnosis import attribute
+from backlight.monitors.stalls.model.rank_diagnosis import diagnose_ranks
 from backlight.monitors.stalls.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding
 from backlight.registry import rule
@@ -82,11 +82,11 @@ def _one(events: list[Event], earlier: list[Event]) -> Finding | None:
     before = [ended(seen) for event in earlier if (seen := unpack(event.payload)) is not None]
     whole = together([*now, *before])
     hosts = {str(event.payload.get("host", "")) for event in [*events, *earlier]}
-    if whole is None or len(hosts) < 2 or not any(whole.judged.values()):
+    if whole is None or len(hosts) < 2 or not any(whole.diagnoses.values()):
         return None
-    judgement = attribute(whole.views, whole.judged, whole.groups, whole.world)
-    if judgement is None:
+    diagnosis = diagnose_ranks(whole.observations, whole.diagnoses, whole.groups, whole.world)
+    if diagnosis is None:
         return None
     step = next((e.step for e in events if e.step is not None), None)
     evidence = [Evidence(f"events/{KIND}", step=step, value=f"observed on {', '.join(sorted(hosts))}")]
-    return as_finding(judgement, step, evidence)
+    return as_finding(diagnosis, step, evidence)
