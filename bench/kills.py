@@ -40,7 +40,14 @@ TABLE = tuple(
     ParameterRecord(f"layer{i}.weight", (i + 1, 3), "float32", "cpu", 3 * (i + 1)) for i in range(P)
 )
 FINDING = Finding(
-    "vanishing", Severity.INFO, "claim", Subject(step=1), (Evidence("series"),), "next", "never"
+    rule="vanishing",
+    severity=Severity.INFO,
+    title="title",
+    detail="detail",
+    subject=Subject(step=1),
+    evidence=(Evidence("series"),),
+    fix="fix",
+    refuted_if="never",
 )
 SHARED = struct.Struct("<qqqq")
 """Attempt, and its last step that was appended, that a flush began with, and that a flush ended with."""

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from scaling import median, table_of
 
-from backlight.findings.evaluate import judge
+from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Made
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
@@ -100,7 +100,9 @@ def main() -> int:
                 rules = (
                     0.0
                     if options.no_rules
-                    else median(lambda p=path: judge(open_run(p), made=Made.READER), min(options.repeats, 3))
+                    else median(
+                        lambda p=path: evaluate_rules(open_run(p), made=Made.READER), min(options.repeats, 3)
+                    )
                 )
                 one = one or (series, rules)
                 cells = [f"{size / 1e6:.0f}", f"{floor:.3f}", f"{opening:.3f}", f"{opening / floor:.1f}"]

@@ -142,7 +142,7 @@ def suite(*, everything: bool, jobs: int) -> Table:
             controls += number
             silent += 0 if findings else number
             for finding in findings:
-                table.add_row("control", "", "silence", "wrong", "", finding.claim[:100])
+                table.add_row("control", "", "silence", "wrong", "", finding.title)
     total = sum(counts.values())
     table.caption = f"{total} faults: " + ", ".join(
         f"{n} {w} ({100 * n / total:.1f} %)" for w, n in counts.items()

@@ -15,7 +15,7 @@ from torch import nn
 
 import backlight
 from backlight import registry
-from backlight.findings.evaluate import RuleFailedWarning, judge
+from backlight.findings.evaluate import RuleFailedWarning, evaluate_rules
 from backlight.records import ParameterRecord
 from backlight.registry import (
     PROBES,
@@ -282,7 +282,7 @@ def test_a_rule_of_a_plug_in_that_raises_is_named_with_its_distribution(
     write(tmp_path / "run")
     foreign(RULES, Rule("zebra", "health", 1, broken))
     with pytest.warns(RuleFailedWarning, match=r"rule 'zebra' .* which strangers 1\.2 adds, failed"):
-        judge(open_run(tmp_path / "run"))
+        evaluate_rules(open_run(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("shown", [ZeroDivisionError("\x1b[31mpanel"), "a text"], ids=["raises", "text"])

@@ -221,20 +221,24 @@ class Evidence:
         return cls(**_known(cls, data))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A claim that can be wrong: it names its evidence, a next check and what would refute it.
+    """A statement that can be wrong, with its evidence, a fix and what would refute it.
 
-    ``overridden`` holds the thresholds of this rule that the user changed, by name.
+    ``title`` is one line of at most 80 characters, ``detail`` one to three sentences with the numbers. A rule
+    leaves ``rule``, ``monitor`` and ``version`` to :func:`backlight.findings.evaluate.evaluate_rules`.
+    ``overridden`` holds the limits of the rule that the user changed, by name.
     """
 
-    rule: str
     severity: Severity
-    claim: str
+    title: str
+    detail: str
     subject: Subject
     evidence: tuple[Evidence, ...]
-    next_check: str
+    fix: str
     refuted_if: str
+    rule: str = ""
+    monitor: str = ""
     version: int = 1
     made: Made = Made.READER
     overridden: Mapping[str, float] = field(default_factory=dict)
@@ -255,10 +259,13 @@ class Finding:
         where = [self.subject.parameter or self.subject.module, self.subject.line]
         if self.subject.step is not None:
             where.append(f"step {self.subject.step}")
-        lines = {"where": ", ".join(part for part in where if part), "check": self.next_check}
+        lines = {"where": ", ".join(part for part in where if part), "fix": self.fix}
         lines["refuted if"] = self.refuted_if
         rows = "".join(f"<div><small>{k}: {html.escape(v)}</small></div>" for k, v in lines.items() if v)
-        return f"<div><strong>{html.escape(head)}</strong><div>{html.escape(self.claim)}</div>{rows}</div>"
+        return (
+            f"<div><small>{html.escape(head)}</small><div><strong>{html.escape(self.title)}</strong></div>"
+            f"<div>{html.escape(self.detail)}</div>{rows}</div>"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,13 +35,14 @@ def stalled(tmp_path: Path) -> Path:
     )
     watchdog.finding(
         Finding(
-            "stall",
-            Severity.ERROR,
-            "BLOCKED: the main thread waits",
-            Subject(step=4, rank=0, verdict="BLOCKED"),
-            (Evidence(cited, step=4),),
-            "look",
-            "it moves",
+            rule="stall",
+            severity=Severity.ERROR,
+            title="BLOCKED: the main thread waits",
+            detail="BLOCKED: the main thread waits",
+            subject=Subject(step=4, rank=0, verdict="BLOCKED"),
+            evidence=(Evidence(cited, step=4),),
+            fix="look",
+            refuted_if="it moves",
             made=Made.LIVE,
         )
     )

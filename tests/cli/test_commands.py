@@ -53,11 +53,11 @@ def test_findings(command: Run, sick: Path, healthy: Path) -> None:
     assert finding["severity"] == "error"
     assert finding["subject"]["parameter"] == "last.weight"
     assert finding["subject"]["step"] == 2
-    for key in ("claim", "next_check", "refuted_if"):
+    for key in ("title", "detail", "fix", "refuted_if"):
         assert finding[key]
     assert {"path", "step", "value", "unit"} <= set(finding["evidence"][0])
-    assert command("findings", sick, "--fail-on", "non_finite or severity>=error")[0] == 1
-    assert command("findings", healthy, "--fail-on", "non_finite or severity>=error")[0] == 0
+    assert command("findings", sick, "--fail-on", "non_finite,error")[0] == 1
+    assert command("findings", healthy, "--fail-on", "non_finite,error")[0] == 0
     code, _, errors = command("findings", sick, "--fail-on", "nonfinite")
     assert code == 2
     assert "non_finite" in errors

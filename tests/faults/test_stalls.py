@@ -34,11 +34,11 @@ def check(faults: list[Fault], out: Path, **options: float) -> str:
         mine = about(fault, index, findings, alone=len(faults) == 1)
         verdict, why = score(fault, mine, script)
         if len({f.subject.verdict for f in mine}) < len(mine):
-            wrong.append(f"{fault.name}: said more than once: {[f.claim for f in mine]}")
+            wrong.append(f"{fault.name}: said more than once: {[f.detail for f in mine]}")
         if verdict != "right":
             wrong.append(f"{fault.name}: {verdict}: {why}")
     others = {step_of(i, faults[0].world) for i in range(len(faults))}
-    wrong += [f.claim for f in findings if f.subject.step not in others and not faults[0].lasting]
+    wrong += [f.detail for f in findings if f.subject.step not in others and not faults[0].lasting]
     assert not wrong, "\n".join([*wrong, log[-4000:]])
     lasted = dict(re.findall(r"^after (\w+) \d+ ([\d.]+)$", log, re.MULTILINE))
     for fault in faults:

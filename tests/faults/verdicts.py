@@ -273,20 +273,20 @@ def about(fault: Fault, index: int, findings: list[Finding], *, alone: bool) -> 
 def score(fault: Fault, findings: list[Finding], script: Path) -> tuple[str, str]:
     """Judge all that was said of one fault: right, undetermined or wrong, and why."""
     if fault.verdict is None:
-        return ("right", "silent") if not findings else ("wrong", f"said {findings[0].claim}")
+        return ("right", "silent") if not findings else ("wrong", f"said {findings[0].detail}")
     if not findings:
         return "undetermined", "nothing was said"
     # The graph of a long backward may take longer to build than the tests allow a forward, which is true.
     about_it = [f for f in findings if not (fault.builds and f.subject.phase == "forward")]
     if not about_it:
-        return "undetermined", findings[0].claim
+        return "undetermined", findings[0].detail
     scores = [_score(fault, finding, script) for finding in about_it]
     order = ("wrong", "right", "undetermined")
     return min(scores, key=lambda s: order.index(s[0]))
 
 
 def _score(fault: Fault, finding: Finding, script: Path) -> tuple[str, str]:
-    subject, claim = finding.subject, finding.claim
+    subject, claim = finding.subject, finding.detail
     if subject.verdict == "UNKNOWN":
         return "undetermined", claim
     if subject.verdict != fault.verdict:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backlight.findings.evaluate import RuleFailedWarning, findings_of, in_order, judge, thresholds
+from backlight.findings.evaluate import RuleFailedWarning, evaluate_rules, findings_of, in_order, thresholds
 from backlight.findings.thresholds import ThresholdError
 from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Finding, Made, ParameterRecord, Severity, Subject
@@ -37,7 +37,17 @@ def write(
 def finding(
     rule: str, *, made: Made = Made.LIVE, severity: Severity = Severity.WARNING, **subject: Any
 ) -> Finding:
-    return Finding(rule, severity, f"an old {rule}", Subject(**subject), (), "next", "refuted", made=made)
+    return Finding(
+        rule=rule,
+        severity=severity,
+        title=f"an old {rule}",
+        detail="detail",
+        subject=Subject(**subject),
+        evidence=(),
+        fix="fix",
+        refuted_if="refuted",
+        made=made,
+    )
 
 
 @pytest.fixture
@@ -53,7 +63,7 @@ def broken_rule() -> Iterator[None]:
 
 def test_findings_carry_version_origin_and_what_was_overridden(tmp_path: Path) -> None:
     run = write(tmp_path / "run", overrides={"health": {"zero_window": 10.0, "spike_gap": 7.0}})
-    (found,) = judge(run, made=Made.LIVE)
+    (found,) = evaluate_rules(run, made=Made.LIVE)
     assert found.rule == "zero_gradient"
     assert found.version == RULES["zero_gradient"].version
     assert found.made is Made.LIVE
@@ -62,10 +72,10 @@ def test_findings_carry_version_origin_and_what_was_overridden(tmp_path: Path) -
 
 def test_what_a_caller_changes_goes_beyond_what_the_run_recorded(tmp_path: Path) -> None:
     run = write(tmp_path / "run", overrides={"health": {"zero_window": 10.0}})
-    assert not judge(run, {"health": {"zero_window": 31}})
-    assert judge(run, {"health": Thresholds()})[0].overridden == {}
+    assert not evaluate_rules(run, {"health": {"zero_window": 31}})
+    assert evaluate_rules(run, {"health": Thresholds()})[0].overridden == {}
     with pytest.raises(ThresholdError, match="no threshold 'zero_windw'; nearest: zero_window"):
-        judge(run, {"health": {"zero_windw": 31}})
+        evaluate_rules(run, {"health": {"zero_windw": 31}})
 
 
 def test_an_override_of_another_release_is_named_and_left_out(tmp_path: Path) -> None:
@@ -73,13 +83,13 @@ def test_an_override_of_another_release_is_named_and_left_out(tmp_path: Path) ->
     with pytest.warns(
         UserWarning, match="left out here: the health monitor has no threshold 'of_the_future'"
     ):
-        (found,) = judge(run)
+        (found,) = evaluate_rules(run)
     assert found.overridden == {"zero_window": 12}
 
 
 def test_only_the_monitors_of_the_run_are_judged(tmp_path: Path) -> None:
-    assert not judge(write(tmp_path / "other", monitors=("steptime",)))
-    assert judge(write(tmp_path / "all", monitors=()))
+    assert not evaluate_rules(write(tmp_path / "other", monitors=("steptime",)))
+    assert evaluate_rules(write(tmp_path / "all", monitors=()))
 
 
 @pytest.mark.usefixtures("broken_rule")
@@ -87,7 +97,7 @@ def test_a_rule_that_raises_is_named_and_stops_no_other(tmp_path: Path) -> None:
     with pytest.warns(
         RuleFailedWarning, match="rule 'broken' of monitor 'health' failed.*ZeroDivisionError: half way"
     ):
-        found = judge(write(tmp_path / "run"))
+        found = evaluate_rules(write(tmp_path / "run"))
     assert [f.rule for f in found] == ["zero_gradient", "broken"]
 
 
@@ -102,11 +112,11 @@ def test_the_order_is_by_severity_then_step() -> None:
 def test_fresh_findings_replace_stored_ones_of_the_same_subject(tmp_path: Path) -> None:
     same = finding("zero_gradient", parameter="dead", module="", step=20)
     gone = finding("vanishing", parameter="alive")
-    earlier = dataclasses.replace(gone, claim="an older vanishing")
+    earlier = dataclasses.replace(gone, title="an older vanishing")
     run = write(tmp_path / "run", stored=(same, earlier, gone))
     fresh, kept = sorted(findings_of(run), key=lambda f: f.rule, reverse=True)
     assert fresh.rule == "zero_gradient"
-    assert fresh.claim != same.claim
+    assert fresh.title != same.title
     assert fresh.made is Made.LIVE
     assert kept == gone
 

@@ -368,13 +368,14 @@ def finding(parameter: str, step: int, **more: Any) -> Finding:
     fields: dict[str, Any] = {
         "rule": "non_finite",
         "severity": Severity.ERROR,
-        "claim": f"The gradient of {parameter} is not finite from step {step} on.",
+        "title": f"The gradient of `{parameter}` is not finite from step {step} on",
+        "detail": f"All 12288 values of {parameter} are NaN at step {step}.",
         "subject": Subject(parameter=parameter, step=step),
         "evidence": (
             Evidence(f"series/gradient/non_finite/{parameter}", step, 12288, "1"),
             Evidence("scalars/loss", step + 1, "nan", "loss"),
         ),
-        "next_check": "Run `backlight nan train.py` to find the operation that made the first NaN.",
+        "fix": "Run `backlight nan train.py` to find the operation that made the first NaN.",
         "refuted_if": "the same step, repeated from its checkpoint, has finite gradients",
         "made": Made.LIVE,
     }

@@ -155,7 +155,7 @@ def test_a_click_on_a_finding_goes_to_its_evidence(show: Open, page: Path) -> No
     driver = show(page)
     section = driver.find_element(By.ID, "panel-parameters")
     assert driver.execute_script("return arguments[0].getBoundingClientRect().top", section) > 900
-    driver.find_element(By.CSS_SELECTOR, ".finding.warning a.claim").click()
+    driver.find_element(By.CSS_SELECTOR, ".finding.warning a.title").click()
     wait(
         driver,
         lambda d: 0 <= d.execute_script("return arguments[0].getBoundingClientRect().top", section) < 200,
@@ -338,14 +338,21 @@ def test_hostile_names_are_text_and_nothing_runs(show: Open, tmp_path: Path) -> 
     run = write_run(tmp_path / "run", plan)
     evidence = (Evidence(f"series/gradient/rms/{HOSTILE}", 2, HOSTILE, HOSTILE),)
     bad = finding(
-        HOSTILE, 2, claim=HOSTILE, next_check=HOSTILE, refuted_if=HOSTILE, rule=HOSTILE, evidence=evidence
+        HOSTILE,
+        2,
+        title=HOSTILE,
+        detail=HOSTILE,
+        fix=HOSTILE,
+        refuted_if=HOSTILE,
+        rule=HOSTILE,
+        evidence=evidence,
     )
     driver = show(write_report(run, [bad], tmp_path / "report.html", health=health_of(run)))
     assert driver.find_elements(By.TAG_NAME, "img") == []
     assert len(driver.find_elements(By.TAG_NAME, "script")) == 3
     assert driver.title == f"{HOSTILE} · backlight"
     assert driver.find_element(By.CSS_SELECTOR, ".finding h3").text == HOSTILE
-    driver.find_element(By.CSS_SELECTOR, ".finding a.claim").click()
+    driver.find_element(By.CSS_SELECTOR, ".finding a.title").click()
     assert driver.find_element(By.CSS_SELECTOR, ".detail h3").text == HOSTILE
     canvas = driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over")
     canvas.send_keys(Keys.ARROW_DOWN)

@@ -17,7 +17,7 @@ def test_the_verdict_comes_first(tmp_path: Path) -> None:
     assert lines[0] == "# first run: 1 error"
     assert lines[2] == "Gradients of 50 of 51 parameters were measured at 10 steps."
     assert lines[4].startswith("finished")
-    assert "## error: The gradient of embed.weight is not finite from step 3 on." in lines
+    assert "## error: The gradient of `embed.weight` is not finite from step 3 on" in lines
     assert "- evidence: `series/gradient/non_finite/embed.weight` at step 3: 12,288" in lines
     assert "- overridden: `vanishing_rms` = 1e-9" in lines
     assert "- refuted if: the same step, repeated from its checkpoint, has finite gradients" in lines

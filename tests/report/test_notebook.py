@@ -41,10 +41,19 @@ def test_nothing_in_it_runs_or_is_fetched(tmp_path: Path) -> None:
 
 def test_names_stay_text() -> None:
     evil = "<script>alert(1)</script>&\"'"
-    finding = Finding(evil, Severity.ERROR, evil, Subject(parameter=evil, step=1), (), evil, evil)
+    finding = Finding(
+        rule=evil,
+        severity=Severity.ERROR,
+        title=evil,
+        detail=evil,
+        subject=Subject(parameter=evil, step=1),
+        evidence=(),
+        fix=evil,
+        refuted_if=evil,
+    )
     alone = finding._repr_html_()
     assert "<script" not in alone
-    assert alone.count("&lt;script&gt;") == 5  # rule, claim, where, check, refuted if
+    assert alone.count("&lt;script&gt;") == 6  # rule, title, detail, where, fix, refuted if
     ET.fromstring(alone)
     shown = findings_html([finding])
     assert "<script" not in shown
@@ -53,7 +62,16 @@ def test_names_stay_text() -> None:
 
 
 def test_many_findings_are_counted() -> None:
-    one = Finding("rule", Severity.INFO, "claim", Subject(), (), "look", "not")
+    one = Finding(
+        rule="rule",
+        severity=Severity.INFO,
+        title="title",
+        detail="detail",
+        subject=Subject(),
+        evidence=(),
+        fix="look",
+        refuted_if="not",
+    )
     assert "and 5 more findings" in findings_html([one] * (MOST + 5))
     assert findings_html([]) == "<div>No findings.</div>"
 

@@ -112,7 +112,7 @@ def test_the_verdict_holds_the_finding_with_its_place(page: str) -> None:
 def test_hostile_names_stay_inside_their_strings(tmp_path: Path) -> None:
     plan = Plan(steps=8, name=HOSTILE, rename={3: HOSTILE, 5: "\u202e\x00"}, user={HOSTILE: 1.0})
     run = write_run(tmp_path / "run", plan)
-    text = render_page(Source(run, (finding(HOSTILE, 2, claim=HOSTILE, next_check=HOSTILE),)))
+    text = render_page(Source(run, (finding(HOSTILE, 2, title=HOSTILE, detail=HOSTILE, fix=HOSTILE),)))
     elements = parsed(text)
     assert [tag for tag, _ in elements.found].count("script") == 3
     assert "img" not in [tag for tag, _ in elements.found]
@@ -120,7 +120,7 @@ def test_hostile_names_stay_inside_their_strings(tmp_path: Path) -> None:
     model = model_of(text)
     assert model["parameters"][3]["name"] == HOSTILE
     assert model["parameters"][5]["name"] == "\\u202e\\x00"
-    assert model["findings"][0]["claim"] == HOSTILE
+    assert model["findings"][0]["title"] == HOSTILE
 
 
 def test_panels_without_data_are_named_with_their_reason(page: str) -> None:

@@ -37,16 +37,16 @@ def test_nothing_is_wider_than_the_terminal(run: Run, width: int) -> None:
     assert "deep.deep" in text.getvalue()
 
 
-def test_claim_place_and_next_check_are_there_and_aligned(run: Run) -> None:
+def test_title_detail_and_fix_are_there_and_aligned(run: Run) -> None:
     out, text = console(100)
     print_findings(run, [finding("embed.weight", 3)], out)
     lines = text.getvalue().splitlines()
     assert lines[0] == "small"
     assert lines[1] == "✕ 1 error. Gradients of 50 of 51 parameters were measured at 10 steps."
     assert "✕ error  non finite" in lines
-    assert "  The gradient of embed.weight is not finite from step 3 on." in lines
+    assert "  The gradient of `embed.weight` is not finite from step 3 on" in lines
     assert "  where     embed.weight  step 3" in lines
-    labels = ("where", "evidence", "check")
+    labels = ("where", "evidence", "fix")
     starts = {len(label): line for line in lines for label in labels if line.startswith(f"  {label} ")}
     assert all(line[12] != " " and line[11] == " " for line in starts.values())
     assert "  1 parameter: frozen (blocks.0.ln_2.weight)" in lines
@@ -70,7 +70,7 @@ def test_names_act_neither_as_markup_nor_as_escapes(tmp_path: Path) -> None:
     name = "[bold red]x[/]\x1b[2J\x07"
     run = write_run(tmp_path / "run", Plan(steps=5, name=name, rename={3: name}, unmeasured={3: "frozen"}))
     out, text = console(100)
-    print_findings(run, [finding(name, 2, claim=name)], out)
+    print_findings(run, [finding(name, 2, title=name)], out)
     assert "\x1b" not in text.getvalue()
     assert "\x07" not in text.getvalue()
     assert text.getvalue().count("[bold red]x[/]\\x1b[2J\\x07") >= 4

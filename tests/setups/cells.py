@@ -167,11 +167,11 @@ def stalls(way: Way, folder: Path) -> Outcome:
     run = backlight.open_run(folder / "run")
     silent(run, said)
     found = [f for f in run.stored_findings() if f.rule == "stall"]
-    assert len(found) == 1, [f.claim for f in found]
+    assert len(found) == 1, [f.detail for f in found]
     about = found[0].subject
     lines = Path(trainings.__file__).read_text(encoding="utf-8").splitlines()
     line = next(n for n, text in enumerate(lines, 1) if text.endswith("# at: backward"))
-    assert about.line == f"{trainings.__file__}:{line}", found[0].claim
+    assert about.line == f"{trainings.__file__}:{line}", found[0].detail
     assert (about.verdict, about.phase, about.rank, about.step) == ("BLOCKED", "backward", way.ranks - 1, 2)
     return Outcome(TESTED)
 

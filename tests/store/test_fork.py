@@ -31,7 +31,11 @@ if child == 0:
     record(100, 5)
     writer.scalar(100, "loss", 1.0)
     writer.event(100, "child", {{}})
-    writer.finding(Finding("r", Severity.INFO, "c", Subject(), (), "n", "r"))
+    finding = Finding(
+        rule="r", severity=Severity.INFO, title="t", detail="d", subject=Subject(), evidence=(), fix="f",
+        refuted_if="r",
+    )  # fmt: skip
+    writer.finding(finding)
     writer.evidence("child", b"x")
     assert writer.parameter_table(()) == 0
     writer.flush()

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from backlight.findings.wording import shorten
 from backlight.records import Finding, Made
 from backlight.registry import DISPLAYS, RULES, Rule, warn
 from backlight.store.export import dataframes
@@ -46,7 +47,7 @@ class Findings(list[Finding]):
         return dataframes.as_polars(to_arrow(findings_table(lambda: self)))
 
 
-def judge(
+def evaluate_rules(
     run: Run,
     thresholds_by_monitor: Mapping[str, Any] | None = None,
     made: Made = Made.READER,
@@ -92,7 +93,15 @@ def judge(
         try:
             for finding in rule.evaluate(remembered, limits):
                 findings.append(
-                    dataclasses.replace(finding, version=rule.version, made=made, overridden=changed)
+                    dataclasses.replace(
+                        finding,
+                        rule=rule.name,
+                        monitor=rule.monitor,
+                        version=rule.version,
+                        title=shorten(finding.title),
+                        made=made,
+                        overridden=changed,
+                    )
                 )
         except Exception as error:  # noqa: BLE001 - one broken rule must not hide what the others found
             plug_in = RULES.origin(name)
@@ -114,7 +123,7 @@ def findings_of(run: Run, thresholds_by_monitor: Mapping[str, Any] | None = None
     things of one subject (spikes), the step tells them apart.
     """
     stored = run.stored_findings()
-    fresh = judge(run, thresholds_by_monitor)
+    fresh = evaluate_rules(run, thresholds_by_monitor)
     live = [f for f in stored if f.made is Made.LIVE]
     merged = [
         dataclasses.replace(f, made=Made.LIVE) if any(_same(f, other, fresh) for other in live) else f

@@ -11,8 +11,9 @@ from backlight.store.read.run import Run
 
 T = TypeVar("T")
 
+TITLE_CHARACTERS = 80
 EVIDENCE_ROWS = 5
-"""Parameters that the evidence of one finding lists; the claim says how many there are."""
+"""Parameters that the evidence of one finding lists; the detail gives the number."""
 
 
 def number(value: float) -> str:
@@ -64,6 +65,11 @@ def plain(value: float) -> float | str:
 def loudest(items: Iterable[T], size: Callable[[T], float], count: int = EVIDENCE_ROWS) -> list[T]:
     """Return the items that the evidence lists, the largest first; ties keep their order."""
     return sorted(items, key=lambda item: -size(item))[:count]
+
+
+def shorten(text: str) -> str:
+    """Return text cut to the length of a title."""
+    return text if len(text) <= TITLE_CHARACTERS else f"{text[: TITLE_CHARACTERS - 1].rstrip()}…"
 
 
 def modules_of(run: Run) -> dict[str, str]:

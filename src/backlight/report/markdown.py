@@ -39,16 +39,24 @@ def render_markdown(run: Run, findings: Sequence[Finding]) -> str:
 
 
 def _finding(finding: Finding) -> list[str]:
-    lines = [f"## {finding.severity.value}: {escape(finding.claim)}", ""]
+    lines = [f"## {finding.severity.value}: {prose(finding.title)}", "", prose(finding.detail), ""]
     lines += [f"- {label}: {code(value)}" for label, value in where(finding)]
     for path, step, value in measurements(finding):
         at = f" at step {step}" if step else ""
         lines.append(f"- evidence: {code(path)}{at}{': ' if value else ''}{escape(value)}")
-    lines.append(f"- next check: {escape(finding.next_check)}")
-    lines.append(f"- refuted if: {escape(finding.refuted_if)}")
+    lines.append(f"- fix: {prose(finding.fix)}")
+    lines.append(f"- refuted if: {prose(finding.refuted_if)}")
     lines += [f"- overridden: {code(name)} = {number(v, 6)}" for name, v in finding.overridden.items()]
     lines.append(f"- rule: {code(finding.rule)} version {finding.version}, made {_made(finding)}")
     return lines
+
+
+def prose(text: str) -> str:
+    """Return escaped text in which what stands between backticks is code."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # an unpaired backtick, as of a hostile name
+        return escape(text)
+    return "".join(code(part) if i % 2 and part else escape(part) for i, part in enumerate(parts))
 
 
 def _made(finding: Finding) -> str:

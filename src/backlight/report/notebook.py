@@ -67,10 +67,11 @@ def _table(findings: Sequence[Finding]) -> str:
         colour = _COLOURS[finding.severity]
         rows.append(
             f'<tr><td {cell}><strong style="color:{colour}">{finding.severity.value}</strong>'
-            f"</td><td {cell}><code>{_safe(finding.rule)}</code></td><td {cell}>{_safe(finding.claim)}"
-            f"<br><small>{_safe(place)}</small></td><td {cell}>{_safe(finding.next_check)}</td></tr>"
+            f"</td><td {cell}><code>{_safe(finding.rule)}</code></td><td {cell}>"
+            f"<strong>{_safe(finding.title)}</strong><br>{_safe(finding.detail)}"
+            f"<br><small>{_safe(place)}</small></td><td {cell}>{_safe(finding.fix)}</td></tr>"
         )
-    head = "".join(f"<th {cell}>{name}</th>" for name in ("", "rule", "what", "next check"))
+    head = "".join(f"<th {cell}>{name}</th>" for name in ("", "rule", "finding", "fix"))
     rest = len(findings) - MOST
     more = f"<div><small>and {count(rest, 'more finding')}</small></div>" if rest > 0 else ""
     return f'<table style="border-collapse:collapse"><tr>{head}</tr>{"".join(rows)}</table>{more}'

@@ -349,14 +349,15 @@ def _finding(
         "rule": visible(finding.rule),
         "version": finding.version,
         "severity": finding.severity.value,
-        "claim": visible(finding.claim),
+        "title": visible(finding.title),
+        "detail": visible(finding.detail),
         "made": finding.made.value,
         "where": [{"label": label, "value": value} for label, value in verdict.where(finding)],
         "evidence": [
             {"path": path, "step": step, "value": value, "place": _place(place)}
             for (path, step, value), place in zip(verdict.measurements(finding), places, strict=True)
         ],
-        "next": visible(finding.next_check),
+        "fix": visible(finding.fix),
         "refuted": visible(finding.refuted_if),
         "overridden": [f"{visible(name)} = {number(value, 6)}" for name, value in finding.overridden.items()],
     }

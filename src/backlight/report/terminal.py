@@ -85,14 +85,15 @@ def _print_finding(finding: Finding, console: Console) -> None:
     glyph, word, style = _STYLES[finding.severity]
     rule = visible(finding.rule).replace("_", " ")
     console.print(Text.assemble((f"{glyph} {word}", style), (f"  {rule}", "dim")))
-    _print_row("", Text(visible(finding.claim), "bold"), console)
+    _print_row("", Text(visible(finding.title), "bold"), console)
+    _print_row("", Text(visible(finding.detail)), console)
     place = [v if label in {"parameter", "module"} else f"{label} {v}" for label, v in where(finding)]
     if place:
         _print_row("where", Text("  ".join(place)), console)
     for path, step, value in measurements(finding)[:EVIDENCE]:
         at = f" at step {step}" if step else ""
         _print_row("evidence", Text.assemble(path, (f"{at}{' = ' if value else ''}{value}", "bold")), console)
-    _print_row("check", Text(visible(finding.next_check)), console)
+    _print_row("fix", Text(visible(finding.fix)), console)
     if finding.overridden:
         changed = ", ".join(
             f"{visible(name)} = {number(value)}" for name, value in finding.overridden.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backlight.findings.evaluate import judge
+from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Finding, Made
 from backlight.registry import RULES
 from backlight.store.maintenance.wait import wait_for_ranks
@@ -29,7 +29,7 @@ def final_findings(writer: RunWriter, *, failed: bool) -> list[Finding]:
     if writer.lost is not None or writer.rank != 0:
         return []
     complete = wait_for_ranks(writer.path, 0.0 if failed else PATIENCE)
-    findings = judge(open_run(writer.path), made=Made.LIVE)
+    findings = evaluate_rules(open_run(writer.path), made=Made.LIVE)
     if complete:  # else a reader makes them of the whole
         for finding in findings:
             if not RULES[finding.rule].restates:  # else it is stored already

@@ -18,7 +18,7 @@ from backlight.capture.parameters import build_table
 from backlight.capture.process_group import launch_id, place
 from backlight.capture.scope import Scope
 from backlight.capture.step_limit import LimitedTracker, StopTraining
-from backlight.findings.evaluate import judge
+from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.health.model.groups import GroupError, members
 from backlight.monitors.stalls.instrument.trace_option import start_tracing
 from backlight.monitors.stalls.instrument.watchdog_client import Stalling
@@ -343,7 +343,7 @@ class Watch:
         if self._depth:
             self._drain.settle()
         run = open_run(self.path)
-        return judge(run, made=Made.LIVE)
+        return evaluate_rules(run, made=Made.LIVE)
 
     # What happens on the way
 

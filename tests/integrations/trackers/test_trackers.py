@@ -305,7 +305,16 @@ def test_wandb_is_told_findings_again_and_keeps_those_of_another_watch() -> None
         define_metric=lambda *_, **__: None,
     )
     sink = _Run(None, theirs, own=False)
-    finding = Finding("spike", Severity.WARNING, "a spike", Subject(step=3), (), "", "")
+    finding = Finding(
+        rule="spike",
+        severity=Severity.WARNING,
+        title="a spike",
+        detail="",
+        subject=Subject(step=3),
+        evidence=(),
+        fix="",
+        refuted_if="",
+    )
     for _ in range(2):  # while it runs, and at the end
         sink.findings([finding], 3)
     assert theirs.summary == {"backlight/findings/spike": "warning: of before\nwarning: a spike"}

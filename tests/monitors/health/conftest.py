@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.findings.evaluate import judge
+from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Finding, Made, ParameterRecord, RunStatus
 from backlight.registry import RULES
@@ -190,8 +190,8 @@ def recorder(tmp_path: Path) -> Callable[..., HandRecorder]:
 
 def check_evidence(run: Run, finding: Finding) -> None:
     """Every path of a finding leads to something in its run, with the value that it states."""
-    assert finding.claim.endswith(".")
-    assert finding.next_check
+    assert finding.detail.endswith(".")
+    assert finding.fix
     assert finding.refuted_if
     assert finding.evidence
     for evidence in finding.evidence:
@@ -230,7 +230,7 @@ def judged() -> Callable[..., list[Finding]]:
     """Judge a run by one rule or by all, with thresholds changed by name; all evidence is checked."""
 
     def by_rule(run: Run, name: str | None = None, **changes: float) -> list[Finding]:
-        found = judge(run, {"health": Thresholds().override(changes)}, made=Made.READER)
+        found = evaluate_rules(run, {"health": Thresholds().override(changes)}, made=Made.READER)
         assert name is None or name in RULES
         for finding in found:
             check_evidence(run, finding)

@@ -78,7 +78,7 @@ def machines(folder: Path, run: Path) -> Iterator[tuple[Machine, Machine]]:
 
 
 def stalls(run: Run) -> list[tuple[str | None, int | None, str]]:
-    return [(f.subject.verdict, f.subject.rank, f.claim) for f in findings_of(run) if f.rule == "stall"]
+    return [(f.subject.verdict, f.subject.rank, f.detail) for f in findings_of(run) if f.rule == "stall"]
 
 
 def test_a_rank_that_waits_here_for_one_that_stands_elsewhere(

@@ -78,22 +78,24 @@ def test_a_first_backward_of_a_million_nodes(how: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     # A busy machine may leave a later moment undecided; it must never be called anything else.
     found, *more = [f for f in open_run(tmp_path / "run").stored_findings() if f.rule == "stall"]
-    assert {f.subject.verdict for f in more} <= {"UNKNOWN"}, [f.claim for f in more]
+    assert {f.subject.verdict for f in more} <= {"UNKNOWN"}, [f.detail for f in more]
     assert (found.subject.verdict, found.subject.step, found.subject.phase) == ("SLOW", 0, "backward"), (
-        found.claim
+        found.detail
     )
     line = next(n for n, text in enumerate(SCRIPT.splitlines(), start=1) if text.endswith("# at: heads"))
-    assert found.subject.line == f"{script}:{line}", found.claim
+    assert found.subject.line == f"{script}:{line}", found.detail
     share = re.search(
-        r"about (\d+) % \(± (\d+)\) of the nodes( made again)? come from train\.py:", found.claim
+        r"about (\d+) % \(± (\d+)\) of the nodes( made again)? come from train\.py:", found.detail
     )
-    assert share is not None, found.claim
-    assert "(a Python loop), by " in found.claim
+    assert share is not None, found.detail
+    assert "(a Python loop), by " in found.detail
     if how == "reentrant":
         assert share[3]
-        assert re.search(r"[\d,]+ nodes made again by recomputation so far, time left not known", found.claim)
+        assert re.search(
+            r"[\d,]+ nodes made again by recomputation so far, time left not known", found.detail
+        )
     else:
         assert abs(int(share[1]) - 70) <= int(share[2])
-        total = re.search(r"backward ([\d,]+) of ([\d,]+) nodes, [\d.]+k?/s, ETA (\d+) s", found.claim)
-        assert total is not None, found.claim
+        total = re.search(r"backward ([\d,]+) of ([\d,]+) nodes, [\d.]+k?/s, ETA (\d+) s", found.detail)
+        assert total is not None, found.detail
         assert int(total[2].replace(",", "")) == pytest.approx(NODES, rel=0.01)

@@ -39,7 +39,18 @@ def write(path: Path, attempts: int = 1) -> Run:
         writer.scalars(1, {"accuracy": math.nan}, source="user")
         writer.event(1, "noted", {"why": HOSTILE})
         subject = Subject(parameter=HOSTILE, step=1)
-        writer.finding(Finding("non_finite", Severity.ERROR, "is NaN", subject, (), "look", "is finite"))
+        writer.finding(
+            Finding(
+                rule="non_finite",
+                severity=Severity.ERROR,
+                title="is NaN",
+                detail="is NaN at step 1",
+                subject=subject,
+                evidence=(),
+                fix="look",
+                refuted_if="is finite",
+            )
+        )
         writer.close()
     return open_run(path)
 

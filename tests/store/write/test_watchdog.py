@@ -12,7 +12,14 @@ from backlight.store.write.watchdog import RANK, WatchdogWriter
 from backlight.store.write.writer import RunWriter
 
 FINDING = Finding(
-    "stall", Severity.ERROR, "BLOCKED", Subject(step=3, rank=1), (Evidence("x"),), "look", "moves"
+    rule="stall",
+    severity=Severity.ERROR,
+    title="BLOCKED",
+    detail="BLOCKED",
+    subject=Subject(step=3, rank=1),
+    evidence=(Evidence("x"),),
+    fix="look",
+    refuted_if="moves",
 )
 
 

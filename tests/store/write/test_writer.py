@@ -30,10 +30,11 @@ from backlight.store.write.writer import RunWriter
 FINDING = Finding(
     rule="vanishing",
     severity=Severity.WARNING,
-    claim="<script>alert(1)</script> 'quotes' \"double\" \0 \udcff",
+    title="title",
+    detail="<script>alert(1)</script> 'quotes' \"double\" \0 \udcff",
     subject=Subject(parameter="a\n../b", step=3),
     evidence=(Evidence("series/gradient/rms/a", 3, 1e-12, "gradient"), Evidence("x", value="text")),
-    next_check="look",
+    fix="look",
     refuted_if="never",
     version=2,
     made=Made.LIVE,

@@ -30,12 +30,11 @@ def oscillating(run: Run, thresholds: Any) -> Iterator[Finding]:
         return
     step = int(flipped.steps[-1])
     yield Finding(
-        "oscillating",
-        Severity.WARNING,
-        f"{100 * median:.0f} % of all gradient entries change their sign from step to step, over the last "
-        f"{WINDOW} steps: the weights jump over the valley that they are in",
-        Subject(step=step),
-        (Evidence("scalars/oscillation/flipped", step, median),),
-        next_check="train with half of the learning rate",
-        refuted_if="the share stays with a tenth of the learning rate",
+        severity=Severity.WARNING,
+        title="The gradient changes its sign from step to step",
+        detail=f"{100 * median:.0f} % of all gradient entries changed their sign in the last {WINDOW} steps.",
+        subject=Subject(step=step),
+        evidence=(Evidence("scalars/oscillation/flipped", step, median),),
+        fix="Train with half of the learning rate.",
+        refuted_if="the share stays with a tenth of the learning rate.",
     )

@@ -27,7 +27,7 @@ class Lines:
         """Write what the rules say, at the end."""
         for finding in findings:
             self._file.write(
-                json.dumps({"step": step, "finding": finding.rule, "claim": finding.claim}) + "\n"
+                json.dumps({"step": step, "finding": finding.rule, "title": finding.title}) + "\n"
             )
 
     def close(self, *, failed: bool) -> None:

@@ -1,4 +1,4 @@
-"""``backlight findings``: what the rules say of a run."""
+"""``backlight findings``: print the findings of a run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def findings(
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
     fail_on: Annotated[
         str | None,
-        typer.Option("--fail-on", help="Exit 1 if a finding matches, as in 'non_finite or severity>=error'."),
+        typer.Option("--fail-on", help="Exit 1 on this severity or rule, as 'error' or 'non_finite,spike'."),
     ] = None,
 ) -> int:
-    """Print the findings of a run; exit code 1 if --fail-on matches one."""
+    """Print the findings of a run."""
     from backlight.findings.evaluate import findings_of
-    from backlight.findings.fail_on import compile as compile_expression
+    from backlight.findings.fail_on import parse_fail_on
     from backlight.records import to_json
     from backlight.report.terminal import print_findings
     from backlight.store.read.run import open_run
 
-    failing = compile_expression(fail_on) if fail_on is not None else None
+    failing = parse_fail_on(fail_on) if fail_on is not None else None
     run = open_run(path)
     found = findings_of(run)
     if as_json:

@@ -41,8 +41,8 @@ def show(profile: Profile, findings: Sequence[Finding] = ()) -> None:
         for control in profile.controls:
             page.say((control.says, "bold" if control.confirmed else ""))
         for finding in findings:
-            page.say((f"{finding.severity}: ", "bold"), finding.claim)
-            page.say(("  next: ", "dim"), finding.next_check)
+            page.say((f"{finding.severity}: ", "bold"), finding.title)
+            page.say(("  fix: ", "dim"), finding.fix)
             page.say(("  refuted if ", "dim"), finding.refuted_if)
     _notes(profile, page)
 

@@ -73,7 +73,7 @@ def _stall(finding: Finding, path: str, *, over: bool) -> StallSeen:
     subject = finding.subject
     return StallSeen(
         verdict=str(subject.verdict),
-        claim=finding.claim,
+        claim=finding.detail,
         phase=subject.phase or "",
         line=subject.line or "",
         rank=subject.rank,

@@ -13,7 +13,7 @@ from backlight.capture.process_group import launch_id
 from backlight.diagnose.profile.document import document
 from backlight.diagnose.profile.run import Profile
 from backlight.distributed import world
-from backlight.findings.evaluate import judge
+from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.steptime.instrument.phases import REMAINDER
 from backlight.monitors.steptime.model.wording import CIRCUMSTANCES
 from backlight.monitors.steptime.rules.outlier_steps import COLLECTION
@@ -49,7 +49,7 @@ def profile_run(path: Path | None, script: str, arguments: list[str]) -> Iterato
 
 def findings(writer: RunWriter) -> list[Finding]:
     """Return what the rules say of the stored profile."""
-    return judge(open_run(writer.path), made=Made.LIVE)
+    return evaluate_rules(open_run(writer.path), made=Made.LIVE)
 
 
 def _open(path: Path, script: str, arguments: list[str]) -> RunWriter:

@@ -224,7 +224,7 @@ def _findings(source: Source, _width: int) -> list[RenderableType]:
         line.append(f"{sign} ", style).append(visible(finding.rule).replace("_", " "), style)
         about = where(finding)[:2]
         subject = ", ".join(f"step {value}" if label == "step" else value for label, value in about)
-        line.append(f"  {subject}  " if subject else "  ", "bold").append(visible(finding.claim))
+        line.append(f"  {subject}  " if subject else "  ", "bold").append(visible(finding.title))
         lines.append(line)
     hidden = len(found) - min(FINDINGS, len(named))
     if hidden:

@@ -127,4 +127,4 @@ def chosen(given: str) -> tuple[Tracker, str]:
 
 def in_markdown(findings: Sequence[Finding]) -> str:
     """Return findings as a list in Markdown, one item each, for trackers that show text."""
-    return "\n".join(f"- **{f.severity}** `{f.rule}`: {' '.join(f.claim.split())}" for f in findings)
+    return "\n".join(f"- **{f.severity}** `{f.rule}`: {' '.join(f.title.split())}" for f in findings)

@@ -50,10 +50,10 @@ class _Run:
         del step
         told: dict[str, str] = {}
         for finding in findings:
-            claim = f"{finding.severity}: {finding.claim}"
-            told[finding.rule] = f"{told[finding.rule]}\n{claim}" if finding.rule in told else claim
-        for rule, claims in told.items():
-            self._client.set_tag(self._id, f"{PREFIX}findings/{rule}", claims[:_TAG])
+            line = f"{finding.severity}: {finding.title}"
+            told[finding.rule] = f"{told[finding.rule]}\n{line}" if finding.rule in told else line
+        for rule, lines in told.items():
+            self._client.set_tag(self._id, f"{PREFIX}findings/{rule}", lines[:_TAG])
 
     def close(self, *, failed: bool) -> None:
         """End the run if it is ours."""

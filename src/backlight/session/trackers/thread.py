@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from backlight.findings.evaluate import judge
+from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Finding, Made, ParameterRecord
 from backlight.registry import RULES
 from backlight.session.trackers.base import Point, Sink, Tracked, Tracker, chosen
@@ -214,7 +214,7 @@ class Tracking:
         """Send what the rules of ``alarms`` say; each later sending repeats what was said before it."""
         begin = time.monotonic()
         try:
-            fresh = judge(open_run(self._path), made=Made.LIVE, only=alarms)
+            fresh = evaluate_rules(open_run(self._path), made=Made.LIVE, only=alarms)
         except Exception as error:  # noqa: BLE001 - never break the user's training
             self._notifier.trouble(error, "findings for trackers before the training ends")
             return

@@ -45,12 +45,12 @@ class _Run:
     def findings(self, findings: Sequence[Finding], step: int) -> None:
         """Put the findings into the summary, below those of another watch, and their rules among the tags."""
         del step
-        claims: dict[str, list[str]] = {}
+        titles: dict[str, list[str]] = {}
         for finding in findings:
-            claims.setdefault(f"{PREFIX}findings/{finding.rule}", []).append(
-                f"{finding.severity}: {finding.claim}"
+            titles.setdefault(f"{PREFIX}findings/{finding.rule}", []).append(
+                f"{finding.severity}: {finding.title}"
             )
-        for name, said in claims.items():
+        for name, said in titles.items():
             before = self._before.setdefault(name, self._run.summary.get(name))
             self._run.summary[name] = "\n".join([*([before] if before else []), *said])
         rules = sorted({f"{PREFIX}{finding.rule}" for finding in findings})

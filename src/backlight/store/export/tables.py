@@ -186,7 +186,9 @@ def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
     columns = (
         TableColumn("rule", TEXT),
         TableColumn("severity", TEXT, "", "info, warning or error"),
-        TableColumn("claim", TEXT),
+        TableColumn("monitor", TEXT),
+        TableColumn("title", TEXT),
+        TableColumn("detail", TEXT),
         _PARAMETER,
         TableColumn("module", TEXT),
         _STEP,
@@ -195,7 +197,7 @@ def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
         TableColumn("verdict", TEXT),
         TableColumn("phase", TEXT),
         TableColumn("evidence", TEXT, "", "a JSON list"),
-        TableColumn("next_check", TEXT),
+        TableColumn("fix", TEXT),
         TableColumn("refuted_if", TEXT),
         TableColumn("version", INTEGER, "", "of the rule"),
         TableColumn("made", TEXT, "", "live or by a reader"),
@@ -207,8 +209,8 @@ def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
             place = (s.parameter, s.module, s.step, s.rank, s.line, s.verdict, s.phase)
             evidence = atomic_json.dump(to_json(f.evidence))
             yield (
-                f.rule, f.severity.value, f.claim, *place, evidence, f.next_check, f.refuted_if, f.version,
-                f.made.value,
+                f.rule, f.severity.value, f.monitor, f.title, f.detail, *place, evidence, f.fix, f.refuted_if,
+                f.version, f.made.value,
             )  # fmt: skip
 
     return Table("findings", "one row per finding", columns, lambda _wanted: _listed(columns, rows()))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.findings.evaluate import judge
+from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.grokking.model.reader import control_of, detect_run, stated
 from backlight.monitors.grokking.model.thresholds import Thresholds
 from backlight.records import Severity
@@ -23,33 +23,35 @@ NAMES = [name for name, rule in RULES.items() if rule.monitor == "grokking"]
 
 def test_the_verdict_is_a_finding_with_both_times(tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "run")
-    (found,) = judge(run)
+    (found,) = evaluate_rules(run)
     detection = detect_run(run)
     assert detection.generalised is not None
     assert (found.rule, found.severity, found.subject.verdict) == ("grokking", Severity.INFO, "grokking")
     assert found.subject.step == detection.generalised.by
-    assert found.claim.startswith("Grokking, strong: ")
-    assert f"{detection.generalised}" in found.claim
+    assert found.detail.startswith("Grokking, strong: ")
+    assert f"{detection.generalised}" in found.detail
     places = {(e.path, e.step) for e in found.evidence}
     assert ("user/test_accuracy", detection.generalised.by) in places
     assert ("user/train_accuracy", detection.memorised.after) in places
-    assert "control" in found.next_check
+    assert "control" in found.fix
 
 
 def test_a_control_is_a_remark_that_it_memorised(tmp_path: Path) -> None:
-    (found,) = judge(write_grokking_run(tmp_path / "run", Grok(control="random-labels", control_of="x")))
+    (found,) = evaluate_rules(
+        write_grokking_run(tmp_path / "run", Grok(control="random-labels", control_of="x"))
+    )
     assert (found.severity, found.subject.verdict) == (Severity.INFO, "memorised")
 
 
 def test_an_overridden_threshold_changes_the_verdict_and_is_shown(tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "run")
-    (found,) = judge(run, {"grokking": {"delay_ratio": 100.0}})
+    (found,) = evaluate_rules(run, {"grokking": {"delay_ratio": 100.0}})
     assert found.subject.verdict == "no-delay"
     assert found.overridden == {"delay_ratio": 100.0}
 
 
 def test_a_run_without_accuracies_has_no_verdict(tmp_path: Path) -> None:
-    assert judge(write_grokking_run(tmp_path / "run", Grok(accuracies=False, steps=100))) == []
+    assert evaluate_rules(write_grokking_run(tmp_path / "run", Grok(accuracies=False, steps=100))) == []
 
 
 def test_accuracies_in_percent_are_a_finding_not_an_exception(tmp_path: Path) -> None:
@@ -57,9 +59,9 @@ def test_accuracies_in_percent_are_a_finding_not_an_exception(tmp_path: Path) ->
     for step in range(20):
         writer.scalars(step, {"train_accuracy": 99.0, "test_accuracy": 40.0}, source="user")
     writer.close()
-    (found,) = judge(open_run(tmp_path / "run"))
+    (found,) = evaluate_rules(open_run(tmp_path / "run"))
     assert found.severity is Severity.WARNING
-    assert "not as percentages" in found.claim
+    assert "not as percentages" in found.detail
 
 
 @pytest.mark.parametrize(
@@ -77,12 +79,12 @@ def test_an_event_about_the_measurement_is_no_finding(
     writer.event(3, kind, payload)
     writer.close()
     run = open_run(tmp_path / "run")
-    assert judge(run) == []
+    assert evaluate_rules(run) == []
     assert [event.payload for event in run.events(kind)] == [payload]
 
 
 def test_a_healthy_run_has_no_finding_but_its_verdict(tmp_path: Path) -> None:
-    assert {f.rule for f in judge(write_grokking_run(tmp_path / "run"))} == {"grokking"}
+    assert {f.rule for f in evaluate_rules(write_grokking_run(tmp_path / "run"))} == {"grokking"}
 
 
 def test_the_control_is_found_by_what_it_says(tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_chance_and_sizes_may_be_logged(tmp_path: Path) -> None:
     assert detection.chance == 0.25
     assert not any("chance is not known" in note or "size of the test" in note for note in detection.notes)
     assert detect_run(run, chance=0.1).chance == 0.1
-    (found,) = judge(run)
+    (found,) = evaluate_rules(run)
     assert found.subject.verdict == "grokking"
 
 

@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from backlight.findings.evaluate import judge
+from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Severity
 
 
@@ -19,7 +19,7 @@ def test_injected_growth_is_found_with_its_beginning(synthetic: Any, judged: Any
     assert finding.severity is Severity.ERROR
     assert finding.subject.parameter == "w2"
     assert finding.subject.step == 60
-    assert "and 1 more parameter" in finding.claim
+    assert "and 1 more parameter" in finding.detail
     assert finding.evidence[0].step == int(np.argmax(rms["w2"]))
 
 
@@ -28,7 +28,7 @@ def test_an_explosion_that_came_back_is_a_warning(synthetic: Any, judged: Any) -
     rms["a"][40:44] *= 1e5
     (finding,) = judged(synthetic(rms), "exploding")
     assert finding.severity is Severity.WARNING
-    assert "came back" in finding.claim
+    assert "came back" in finding.detail
 
 
 def test_one_leap_is_left_to_spike_unless_it_ends_in_nan(synthetic: Any, judged: Any) -> None:
@@ -60,7 +60,7 @@ def test_the_clip_norm_counts_only_beside_the_past(synthetic: Any, judged: Any) 
     (finding,) = judged(synthetic(rms, scalars=clip), "exploding")
     assert finding.subject.parameter is None
     assert finding.subject.step == 60
-    assert "clip norm of 0.001" in finding.claim
+    assert "clip norm of 0.001" in finding.detail
     assert not judged(synthetic(rms), "exploding")  # 100 times its past alone is no explosion
 
 
@@ -86,4 +86,4 @@ def diverge(recorder: Any, rate: float) -> Any:
 def test_a_learning_rate_beyond_stability_is_found_and_its_twin_is_not(recorder: Any, judged: Any) -> None:
     (finding,) = judged(diverge(recorder, 1.5), "exploding")
     assert finding.severity is Severity.ERROR
-    assert not judge(diverge(recorder, 0.1))
+    assert not evaluate_rules(diverge(recorder, 0.1))

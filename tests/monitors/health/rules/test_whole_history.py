@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from backlight.findings.evaluate import judge
+from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.health.model import history, score
 from backlight.monitors.health.model.history import (
     ending,
@@ -25,7 +25,7 @@ from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.monitors.health.rules import large_update, no_update, vanishing, zero_gradient
 from backlight.store.read.run import Run
 
-from .conftest import parameter, write_synthetic
+from ..conftest import parameter, write_synthetic
 
 Bools = NDArray[np.bool_]
 
@@ -113,17 +113,17 @@ def test_rules_say_what_they_would_say_of_the_whole(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = drawn_run(tmp_path / "run", seed)
-    quick = judge(run)
+    quick = evaluate_rules(run)
     monkeypatch.setattr(score, "medians_outrun", every_median)
     monkeypatch.setattr(vanishing, "ending", lambda measured_SP, window: 0)
     monkeypatch.setattr(vanishing, "CHUNK", 10**9)
     for module in (no_update, zero_gradient):
         monkeypatch.setattr(module, "ending_streaks", counted_streaks)
-    assert list(quick) == list(judge(run))
+    assert list(quick) == list(evaluate_rules(run))
 
 
 def test_random_runs_hold_what_the_rules_look_for(tmp_path: Path) -> None:
-    found = {f.rule for seed in range(24) for f in judge(drawn_run(tmp_path / str(seed), seed))}
+    found = {f.rule for seed in range(24) for f in evaluate_rules(drawn_run(tmp_path / str(seed), seed))}
     assert found >= {"exploding", "vanishing", "zero_gradient", "no_update", "large_update", "non_finite"}
 
 
@@ -241,4 +241,4 @@ def test_steps_that_replace_the_weights_are_those_of_the_median(seed: int, tmp_p
     found = list(large_update.large_update(run, limits))
     assert [f.subject.step for f in found] == [int(row) for row in rows[:1]]
     if len(rows) > 1:
-        assert f"That happened at {len(rows)} recorded steps" in found[0].claim
+        assert f"That happened at {len(rows)} recorded steps" in found[0].detail

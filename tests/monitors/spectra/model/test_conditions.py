@@ -13,12 +13,9 @@ from backlight.measure.spectra.shrinkage import threshold
 from backlight.monitors.spectra.model.conditions import (
     batch_far_from_critical,
     below_noise,
-    estimator_contradicted,
     modes_too_close,
     rank_collapse,
-    too_few_replicates,
 )
-from backlight.monitors.spectra.model.thresholds import Thresholds
 
 
 def measured(R, ratios, p=60, q=90):
@@ -39,27 +36,11 @@ def test_a_layer_below_the_noise():
     assert below_noise(HEALTHY.identifiable, HEALTHY.singular_value[0], HEALTHY.noise.edge) is None
 
 
-def test_modes_too_close_contradict_the_estimator():
-    close = measured(16, [6.0, 5.95, 2.5])
-    found = estimator_contradicted(close.residual, close.echo, close.null)
-    assert found is not None
-    assert found.directions == (0, 1)
-    together = modes_too_close(close.blocks)
+def test_modes_too_close():
+    together = modes_too_close(measured(16, [6.0, 5.95, 2.5]).blocks)
     assert together is not None
     assert (together.directions, together.value) == ((0, 1), 2)
-    assert estimator_contradicted(HEALTHY.residual, HEALTHY.echo, HEALTHY.null) is None
     assert modes_too_close(HEALTHY.blocks) is None
-    loose = Thresholds().override({"misfit": 1.9})
-    assert estimator_contradicted(close.residual, close.echo, close.null, loose) is None
-
-
-def test_too_few_replicates():
-    few = measured(4, [12.0, 6.0, 3.0])
-    assert too_few_replicates(4, few.interval, few.identifiable).value == 4
-    assert too_few_replicates(16, HEALTHY.interval, HEALTHY.identifiable) is None
-    interval = np.array([[0.5, 0.6], [0.1, 0.5], [math.nan, math.nan], [0.0, 0.9]])
-    wide = too_few_replicates(16, interval, 3)
-    assert (wide.value, wide.directions) == (pytest.approx(0.4), (1,))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import backlight
-from backlight.findings.evaluate import judge
+from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.steptime.instrument.runtime_info import Pauses, compilation, ways_of
 
 
@@ -30,7 +30,7 @@ def train(path: Path, steps: int = 40, **optimizer: Any) -> backlight.Run:
 
 
 def rules(run: backlight.Run) -> set[str]:
-    return {finding.rule for finding in judge(run)}
+    return {finding.rule for finding in evaluate_rules(run)}
 
 
 def test_a_loop_over_parameters_is_found_and_a_fused_optimizer_is_not(tmp_path: Path) -> None:
@@ -88,7 +88,9 @@ def test_a_collection_of_many_objects_is_blamed_for_its_step(tmp_path: Path) -> 
     assert ballast
     run = backlight.open_run(tmp_path / "run")
     assert {event.step for event in run.events("garbage_collection")} >= {30, 45}
-    (found,) = (f for f in judge(run) if f.rule == "outlier_steps" and "garbage collection" in f.claim)
+    (found,) = (
+        f for f in evaluate_rules(run) if f.rule == "outlier_steps" and "garbage collection" in f.detail
+    )
     assert found.subject.step in {30, 45}
 
 

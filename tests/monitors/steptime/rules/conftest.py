@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backlight.findings.evaluate import judge
+from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.steptime.model.thresholds import Thresholds
 from backlight.monitors.steptime.model.wording import CIRCUMSTANCES, read_profile
 from backlight.records import Finding, Fingerprint
@@ -64,9 +64,9 @@ def write(
 
 def check_evidence(run: Run, finding: Finding) -> None:
     """Every path leads to something in the run, and each finding says what it must."""
-    assert finding.claim.endswith(".")
-    assert "Expected gain: " in finding.claim
-    assert finding.next_check
+    assert finding.detail.endswith(".")
+    assert "Expected gain: " in finding.detail
+    assert finding.fix
     assert finding.refuted_if
     assert finding.evidence
     for evidence in finding.evidence:
@@ -98,7 +98,7 @@ def stored(tmp_path: Path) -> Stored:
 @pytest.fixture
 def judged() -> Judged:
     def by_rule(run: Run, name: str | None = None, **changes: float) -> list[Finding]:
-        found = judge(run, {"steptime": Thresholds().override(changes)})
+        found = evaluate_rules(run, {"steptime": Thresholds().override(changes)})
         for finding in found:
             check_evidence(run, finding)
         return [finding for finding in found if name in {None, finding.rule}]

@@ -25,14 +25,16 @@ def control(ratio: float, high: float | None = None) -> dict[str, Any]:
 def test_a_wait_for_data_without_a_control_is_a_suspicion(stored: Any, judged: Any) -> None:
     (found,) = judged(stored(WAITING), "data_bound")
     assert found.severity is Severity.INFO
-    assert found.claim.startswith("Suspicion without a control: waiting for data takes 29 % of a steady step")
-    assert "--confirm" in found.next_check
+    assert found.detail.startswith(
+        "Suspicion without a control: waiting for data takes 29 % of a steady step"
+    )
+    assert "--confirm" in found.fix
 
 
 def test_a_control_turns_the_suspicion_into_a_claim(stored: Any, judged: Any) -> None:
     (found,) = judged(stored(WAITING, profile=control(0.72)), "data_bound")
     assert found.severity is Severity.WARNING
-    assert "a step is 28 % shorter: the training is bound by its data" in found.claim
+    assert "a step is 28 % shorter: the training is bound by its data" in found.detail
     assert any("controls/cached batch" in evidence.path for evidence in found.evidence)
 
 
@@ -50,8 +52,8 @@ def test_a_loader_that_keeps_up_and_a_few_steps_are_silent(stored: Any, judged: 
 def test_a_looping_optimizer_is_found_where_it_takes_time(stored: Any, judged: Any) -> None:
     slow = SOUND | {"optimizer": 0.012}
     (found,) = judged(stored(slow, circumstances=LOOP), "slow_optimizer")
-    assert "AdamW updates its 148 tensors one by one" in found.claim
-    assert "AdamW(..., fused=True)" in found.next_check
+    assert "AdamW updates its 148 tensors one by one" in found.detail
+    assert "AdamW(..., fused=True)" in found.fix
     assert not judged(stored(slow, circumstances=FUSED), "slow_optimizer")
     assert not judged(stored(SOUND, circumstances=LOOP), "slow_optimizer")
     toy = {name: seconds / 20 for name, seconds in slow.items()}
@@ -64,11 +66,11 @@ def test_outliers_are_told_by_cause(stored: Any, judged: Any) -> None:
     events = [(50, "garbage_collection", {"seconds": 0.46, "generation": 2})]
     found = judged(stored(SOUND, changes=changes, events=events), "outlier_steps")
     assert [f.subject.phase for f in found] == ["data", None]
-    assert "2 steps of 59 take up to" in found[0].claim
+    assert "2 steps of 59 take up to" in found[0].detail
     assert found[0].subject.step == 30
-    assert "num_workers" in found[0].next_check or "persistent_workers" in found[0].next_check
-    assert "Python's garbage collection runs in them" in found[1].claim
-    assert "gc.freeze()" in found[1].next_check
+    assert "num_workers" in found[0].fix or "persistent_workers" in found[0].fix
+    assert "Python's garbage collection runs in them" in found[1].detail
+    assert "gc.freeze()" in found[1].fix
 
 
 def test_a_short_pause_is_not_blamed_for_a_long_step(stored: Any, judged: Any) -> None:
@@ -82,7 +84,7 @@ def test_evaluation_in_the_loop_is_a_remark(stored: Any, judged: Any) -> None:
     changes = {(step, "evaluation"): 0.3 for step in (20, 40)}
     (found,) = judged(stored(levels, changes=changes), "outlier_steps")
     assert found.severity is Severity.INFO
-    assert "evaluation inside the loop" in found.next_check
+    assert "evaluation inside the loop" in found.fix
 
 
 def test_usual_scatter_and_a_cold_start_are_no_outliers(stored: Any, judged: Any) -> None:
@@ -104,7 +106,7 @@ WAITS = {"data": 0.001, "backward": 0.041, "between": 0.018}
 def test_a_late_rank_is_found_by_where_its_time_goes(stored: Any, judged: Any) -> None:
     (found,) = judged(stored(ranks=[WAITS, WAITS, LATE, WAITS]), "straggler")
     assert (found.subject.rank, found.subject.phase) == (2, "data")
-    assert "Rank 2 works 18 % of a step longer than the others, mostly in data" in found.claim
+    assert "Rank 2 works 18 % of a step longer than the others, mostly in data" in found.detail
 
 
 def test_equal_ranks_and_ranks_that_do_not_wait_are_silent(stored: Any, judged: Any) -> None:

@@ -38,8 +38,8 @@ def test_launch_bound(stored: Any, judged: Any, device: Any, expected: int) -> N
     found = judged(stored(profile=STEP | {"device": device}), "launch_bound")
     assert len(found) == expected
     for finding in found:
-        assert "stands still in 44 % of a step, and 70 % of that is waiting for the host" in finding.claim
-        assert "torch.compile" in finding.next_check
+        assert "stands still in 44 % of a step, and 70 % of that is waiting for the host" in finding.detail
+        assert "torch.compile" in finding.fix
 
 
 def test_what_is_compiled_is_not_told_to_compile(stored: Any, judged: Any) -> None:
@@ -49,7 +49,7 @@ def test_what_is_compiled_is_not_told_to_compile(stored: Any, judged: Any) -> No
         "device": {"idle": 0.5, "causes": {"launch_gap": 1.0}},
     }
     (found,) = judged(stored(profile=profile), "launch_bound")
-    assert found.next_check.startswith("The model is compiled already")
+    assert found.fix.startswith("The model is compiled already")
 
 
 def test_copies_are_summed_by_line(stored: Any, judged: Any) -> None:
@@ -60,10 +60,10 @@ def test_copies_are_summed_by_line(stored: Any, judged: Any) -> None:
     ]
     (found,) = judged(stored(profile=STEP | {"copies": copies}), "copy_heavy")
     assert found.subject.line == "train.py:12 (step)"
-    assert "take 7 % of a step (3.5 ms, 8 calls)" in found.claim
+    assert "take 7 % of a step (3.5 ms, 8 calls)" in found.detail
     layout = [copy("b.py:2 (g)", 0.2, target="float", contiguous=False)]
     (other,) = judged(stored(profile=STEP | {"copies": layout}), "copy_heavy")
-    assert other.claim.startswith("Copies that change the layout from float to float")
+    assert other.detail.startswith("Copies that change the layout from float to float")
     assert not judged(stored(profile=STEP | {"copies": copies[2:]}), "copy_heavy")
 
 
@@ -71,7 +71,7 @@ def test_logits_are_weighed_against_the_peak(stored: Any, judged: Any) -> None:
     logits = {"shape": [16, 1024, 32000], "dtype": "float32", "itemsize": 4}
     large = {"memory": {"peak": 8 * 2**30, "capacity": 16 * 2**30}, "logits": logits}
     (found,) = judged(stored(profile=STEP | large), "logits_materialised")
-    assert "16 x 1024 x 32000 in float32 with their fp32 copy take 3.9 GiB, 49 % of the peak" in found.claim
+    assert "16 x 1024 x 32000 in float32 with their fp32 copy take 3.9 GiB, 49 % of the peak" in found.detail
     chunked = large | {"optimizations": [{"name": "chunked loss", "state": "on", "detail": ""}]}
     assert not judged(stored(profile={"step": None} | chunked), "logits_materialised")
     small = large | {"logits": logits | {"shape": [16, 10]}}
@@ -83,7 +83,7 @@ def test_logits_are_weighed_against_the_peak(stored: Any, judged: Any) -> None:
 def test_recomputation_counts_outermost_modules_where_memory_is_free(stored: Any, judged: Any) -> None:
     modules = [module(f"blocks.{i}", 5, 10, 2.0) for i in range(3)] + [module("blocks.0.up", 2, 4, 1.0)]
     (found,) = judged(stored(profile=STEP | MEMORY | {"modules": modules}), "recompute_without_need")
-    assert "take 6 ms, 12 % of a step, in 3 modules" in found.claim
+    assert "take 6 ms, 12 % of a step, in 3 modules" in found.detail
     full = {"memory": {"peak": 15 * 2**30, "capacity": 16 * 2**30}}
     assert not judged(stored(profile=STEP | full | {"modules": modules}), "recompute_without_need")
     assert not judged(stored(profile=STEP | {"modules": modules}), "recompute_without_need")
@@ -93,7 +93,7 @@ def test_recomputation_counts_outermost_modules_where_memory_is_free(stored: Any
 
 def test_exposed_communication(stored: Any, judged: Any) -> None:
     (found,) = judged(stored(profile=STEP | {"exposed_communication": 0.23}), "exposed_communication")
-    assert "In 23 % of a step the device communicates and computes nothing" in found.claim
+    assert "In 23 % of a step the device communicates and computes nothing" in found.detail
     for share in (0.02, None):
         assert not judged(stored(profile=STEP | {"exposed_communication": share}), "exposed_communication")
 

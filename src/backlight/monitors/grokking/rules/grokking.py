@@ -79,22 +79,22 @@ def grokking(run: Run, limits: Thresholds) -> Iterator[Finding]:
         found = detect_run(run, limits)
     except DetectionError as error:
         yield Finding(
-            rule="grokking",
             severity=Severity.WARNING,
-            claim=f"The accuracies that were logged cannot be judged: {error}",
+            title="The logged accuracies cannot be evaluated",
+            detail=f"The accuracies that were logged cannot be judged: {error}",
             subject=Subject(),
             evidence=(Evidence(f"user/{TRAIN}"), Evidence(f"user/{TEST}")),
-            next_check="Log shares of samples between 0 and 1.",
+            fix="Log shares of samples between 0 and 1.",
             refuted_if="the values are shares, and the store damaged them.",
         )
         return
     yield Finding(
-        rule="grokking",
         severity=Severity.WARNING if found.verdict in _DOUBTED else Severity.INFO,
-        claim=f"{_named(found)}: {found.claim}",
+        title=_named(found),
+        detail=f"{_named(found)}: {found.claim}",
         subject=Subject(step=_step(found), verdict=found.verdict.value),
         evidence=tuple(_evidence(run, found)),
-        next_check=_NEXT[found.verdict],
+        fix=_NEXT[found.verdict],
         refuted_if=_REFUTED[found.verdict],
     )
 

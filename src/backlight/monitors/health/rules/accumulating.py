@@ -118,9 +118,9 @@ def _finding(run: Run, growth: _Growth) -> Finding:
             Evidence("scalars/backwards", int(backwards.steps[0]), float(backwards.values[0]), "1")
         )
     return Finding(
-        rule="accumulating",
         severity=Severity.ERROR,
-        claim=(
+        title="Gradients accumulate over steps, as if they were never set to zero",
+        detail=(
             "Gradients grow as if they were never set to zero: the total norm rises from "
             f"{wording.number(norms[0])} at step {int(steps[0])} to {wording.number(norms[-1])} at step "
             f"{int(steps[-1])}, as the number of steps to the power {growth.power:.2f} (the fit explains "
@@ -129,7 +129,7 @@ def _finding(run: Run, growth: _Growth) -> Finding:
         ),
         subject=Subject(step=int(steps[0])),
         evidence=tuple(evidence),
-        next_check=(
+        fix=(
             "Look for optimizer.zero_grad() in the loop: it must run once per optimizer step, before "
             "backward and for every optimizer; then see whether the norm still grows."
         ),

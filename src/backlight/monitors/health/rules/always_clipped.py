@@ -45,9 +45,9 @@ def always_clipped(run: Run, limits: Thresholds) -> Iterator[Finding]:
             evidence.append(wording.scalar(name, int(steps[middle]), other.values[place[0]], unit))
     limit = str(evidence[-1].value) if evidence[-1].path.endswith("limit") else "the clip norm"
     yield Finding(
-        rule="always_clipped",
         severity=Severity.WARNING if hard else Severity.INFO,
-        claim=(
+        title=f"Clipping is active at {100 * float(active.mean()):.0f} % of the steps",
+        detail=(
             f"Clipping is active at {wording.share(int(active.sum()), len(steps))} of the steps from step "
             f"{int(steps[0])} on, with a median factor of {wording.number(median)}"
             + (
@@ -59,7 +59,7 @@ def always_clipped(run: Run, limits: Thresholds) -> Iterator[Finding]:
         ),
         subject=Subject(step=int(steps[0])),
         evidence=tuple(evidence),
-        next_check=(
+        fix=(
             f"Compare the total norm with the limit ({limit}): set the limit near the usual norm, so that "
             "it catches the exceptions, or lower the norm itself (mean instead of sum over a batch; the "
             "loss scale undone by unscale_ before clipping)."

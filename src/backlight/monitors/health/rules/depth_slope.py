@@ -83,9 +83,11 @@ def depth_slope(run: Run, limits: Thresholds) -> Iterator[Finding]:
         for i in picked
     ]
     yield Finding(
-        rule="depth_slope",
         severity=Severity.WARNING,
-        claim=(
+        title=(
+            f"The gradient {'shrinks' if shrinks else 'grows'} {wording.number(total)}-fold towards the input"
+        ),
+        detail=(
             f"The gradient {'shrinks' if shrinks else 'grows'} towards the input by a factor of "
             f"{wording.number(float(np.exp(abs(line.slope))))} per block over the {len(ladder.columns)} "
             f"weights {ladder.title}: {wording.number(total)} in all, from an rms of "
@@ -97,7 +99,7 @@ def depth_slope(run: Run, limits: Thresholds) -> Iterator[Finding]:
             parameter=weak, module=wording.modules_of(run).get(weak), step=int(frame.steps[rows[0]])
         ),
         evidence=tuple(evidence),
-        next_check=(
+        fix=(
             "Look at the distribution over depth in the report. "
             + (
                 "Try an initialisation that keeps variance (He for ReLU, Xavier for tanh), residual "

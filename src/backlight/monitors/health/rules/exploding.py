@@ -95,9 +95,9 @@ def _of_parameters(
         )
     )
     return Finding(
-        rule="exploding",
         severity=Severity.ERROR if to_the_end else Severity.WARNING,
-        claim=(
+        title=f"The gradient of `{name}`{wording.others(len(begins) - 1)} explodes from step {begin} on",
+        detail=(
             f"The gradient of {name}{wording.others(len(begins) - 1)} explodes from step {begin} on: its "
             f"rms reaches {wording.number(frame.values[row, worst])} at step {step}, "
             f"{wording.number(ratios_SP[row, worst])} times its running median of "
@@ -106,7 +106,7 @@ def _of_parameters(
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=begin),
         evidence=tuple(evidence),
-        next_check=(
+        fix=(
             f"Compare loss and learning rate at the steps before {begin}; repeat from a checkpoint before "
             "it with a tenth of the learning rate, or with clip_grad_norm_, and see whether it still "
             "happens."
@@ -133,9 +133,9 @@ def _of_total(run: Run, frame: Frame, limits: Thresholds) -> Iterator[Finding]:
         row = int(stretch[np.argmax(norms_S[stretch])])
         step, begin = int(frame.steps[row]), int(frame.steps[stretch[0]])
         yield Finding(
-            rule="exploding",
             severity=Severity.WARNING,
-            claim=(
+            title=f"The total gradient norm explodes from step {begin} on",
+            detail=(
                 f"The total gradient norm explodes from step {begin} on: {wording.number(norms_S[row])} at "
                 f"step {step}, {wording.number(norms_S[row] / clips_S[row])} times the clip norm of "
                 f"{wording.number(clips_S[row])} and {wording.number(norms_S[row] / medians_S[row])} times "
@@ -147,7 +147,7 @@ def _of_total(run: Run, frame: Frame, limits: Thresholds) -> Iterator[Finding]:
                 wording.total_norm(run, step, norms_S[row]),
                 wording.scalar("clip/limit", step, clips_S[row], "gradient"),
             ),
-            next_check=(
+            fix=(
                 f"Look at the parameters of step {step} in the heat map for those that carry the norm, and "
                 "at the batches of these steps."
             ),

@@ -60,9 +60,9 @@ def _finding(
     norm = run.frame("gradient", "norm")
     column = norm.names.index(member)
     return Finding(
-        rule="group_ratio",
         severity=Severity.WARNING,
-        claim=(
+        title=f"Group {small[0]!r} hardly learns next to group {(b if small[0] == a else a)!r}",
+        detail=(
             f"The gradient of group {a!r} ({wording.plural(len(one.names), 'parameter')}) is "
             f"{wording.number(median)} times that of {b!r} "
             f"({wording.plural(len(other.names), 'parameter')}), rms against rms, median of the last "
@@ -75,7 +75,7 @@ def _finding(
             Evidence(f"groups/{b}", step, wording.plain(float(other.values[last])), "gradient, rms"),
             wording.series("gradient/norm", member, step, float(norm.values[norm.steps == step, column][0])),
         ),
-        next_check=(
+        fix=(
             f"Compare the update-to-weight ratios of both groups; if {small[0]!r} also moves less, give it "
             "a learning rate of its own, or look for what attenuates the path to it."
         ),
@@ -88,11 +88,11 @@ def _finding(
 
 def _empty(title: str, pattern: str, reason: str) -> Finding:
     return Finding(
-        rule="group_ratio",
         severity=Severity.WARNING,
-        claim=f"Group {title!r} has no parameters, so that nothing is known of its ratio: {reason}.",
+        title=f"Group {title!r} has no parameters",
+        detail=f"Group {title!r} has no parameters, so that nothing is known of its ratio: {reason}.",
         subject=Subject(module=title),
         evidence=(Evidence(f"groups/{title}", None, pattern, "pattern"),),
-        next_check="Correct the pattern; --group takes NAME=PATTERN with parameter or module names.",
+        fix="Correct the pattern; --group takes NAME=PATTERN with parameter or module names.",
         refuted_if="the parameters of the group were added after the last recorded step.",
     )

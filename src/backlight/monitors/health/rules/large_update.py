@@ -118,9 +118,12 @@ def _lasting(
     step = int(frame.steps[last])
     stated, evidence = _rate(run, record, step)
     return Finding(
-        rule="large_update",
         severity=Severity.WARNING,
-        claim=(
+        title=(
+            f"Updates of `{record.name}`{wording.others(len(found) - 1)} are {wording.number(found[worst])} "
+            "of the weight norm"
+        ),
+        detail=(
             f"The steps of {record.name}{wording.others(len(found) - 1)} are large: in the last "
             f"{limits.update_steps} recorded steps one step changed it by {wording.number(found[worst])} "
             f"of its own norm (median){stated}, where about 0.001 is usual; that holds for "
@@ -134,9 +137,7 @@ def _lasting(
             ),
             *evidence,
         ),
-        next_check=(
-            "Train a short run with a tenth of the learning rate and compare the loss after equal steps."
-        ),
+        fix=("Train a short run with a tenth of the learning rate and compare the loss after equal steps."),
         refuted_if=(
             "the loss falls faster than at a tenth of the learning rate, or the norm of the weight is "
             "small by design (a strong weight decay, an adapter that starts at zero)."
@@ -152,9 +153,9 @@ def _once(run: Run, frame: Frame, columns: list[int], medians_S: np.ndarray, row
     stated, evidence = _rate(run, record, step)
     often = f" That happened at {count} recorded steps." if count > 1 else ""
     return Finding(
-        rule="large_update",
         severity=Severity.WARNING,
-        claim=(
+        title=f"Step {step} overwrote the weights",
+        detail=(
             f"Step {step} replaced the weights: it was {wording.number(float(medians_S[row]))} times as "
             f"long as the weight itself, median over {len(present)} matrices{stated}; {record.name} was "
             f"changed by {wording.number(float(frame.values[row, order[0]]))} times its norm. What was "
@@ -168,7 +169,7 @@ def _once(run: Run, frame: Frame, columns: list[int], medians_S: np.ndarray, row
             ),
             *evidence,
         ),
-        next_check=(
+        fix=(
             "Start again with a tenth of the learning rate, or with a warm-up, and compare the loss after "
             "equal steps; Adam moves every weight by about the learning rate in its first step."
         ),

@@ -19,7 +19,7 @@ from backlight.store.read.run import Run
 class _Reason:
     severity: Severity
     words: str
-    next_check: str
+    fix: str
     path: str
 
 
@@ -79,9 +79,9 @@ def no_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
         order = wording.loudest(group, lambda p: p.numel)
         worst, mine = order[0], sum(p.numel for p in group)
         yield Finding(
-            rule="no_gradient",
             severity=reason.severity,
-            claim=(
+            title=f"`{worst.name}`{wording.others(len(group) - 1)} never received a gradient",
+            detail=(
                 f"{worst.name}{wording.others(len(group) - 1)} never had a gradient in {len(rows)} "
                 f"recorded steps ({first} to {last}): {reason.words}. That concerns "
                 f"{wording.share(len(group), len(records))} of the parameters and "
@@ -93,7 +93,7 @@ def no_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
                 Evidence(f"parameters/{reason.path}/{worst.name}", None, _shown(worst, reason), "1"),
                 *(_seen_without(run, worst.name) if reason.path == "group" else ()),
             ),
-            next_check=reason.next_check,
+            fix=reason.fix,
             refuted_if=(
                 f"a step at which {worst.name} has a gradient, or a step that was not recorded used it."
             ),
@@ -138,7 +138,7 @@ _ALONE = _Reason(
     Severity.WARNING,
     "trainable, but no gradient reached them: not used in forward, or cut from the loss by detach, "
     "no_grad, .data or an integer cast",
-    _UNUSED.next_check,
+    _UNUSED.fix,
     "requires_grad",
 )
 

@@ -88,9 +88,12 @@ def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
     last = int(np.flatnonzero(frame.measured[:, column])[-1])
     first = int(frame.steps[np.flatnonzero(frame.measured[:, column])[0]])
     return Finding(
-        rule="no_update",
         severity=Severity.WARNING,
-        claim=(
+        title=(
+            f"`{worst.name}`{wording.others(len(group) - 1)} {'is' if len(group) == 1 else 'are'} "
+            "not in any optimizer"
+        ),
+        detail=(
             f"{worst.name}{wording.others(len(group) - 1)} get a gradient that is not zero, and no watched "
             f"optimizer holds {'it' if len(group) == 1 else 'them'}: {wording.share(len(group), whole)} of "
             "the parameters are never updated."
@@ -102,7 +105,7 @@ def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
             ),
             *(Evidence(f"parameters/group/{p.name}", None, "none", "1") for p in order),
         ),
-        next_check=(
+        fix=(
             "Build the optimizer after the model is complete and where it stays (a model replaced, copied "
             "or rebuilt later has other tensors); compare sum(p.numel()) over its groups with that of the "
             "model."
@@ -157,9 +160,9 @@ def _standing(
         )
     )
     return Finding(
-        rule="no_update",
         severity=Severity.ERROR if everything else Severity.WARNING,
-        claim=(
+        title=f"{who}, although the gradient is not zero",
+        detail=(
             f"{who} though the gradient is not zero (norm {wording.number(float(finite_median(grads)))}): "
             f"the step taken is exactly 0 at the last {streaks[worst.name]} recorded steps; {cause}."
         ),
@@ -168,7 +171,7 @@ def _standing(
             *(wording.series("update/update_norm", p.name, lasts[p.name], 0.0, "weight") for p in order),
             *(wording.scalar(f"lr/{worst.group}", last, float(rate.values[i])) for i in at_last),
         ),
-        next_check=check,
+        fix=check,
         refuted_if=(
             f"the weights of {worst.name} differ between two checkpoints of these steps: then only the "
             "sample of weights that was measured stood still."

@@ -36,16 +36,16 @@ def non_finite(run: Run, limits: Thresholds) -> Iterator[Finding]:
     elif bad_loss:
         value = float(loss.values[np.searchsorted(loss.steps, bad_loss[0])])
         yield Finding(
-            rule="non_finite",
             severity=Severity.ERROR,
-            claim=(
+            title=f"The loss is {wording.number(value)} from step {bad_loss[0]} on",
+            detail=(
                 f"The loss is {wording.number(value)} for the first time at step {bad_loss[0]}, and not "
                 f"finite at {wording.share(len(bad_loss), len(loss.steps))} of the recorded steps; no "
                 "recorded gradient holds NaN or Inf."
             ),
             subject=Subject(step=bad_loss[0]),
             evidence=(wording.scalar("loss", bad_loss[0], value, "loss"),),
-            next_check=_next_check(bad_loss[0]),
+            fix=_fix(bad_loss[0]),
             refuted_if="the loss of that step, computed again from the same batch and weights, is finite.",
         )
 
@@ -93,9 +93,9 @@ def _in_gradients(
     rank, who, proof = blamed(run, step)
     evidence += proof
     return Finding(
-        rule="non_finite",
         severity=Severity.ERROR,
-        claim=(
+        title=f"The first NaN or Inf in a gradient is at step {step}, in `{name}`",
+        detail=(
             f"Gradients hold NaN or Inf for the first time at step {step} (last finite recorded step: "
             f"{before}), in {wording.share(len(ill), len(measured))} of the measured parameters. All "
             f"parameters of a step are measured together; of those, {name} lies nearest to the loss: {nan} "
@@ -104,7 +104,7 @@ def _in_gradients(
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step, rank=rank),
         evidence=tuple(evidence),
-        next_check=_next_check(step),
+        fix=_fix(step),
         refuted_if=(
             "the same batch with the weights of that step gives finite gradients when it is run again; or "
             f"the order of the modules in forward differs from model order, then {name} need not be the "
@@ -133,7 +133,7 @@ def _loss_words(loss: Scalar, step: int, evidence: list[Evidence]) -> str:
     return f"The loss of that step is {wording.number(value)} already, so that forward brought it in."
 
 
-def _next_check(step: int) -> str:
+def _fix(step: int) -> str:
     return (
         f"Run `backlight nan SCRIPT` up to step {step}: it names the first operation with finite inputs and "
         "a non-finite output, and its line. Check that for a division by zero, a logarithm or root of 0, an "

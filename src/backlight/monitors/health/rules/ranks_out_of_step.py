@@ -23,9 +23,9 @@ def ranks_out_of_step(run: Run, limits: Thresholds) -> Iterator[Finding]:
     counts = ", ".join(str(found.seen[rank]) for rank in found.ranks[:8])
     others = [rank for rank in found.seen if rank not in found.ranks]
     yield Finding(
-        rule="ranks_out_of_step",
         severity=Severity.ERROR,
-        claim=(
+        title=f"{who} {'is' if one else 'are'} out of step with the others from step {found.step} on",
+        detail=(
             f"{who} had seen {counts} backward passes when step {found.step} ended, the others "
             f"{found.common}: until then {'it has' if one else 'they have'} skipped an optimizer step that "
             "the others took, or taken one more, or accumulated otherwise. From there on, at "
@@ -37,7 +37,7 @@ def ranks_out_of_step(run: Run, limits: Thresholds) -> Iterator[Finding]:
             Evidence(f"scalars/backwards_seen, rank {rank}", found.step, found.seen[rank], "1")
             for rank in (*found.ranks[:4], *others[:2])
         ),
-        next_check=(
+        fix=(
             "Look for a condition around optimizer.step() that a rank decides alone (its loss, its shard of "
             "the gradients, an empty batch): reduce it over all ranks first."
         ),

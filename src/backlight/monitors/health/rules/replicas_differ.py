@@ -90,9 +90,9 @@ def _finding(run: Run, frame: Frame, apart_SP: Bools, series: str, column: str, 
             "loading a checkpoint, an initialisation, a hook of the optimizer."
         )
     return Finding(
-        rule="replicas_differ",
         severity=Severity.WARNING if everything else Severity.ERROR,
-        claim=(
+        title=f"Replicated {what} differ between ranks from step {first} on",
+        detail=(
             f"Ranks that hold the same parameters have other {what}: {wording.share(len(columns), known)} of "
             f"the parameters, at {wording.plural(steps, 'recorded step')} from step {first} on. Furthest "
             f"apart is {worst.name} at step {worst.step}: norm {said}. {cause}"
@@ -102,7 +102,7 @@ def _finding(run: Run, frame: Frame, apart_SP: Bools, series: str, column: str, 
             Evidence(f"series/{series}/{column}/{worst.name}, rank {r}", worst.step, wording.plain(v), unit)
             for r, v in list(worst.by_rank.items())[: wording.EVIDENCE_ROWS]
         ),
-        next_check=check,
+        fix=check,
         refuted_if="the ranks are meant to train apart, or to be brought together only now and then.",
     )
 

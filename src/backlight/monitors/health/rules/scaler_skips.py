@@ -31,15 +31,15 @@ def scaler_skips(run: Run, limits: Thresholds) -> Iterator[Finding]:
     if streak >= limits.skips_stuck:
         begin = int(steps[len(steps) - streak])
         yield Finding(
-            rule="scaler_skips",
             severity=Severity.ERROR,
-            claim=(
+            title=f"The gradient scaler has skipped every step since step {begin}",
+            detail=(
                 f"The gradient scaler skipped each of the last {streak} recorded steps, from step {begin} "
                 f"on: no weight is updated any more{_scale_words(scale.values)}."
             ),
             subject=Subject(step=begin),
             evidence=_evidence(steps[len(steps) - streak :], scale.steps, scale.values),
-            next_check=(
+            fix=(
                 "A scale that falls at every step means that the gradients are NaN or Inf at any scale: "
                 f"run step {begin} without autocast inside torch.autograd.detect_anomaly()."
             ),
@@ -48,16 +48,16 @@ def scaler_skips(run: Run, limits: Thresholds) -> Iterator[Finding]:
     elif len(later) >= limits.skips_steps and later.mean() > limits.skips_share:
         places = start + np.flatnonzero(later)
         yield Finding(
-            rule="scaler_skips",
             severity=Severity.WARNING,
-            claim=(
+            title=f"The gradient scaler skips {100 * float(later.mean()):.0f} % of the steps",
+            detail=(
                 f"The gradient scaler skipped {wording.share(int(later.sum()), len(later))} of the "
                 f"recorded steps after its search for a scale (from step {int(steps[start])} on); one in "
                 f"2000 is usual{_scale_words(scale.values)}."
             ),
             subject=Subject(step=int(steps[places[0]])),
             evidence=_evidence(steps[places], scale.steps, scale.values),
-            next_check=(
+            fix=(
                 "Look at the total norm at the skipped steps: gradients that overflow fp16 now and then "
                 "want a longer growth_interval, clipping (after unscale_), or bfloat16."
             ),

@@ -144,14 +144,17 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: Threshold
     rank = f" It is one of {count} spikes in {recorded} recorded steps." if count > 1 else ""
     carried = f" At that step {name} grew most against its own past." if name else ""
     claim = " and ".join(parts)
+    titled = " and the ".join(
+        "gradient norm" if leap.name == "total_norm" else leap.name for leap, _ in one.peaks
+    )
     alone = [leap.name for leap, _ in one.peaks] == ["total_norm"]
     return Finding(
-        rule="spike",
         severity=Severity.INFO if alone and one.height < limits.spike_norm_hard else Severity.WARNING,
-        claim=f"{claim[0].upper()}{claim[1:]}.{lasting}{carried}{rank}",
+        title=f"Spike of the {titled} at step {one.step}",
+        detail=f"{claim[0].upper()}{claim[1:]}.{lasting}{carried}{rank}",
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name or ""), step=one.step),
         evidence=tuple(evidence),
-        next_check=(
+        fix=(
             f"Look at the batch of step {one.step}"
             + (f" (batch index {int(batch.values[place[0]])})" if len(place) else "")
             + ": a damaged or extreme sample? If several seeds spike there it is the data; otherwise "

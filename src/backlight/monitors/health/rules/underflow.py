@@ -78,9 +78,9 @@ def underflow(run: Run, limits: Thresholds) -> Iterator[Finding]:
     if scaled:
         evidence.append(wording.scalar("scaler/scale", step, float(scale_S[last])))
     yield Finding(
-        rule="underflow",
         severity=Severity.WARNING,
-        claim=(
+        title=f"The gradient of `{name}`{wording.others(len(found) - 1)} underflows in fp16",
+        detail=(
             f"The gradient of {name}{wording.others(len(found) - 1)} underflows in fp16: {100 * share:.0f} "
             f"% of its values are exactly zero, and the rms of the others{under} is "
             f"{wording.number(magnitude)}, below {wording.number(limits.underflow_magnitude)}: fp16 rounds "
@@ -89,7 +89,7 @@ def underflow(run: Run, limits: Thresholds) -> Iterator[Finding]:
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step),
         evidence=tuple(evidence),
-        next_check=(
+        fix=(
             "Scale the loss (torch.amp.GradScaler; raise init_scale or lower growth_interval where one is "
             "there), or use bfloat16, and see whether the share of zeros falls."
         ),

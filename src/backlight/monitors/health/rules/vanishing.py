@@ -76,9 +76,9 @@ def vanishing(run: Run, limits: Thresholds) -> Iterator[Finding]:
         )
     first = int(frame.steps[_first(frame, measured_SP, worst, limits)])
     yield Finding(
-        rule="vanishing",
         severity=severity,
-        claim=(
+        title=f"The gradient of `{name}`{wording.others(count - 1)} vanishes",
+        detail=(
             f"The gradient of {name}{wording.others(count - 1)} vanishes: its rms is "
             f"{wording.number(size)}, {wording.number(size / usual)} times the median over parameters, in "
             f"the last {limits.vanishing_window} recorded steps and first at step {first}. That concerns "
@@ -86,7 +86,7 @@ def vanishing(run: Run, limits: Thresholds) -> Iterator[Finding]:
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=first),
         evidence=tuple(evidence),
-        next_check=(
+        fix=(
             f"Follow the gradient over depth in the report, from the loss down to {name}: where it falls, "
             "look for saturated activations, a missing residual connection or normalisation, or a small "
             "initial scale."

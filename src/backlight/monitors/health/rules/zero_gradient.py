@@ -46,9 +46,13 @@ def zero_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
     )
     history = "after it had been alive" if alive_before else "as long as it was recorded"
     yield Finding(
-        rule="zero_gradient",
         severity=Severity.ERROR if everything else Severity.WARNING,
-        claim=(
+        title=(
+            "Every gradient is exactly zero"
+            if everything
+            else f"The gradient of `{name}`{wording.others(len(found) - 1)} is exactly zero"
+        ),
+        detail=(
             f"{subject} exactly zero at each of the last {int(streaks_P[worst])} recorded steps, since "
             f"step {since}, {history}: nothing there learns from the loss."
         ),
@@ -62,7 +66,7 @@ def zero_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
             )
             for row in order
         ),
-        next_check=(
+        fix=(
             "Check that the loss still depends on the output (a margin that is met, a constant target, a "
             "mask that hides everything)."
             if everything

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from backlight.monitors.spectra.model.thresholds import Thresholds
 
@@ -98,30 +97,6 @@ def rank_collapse(
     return Condition("rank_collapse", stable_rank, bound) if stable_rank < bound else None
 
 
-def estimator_contradicted(
-    residual: ArrayLike, echo: ArrayLike, null: ArrayLike, limits: Thresholds | None = None
-) -> Condition | None:
-    """Tell which directions have an echo that its own residual contradicts.
-
-    The echo rests on ``Z_ab = ζ_a ζ_b``. Where directions change places between replicates, as close
-    modes do, that does not hold, and the echo is no property of the direction: look at its block.
-
-    Parameters
-    ----------
-    residual, echo, null
-        ``[D]`` each, NaN where not measured; see :class:`backlight.measure.spectra.result.SpectralEcho`.
-    limits
-        Thresholds of the monitor.
-    """
-    limits = limits or Thresholds()
-    r, z, n = (np.asarray(x, dtype=np.float64) for x in (residual, echo, null))
-    with np.errstate(invalid="ignore"):
-        found = np.flatnonzero((r > limits.misfit) & (np.abs(z) > limits.above_null * n))
-    if not found.size:
-        return None
-    return Condition("estimator_contradicted", float(np.max(r[found])), limits.misfit, tuple(map(int, found)))
-
-
 def modes_too_close(blocks: Sequence[tuple[int, int]]) -> Condition | None:
     """Tell which directions noise turns into their neighbours, by their strengths alone.
 
@@ -137,34 +112,3 @@ def modes_too_close(blocks: Sequence[tuple[int, int]]) -> Condition | None:
     largest = max(end - begin for begin, end in wide)
     members = tuple(i for begin, end in wide for i in range(begin, end))
     return Condition("modes_too_close", float(largest), 1.0, members)
-
-
-def too_few_replicates(
-    replicates: int, interval: ArrayLike, identifiable: int, limits: Thresholds | None = None
-) -> Condition | None:
-    """Tell whether there are too few replicates for the echo of a layer.
-
-    They are too few where they are below the least number, or where the interval of an identifiable
-    direction is wider than the threshold; then ``value`` is that width.
-
-    Parameters
-    ----------
-    replicates
-        R.
-    interval
-        ``[D, 2]``, NaN where not measured.
-    identifiable
-        Number of identifiable directions.
-    limits
-        Thresholds of the monitor.
-    """
-    limits = limits or Thresholds()
-    if replicates < limits.replicates:
-        return Condition("too_few_replicates", replicates, limits.replicates)
-    width = np.ptp(np.asarray(interval, dtype=np.float64)[:identifiable], axis=1)
-    with np.errstate(invalid="ignore"):
-        found = np.flatnonzero(width > limits.interval_width)
-    if not found.size:
-        return None
-    widest = float(np.max(width[found]))
-    return Condition("too_few_replicates", widest, limits.interval_width, tuple(map(int, found)))

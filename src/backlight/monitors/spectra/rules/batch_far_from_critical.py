@@ -47,9 +47,11 @@ def batch_far_from_critical(run: Run, limits: Thresholds) -> Iterator[Finding]:
         else "Compare a run with a larger batch, or more accumulation, at an equal number of steps."
     )
     yield Finding(
-        rule="batch_far_from_critical",
         severity=Severity.INFO,
-        claim=(
+        title=(
+            f"The batch of {written(batch)} samples is far {'above' if large else 'below'} the noise scale"
+        ),
+        detail=(
             (
                 f"The batch of {written(batch)} samples at step {step} shows no signal in the median of "
                 f"{len(judged)} layers: "
@@ -68,7 +70,7 @@ def batch_far_from_critical(run: Run, limits: Thresholds) -> Iterator[Finding]:
         ),
         subject=Subject(step=step),
         evidence=evidence(shown, "noise_scale", "samples"),
-        next_check=advice,
+        fix=advice,
         refuted_if=(
             "the noise scale at neighbouring steps is within the factor, or the comparison shows otherwise: "
             "the simple noise scale ignores curvature and what the optimizer averages over steps."

@@ -31,9 +31,9 @@ def below_noise(run: Run, limits: Thresholds) -> Iterator[Finding]:
     while start and since.measured[start - 1].identifiable == 0:
         start -= 1
     yield Finding(
-        rule="below_noise",
         severity=Severity.WARNING if len(hits) * 2 > len(known) else Severity.INFO,
-        claim=(
+        title=f"No gradient direction of `{name}`{among(len(hits), len(known))} exceeds the noise",
+        detail=(
             f"No direction of the gradient of {name}{among(len(hits), len(known))} stands above the noise of "
             f"one replicate ({written(first.at['batch'])} samples) at step {first.at.step}, and so since "
             "step "
@@ -45,7 +45,7 @@ def below_noise(run: Run, limits: Thresholds) -> Iterator[Finding]:
             *evidence(shown, "identifiable"),
             Evidence(f"scalars/spectra/{name}/edge", first.at.step, first.at["edge"], "gradient"),
         ),
-        next_check=(
+        fix=(
             "Measure with larger replicates (more samples in each) and look whether directions appear; "
             "compare the signal share, which counts what is spread over many weak directions."
         ),

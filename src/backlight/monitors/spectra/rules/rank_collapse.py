@@ -29,16 +29,16 @@ def rank_collapse(run: Run, limits: Thresholds) -> Iterator[Finding]:
     first = shown[0]
     name = first.layer.parameter
     yield Finding(
-        rule="rank_collapse",
         severity=Severity.WARNING,
-        claim=(
+        title=f"The update of `{name}` collapsed to stable rank {written(first.condition.value)}",
+        detail=(
             f"The update of {name}{among(len(hits), len(known))} has collapsed to stable rank "
             f"{written(first.condition.value)} at step {first.at.step}; it was up to {written(before[name])} "
             f"before. Nearly all of what the optimizer does there is one direction."
         ),
         subject=Subject(parameter=name, module=first.layer.layer or None, step=first.at.step),
         evidence=evidence(shown, "stable_rank_update"),
-        next_check=(
+        fix=(
             "Look at the stable ranks of gradient and momentum beside it: where the gradient collapsed too, "
             "look at the batch (one token or class in all samples); where it did not, at the optimizer's "
             "state."

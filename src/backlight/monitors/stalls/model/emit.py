@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from backlight.findings import wording
 from backlight.monitors.stalls.model.observation import Diagnosis, Observation
 from backlight.records import DiagnosisKind, Evidence, Finding, Made, Severity, Subject, to_json
 from backlight.store.write.watchdog import WatchdogWriter
@@ -24,8 +25,10 @@ def as_finding(diagnosis: Diagnosis, step: int | None, evidence: Sequence[Eviden
     """Return the finding that states a verdict; every other verdict than those on slowness is an error."""
     return Finding(
         rule=RULE,
+        monitor="stalls",
         severity=_SEVERITY.get(diagnosis.kind, Severity.ERROR),
-        claim=diagnosis.claim,
+        title=wording.shorten(diagnosis.claim),
+        detail=diagnosis.claim,
         subject=Subject(
             parameter=diagnosis.parameter,
             module=diagnosis.module,
@@ -36,7 +39,7 @@ def as_finding(diagnosis: Diagnosis, step: int | None, evidence: Sequence[Eviden
             phase=diagnosis.phase.value,
         ),
         evidence=tuple(evidence),
-        next_check=diagnosis.next_check,
+        fix=diagnosis.next_check,
         refuted_if=diagnosis.refuted_if,
         version=VERSION,
         made=Made.LIVE,

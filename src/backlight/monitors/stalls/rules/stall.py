@@ -31,11 +31,11 @@ def stall(run: Run, limits: Thresholds) -> Iterator[Finding]:
     said = set()
     files: dict[str, Evidence] = {}
     for finding in run.stored_findings():
-        what = (finding.claim, finding.subject.step)
+        what = (finding.detail, finding.subject.step)
         if finding.rule != "stall" or what in said:
             continue
         said.add(what)
-        if joined and (UNSEEN in finding.claim or (finding.subject.verdict, finding.subject.rank) in better):
+        if joined and (UNSEEN in finding.detail or (finding.subject.verdict, finding.subject.rank) in better):
             files.update({e.path: e for e in finding.evidence if e.path in run.evidence()})
             continue
         yield finding

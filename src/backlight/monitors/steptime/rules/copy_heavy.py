@@ -33,9 +33,9 @@ def copy_heavy(run: Run, limits: Thresholds) -> Iterator[Finding]:
         what = "casts" if source != target else "copies"
         layout = " that change the layout" if what == "copies" and worst.get("contiguous") is False else ""
         yield Finding(
-            rule="copy_heavy",
             severity=Severity.WARNING,
-            claim=(
+            title=f"{what.capitalize()} at {line or 'an unknown line'} take {percent(share)} of a step",
+            detail=(
                 f"{what.capitalize()}{layout} from {source} to {target} take {percent(share)} of a step "
                 f"({ms(spent)}, {plural(round(calls), 'call')}), asked for by "
                 f"{line or 'a line that the trace does not name'}. "
@@ -46,7 +46,7 @@ def copy_heavy(run: Run, limits: Thresholds) -> Iterator[Finding]:
                 profiled.evidence(f"copies/{line or 'unknown line'}", share, "of a step"),
                 profiled.evidence(f"copies/{line or 'unknown line'}/milliseconds", spent, "ms"),
             ),
-            next_check=(
+            fix=(
                 "Cast once outside of the loop, keep one type through the block (autocast, or weights in "
                 "that "
                 "type), and avoid .contiguous() and .clone() that nothing needs; copy from pinned memory."

@@ -22,9 +22,9 @@ def cuda_graphs_skipped(run: Run, limits: Thresholds) -> Iterator[Finding]:
     reasons = [str(reason) for reason in compiled.get("cuda_graph_reasons") or ()]
     why = "; ".join(reasons) or "the compiler recorded no reason"
     yield Finding(
-        rule="cuda_graphs_skipped",
         severity=Severity.WARNING,
-        claim=(
+        title=f"CUDA graphs were skipped for {plural(skips, 'graph')}",
+        detail=(
             f"CUDA graphs were asked for and skipped for {plural(skips, 'graph')}: {why}. "
             "Expected gain: the time in which the device waits for launches, see launch_bound."
         ),
@@ -33,7 +33,7 @@ def cuda_graphs_skipped(run: Run, limits: Thresholds) -> Iterator[Finding]:
             Evidence(f"events/{CIRCUMSTANCES}", told.step, skips, "graphs"),
             *(Evidence(f"events/{CIRCUMSTANCES}", told.step, reason) for reason in reasons),
         ),
-        next_check=(
+        fix=(
             "Remove the reason: tensors on the CPU inside the graph, inputs that are changed in place, "
             "dynamic "
             "shapes. TORCH_LOGS=cudagraphs prints each with its stack."

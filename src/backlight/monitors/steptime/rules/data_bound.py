@@ -48,12 +48,16 @@ def data_bound(run: Run, limits: Thresholds) -> Iterator[Finding]:
             f"its data. Expected gain: {percent(min(gained, share))} of a step."
         )
     yield Finding(
-        rule="data_bound",
         severity=Severity.INFO if gained is None else Severity.WARNING,
-        claim=claim,
+        title=(
+            f"Waiting for data takes {percent(share)} of a step"
+            if gained is None
+            else f"The step is bound by data loading: {percent(gained)} shorter with a cached batch"
+        ),
+        detail=claim,
         subject=Subject(phase=Phase.DATA, step=int(table.steps[0])),
         evidence=tuple(evidence),
-        next_check=(
+        fix=(
             "Run `backlight profile --confirm` on the same script: it takes the steps again with a cached "
             "batch."
             if gained is None

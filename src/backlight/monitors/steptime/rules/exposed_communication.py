@@ -19,15 +19,15 @@ def exposed_communication(run: Run, limits: Thresholds) -> Iterator[Finding]:
     if profiled is None or exposed is None or float(exposed) <= limits.exposed_share:
         return
     yield Finding(
-        rule="exposed_communication",
         severity=Severity.WARNING,
-        claim=(
+        title=f"Communication is exposed for {percent(float(exposed))} of a step",
+        detail=(
             f"In {percent(float(exposed))} of a step the device communicates and computes nothing. "
             f"Expected gain: at most {percent(float(exposed))} of a step."
         ),
         subject=Subject(),
         evidence=(profiled.evidence("exposed_communication", float(exposed), "of a step"),),
-        next_check=(
+        fix=(
             "Let reductions begin during backward (buckets of DDP, prefetch of FSDP), reduce every few steps "
             "with accumulation under no_sync(), or send fewer bits. First look for a rank that comes late: "
             "the others then wait, which is no communication (`backlight trace` on all ranks)."

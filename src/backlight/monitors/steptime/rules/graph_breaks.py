@@ -26,9 +26,9 @@ def graph_breaks(run: Run, limits: Thresholds) -> Iterator[Finding]:
     most = sorted(reasons, key=lambda why: -reasons[why])[:SHOWN]
     more = f" and {plural(len(reasons) - SHOWN, 'more reason')}" if len(reasons) > SHOWN else ""
     yield Finding(
-        rule="graph_breaks",
         severity=Severity.WARNING,
-        claim=(
+        title=f"torch.compile broke the graph {plural(breaks, 'time')}",
+        detail=(
             f"Compilation broke {plural(breaks, 'time')}, so that {compiled.get('graphs', 'several')} graphs "
             "stand "
             f"where fewer could: {'; '.join(most)}{more}. Expected gain: what lies between the graphs runs "
@@ -36,7 +36,7 @@ def graph_breaks(run: Run, limits: Thresholds) -> Iterator[Finding]:
         ),
         subject=Subject(line=_line(most[0])),
         evidence=tuple(Evidence(f"events/{CIRCUMSTANCES}", told.step, f"{reasons[w]} x {w}") for w in most),
-        next_check=(
+        fix=(
             "Compile with fullgraph=True: the error names the line. TORCH_LOGS=graph_breaks prints each "
             "break with "
             "its stack."

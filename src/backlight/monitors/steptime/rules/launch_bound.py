@@ -29,9 +29,9 @@ def launch_bound(run: Run, limits: Thresholds) -> Iterator[Finding]:
     main = max(CAUSES, key=lambda name: causes.get(name, 0.0))
     compiled = profiled.state("compiled regions") == "on"
     yield Finding(
-        rule="launch_bound",
         severity=Severity.WARNING,
-        claim=(
+        title=f"The device is idle for {percent(idle)} of a step, mostly launch-bound",
+        detail=(
             f"The device stands still in {percent(idle)} of a step, and {percent(host)} of that is waiting "
             "for "
             f"the host ({main.replace('_', ' ')} most). Expected gain: at most {percent(idle * host)} of a "
@@ -42,7 +42,7 @@ def launch_bound(run: Run, limits: Thresholds) -> Iterator[Finding]:
             profiled.evidence("device/idle", idle, "of a step"),
             profiled.evidence(f"device/causes/{main}", causes.get(main, 0.0), "of the idle time"),
         ),
-        next_check=(
+        fix=(
             (
                 "The model is compiled already: try mode='reduce-overhead' (CUDA graphs), "
                 if compiled

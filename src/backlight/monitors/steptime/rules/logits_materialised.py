@@ -31,9 +31,9 @@ def logits_materialised(run: Run, limits: Thresholds) -> Iterator[Finding]:
         return
     share = min(1.0, taken / peak)
     yield Finding(
-        rule="logits_materialised",
         severity=Severity.WARNING,
-        claim=(
+        title=f"Logits take {size(taken)}, {percent(share)} of the peak of memory",
+        detail=(
             f"Logits of shape {' x '.join(map(str, shape))} in {logits['dtype']} with their fp32 copy take "
             f"{size(taken)}, {percent(share)} of the peak of {size(peak)}. Expected gain: up to "
             f"{size(taken)} of "
@@ -44,7 +44,7 @@ def logits_materialised(run: Run, limits: Thresholds) -> Iterator[Finding]:
             profiled.evidence("logits", taken, "bytes"),
             profiled.evidence("memory/peak", peak, "bytes"),
         ),
-        next_check=(
+        fix=(
             "Compute the loss over chunks of tokens, or with a fused linear cross entropy, so that the "
             "logits of "
             "all tokens never exist at once; `backlight memory` shows the step's live set before and after."

@@ -31,9 +31,9 @@ def memory_fragmentation(run: Run, limits: Thresholds) -> Iterator[Finding]:
         else ""
     )
     yield Finding(
-        rule="memory_fragmentation",
         severity=Severity.WARNING if retries else Severity.INFO,
-        claim=(
+        title=f"The allocator reserves {size(lost)} more than was ever in use",
+        detail=(
             f"At its peak the allocator held {size(reserved)} of the device and had {size(used)} in use: "
             f"{size(lost)} ({percent(lost / reserved)}) lie between blocks.{again} "
             f"Expected gain: up to {size(lost)} of memory."
@@ -43,7 +43,7 @@ def memory_fragmentation(run: Run, limits: Thresholds) -> Iterator[Finding]:
             Evidence(f"events/{CIRCUMSTANCES}", told.step, reserved, "bytes reserved"),
             Evidence(f"events/{CIRCUMSTANCES}", told.step, used, "bytes in use"),
         ),
-        next_check=(
+        fix=(
             "Set PYTORCH_ALLOC_CONF=expandable_segments:True, or pad batches to a few lengths: shapes that "
             "change leave holes."
         ),

@@ -68,9 +68,9 @@ def outlier_steps(run: Run, limits: Thresholds) -> Iterator[Finding]:
             else f"the time goes into {cause.replace('_', ' ')}"
         )
         yield Finding(
-            rule="outlier_steps",
             severity=Severity.INFO if cause == "evaluation" else Severity.WARNING,
-            claim=(
+            title=f"{plural(len(members), 'step')} took up to {total[worst] / median:.1f} times the median",
+            detail=(
                 f"{plural(len(members), 'step')} of {len(total)} take up to {total[worst] / median:.1f} "
                 "times the "
                 f"median of {ms(1e3 * median)} (step {step}: {ms(1e3 * float(total[worst]))}); {words}. "
@@ -78,7 +78,7 @@ def outlier_steps(run: Run, limits: Thresholds) -> Iterator[Finding]:
             ),
             subject=Subject(step=step, phase=None if cause == COLLECTION else cause),
             evidence=tuple(evidence),
-            next_check=_CHECKS.get(
+            fix=_CHECKS.get(
                 cause, "Look at what the script does at these steps, and at the machine: who else ran then?"
             ),
             refuted_if=(

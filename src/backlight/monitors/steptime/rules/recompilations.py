@@ -26,9 +26,9 @@ def recompilations(run: Run, limits: Thresholds) -> Iterator[Finding]:
         reason = str(row.get("reason") or "no reason was recorded")
         cost = f", which took {ms(1e3 * spent)} in all" if spent else ""
         yield Finding(
-            rule="recompilations",
             severity=Severity.WARNING,
-            claim=(
+            title=f"`{row.get('function')}` was recompiled {plural(count, 'time')}",
+            detail=(
                 f"{row.get('function')} was compiled {plural(count, 'time')} beyond the first{cost}: "
                 f"{reason}. "
                 f"Expected gain: {ms(1e3 * spent) if spent else 'that time'}, and the steps that ran "
@@ -39,7 +39,7 @@ def recompilations(run: Run, limits: Thresholds) -> Iterator[Finding]:
             evidence=(
                 Evidence(f"events/{CIRCUMSTANCES}", told.step, count, "compilations beyond the first"),
             ),
-            next_check=(
+            fix=(
                 "Mark the changing dimension (torch._dynamo.mark_dynamic), compile with dynamic=True, pad "
                 "batches "
                 "to a few lengths, or keep numbers that change out of the compiled code. "

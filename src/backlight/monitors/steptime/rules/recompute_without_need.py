@@ -35,9 +35,9 @@ def recompute_without_need(run: Run, limits: Thresholds) -> Iterator[Finding]:
         return
     worst = max(outer, key=lambda name: outer[name])
     yield Finding(
-        rule="recompute_without_need",
         severity=Severity.INFO,
-        claim=(
+        title=f"Recomputation takes {percent(share)} of a step although memory is free",
+        detail=(
             f"Forwards that are computed again in backward take {ms(sum(outer.values()))}, {percent(share)} "
             "of a "
             f"step, in {plural(len(outer), 'module')} ({worst} most), while the peak of memory is "
@@ -50,9 +50,7 @@ def recompute_without_need(run: Run, limits: Thresholds) -> Iterator[Finding]:
             profiled.evidence("memory/peak", peak, "bytes"),
             profiled.evidence("memory/capacity", capacity, "bytes"),
         ),
-        next_check=(
-            "Checkpoint fewer blocks, or none; `backlight memory RECIPE --fake` predicts the peak without."
-        ),
+        fix=("Checkpoint fewer blocks, or none; `backlight memory RECIPE --fake` predicts the peak without."),
         refuted_if="the training without checkpointing does not fit, or takes as long.",
     )
 

@@ -44,9 +44,9 @@ def slow_optimizer(run: Run, limits: Thresholds) -> Iterator[Finding]:
     kind, tensors = str(group["type"]), int(group.get("tensors", 0))
     way = "fused=True" if kind in FUSED else "foreach=True"
     yield Finding(
-        rule="slow_optimizer",
         severity=Severity.WARNING,
-        claim=(
+        title=f"{kind} updates its {plural(tensors, 'tensor')} one by one ({percent(share)} of a step)",
+        detail=(
             f"The optimizer takes {percent(share)} of a steady step, and {kind} updates its "
             f"{plural(tensors, 'tensor')} one by one: neither fused nor foreach is in use. "
             f"Expected gain: most of {percent(share)} of a step."
@@ -56,7 +56,7 @@ def slow_optimizer(run: Run, limits: Thresholds) -> Iterator[Finding]:
             phase(table, Phase.OPTIMIZER),
             Evidence(f"events/{CIRCUMSTANCES}", told.step, f"{kind}: fused off, foreach off"),
         ),
-        next_check=f"Make it {kind}(..., {way}) and compare: `backlight compare --ab` on both commands.",
+        fix=f"Make it {kind}(..., {way}) and compare: `backlight compare --ab` on both commands.",
         refuted_if=f"the same training with {way} spends as long in the optimizer.",
     )
 

@@ -43,9 +43,9 @@ def straggler(run: Run, limits: Thresholds) -> Iterator[Finding]:
         key=lambda n: float(np.median(table.phase(n)) - np.median(calm.phase(n))),
     )
     yield Finding(
-        rule="straggler",
         severity=Severity.WARNING,
-        claim=(
+        title=f"Rank {late} works {percent(excess)} of a step longer than the others",
+        detail=(
             f"Rank {late} works {percent(excess)} of a step longer than the others, mostly in "
             f"{name.replace('_', ' ')}, and they wait for it. Expected gain: at most {percent(excess)} of a "
             "step."
@@ -57,7 +57,7 @@ def straggler(run: Run, limits: Thresholds) -> Iterator[Finding]:
             )
             for r, t in ((late, table), (others[0], calm))
         ),
-        next_check=(
+        fix=(
             "Look at that rank: its share of the data, its machine (clock, temperature, neighbours), its "
             "loader. "
             "`backlight trace` on all ranks shows which collectives wait."

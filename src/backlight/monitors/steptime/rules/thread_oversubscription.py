@@ -25,9 +25,9 @@ def thread_oversubscription(run: Run, limits: Thresholds) -> Iterator[Finding]:
         return
     rather = max(1, cores // ranks - workers)
     yield Finding(
-        rule="thread_oversubscription",
         severity=Severity.WARNING,
-        claim=(
+        title=f"{plural(wanted, 'thread')} compete for {plural(cores, 'core')}",
+        detail=(
             f"{plural(wanted, 'thread')} want {plural(cores, 'core')}: {plural(ranks, 'rank')} on this "
             "machine, "
             f"each with {plural(threads, 'thread')} of torch and {plural(workers, 'loader worker')}. Threads "
@@ -41,8 +41,6 @@ def thread_oversubscription(run: Run, limits: Thresholds) -> Iterator[Finding]:
             Evidence(f"events/{CIRCUMSTANCES}", told.step, f"threads {threads}, workers {workers}"),
             Evidence(f"events/{CIRCUMSTANCES}", told.step, f"cores {cores}, local ranks {ranks}"),
         ),
-        next_check=(
-            f"Set OMP_NUM_THREADS={rather} (or torch.set_num_threads({rather})) and compare both runs."
-        ),
+        fix=(f"Set OMP_NUM_THREADS={rather} (or torch.set_num_threads({rather})) and compare both runs."),
         refuted_if=f"the same training with {plural(rather, 'thread')} is not faster.",
     )
