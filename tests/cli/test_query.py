@@ -35,8 +35,8 @@ def test_few_columns_are_a_table(
 def test_one_long_column_is_folded_and_no_name_is_broken(
     sick: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = printed(sick, "select rule, severity, title from findings", capsys, monkeypatch)
-    assert lines[0].split() == ["rule", "severity", "title"]
+    lines = printed(sick, "select rule, severity, detail from findings", capsys, monkeypatch)
+    assert lines[0].split() == ["rule", "severity", "detail"]
     assert lines[1].startswith("non_finite  error     Gradients hold NaN")
     assert max(map(len, lines)) <= 80
 
