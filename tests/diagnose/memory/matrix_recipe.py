@@ -29,7 +29,10 @@ class Deep(nn.Module):
             if self.checkpointing == "none":
                 x = block(x)
             else:
-                x = checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
+                # The state of the random number generator is no tensor of the step, and large next to these.
+                random = any(isinstance(module, nn.Dropout) for module in block.modules())
+                reentrant = self.checkpointing == "reentrant"
+                x = checkpoint(block, x, use_reentrant=reentrant, preserve_rng_state=random)
         return self.end(x)
 
 

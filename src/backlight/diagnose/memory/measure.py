@@ -1,55 +1,38 @@
-"""The memory of a script's steps: run it unchanged, record some steps, end it."""
+"""Measure the memory of a script's steps: run it unchanged, record some steps, end it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import gc
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from backlight.diagnose.memory.account import Account
-from backlight.diagnose.memory.allocator import Allocator
-from backlight.diagnose.memory.observer import Observer
-from backlight.diagnose.memory.prediction_result import GRANULE, Flops, Logits
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from backlight.capture.events import Listener
+from backlight.capture.hub import HUB
+from backlight.capture.steps import StepSummary
+from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter
+from backlight.diagnose.memory.recorder import Recorder
+from backlight.diagnose.memory.result import (
+    GRANULE_BYTES,
+    AllocatorStatistics,
+    MeasuredMemory,
+    account_fields,
+)
+from backlight.diagnose.memory.storage_log import Account
+from backlight.diagnose.step_observer import StepObserver
 from backlight.launch.observe import end_script, explain
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The memory of recorded steps.
-
-    Attributes
-    ----------
-    code:
-        The script's own exit code.
-    steps, warmup:
-        Steps that were recorded, and those that passed before.
-    device:
-        Type of the device whose memory this is.
-    parameters:
-        Number of elements, a tied one once.
-    flops:
-        Of the last recorded step, as far as formulas are known; see :class:`Flops`.
-    allocator:
-        What the caching allocator of CUDA reports; None elsewhere.
-    trouble:
-        What is missing, and why.
-    """
-
-    code: int
-    steps: int
-    warmup: int
-    device: str
-    parameters: int
-    account: Account
-    flops: Flops
-    logits: Logits | None
-    allocator: Allocator | None
-    trouble: tuple[str, ...]
+from backlight.records import Phase
 
 
 def measure_memory(
     script: str, arguments: list[str], *, module: bool, warmup: int, steps: int, quiet: bool = False
-) -> Measured:
-    """Run a script for as many steps as an account of its memory takes.
+) -> MeasuredMemory:
+    """Run a script for as many steps as needed and return the memory of the recorded ones.
 
     Parameters
     ----------
@@ -65,28 +48,201 @@ def measure_memory(
     ValueError
         If no step was recorded.
     """
-    observer = Observer(end_script, warmup, steps)
+    observer = MemoryObserver(end_script, warmup, steps)
     code = explain(observer, script, arguments, module=module, quiet=quiet)
     recorder = observer.recorder
     if recorder is None or not observer.recorded:
         what = f"after {observer.seen} of the {warmup + 1} steps that are needed (--warmup {warmup})"
         if not observer.seen:
-            what = "without a step of an optimizer after a backward; expected a training"
+            what = "without a step of an optimizer after a backward; expected a training script"
             if not module and "def build_model" in Path(script).read_text(encoding="utf-8", errors="replace"):
                 what += ". It looks like a recipe: add --fake to predict its memory"
         also = f"; {'; '.join(observer.trouble)}" if observer.trouble else ""
         raise ValueError(f"{script}: ended (exit code {code}) {what}{also}")
-    granule = GRANULE if recorder.device == "cuda" else 1
+    granule = GRANULE_BYTES if recorder.device == "cuda" else 1
     parameters = {id(p): p for model in observer.trained.models for p in model.parameters()}
-    return Measured(
-        code=code,
+    return MeasuredMemory(
+        **account_fields(Account(recorder.log, recorder.start, granule)),
+        exit_code=code,
         steps=observer.recorded,
         warmup=warmup,
         device=recorder.device,
         parameters=sum(p.numel() for p in parameters.values()),
-        account=Account(recorder.ledger, recorder.start, granule),
         flops=observer.counter.flops(),
-        logits=observer.logits.found(recorder.start, granule) if observer.logits is not None else None,
+        logits=observer.logits.find(recorder.start, granule) if observer.logits is not None else None,
+        workspaces=observer.counter.workspaces(),
         allocator=observer.allocator,
         trouble=tuple(observer.trouble),
     )
+
+
+class MemoryObserver(StepObserver):
+    """Records the memory of some steps of a script, then ends it.
+
+    Parameters
+    ----------
+    stop:
+        Ends the script.
+    warmup, steps:
+        Steps to let pass, and steps to record after them.
+
+    Attributes
+    ----------
+    recorder, counter, logits, allocator:
+        What was recorded; None if the script ended before.
+    recorded, seen:
+        Steps that were recorded to their end, and steps in all.
+    """
+
+    def __init__(self, stop: Callable[[], None], warmup: int, steps: int) -> None:
+        super().__init__(stop)
+        self.recorder: Recorder | None = None
+        self.counter = OperationCounter()
+        self.logits: LogitsTracker | None = None
+        self.allocator: AllocatorStatistics | None = None
+        self.recorded = self.seen = 0
+        self._warmup, self._steps = warmup, steps
+        self._phases = _PhaseListener(self)
+        self._recording = False
+
+    def __enter__(self) -> MemoryObserver:
+        """Attach; the listener of phases comes after the step tracker, so that a new step has begun."""
+        super().__enter__()
+        HUB.add(self._phases)
+        return self
+
+    def on_finish(self) -> None:
+        """Stop recording."""
+        self._end()
+        HUB.remove(self._phases)
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Begin a phase of the step."""
+        if self._recording and self.recorder is not None:
+            self.recorder.begin_phase(phase)
+
+    def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register the state that an optimizer's step has allocated."""
+        if self._recording and self.recorder is not None:
+            self.recorder.register_optimizer(optimizer)
+
+    def on_step_end(self, summary: StepSummary) -> None:
+        """Begin to record after the warm-up, and end the script after the recorded steps."""
+        self.seen += 1
+        if self._recording:
+            self.recorded += 1
+            if self.recorded == self._steps:
+                self._end()
+                self._stop()
+        elif self.seen == self._warmup and self.recorder is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        self.recorder = Recorder(self.trained.models, self.counter, _main_device(self.trained.models))
+        self.logits = LogitsTracker(self.recorder)
+        self.counter.on_softmax = self.logits.on_softmax
+        if _uses_cuda():
+            torch.cuda.reset_peak_memory_stats()
+        self.recorder.__enter__()
+        self._recording = True
+        for optimizer in self.scope.optimizers():
+            self.recorder.register_optimizer(optimizer)
+        self.recorder.register_held(_live_tensors())
+        self.recorder.begin_steps()
+        self.recorder.begin_phase(Phase.OTHER)
+
+    def _end(self) -> None:
+        if not self._recording or self.recorder is None:
+            return
+        self._recording = False
+        if _get_current_dispatch_mode() is self.recorder:
+            self.recorder.__exit__(None, None, None)
+        elif not self.recorder.trouble:
+            # The script has entered a mode of its own around the end of the step, and will leave it.
+            self.recorder.trouble = "the script's own dispatch mode is active above the recorder"
+        self.allocator = read_allocator()
+        if self.recorder.trouble:
+            self.trouble.append(self.recorder.trouble)
+
+
+class _PhaseListener(Listener):
+    """Reports phases to the observer."""
+
+    def __init__(self, observer: MemoryObserver) -> None:
+        self._observer = observer
+        self._backward = False
+
+    def batch_begin(self, source: int) -> None:
+        self._observer.begin_phase(Phase.DATA)
+
+    def batch(self, index: int, seconds: float) -> None:
+        self._observer.begin_phase(Phase.OTHER)
+
+    def batch_missing(self) -> None:
+        self._observer.begin_phase(Phase.OTHER)
+
+    def forward_begin(self) -> None:
+        if not self._backward:
+            self._observer.begin_phase(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
+
+    def forward_end(self) -> None:
+        if not self._backward:
+            self._observer.begin_phase(Phase.LOSS if torch.is_grad_enabled() else Phase.OTHER)
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        self._backward = True
+        self._observer.begin_phase(Phase.BACKWARD)
+
+    def backward_end(self) -> None:
+        self._backward = False
+        self._observer.begin_phase(Phase.OTHER)
+
+    def clip_begin(
+        self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
+    ) -> None:
+        self._observer.begin_phase(Phase.CLIP)
+
+    def clip_end(self) -> None:
+        self._observer.begin_phase(Phase.OTHER)
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        self._observer.begin_phase(Phase.OPTIMIZER)
+
+    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
+        self._observer.register_optimizer(optimizer)
+        self._observer.begin_phase(Phase.OTHER)
+
+    def dropped(self, error: Exception) -> None:
+        self._observer.trouble.append(f"following the phases stopped after {type(error).__name__}: {error}")
+
+
+def read_allocator() -> AllocatorStatistics | None:
+    """Return the statistics of the current device's caching allocator; None where CUDA is not in use."""
+    if not _uses_cuda():
+        return None
+    stats = torch.cuda.memory_stats()
+    return AllocatorStatistics(
+        allocated_peak=int(stats.get("allocated_bytes.all.peak", 0)),
+        reserved_peak=int(stats.get("reserved_bytes.all.peak", 0)),
+        inactive_split=int(stats.get("inactive_split_bytes.all.current", 0)),
+        retries=int(stats.get("num_alloc_retries", 0)),
+        failures=int(stats.get("num_ooms", 0)),
+    )
+
+
+def _uses_cuda() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's is untyped
+
+
+def _main_device(models: Sequence[nn.Module]) -> str:
+    """Return the type of the device that holds most of the parameters."""
+    sizes: Counter[str] = Counter()
+    for model in models:
+        for parameter in model.parameters():
+            sizes[parameter.device.type] += parameter.numel()
+    return sizes.most_common(1)[0][0] if sizes else "cpu"
+
+
+def _live_tensors() -> list[Any]:
+    # type() first: isinstance() on a third-party object may run its __class__ property.
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]

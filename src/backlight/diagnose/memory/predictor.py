@@ -1,7 +1,7 @@
-"""Predict the memory of a recipe's step without its memory, in a process of its own.
+"""Predict the memory of a recipe's step without allocating it, in a subprocess; search the largest batch.
 
-The process has no accelerator in sight, so that a recipe builds on the CPU, where fake tensors are safe;
-it stays for as many predictions as a search takes.
+The process sees no accelerator, so that a recipe builds on the CPU, where fake tensors are safe; it serves as
+many predictions as a search needs. Every number is a prediction of the whole step; nothing is extrapolated.
 """
 
 from __future__ import annotations
@@ -9,26 +9,34 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from backlight.diagnose.memory.prediction_result import GRANULE, Prediction, PredictionError
-from backlight.launch.recipe import Recipe
+from backlight.diagnose.memory.result import GRANULE_BYTES, Fit, PredictedMemory, PredictionError, Saving
+from backlight.launch.recipe import Recipe, RecipeError, read_recipe
+
+MAX_BATCH = 2**20
+"""Batch at which a search ends."""
+
+EXIT_TIMEOUT_S = 5
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be predicted."""
+    """What to predict."""
 
     path: Path
     settings: Mapping[str, Any]
     checkpoint: tuple[str, ...] = ()
     reentrant: bool = False
-    granule: int = GRANULE
+    granule: int = GRANULE_BYTES
 
 
 def predict(
@@ -36,8 +44,8 @@ def predict(
     *,
     checkpoint: Collection[str] = (),
     reentrant: bool = False,
-    granule: int = GRANULE,
-) -> Prediction:
+    granule: int = GRANULE_BYTES,
+) -> PredictedMemory:
     """Return the memory and the operations of one training step of a recipe, with its settings.
 
     Parameters
@@ -45,7 +53,7 @@ def predict(
     recipe:
         From :func:`backlight.launch.recipe.read_recipe`; without ``build_optimizer`` nothing is updated.
     checkpoint:
-        Names of modules whose forward is computed again in backward.
+        Names of modules whose forward is recomputed in backward.
     reentrant:
         The mode of ``torch.utils.checkpoint``.
     granule:
@@ -54,34 +62,33 @@ def predict(
     Raises
     ------
     PredictionError
-        If the step cannot be run on fake tensors; the message names the line and the way out.
+        If the step cannot run on fake tensors; the message names the line and the fix.
     """
     with Predictor() as predictor:
         return predictor.predict(recipe, checkpoint=checkpoint, reentrant=reentrant, granule=granule)
 
 
 class Predictor(AbstractContextManager["Predictor"]):
-    """A process that predicts; several predictions share its start."""
+    """A subprocess that predicts; several predictions share its start."""
 
     def __init__(self) -> None:
-        ours, theirs = Pipe()
-        # No GPU is seen, so that a recipe does not choose one; compiled code has no operations to see.
+        self._pipe, child = Pipe()
+        # Without a GPU a recipe cannot choose one; compiled code would hide its operations.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-        self._pipe = ours
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "backlight.diagnose.memory.predictor_worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "backlight.diagnose.memory.predictor", str(child.fileno())],
+            pass_fds=[child.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,
             env=environment,
         )
-        theirs.close()
+        child.close()
 
     def __exit__(self, *exception: object) -> None:
-        """End the process."""
+        """End the subprocess."""
         self._pipe.close()
         try:
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -92,25 +99,169 @@ class Predictor(AbstractContextManager["Predictor"]):
         *,
         checkpoint: Collection[str] = (),
         reentrant: bool = False,
-        granule: int = GRANULE,
-    ) -> Prediction:
+        granule: int = GRANULE_BYTES,
+    ) -> PredictedMemory:
         """Return a prediction; see :func:`predict`.
 
         Raises
         ------
         PredictionError
-            If the step cannot be run on fake tensors, or the process ended.
+            If the step cannot run on fake tensors, or the subprocess died.
         """
         request = Request(recipe.path, dict(recipe.settings), tuple(checkpoint), reentrant, granule)
         try:
             self._pipe.send(request)
-            answer = self._pipe.recv()
+            reply = self._pipe.recv()
         except (EOFError, OSError):
             code = self._process.wait()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise PredictionError(
-                f"{recipe.path}: the process that predicts ended with {how}; what it said last stands above"
+                f"{recipe.path}: the prediction process ended with {how}; its last output is above"
             ) from None
-        if isinstance(answer, Prediction):
-            return answer
-        raise PredictionError(str(answer))
+        if isinstance(reply, PredictedMemory):
+            return reply
+        raise PredictionError(str(reply))
+
+
+def largest_batch(
+    predictor: Predictor,
+    recipe: Recipe,
+    budget: int,
+    *,
+    setting: str = "batch",
+    progress: Callable[[int, int], None] | None = None,
+) -> Fit:
+    """Return the largest batch whose predicted peak is within ``budget`` bytes.
+
+    Parameters
+    ----------
+    setting:
+        Name of the recipe's setting that is the batch.
+    progress:
+        Called with each batch and its peak.
+
+    Raises
+    ------
+    PredictionError
+        If not even one sample fits, or the setting changes nothing. RecipeError comes from a recipe
+        without it.
+    """
+    peaks: dict[int, int] = {}
+
+    def peak(batch: int) -> int:
+        if batch not in peaks:
+            peaks[batch] = predictor.predict(recipe.with_settings({setting: batch})).peak
+            if progress is not None:
+                progress(batch, peaks[batch])
+        return peaks[batch]
+
+    if peak(1) > budget:
+        raise PredictionError(
+            f"{recipe.path}: a step with {setting}=1 takes {peak(1):,} bytes, more than the budget of "
+            f"{budget:,}; checkpoint blocks, use an optimizer with less state, or make the model smaller"
+        )
+    if peak(4) == peak(1) and peak(64) == peak(1):
+        raise PredictionError(
+            f"{recipe.path}: {setting}=1 and {setting}=64 have the same peak; is {setting!r} the size of the "
+            "batch? --batch-setting names another"
+        )
+    low, high = (4 if peak(4) <= budget else 1), (None if peak(4) <= budget else 4)
+    while low < MAX_BATCH and (high is None or high - low > 1):
+        low, high = _narrow(peak, peaks, low, high, budget)
+    return Fit(
+        setting=setting,
+        budget=budget,
+        batch=low,
+        peak=peaks[low],
+        above=high,
+        peak_above=None if high is None else peaks[high],
+        tried=tuple(sorted(peaks.items())),
+    )
+
+
+def _narrow(
+    peak: Callable[[int], int], peaks: dict[int, int], low: int, high: int | None, budget: int
+) -> tuple[int, int | None]:
+    """Predict one more batch: where the line through the two nearest predictions meets the budget."""
+    below = sorted(batch for batch in peaks if batch <= low)
+    first, second = (below[-2], below[-1]) if high is None and len(below) > 1 else (low, high or low + 1)
+    slope = (peak(second) - peak(first)) / (second - first)
+    guess = int(first + (budget - peaks[first]) / slope) if slope > 0 else 2 * low
+    guess = min(max(guess, low + 1), MAX_BATCH if high is None else high - 1)
+    if peak(guess) > budget:
+        return low, guess
+    if high is None and guess < MAX_BATCH and peak(guess + 1) > budget:  # a straight line is met at once
+        return guess, guess + 1
+    return guess, high
+
+
+def checkpointing_savings(predictor: Predictor, recipe: Recipe, base: PredictedMemory) -> tuple[Saving, ...]:
+    """Return the effect of checkpointing one block of each group, and all of them, against ``base``."""
+    found = []
+    for blocks in base.blocks:
+        middle = blocks.names[len(blocks.names) // 2]
+        for wrapped in ((middle,), blocks.names):
+            there = predictor.predict(recipe, checkpoint=wrapped)
+            recomputed = there.flops.recomputed - base.flops.recomputed
+            found.append(
+                Saving(
+                    parent=blocks.parent,
+                    type=blocks.type,
+                    wrapped=wrapped,
+                    peak=there.peak,
+                    saved=base.peak - there.peak,
+                    recomputed_flops=recomputed,
+                    share_of_step=recomputed / base.flops.step if base.flops.step else 0.0,
+                )
+            )
+    return tuple(found)
+
+
+def answer(request: Request) -> PredictedMemory | str:
+    """Return the prediction, or one line on why there is none; runs in the subprocess."""
+    # Torch is imported by the subprocess alone.
+    from backlight.diagnose.memory.prediction import explain_error, predict_step  # noqa: PLC0415
+
+    try:
+        recipe = read_recipe(request.path, request.settings)
+        return predict_step(
+            recipe.build_model,
+            partial(_first_batch, recipe),
+            recipe.loss,
+            recipe.build_optimizer if recipe.has("build_optimizer") else None,
+            checkpoint=request.checkpoint,
+            reentrant=request.reentrant,
+            granule=request.granule,
+        )
+    except (RecipeError, PredictionError) as error:
+        text = str(error)
+        return text if text.startswith(str(request.path)) else f"{request.path}: {text}"
+    except Exception as error:  # noqa: BLE001 - a recipe may raise anything
+        known = explain_error(error, [request.path])
+        if known is None:
+            first = (str(error).strip().splitlines() or [""])[0]
+            known = f"fails on fake tensors: {type(error).__name__}: {first}"
+        return known if known.startswith(request.path.name) else f"{request.path}: {known}"
+
+
+def _first_batch(recipe: Recipe) -> Any:
+    try:
+        return next(recipe.batches())
+    except StopIteration:
+        raise RecipeError(f"{recipe.path}: batches gave no batch") from None
+
+
+def main(handle: int) -> None:
+    """Answer requests until the other end closes."""
+    warnings.simplefilter("ignore")
+    with Connection(handle) as pipe:
+        while True:
+            try:
+                request = pipe.recv()
+            except EOFError:
+                return
+            pipe.send(answer(request))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,15 +1,15 @@
-"""A model, a batch and an optimizer without memory: fake tensors of the shapes that they would have.
+"""Models, batches and optimizers of fake tensors, and models whose blocks are checkpointed.
 
-The model is built on the device ``meta`` where that works. Where its constructor reads values or files,
-it is built real, each parameter replaced by a fake one as soon as it is registered; where that fails too
-it is built whole and copied. Everything fake is on the CPU: on ``cuda`` it would abort a process
-that has none.
+A model is built on the device ``meta`` where that works. Where its constructor reads values or files, it is
+built real and each parameter is replaced by a fake one as soon as it is registered; where that fails too, it
+is built whole and copied. Everything fake is on the CPU: on ``cuda`` it would abort a process without CUDA.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from backlight.capture.modules import walk
+from backlight.diagnose.memory.result import Blocks
 
 Object = TypeVar("Object")
 
@@ -30,7 +34,7 @@ def fake_mode() -> FakeTensorMode:
 
 def as_fake(value: Object, mode: FakeTensorMode) -> Object:
     """Return a deep copy of any object with fake tensors in place of its tensors, ties and views kept."""
-    with _Copies(mode):
+    with _FakeCopies(mode):
         return copy.deepcopy(value)
 
 
@@ -40,22 +44,22 @@ def build_fake(build: Callable[[], nn.Module], mode: FakeTensorMode) -> tuple[nn
     Parameters
     ----------
     build:
-        Makes the model; called again with more memory at its disposal where the first way fails.
+        Makes the model; called again, with more memory, where a cheaper build fails.
 
     Raises
     ------
     Exception
-        What ``build`` raises when it is let do as it likes.
+        What ``build`` raises on real tensors.
     """
     try:
         with torch.device("meta"):
             model = build()
         return as_fake(model, mode), META
-    except Exception:  # noqa: BLE001 - whatever a constructor cannot do on meta, it may do for real
+    except Exception:  # noqa: BLE001 - a constructor may fail on meta and work on real tensors
         pass
     try:
         return as_fake(_piecewise(build, mode), mode), PIECEWISE
-    except Exception:  # noqa: BLE001 - the last way shows what is wrong with the recipe itself
+    except Exception:  # noqa: BLE001 - the last build shows what is wrong with the recipe itself
         pass
     return as_fake(build(), mode), REAL
 
@@ -66,7 +70,7 @@ def _piecewise(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Modul
             return None
         known = made.get(id(parameter))
         if known is None:
-            # The original is kept as long as its id stands for it, but not its values.
+            # The original is kept so that its id stays taken; its values are not.
             known = (as_fake(parameter, mode), parameter)
             made[id(parameter)] = known
             parameter.data = parameter.data.new_empty(0)
@@ -80,8 +84,8 @@ def _piecewise(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Modul
         handle.remove()
 
 
-class _Copies(TorchFunctionMode):
-    """Makes every tensor that is copied deeply a fake one."""
+class _FakeCopies(TorchFunctionMode):
+    """Makes a fake tensor of every tensor that is deep-copied."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -117,3 +121,69 @@ class _Copies(TorchFunctionMode):
                 made = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
                 # A view in autograd's eyes would not be a leaf.
                 return made.detach().requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+def repeated_blocks(model: nn.Module) -> tuple[Blocks, ...]:
+    """Return groups of at least two siblings of one structure, the outermost only.
+
+    A block has child modules and parameters; two have one structure if their modules have the same names
+    and types, and their parameters the same shapes and types.
+    """
+    found: list[Blocks] = []
+    inside: list[str] = []
+    for name, module in walk(model):
+        if any(name == block or name.startswith(f"{block}.") for block in inside):
+            continue
+        groups: dict[Hashable, list[tuple[str, nn.Module]]] = {}
+        for key, child in module.named_children():
+            if any(True for _ in child.children()) and any(True for _ in child.parameters()):
+                full = f"{name}.{key}" if name else key
+                groups.setdefault(_structure(child), []).append((full, child))
+        for members in groups.values():
+            if len(members) > 1:
+                names = tuple(full for full, _ in members)
+                found.append(Blocks(parent=name, type=type(members[0][1]).__name__, names=names))
+                inside += names
+    return tuple(found)
+
+
+def checkpoint_modules(
+    model: nn.Module,
+    names: Collection[str],
+    entered: Callable[[str], AbstractContextManager[None]],
+    *,
+    reentrant: bool = False,
+) -> None:
+    """Make the modules of these names recompute their forward in backward, in place.
+
+    ``entered`` is called around each forward, also around a recomputed one, for which hooks do not run.
+    """
+    for name, module in walk(model):
+        if name in names:
+            module.forward = _Checkpointed(name, module.forward, entered, reentrant=reentrant)
+
+
+class _Checkpointed:
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        entered: Callable[[str], AbstractContextManager[None]],
+        *,
+        reentrant: bool,
+    ) -> None:
+        self._name, self._forward, self._entered, self._reentrant = name, forward, entered, reentrant
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self._run, *args, use_reentrant=self._reentrant, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        with self._entered(self._name):
+            return self._forward(*args, **kwargs)
+
+
+def _structure(block: nn.Module) -> Hashable:
+    return (
+        tuple((name, type(module)) for name, module in block.named_modules()),
+        tuple((name, tuple(p.shape), p.dtype) for name, p in block.named_parameters()),
+    )

@@ -1,0 +1,315 @@
+"""Memory of a step, measured or predicted: the records that ``--json`` prints and a run directory stores.
+
+No torch, so that a prediction travels between processes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, computed_field
+
+from backlight.diagnose.memory.storage_log import Account, Kind, ModuleMemory, Record, TensorGroup
+from backlight.records import RunStatus
+from backlight.store.errors import RunWriteError
+from backlight.store.write.writer import RunWriter
+
+GRANULE_BYTES = 512
+"""CUDA's caching allocator rounds a request up to a multiple of this."""
+
+CONTEXT_BYTES = (300 * 2**20, 1200 * 2**20)
+"""Range of a CUDA context with its libraries; device, driver and kernels decide."""
+
+COMMUNICATION_BYTES = (64 * 2**20, 1024 * 2**20)
+"""Range of NCCL's buffers on one device; channels, protocols and ranks decide."""
+
+MAX_TENSORS = 20
+"""Tensor groups that a result lists."""
+
+DOCUMENT = "memory.json"
+
+NOT_MEASURED = (
+    "workspaces that kernels allocate and free inside themselves (convolutions, matrix products)",
+    "memory outside of torch's tensors (numpy, the CUDA context, communication) and in worker processes",
+)
+
+NOT_PREDICTED = (
+    "workspaces of kernels: their size depends on the device, its instruction set and the number of threads",
+    "other kernels: attention, recurrent and normalisation layers of another device may keep other tensors",
+    "compiled code, which may keep less",
+)
+
+
+class PredictionError(ValueError):
+    """A step cannot be predicted: what, where in the recipe, and the fix."""
+
+
+class Flops(Record):
+    """Floating-point operations of one step, by the formulas of :mod:`torch.utils.flop_counter`.
+
+    Attributes
+    ----------
+    forward, backward:
+        Of the forward with the loss, and of the backward; a multiplication and an addition are two.
+    recomputed:
+        Those of the backward that recompute a checkpointed forward; a part of ``backward``.
+    modules:
+        Those of the forward by module, each inclusive of the modules inside it.
+    """
+
+    forward: int
+    backward: int
+    recomputed: int
+    modules: dict[str, int] = Field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """All of a step; those of the optimizer are not counted."""
+        return self.forward + self.backward
+
+
+class Logits(Record):
+    """The logits of a classifier or language model, as its loss reads them.
+
+    Attributes
+    ----------
+    shape, dtype, itemsize:
+        Of the tensor that the softmax reads.
+    copies, live_at_most:
+        Further storages of as many elements that are live at once at most, and the bytes of all of them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    copies: int
+    live_at_most: int
+
+    @computed_field  # type: ignore[prop-decorator]  # as pydantic documents it
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.itemsize
+
+    @computed_field  # type: ignore[prop-decorator]  # as pydantic documents it
+    @property
+    def formula(self) -> int:
+        """Elements times (item size + 4): the logits and one fp32 copy."""
+        return math.prod(self.shape) * (self.itemsize + 4)
+
+
+class Blocks(Record):
+    """Sibling modules of one structure."""
+
+    parent: str
+    type: str
+    names: tuple[str, ...]
+
+
+class Saving(Record):
+    """Effect of checkpointing the ``wrapped`` modules of one group, by a prediction with it.
+
+    ``recomputed_flops`` come on top; ``share_of_step`` is their share of the step without checkpointing.
+    """
+
+    parent: str
+    type: str
+    wrapped: tuple[str, ...]
+    peak: int
+    saved: int
+    recomputed_flops: int
+    share_of_step: float
+
+
+class Fit(Record):
+    """The largest batch whose predicted step stays within a budget of bytes.
+
+    Attributes
+    ----------
+    batch, peak:
+        The answer and its predicted peak.
+    above, peak_above:
+        One more sample, and its peak, which is over the budget; None where the search ended at ``batch``.
+    tried:
+        Batch and peak of every prediction.
+    """
+
+    setting: str
+    budget: int
+    batch: int
+    peak: int
+    above: int | None
+    peak_above: int | None
+    tried: tuple[tuple[int, int], ...]
+
+
+class AllocatorStatistics(Record):
+    """The caching allocator of CUDA over the recorded steps, in bytes.
+
+    Attributes
+    ----------
+    allocated_peak, reserved_peak:
+        Peaks of the memory of tensors and of the memory taken from the device.
+    inactive_split:
+        Free now, inside segments of which other parts are in use.
+    retries, failures:
+        Times that the cache was emptied for lack of memory, and failed requests.
+    """
+
+    allocated_peak: int
+    reserved_peak: int
+    inactive_split: int
+    retries: int
+    failures: int
+
+    @computed_field  # type: ignore[prop-decorator]  # as pydantic documents it
+    @property
+    def fragmentation(self) -> float:
+        """Share of the reserved memory that no tensor used at the peak; the two peaks may differ in time."""
+        return 1 - self.allocated_peak / self.reserved_peak if self.reserved_peak else 0.0
+
+
+class StepMemory(Record):
+    """The memory of one training step.
+
+    Attributes
+    ----------
+    peak, kinds:
+        Bytes at the peak, each storage rounded up to a multiple of ``rounded_to``, and the same by kind.
+    between_steps:
+        Bytes that stay allocated between steps.
+    phases:
+        Highest bytes by phase.
+    parameters:
+        Number of elements, a tied one counted once.
+    flops:
+        Of the last step, as far as formulas are known.
+    workspaces:
+        Calls by operation whose kernels may allocate a workspace. It comes on top of the peak.
+    account:
+        The allocations in detail.
+    """
+
+    peak: int
+    rounded_to: int
+    between_steps: int
+    phase_at_peak: str
+    kinds: dict[Kind, int]
+    phases: dict[str, int]
+    modules: list[ModuleMemory]
+    largest: list[TensorGroup]
+    parameters: int
+    flops: Flops
+    logits: Logits | None
+    workspaces: dict[str, int]
+    not_seen: tuple[str, ...]
+    account: Account = Field(exclude=True, repr=False)
+
+
+class MeasuredMemory(StepMemory):
+    """The memory of recorded steps of a script; ``exit_code`` is the script's own."""
+
+    how: Literal["measured"] = "measured"
+    exit_code: int
+    steps: int
+    warmup: int
+    device: str
+    allocator: AllocatorStatistics | None
+    trouble: tuple[str, ...]
+    not_seen: tuple[str, ...] = NOT_MEASURED
+
+
+class PredictedMemory(StepMemory):
+    """A prediction for a step after the first.
+
+    Attributes
+    ----------
+    peak_unrounded:
+        The peak without rounding.
+    built:
+        How the model was built: ``meta``, ``piecewise`` (one parameter at a time) or ``real``.
+    seconds:
+        Duration of the prediction, without the start of the process.
+    context_bytes, communication_bytes, ddp_bucket_bytes:
+        Ranges that come on top on a GPU, with NCCL and with DDP.
+    """
+
+    how: Literal["predicted"] = "predicted"
+    built: str
+    seconds: float
+    trainable: int
+    peak_unrounded: int
+    ddp_bucket_bytes: tuple[int, int]
+    context_bytes: tuple[int, int] = CONTEXT_BYTES
+    communication_bytes: tuple[int, int] = COMMUNICATION_BYTES
+    blocks: tuple[Blocks, ...]
+    checkpointing: tuple[Saving, ...] = ()
+    fit: Fit | None = None
+    not_seen: tuple[str, ...] = NOT_PREDICTED
+
+
+def account_fields(account: Account) -> dict[str, Any]:
+    """Return the fields of :class:`StepMemory` that an account determines."""
+    return {
+        "account": account,
+        "peak": account.peak,
+        "rounded_to": account.granule,
+        "between_steps": account.between_steps,
+        "phase_at_peak": account.log.phase_at(account.position),
+        "kinds": account.kinds(),
+        "phases": account.phase_peaks(),
+        "modules": account.modules(),
+        "largest": account.largest(MAX_TENSORS),
+    }
+
+
+def open_memory_run(path: Path, script: str, arguments: Sequence[str]) -> RunWriter:
+    """Open the run directory of a result, before anything is measured.
+
+    Raises
+    ------
+    RunWriteError
+        If it cannot be written; RunExistsError where it holds something else.
+    """
+    return RunWriter.create(
+        path, name=path.name, script=script, arguments=list(arguments), monitors=("steptime",)
+    )
+
+
+def store_memory(writer: RunWriter, result: MeasuredMemory | PredictedMemory) -> None:
+    """Write a result and close its run.
+
+    The array ``memory/curve`` [kinds, points] holds bytes over the events of the steps, at the events of
+    ``memory/positions`` [points]; ``evidence/memory.json`` is the result with the curve's kinds and phases.
+
+    Raises
+    ------
+    RunWriteError
+        If the disk refuses.
+    """
+    account = result.account
+    positions, curve = account.curve_by_kind()
+    writer.array("memory/positions", 0, positions, dims=("point",), unit="event")
+    writer.array("memory/curve", 0, curve, dims=("kind", "point"), unit="byte")
+    start, end = account.start, len(account.log.events)
+    rows = {
+        "kinds": [kind.value for kind in Kind],
+        "phases": [[at - start, name] for at, name in account.log.phases if start <= at < end],
+        "events": end - start,
+    }
+    content = {**result.model_dump(mode="json"), "curve": rows}
+    writer.evidence(DOCUMENT, json.dumps(content, indent=1))
+    failed = False
+    if isinstance(result, MeasuredMemory):
+        failed = result.exit_code != 0
+        for text in result.trouble:
+            writer.event(None, "unmeasured", {"what": "memory", "reason": text})
+    writer.flush()
+    lost = writer.lost
+    writer.close(RunStatus.FAILED if failed else RunStatus.FINISHED)
+    if lost is not None:
+        raise RunWriteError(f"the memory result was not stored: {lost}")
