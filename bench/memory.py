@@ -2,9 +2,9 @@
 
 Each case of the matrix (models x precisions x checkpointing with AdamW; models x optimizers) runs two real
 steps under torch.profiler, which counts in the CPU's allocator, and two on fake tensors; compared is the
-peak of the second. Cases off by more than 1 % are listed: there a kernel takes memory inside itself. Then the
-time of a prediction of GPTs of several depths, in a process that is already there, against torch's own
-MemTracker over two fake steps of the same.
+peak of the second, without the workspaces that kernels allocate and free. Cases off by more than 1 % are
+listed. Then the time of a prediction of GPTs of several depths, in a process that has started already,
+against torch's own MemTracker over two fake steps of the same.
 
     OMP_NUM_THREADS=1 python bench/memory.py [--quick] [--speed]
 """
@@ -28,7 +28,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "diagnose" / "memory"))
 
-import matrix_recipe as matrix  # noqa: E402 - found beside the tests
+import matrix_recipe as matrix  # noqa: E402 - found next to the tests
 from measured import measured_peak  # noqa: E402
 
 from backlight.diagnose.memory.predictor import Predictor  # noqa: E402
@@ -66,7 +66,7 @@ def agreement(predictor: Predictor, console: Console, *, quick: bool) -> None:
     within = exact = total = 0
     for case in cases(quick=quick):
         with quiet():
-            measured = measured_peak(RECIPE, dict(case))
+            measured = measured_peak(RECIPE, dict(case)).tensors
         predicted = predictor.predict(read_recipe(RECIPE, case), granule=1).peak
         total += 1
         exact += predicted == measured

@@ -1,24 +1,22 @@
-"""The peak of memory on the CPU by torch.profiler, which counts in the allocator: independent of the recorder.
+"""Peak of memory on the CPU by torch.profiler, which counts in the allocator, independent of the recorder.
 
-Kernels allocate workspaces and free them before they return. Their sizes depend on the CPU's instruction set and on the
-number of threads, so that no prediction can hold them; they are measured apart.
+Kernels allocate workspaces and free them before they return. Their sizes depend on the CPU's instruction set
+and on the number of threads, so that no prediction can contain them; they are measured separately.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from backlight.launch.recipe import read_recipe
 
 
-@dataclass(frozen=True)
-class MeasuredPeak:
+class MeasuredPeak(NamedTuple):
     """Bytes at the peak of a step: of the tensors that operations return, and with kernel workspaces."""
 
     tensors: int
@@ -58,7 +56,7 @@ def _peak(changes: list[tuple[int, int]], begin: int) -> int:
 def _changes(roots: list[Any]) -> Iterator[tuple[int, int, bool]]:
     """Yield time, signed bytes, and whether the memory is freed by the operation that has allocated it."""
     open_by_address: dict[int, tuple[int, int, int | None]] = {}
-    found = [(node, operation) for node, operation in _walk(roots) if hasattr(node.extra_fields, "alloc_size")]
+    found = [pair for pair in _walk(roots) if hasattr(pair[0].extra_fields, "alloc_size")]
     for node, operation in sorted(found, key=lambda pair: pair[0].start_time_ns):
         size, address = node.extra_fields.alloc_size, node.extra_fields.ptr
         if size > 0:

@@ -11,8 +11,9 @@ import pytest
 
 from backlight.cli import app as application
 from backlight.cli.launch.memory_options import FakeOptions, fake_options
-from backlight.diagnose.memory import allocator
-from backlight.diagnose.memory.allocator import Allocator, read_allocator
+from backlight.diagnose.memory import measure
+from backlight.diagnose.memory.measure import read_allocator
+from backlight.diagnose.memory.result import AllocatorStatistics
 from backlight.report.panel import PANELS, Drawn, NotMeasured
 from backlight.report.source import Source
 from backlight.store.read.run import open_run
@@ -102,7 +103,7 @@ def test_a_recipe_is_predicted_and_stored(tmp_path: Path) -> None:
     assert (answer["how"], answer["built"]) == ("predicted", "meta")
     assert answer["logits"]["shape"] == [2 * 32, 256]
     assert [len(saving["wrapped"]) for saving in answer["checkpointing"]] == [1, 2]
-    assert answer["besides"]["context"][0] < answer["besides"]["context"][1]
+    assert answer["context_bytes"][0] < answer["context_bytes"][1]
     assert isinstance(PANELS["memory_steps"].render(Source(open_run(tmp_path / "run"))), Drawn)
     assert answer["fit"]["peak"] <= 8_000_000 < answer["fit"]["peak_above"]
 
@@ -140,14 +141,14 @@ def test_refusals_are_one_line(
     assert errors.count("\n") == 1
 
 
-def test_a_script_too_short_is_told(tmp_path: Path) -> None:
+def test_a_script_that_ends_too_early_is_reported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     code, _, errors = memory(tmp_path, "--warmup", 50, "train.py")
     assert code == 2
     assert "after 10 of the 51 steps that are needed (--warmup 50)" in errors
 
 
-def test_options_may_stand_on_both_sides() -> None:
+def test_options_may_precede_or_follow_the_recipe() -> None:
     rest = ["--batch", "4", "--fake", "--n-blocks=3", "--json"]
     options = fake_options(
         "r.py", rest, fake=False, settings=["seq=9"], budget=None, batch_setting="batch",
@@ -156,7 +157,7 @@ def test_options_may_stand_on_both_sides() -> None:
     assert options == FakeOptions("r.py", ("seq=9", "batch=4", "n_blocks=3"), as_json=True)
 
 
-def test_a_run_without_memory_says_so(tmp_path: Path) -> None:
+def test_a_run_without_memory_is_reported_as_not_measured(tmp_path: Path) -> None:
     from backlight.store.write.writer import RunWriter
 
     RunWriter.create(tmp_path / "run").close()
@@ -168,7 +169,7 @@ def test_a_run_without_memory_says_so(tmp_path: Path) -> None:
 
 
 def test_the_allocator_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocator.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: False)
     assert read_allocator() is None
     stats = {
         "allocated_bytes.all.peak": 600,
@@ -176,9 +177,11 @@ def test_the_allocator_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         "inactive_split_bytes.all.current": 50,
         "num_alloc_retries": 2,
     }
-    monkeypatch.setattr(allocator.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(allocator.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(allocator.torch.cuda, "memory_stats", lambda: stats)
-    told = read_allocator()
-    assert told == Allocator(600, 1000, 50, 2, 0)
-    assert told.fragmentation == pytest.approx(0.4)
+    monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measure.torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(measure.torch.cuda, "memory_stats", lambda: stats)
+    statistics = read_allocator()
+    assert statistics == AllocatorStatistics(
+        allocated_peak=600, reserved_peak=1000, inactive_split=50, retries=2, failures=0
+    )
+    assert statistics.fragmentation == pytest.approx(0.4)

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.diagnose.memory.account import Account
-from backlight.diagnose.memory.block_checkpointing import checkpointed
-from backlight.diagnose.memory.flop_counter import Counter
+from backlight.diagnose.memory.fake_model import checkpoint_modules
+from backlight.diagnose.memory.operations import OperationCounter
 from backlight.diagnose.memory.recorder import Recorder
-from backlight.diagnose.memory.storage_log import Kind, Storage
+from backlight.diagnose.memory.storage_log import Account, Kind, Storage
 from backlight.records import Phase
 
 
@@ -40,20 +39,20 @@ def recorded(model: nn.Module, recorder: Recorder, steps: int = 1) -> torch.opti
     with recorder:
         for _ in range(steps):
             batch = torch.randn(16, 8)
-            recorder.phase(Phase.FORWARD)
+            recorder.begin_phase(Phase.FORWARD)
             loss = model(batch).square().mean()
-            recorder.phase(Phase.BACKWARD)
+            recorder.begin_phase(Phase.BACKWARD)
             loss.backward()
-            recorder.phase(Phase.OPTIMIZER)
+            recorder.begin_phase(Phase.OPTIMIZER)
             optimizer.step()
-            recorder.optimizer(optimizer)
-            recorder.phase(Phase.OTHER)
+            recorder.register_optimizer(optimizer)
+            recorder.begin_phase(Phase.OTHER)
             optimizer.zero_grad()
     return optimizer
 
 
 def of(recorder: Recorder, kind: Kind) -> list[Storage]:
-    return [storage for storage in recorder.ledger.storages if storage.kind is kind]
+    return [storage for storage in recorder.log.storages if storage.kind is kind]
 
 
 def test_kinds_have_the_bytes_of_the_tensors() -> None:
@@ -75,7 +74,7 @@ def test_forward_and_backward_are_attributed_to_nested_modules() -> None:
     model = Net()
     recorder = Recorder([model])
     recorded(model, recorder)
-    storages = recorder.ledger.storages
+    storages = recorder.log.storages
     tanh = [s.module for s in storages if s.operation == "aten.tanh.default"]
     assert tanh == ["first", "second"]
     forward = {s.module for s in storages if s.phase == Phase.FORWARD and "addmm" in s.operation}
@@ -95,17 +94,17 @@ def test_a_tied_weight_is_counted_once() -> None:
     assert [s.nbytes for s in of(recorder, Kind.GRADIENTS)] == [8 * 8 * 4]
 
 
-def test_views_and_changes_in_place_are_no_new_storage() -> None:
+def test_views_and_in_place_operations_allocate_nothing() -> None:
     recorder = Recorder([])
     with recorder:
         x = torch.ones(10, 10)
-        count = len(recorder.ledger.storages)
+        count = len(recorder.log.storages)
         x.view(100)[3:].add_(1)
         x.t().mul_(2)
         x[0].zero_()
-        assert len(recorder.ledger.storages) == count
+        assert len(recorder.log.storages) == count
         x.clone()
-        assert len(recorder.ledger.storages) == count + 1
+        assert len(recorder.log.storages) == count + 1
 
 
 def test_a_storage_at_a_reused_address_is_a_new_one() -> None:
@@ -114,17 +113,17 @@ def test_a_storage_at_a_reused_address_is_a_new_one() -> None:
         for _ in range(50):
             made = torch.empty(1000)
             del made
-    assert len(recorder.ledger.storages) == 50
-    assert recorder.ledger.curve().max() == 4000
-    assert recorder.ledger.curve()[-1] == 0
+    assert len(recorder.log.storages) == 50
+    assert recorder.log.curve().max() == 4000
+    assert recorder.log.curve()[-1] == 0
 
 
-def test_what_is_computed_again_is_activations_of_its_module() -> None:
+def test_recomputed_activations_belong_to_their_module() -> None:
     model = Net()
-    plain, again = Recorder([model], Counter()), Counter()
+    plain, again = Recorder([model], OperationCounter()), OperationCounter()
     recorded(model, plain)
     wrapped = Recorder([model], again)
-    checkpointed(model, ["first", "second"], wrapped.inside)
+    checkpoint_modules(model, ["first", "second"], wrapped.module)
     recorded(model, wrapped)
     kept = [s for s in of(plain, Kind.ACTIVATIONS) if s.phase == Phase.FORWARD]
     less = [s for s in of(wrapped, Kind.ACTIVATIONS) if s.phase == Phase.FORWARD]
@@ -140,7 +139,7 @@ def test_recording_changes_nothing() -> None:
         torch.manual_seed(3)
         model = Net()
         if watched:
-            recorded(model, Recorder([model], Counter()), steps=3)
+            recorded(model, Recorder([model], OperationCounter()), steps=3)
         else:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             for _ in range(3):
@@ -154,7 +153,7 @@ def test_recording_changes_nothing() -> None:
         assert torch.equal(one, other)
 
 
-def test_an_error_of_ours_stops_recording_and_nothing_else() -> None:
+def test_an_error_of_the_recorder_does_not_stop_the_step() -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("injected")
 
@@ -167,22 +166,22 @@ def test_an_error_of_ours_stops_recording_and_nothing_else() -> None:
 
 def test_flops_of_known_products() -> None:
     model = nn.Linear(8, 32)
-    counter = Counter()
+    counter = OperationCounter()
     recorded(model, Recorder([model], counter))
     assert counter.flops().forward == 2 * 16 * 8 * 32
     assert counter.flops().backward == 2 * 16 * 8 * 32  # the input needs no gradient
     assert counter.flops().modules[""] == counter.flops().forward
 
 
-def test_sparse_gradients_count_with_their_parts() -> None:
+def test_sparse_gradients_are_counted_by_their_parts() -> None:
     model = nn.Sequential(nn.Embedding(100, 4, sparse=True))
     recorder = Recorder([model])
     with recorder:
-        recorder.phase(Phase.FORWARD)
+        recorder.begin_phase(Phase.FORWARD)
         loss = model(torch.tensor([1, 5])).sum()
-        recorder.phase(Phase.BACKWARD)
+        recorder.begin_phase(Phase.BACKWARD)
         loss.backward()
-        recorder.phase(Phase.OTHER)
+        recorder.begin_phase(Phase.OTHER)
     assert sum(s.nbytes for s in of(recorder, Kind.GRADIENTS)) == 2 * 4 * 4 + 2 * 8
 
 
@@ -191,5 +190,5 @@ def test_only_one_kind_of_device_counts(device: str) -> None:
     recorder = Recorder([], device=device)
     with recorder:
         kept = [torch.empty(10, device="cpu"), torch.empty(20, device="meta")]
-    assert Account(recorder.ledger).peak == (40 if device == "cpu" else 80)
+    assert Account(recorder.log).peak == (40 if device == "cpu" else 80)
     assert len(kept) == 2

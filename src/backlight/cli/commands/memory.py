@@ -71,16 +71,15 @@ def memory(
 
     check(target, module=module)
     from backlight.cli.render.memory import print_measured
-    from backlight.diagnose.memory.document import measured_answer
     from backlight.diagnose.memory.measure import measure_memory
-    from backlight.diagnose.memory.save import open_memory_run, store_memory
+    from backlight.diagnose.memory.result import open_memory_run, store_memory
 
     arguments = list(context.args)
     writer = open_memory_run(out, target, arguments) if out is not None else None
     measured = measure_memory(target, arguments, module=module, warmup=warmup, steps=steps, quiet=as_json)
     print_measured(measured, as_json=as_json)
     if writer is not None:
-        store_memory(writer, measured.account, measured_answer(measured))
+        store_memory(writer, measured)
     return 0
 
 

@@ -17,10 +17,8 @@ def run_prediction(options: FakeOptions) -> None:
         From what cannot be read or predicted.
     """
     from backlight.cli.options import parse_size
-    from backlight.diagnose.memory.batch_search import checkpointing, largest_batch
-    from backlight.diagnose.memory.document import predicted_answer
-    from backlight.diagnose.memory.predictor import Predictor
-    from backlight.diagnose.memory.save import open_memory_run, store_memory
+    from backlight.diagnose.memory.predictor import Predictor, checkpointing_savings, largest_batch
+    from backlight.diagnose.memory.result import open_memory_run, store_memory
     from backlight.launch.recipe import parse_settings, read_recipe
 
     budget = None if options.budget is None else parse_size(options.budget, "--budget")
@@ -33,11 +31,10 @@ def run_prediction(options: FakeOptions) -> None:
     console = Console(stderr=True)
     with Predictor() as predictor, console.status("predicting") as status:
         prediction = predictor.predict(recipe)
-        savings = []
         if options.checkpointing:
             status.update("predicting with checkpointing")
-            savings = checkpointing(predictor, recipe, prediction)
-        fit = None
+            savings = checkpointing_savings(predictor, recipe, prediction)
+            prediction = prediction.model_copy(update={"checkpointing": savings})
         if budget is not None:
             fit = largest_batch(
                 predictor,
@@ -48,6 +45,7 @@ def run_prediction(options: FakeOptions) -> None:
                     f"predicted a batch of {batch}: {peak / 1e9:.2f} GB"
                 ),
             )
-    print_predicted(prediction, savings, fit, asked=options.checkpointing, as_json=options.as_json)
+            prediction = prediction.model_copy(update={"fit": fit})
+    print_predicted(prediction, asked=options.checkpointing, as_json=options.as_json)
     if writer is not None:
-        store_memory(writer, prediction.account, predicted_answer(prediction, savings, fit))
+        store_memory(writer, prediction)

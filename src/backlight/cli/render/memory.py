@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -10,169 +9,151 @@ from rich.table import Table
 from rich.text import Text
 
 from backlight.cli.console import Page, print_json
-from backlight.diagnose.memory.document import (
-    NOT_PREDICTED,
-    measured_answer,
-    predicted_answer,
-    sum_of_gradients,
-)
 from backlight.text import size
 
 if TYPE_CHECKING:
-    from backlight.diagnose.memory.account import Account
-    from backlight.diagnose.memory.batch_search import Fit, Saving
-    from backlight.diagnose.memory.measure import Measured
-    from backlight.diagnose.memory.prediction_result import Logits, Prediction
+    from backlight.diagnose.memory.result import Fit, MeasuredMemory, PredictedMemory, Saving, StepMemory
 
-MODULES, TENSORS = 10, 8
+MAX_MODULES, MAX_TENSORS = 10, 8
 """Rows that are printed; --json has more."""
 
+COLUMNS = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer_state": "state",
+    "activations": "activations",
+}
+"""Kinds that have a column in the table of modules."""
 
-def print_measured(measured: Measured, *, as_json: bool) -> None:
+
+def print_measured(result: MeasuredMemory, *, as_json: bool) -> None:
     """Print a measurement."""
-    answer = measured_answer(measured)
     if as_json:
-        print_json(answer)
+        print_json(result.model_dump(mode="json"))
         return
     page = Page()
-    where = "" if measured.device == "cpu" else f" on {measured.device}"
-    page.say((f"{_headline(measured.account)}{where}; {_plural(measured.parameters)}", "bold"))
-    _kinds(measured.account)
-    _modules(measured.account)
-    _tensors(measured.account)
-    _logits(page, measured.logits)
-    allocator = measured.allocator
+    where = "" if result.device == "cpu" else f" on {result.device}"
+    page.say((f"{_headline(result)}{where}; {_parameters(result.parameters)}", "bold"))
+    _tables(page, result)
+    allocator = result.allocator
     if allocator is None:
         _note(page, "fragmentation: not measured, the memory is not that of a caching allocator")
     else:
         _note(
             page,
-            f"allocator: {size(allocator.reserved)} reserved at most, {size(allocator.allocated)} in use "
-            f"({allocator.fragmentation:.0%} in pieces), {allocator.retries} retries",
+            f"allocator: {size(allocator.reserved_peak)} reserved at most, "
+            f"{size(allocator.allocated_peak)} in use "
+            f"({allocator.fragmentation:.0%} fragmented), {allocator.retries} retries",
         )
-    steps = "1 step" if measured.steps == 1 else f"{measured.steps} steps"
-    _note(page, f"{steps} recorded after {measured.warmup}, uncompiled: a compiled step may need less")
-    for text in (*measured.trouble, *(f"not seen: {what}" for what in answer["not_seen"])):
+    steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
+    _note(page, f"{steps} recorded after {result.warmup}, uncompiled: a compiled step may need less")
+    for text in result.trouble:
         _note(page, text)
-    if measured.code:
-        _note(page, f"the script ended with exit code {measured.code}")
+    _not_included(page, result)
+    if result.exit_code:
+        _note(page, f"the script ended with exit code {result.exit_code}")
 
 
-def print_predicted(
-    prediction: Prediction, savings: Sequence[Saving], fit: Fit | None, *, asked: bool, as_json: bool
-) -> None:
-    """Print a prediction, with what was asked of checkpointing and of a budget."""
+def print_predicted(result: PredictedMemory, *, asked: bool, as_json: bool) -> None:
+    """Print a prediction; ``asked`` is whether the effect of checkpointing was requested."""
     if as_json:
-        print_json(predicted_answer(prediction, savings, fit))
+        print_json(result.model_dump(mode="json"))
         return
     page = Page()
-    page.say((f"predicted: {_headline(prediction.account)}; {_plural(prediction.parameters)}", "bold"))
-    _kinds(prediction.account)
-    _modules(prediction.account)
-    _tensors(prediction.account)
-    _logits(page, prediction.logits)
-    if prediction.flops.step:
+    page.say((f"predicted: {_headline(result)}; {_parameters(result.parameters)}", "bold"))
+    _tables(page, result)
+    flops = result.flops
+    if flops.step:
+        recomputed = f", of which {_flops(flops.recomputed)} recomputed" if flops.recomputed else ""
         page.say(
             ("operations: ", "dim"),
-            f"{_flops(prediction.flops.forward)} forward, {_flops(prediction.flops.backward)} backward"
-            + (
-                f", of them {_flops(prediction.flops.recomputed)} recomputed"
-                if prediction.flops.recomputed
-                else ""
-            ),
+            f"{_flops(flops.forward)} forward, {_flops(flops.backward)} backward{recomputed}",
         )
-    if savings:
-        _savings(savings)
+    if result.checkpointing:
+        _savings(result.checkpointing)
     elif asked:
-        _note(page, "checkpointing: no blocks of one structure stand side by side in this model")
-    if fit is not None:
-        _fit(page, fit)
-    from backlight.diagnose.memory.prediction_result import COMMUNICATION, CONTEXT
-
+        _note(page, "checkpointing: this model has no sibling blocks of one structure")
+    if result.fit is not None:
+        _fit(page, result.fit)
     _note(
         page,
-        f"on a GPU besides: {_range(CONTEXT)} context; with NCCL {_range(COMMUNICATION)}; with DDP up to "
-        f"{size(sum_of_gradients(prediction))} buckets (0 as views of gradients)",
+        f"on a GPU also: {_range(result.context_bytes)} context; with NCCL "
+        f"{_range(result.communication_bytes)}; with DDP up to "
+        f"{size(result.ddp_bucket_bytes[1])} buckets (0 as views of gradients)",
     )
-    if prediction.built == "real":
+    if result.built == "real":
         _note(page, "the model had to be built with all its memory: its constructor works on no other device")
-    for text in NOT_PREDICTED:
-        _note(page, f"not seen: {text}")
+    _not_included(page, result)
 
 
-def _headline(account: Account) -> str:
-    kinds = sorted(account.kinds().items(), key=lambda item: -item[1])
-    parts = ", ".join(
-        f"{kind.value.replace('_', ' ')} {size(nbytes)}" for kind, nbytes in kinds[:4] if nbytes
-    )
-    return f"peak {size(account.peak)} in {account.phase}: {parts}; between steps {size(account.begin)}"
+def _not_included(page: Page, result: StepMemory) -> None:
+    if result.workspaces:
+        calls = ", ".join(f"{count} x {name}" for name, count in result.workspaces.items())
+        _note(page, f"plus kernel workspaces, not predictable: {calls}")
+    for text in result.not_seen:
+        _note(page, f"not included: {text}")
 
 
-def _kinds(account: Account) -> None:
+def _headline(result: StepMemory) -> str:
+    kinds = sorted(result.kinds.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{kind.replace('_', ' ')} {size(nbytes)}" for kind, nbytes in kinds[:4] if nbytes)
+    peak, between = size(result.peak), size(result.between_steps)
+    return f"peak {peak} in {result.phase_at_peak}: {parts}; between steps {between}"
+
+
+def _tables(page: Page, result: StepMemory) -> None:
     table = _table("kind", "at the peak", "share")
-    for kind, nbytes in account.kinds().items():
-        table.add_row(kind.value.replace("_", " "), size(nbytes), f"{nbytes / account.peak:.1%}")
+    for kind, nbytes in result.kinds.items():
+        table.add_row(kind.replace("_", " "), size(nbytes), f"{nbytes / result.peak:.1%}")
     Console().print(table)
     highest = _table("phase", "highest")
-    for phase, nbytes in account.phase_peaks().items():
+    for phase, nbytes in result.phases.items():
         highest.add_row(phase, size(nbytes))
     Console().print(highest)
-
-
-def _modules(account: Account) -> None:
-    modules = account.modules()
-    table = _table("module at the peak", "own", "inclusive", "params", "grads", "state", "activations")
-    from backlight.diagnose.memory.storage_log import Kind
-
-    columns = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE, Kind.ACTIVATIONS)
-    for module in modules[:MODULES]:
-        table.add_row(
+    modules = _table("module at the peak", "own", "inclusive", *COLUMNS.values())
+    for module in result.modules[:MAX_MODULES]:
+        kinds = {kind.value: nbytes for kind, nbytes in module.kinds.items()}
+        modules.add_row(
             Text(module.name or "(no module)"),
-            size(module.exclusive),
+            size(module.own),
             size(module.inclusive),
-            *(size(module.own[kind]) if module.own.get(kind) else "" for kind in columns),
+            *(size(kinds[kind]) if kinds.get(kind) else "" for kind in COLUMNS),
         )
-    Console().print(table)
-    if len(modules) > MODULES:
-        _note(Page(), f"{len(modules) - MODULES} more in --json")
-
-
-def _tensors(account: Account) -> None:
-    table = _table("live at the peak", "bytes")
-    table.add_column("kind")
-    table.add_column("of")
-    for tensor in account.largest(TENSORS):
+    Console().print(modules)
+    if len(result.modules) > MAX_MODULES:
+        _note(page, f"{len(result.modules) - MAX_MODULES} more modules in --json")
+    tensors = _table("live at the peak", "bytes")
+    tensors.add_column("kind")
+    tensors.add_column("of")
+    for tensor in result.largest[:MAX_TENSORS]:
         times = f"{tensor.count} x " if tensor.count > 1 else ""
-        table.add_row(
+        tensors.add_row(
             Text(f"{times}{list(tensor.shape)} {tensor.dtype}"),
-            size(tensor.nbytes),
-            tensor.kind.value.replace("_", " "),
+            size(tensor.bytes),
+            tensor.kind.replace("_", " "),
             Text(" ".join(part for part in (tensor.module, tensor.operation.removeprefix("aten.")) if part)),
         )
-    Console().print(table)
-
-
-def _logits(page: Page, logits: Logits | None) -> None:
+    Console().print(tensors)
+    logits = result.logits
     if logits is not None:
         page.say(
             ("logits: ", "dim"),
-            f"{list(logits.shape)} {logits.dtype} take {size(logits.nbytes)}, with {logits.copies} copies of "
-            f"their size at most {size(logits.live)}; elements x (bytes + 4) is {size(logits.formula)}",
+            f"{list(logits.shape)} {logits.dtype} take {size(logits.bytes)}, with {logits.copies} copies of "
+            f"their size at most {size(logits.live_at_most)}; elements x (bytes + 4) is "
+            f"{size(logits.formula)}",
         )
 
 
-def _savings(savings: Sequence[Saving]) -> None:
+def _savings(savings: tuple[Saving, ...]) -> None:
     table = _table("checkpointing", "peak", "saves", "recomputes", "share of the step")
     for saving in savings:
         count = len(saving.wrapped)
-        what = (
-            saving.wrapped[0]
-            if count == 1
-            else f"all {count} {saving.blocks.type} of {saving.blocks.parent or 'the model'}"
-        )
+        group = f"all {count} {saving.type} of {saving.parent or 'the model'}"
+        what = saving.wrapped[0] if count == 1 else group
         table.add_row(
-            Text(what), size(saving.peak), size(saving.saved), _flops(saving.flops), f"{saving.share:.1%}"
-        )
+            Text(what), size(saving.peak), size(saving.saved),
+            _flops(saving.recomputed_flops), f"{saving.share_of_step:.1%}",
+        )  # fmt: skip
     Console().print(table)
 
 
@@ -196,7 +177,7 @@ def _range(pair: tuple[int, int]) -> str:
     return f"{size(pair[0])} to {size(pair[1])}"
 
 
-def _plural(count: int) -> str:
+def _parameters(count: int) -> str:
     for unit, factor in ((" B", 1e9), (" M", 1e6), ("k", 1e3)):
         if count >= factor:
             return f"{count / factor:.3g}{unit} parameters"

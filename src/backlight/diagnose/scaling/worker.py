@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight.capture.phase_clock import PhaseClock
-from backlight.diagnose.memory.prediction_result import PredictionError
+from backlight.diagnose.memory.result import PredictionError
 from backlight.diagnose.profile.step_summary import summarize_steps
 from backlight.launch.recipe import REQUIRED, Recipe, RecipeError, read_recipe
 from backlight.monitors.steptime.model.steady_state import SeriesError
