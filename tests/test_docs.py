@@ -12,7 +12,7 @@ import typer
 
 import backlight
 from backlight.cli import app as application
-from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.findings.limits import Limits
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import Rule
 from backlight.session.settings import Settings
@@ -51,7 +51,7 @@ def test_the_rule_of_the_readme_works(tmp_path: Path) -> None:
         )
 
     scope = {
-        "rule": rule, "Run": Run, "Thresholds": Thresholds, "Iterator": Iterator, "Finding": Finding,
+        "rule": rule, "Run": Run, "Limits": Limits, "Iterator": Iterator, "Finding": Finding,
         "Severity": Severity, "Subject": Subject, "Evidence": Evidence,
     }  # fmt: skip
     exec(snippet[1], scope)
@@ -59,7 +59,7 @@ def test_the_rule_of_the_readme_works(tmp_path: Path) -> None:
     assert isinstance(made, Rule)
     for norm, expected in ((0.0, 1), (1.0, 0)):
         run = _run(tmp_path / str(norm), norm)
-        assert len(list(made.evaluate(run, Thresholds()))) == expected
+        assert len(list(made.evaluate(run, Limits()))) == expected
 
 
 def _run(path: Path, norm: float) -> Run:

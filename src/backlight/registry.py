@@ -254,17 +254,17 @@ def _origin(entry: object) -> str:
 class Rule:
     """A rule of a monitor: a stored run goes in, findings come out; it never sees a live model.
 
-    ``evaluate(run, thresholds)`` takes a :class:`backlight.store.read.run.Run` and the monitor's frozen
-    thresholds. ``thresholds`` names the fields that it reads, so that a finding can show which of
-    them the user overrode. ``needs`` names the series without which the rule stays silent. A rule that
-    ``restates`` gives what was stored of it again, or something better in its place: nothing else of it
-    is taken from the store.
+    ``evaluate(run, limits)`` takes a :class:`backlight.store.read.run.Run` and an object of ``limits``, a
+    class of :class:`backlight.findings.limits.Limits`, with what the run and the user overrode. ``needs``
+    names the series without which the rule is skipped. A rule that ``restates`` yields its stored findings
+    again, or better ones: nothing else of it is taken from the store.
     """
 
     name: str
     monitor: str
     version: int
     evaluate: Callable[[Any, Any], Iterable[Finding]]
+    limits: type[Any] | None = None
     thresholds: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     restates: bool = False
@@ -282,6 +282,7 @@ def rule(
     *,
     monitor: str,
     version: int = 1,
+    limits: type[Any] | None = None,
     thresholds: tuple[str, ...] = (),
     needs: tuple[str, ...] = (),
     restates: bool = False,
@@ -291,7 +292,7 @@ def rule(
     def decorate(
         evaluate: Callable[[Any, Any], Iterable[Finding]],
     ) -> Callable[[Any, Any], Iterable[Finding]]:
-        RULES.add(name, Rule(name, monitor, version, evaluate, thresholds, needs, restates))
+        RULES.add(name, Rule(name, monitor, version, evaluate, limits, thresholds, needs, restates))
         return evaluate
 
     return decorate

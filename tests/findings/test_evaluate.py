@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backlight.findings.evaluate import RuleFailedWarning, evaluate_rules, findings_of, in_order, thresholds
-from backlight.findings.thresholds import ThresholdError
-from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.findings.evaluate import RuleFailedWarning, evaluate_rules, findings_of, in_order
+from backlight.findings.limits import ThresholdError
 from backlight.records import Finding, Made, ParameterRecord, Severity, Subject
 from backlight.registry import RULES, Rule
 from backlight.store.read.run import Run, open_run
@@ -73,16 +72,13 @@ def test_findings_carry_version_origin_and_what_was_overridden(tmp_path: Path) -
 def test_what_a_caller_changes_goes_beyond_what_the_run_recorded(tmp_path: Path) -> None:
     run = write(tmp_path / "run", overrides={"health": {"zero_window": 10.0}})
     assert not evaluate_rules(run, {"health": {"zero_window": 31}})
-    assert evaluate_rules(run, {"health": Thresholds()})[0].overridden == {}
     with pytest.raises(ThresholdError, match="no threshold 'zero_windw'; nearest: zero_window"):
         evaluate_rules(run, {"health": {"zero_windw": 31}})
 
 
 def test_an_override_of_another_release_is_named_and_left_out(tmp_path: Path) -> None:
     run = write(tmp_path / "run", overrides={"health": {"of_the_future": 1.0, "zero_window": 12.0}})
-    with pytest.warns(
-        UserWarning, match="left out here: the health monitor has no threshold 'of_the_future'"
-    ):
+    with pytest.warns(UserWarning, match="is ignored: the health monitor has no threshold 'of_the_future'"):
         (found,) = evaluate_rules(run)
     assert found.overridden == {"zero_window": 12}
 
@@ -136,11 +132,3 @@ def test_several_findings_of_one_subject_are_told_apart_by_step(tmp_path: Path) 
     writer.close()
     found = {f.subject.step: f.made for f in findings_of(open_run(tmp_path / "run"))}
     assert found == {100: Made.LIVE, 150: Made.READER}
-
-
-def test_a_monitor_without_thresholds_has_none() -> None:
-    assert thresholds("no_such_monitor") is None
-    assert thresholds("health") == Thresholds()
-    assert thresholds("health", {"zero_window": 5}, {"spike_gap": 3}) == Thresholds(
-        zero_window=5, spike_gap=3
-    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backlight.findings.evaluate import thresholds
+from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.monitors.grokking.model.curves import DetectionError, change_points
 from backlight.monitors.grokking.model.lead_lag import Following, follow
 from backlight.monitors.grokking.model.reader import (
@@ -105,9 +105,7 @@ def examine(
 
 def limits_of(run: Run) -> Thresholds:
     """Return the thresholds of the monitor as the run overrode them."""
-    limits = thresholds("grokking", run.overrides.get("grokking"))
-    assert isinstance(limits, Thresholds)  # the monitor has thresholds
-    return limits
+    return with_overrides(Thresholds, merge_overrides("grokking", run.overrides.get("grokking")))
 
 
 def examined_where_possible(run: Run) -> Examined | None:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.analysis.grokking import examined_where_possible
-from backlight.findings.evaluate import findings_of, thresholds
+from backlight.findings.evaluate import findings_of
+from backlight.findings.limits import in_use
 from backlight.measure.spectra.shrinkage import muon
 from backlight.monitors.grokking.model.curves import Interval
 from backlight.monitors.grokking.model.verdicts import Detection
@@ -49,16 +50,11 @@ def source_of(run: Run, findings: Sequence[Finding] | None = None) -> Source:
     ``findings`` are those of the caller, who judged it already.
     """
     health = health_series(run)
-    in_use = {
-        monitor: dataclasses.asdict(limits)
-        for monitor in run.monitors
-        if (limits := thresholds(monitor, run.overrides.get(monitor)))
-    }
     return Source(
         run,
         tuple(findings_of(run) if findings is None else findings),
         (health.steps, health.score) if len(health.steps) else None,
-        thresholds=in_use,
+        thresholds={monitor: in_use(monitor, run.overrides.get(monitor)) for monitor in run.monitors},
         groups=_groups(run),
         learning=learning_of(run),
         muon=muon,

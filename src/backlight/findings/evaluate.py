@@ -1,21 +1,13 @@
-"""Judging a stored run: every rule of its monitors, with the thresholds that hold for it. No torch.
-
-The thresholds of a monitor are found by convention: ``Thresholds`` in
-``backlight.monitors.<monitor>.model.thresholds`` is a frozen dataclass whose
-``override(mapping)`` returns a changed copy and refuses unknown names, and whose class method
-``recorded(mapping)`` returns thresholds with what it had to leave out, in words.
-"""
+"""Evaluation of a stored run: every rule of its monitors, each with its limits. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
-import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from backlight.findings.limits import Limits, merge_overrides, whole_class, with_overrides
 from backlight.findings.wording import shorten
 from backlight.records import Finding, Made
 from backlight.registry import DISPLAYS, RULES, Rule, warn
@@ -49,7 +41,7 @@ class Findings(list[Finding]):
 
 def evaluate_rules(
     run: Run,
-    thresholds_by_monitor: Mapping[str, Any] | None = None,
+    thresholds_by_monitor: Mapping[str, Mapping[str, Any]] | None = None,
     made: Made = Made.READER,
     only: Collection[str] | None = None,
 ) -> Findings:
@@ -58,23 +50,26 @@ def evaluate_rules(
     Parameters
     ----------
     run:
-        A stored run. One that names no monitors is judged by all of them.
+        A stored run. One that names no monitors is evaluated by the rules of all.
     thresholds_by_monitor:
-        By monitor, a mapping of thresholds to change beyond what the run recorded, or a whole ``Thresholds``
-        that replaces both.
+        By monitor and name, limits to change beyond what the run recorded.
     made:
-        Who judges: the watched process or a reader.
+        Who evaluates: the watched process or a reader.
     only:
-        Names of rules; the others are not asked. None asks all.
+        Names of rules to evaluate; None for all.
 
     Returns
     -------
-    Findings, the most severe first, then by step, each with its rule's version and with those of its
-    thresholds that differ from the default. A rule that raises is named in a :class:`RuleFailedWarning`.
-    Thresholds that a caller may not set raise what the monitor's ``override`` raises.
+    Findings, the most severe first, then by step, each with the name, monitor and version of its rule and the
+    limits that differ from the default. A rule that raises is named in a :class:`RuleFailedWarning`.
+
+    Raises
+    ------
+    ThresholdError
+        If ``thresholds_by_monitor`` holds an unknown name or a value that it cannot take.
     """
     given = dict(thresholds_by_monitor or {})
-    limits_of: dict[str, Any] = {}
+    overrides_of: dict[str, dict[str, float]] = {}
     remembered = _Remembering(run)
     findings: list[Finding] = []
     for name, rule in RULES.items():
@@ -84,11 +79,11 @@ def evaluate_rules(
             continue
         if not all(remembered.has(series) for series in rule.needs):
             continue
-        if rule.monitor not in limits_of:
-            limits_of[rule.monitor] = thresholds(
+        if rule.monitor not in overrides_of:
+            overrides_of[rule.monitor] = merge_overrides(
                 rule.monitor, run.overrides.get(rule.monitor), given.get(rule.monitor)
             )
-        limits = limits_of[rule.monitor]
+        limits = with_overrides(_class_of(rule), overrides_of[rule.monitor])
         changed = _changed(rule, limits)
         try:
             for finding in rule.evaluate(remembered, limits):
@@ -115,7 +110,7 @@ def evaluate_rules(
     return in_order(findings)
 
 
-def findings_of(run: Run, thresholds_by_monitor: Mapping[str, Any] | None = None) -> Findings:
+def findings_of(run: Run, thresholds_by_monitor: Mapping[str, Mapping[str, Any]] | None = None) -> Findings:
     """Judge a run now and join the result with the findings that were stored while it ran.
 
     A stored finding of the same rule about the same parameter and module is replaced by the fresh one,
@@ -153,38 +148,15 @@ def in_order(findings: Iterable[Finding]) -> Findings:
     return Findings(sorted(findings, key=place))
 
 
-def thresholds(monitor: str, recorded: Mapping[str, float] | None = None, given: Any = None) -> Any:
-    """Return the thresholds of a monitor: defaults, changed by what the run recorded and by the caller.
-
-    What a run recorded but this release does not know (a newer or older backlight wrote it) is named in
-    a warning and left out; what the caller gives must be right. None for a monitor without thresholds.
-    """
-    if given is not None and not isinstance(given, Mapping):
-        return given
-    if importlib.util.find_spec(f"backlight.monitors.{monitor}") is None:
-        return None
-    name = f"backlight.monitors.{monitor}.model.thresholds"
-    if importlib.util.find_spec(name) is None:
-        return None
-    module = importlib.import_module(name)
-    limits, problems = module.Thresholds.recorded(recorded or {})
-    for problem in problems:
-        warnings.warn(
-            f"backlight: the run recorded a threshold that is left out here: {problem}", stacklevel=3
-        )
-    return limits.override(given) if given else limits
+def _class_of(rule: Rule) -> type[Limits]:
+    """Return the limits of a rule; one that only names its thresholds takes those of its whole monitor."""
+    return rule.limits or whole_class(rule.monitor) or Limits
 
 
-def _changed(rule: Rule, limits: Any) -> dict[str, float]:
-    """Return those thresholds of a rule that differ from the default."""
-    if not dataclasses.is_dataclass(limits):
-        return {}
-    defaults = {f.name: f.default for f in dataclasses.fields(limits)}
-    return {
-        name: getattr(limits, name)
-        for name in rule.thresholds
-        if name in defaults and getattr(limits, name) != defaults[name]
-    }
+def _changed(rule: Rule, limits: Limits) -> dict[str, float]:
+    """Return those limits of a rule that differ from the default."""
+    changed = limits.changed()
+    return changed if rule.limits else {name: changed[name] for name in rule.thresholds if name in changed}
 
 
 def _subject(finding: Finding) -> tuple[str, str | None, str | None]:

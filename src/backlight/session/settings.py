@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from backlight.findings.evaluate import thresholds
+from backlight.findings.limits import declared, merge_overrides
 from backlight.monitors.grokking.model.measures import Measures
 from backlight.monitors.spectra.model.options import Catching
 from backlight.monitors.stalls.instrument.trace_option import traced_kinds
@@ -125,10 +125,9 @@ class Settings:
         for given in self.trackers:
             chosen(given)
         for monitor, values in self.thresholds.items():
-            defaults = thresholds(monitor)
-            if defaults is None:
+            if not declared(monitor):
                 raise ValueError(f"thresholds.{monitor}: no monitor of that name has thresholds")
-            defaults.override(values)
+            merge_overrides(monitor, given=values)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:

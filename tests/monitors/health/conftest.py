@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Finding, Made, ParameterRecord, RunStatus
 from backlight.registry import RULES
 from backlight.store.read.run import Run, open_run
@@ -230,7 +229,7 @@ def judged() -> Callable[..., list[Finding]]:
     """Judge a run by one rule or by all, with thresholds changed by name; all evidence is checked."""
 
     def by_rule(run: Run, name: str | None = None, **changes: float) -> list[Finding]:
-        found = evaluate_rules(run, {"health": Thresholds().override(changes)}, made=Made.READER)
+        found = evaluate_rules(run, {"health": changes}, made=Made.READER)
         assert name is None or name in RULES
         for finding in found:
             check_evidence(run, finding)

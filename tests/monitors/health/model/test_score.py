@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backlight.monitors.health.model.score import (
+    ScoreLimits,
     exploding,
     health,
     health_series,
@@ -13,9 +14,8 @@ from backlight.monitors.health.model.score import (
     total_norms,
     vanishing,
 )
-from backlight.monitors.health.model.thresholds import Thresholds
 
-LIMITS = Thresholds()
+LIMITS = ScoreLimits()
 YES = np.ones(4, dtype=bool)
 
 

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from backlight.monitors.health.model.thresholds import Thresholds
-from backlight.monitors.health.rules.scaler_skips import calibrated
+from backlight.monitors.health.rules.scaler_skips import ScalerLimits, calibrated
 from backlight.records import Severity
 
 
@@ -36,7 +35,7 @@ def test_a_search_for_a_scale_and_rare_skips_are_sound(synthetic: Any, judged: A
 
 
 def test_the_search_ends_with_settled_steps() -> None:
-    limits = Thresholds()
+    limits = ScalerLimits()
     assert calibrated(np.array([True] * 17 + [False] * 30), limits) == 17
     assert calibrated(np.array([True, False] * 60), limits) == limits.skips_calibration
     assert calibrated(np.zeros(100, dtype=bool), limits) == 0

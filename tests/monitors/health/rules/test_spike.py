@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from backlight.monitors.health.model.thresholds import Thresholds
-from backlight.monitors.health.rules.spike import leaps
+from backlight.monitors.health.rules.spike import SpikeLimits, leaps
 from backlight.records import Severity
 
 
@@ -93,7 +92,7 @@ def test_sound_series_are_silent(synthetic: Any, judged: Any) -> None:
 
 def test_history_is_causal() -> None:
     values = noise(500)
-    limits = Thresholds()
+    limits = SpikeLimits()
     steps = np.arange(500)
     whole = leaps("x", "1", steps, values, 5.0, limits)
     for stop in (70, 300):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from backlight.findings.evaluate import evaluate_rules
+from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.monitors.health.model import history, score
 from backlight.monitors.health.model.history import (
     ending,
@@ -21,7 +22,6 @@ from backlight.monitors.health.model.history import (
     running_median,
 )
 from backlight.monitors.health.model.score import clip_norms, exploding, health, health_series, total_norms
-from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.monitors.health.rules import large_update, no_update, vanishing, zero_gradient
 from backlight.store.read.run import Run
 
@@ -130,7 +130,7 @@ def test_random_runs_hold_what_the_rules_look_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(24))
 def test_the_health_of_a_run_is_that_of_each_of_its_steps(seed: int, tmp_path: Path) -> None:
     run = drawn_run(tmp_path / "run", seed)
-    limits = Thresholds.recorded(run.overrides["health"])[0]
+    limits = with_overrides(score.ScoreLimits, merge_overrides("health", run.overrides["health"]))
     frame, bad = run.frame("gradient", "rms"), run.frame("gradient", "non_finite")
     rms = np.where(frame.measured, frame.values, np.nan)
     medians = running_median(rms, limits.history_window, limits.history_refresh, limits.history_minimum)
@@ -228,7 +228,7 @@ def test_only_columns_without_a_miss_are_looked_at_further_back() -> None:
 def test_steps_that_replace_the_weights_are_those_of_the_median(seed: int, tmp_path: Path) -> None:
     draw = np.random.default_rng(seed)
     names = ["a.weight", "b.weight", "c.weight"]
-    ratios = Thresholds().update_ratio_once * np.exp(draw.normal(-0.3, 0.4, (60, 3)))
+    ratios = large_update.UpdateLimits().update_ratio_once * np.exp(draw.normal(-0.3, 0.4, (60, 3)))
     ratios[30:] *= 1e-6  # ratios that stay large are told otherwise
     run = write_synthetic(
         tmp_path / "run",
@@ -236,7 +236,7 @@ def test_steps_that_replace_the_weights_are_those_of_the_median(seed: int, tmp_p
         update=dict(zip(names, ratios.T.tolist(), strict=True)),
     )
     frame = run.frame("update", "ratio")
-    limits = Thresholds()
+    limits = large_update.UpdateLimits()
     rows = np.flatnonzero(np.median(frame.values, axis=1) > limits.update_ratio_once)
     found = list(large_update.large_update(run, limits))
     assert [f.subject.step for f in found] == [int(row) for row in rows[:1]]

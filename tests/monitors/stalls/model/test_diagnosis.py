@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backlight.findings.thresholds import ThresholdError
+from backlight.findings.limits import ThresholdError
 from backlight.monitors.stalls.model.diagnosis import diagnose, native_operation, speed
 from backlight.monitors.stalls.model.graph_samples import GraphBuild
 from backlight.monitors.stalls.model.observation import Observation

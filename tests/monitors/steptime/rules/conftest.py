@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.steptime.model.thresholds import Thresholds
 from backlight.monitors.steptime.model.wording import CIRCUMSTANCES, read_profile
 from backlight.records import Finding, Fingerprint
 from backlight.store.read.run import Run, open_run
@@ -98,7 +97,7 @@ def stored(tmp_path: Path) -> Stored:
 @pytest.fixture
 def judged() -> Judged:
     def by_rule(run: Run, name: str | None = None, **changes: float) -> list[Finding]:
-        found = evaluate_rules(run, {"steptime": Thresholds().override(changes)})
+        found = evaluate_rules(run, {"steptime": changes})
         for finding in found:
             check_evidence(run, finding)
         return [finding for finding in found if name in {None, finding.rule}]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from backlight.findings.thresholds import Limits, limit
+from backlight.findings.limits import Limits, limit
 
 _SHEET = "docs/formulas.md, section 4, grokking"
 _CHOSEN = "chosen: the fast oracle is found, its nulls are not, see bench/grokking_nulls.py"

@@ -15,12 +15,12 @@ from torch import nn
 
 from backlight.capture.modules import named_parameters
 from backlight.capture.parameters import local
+from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.measure.stats.kernels import root_sum_squares
 from backlight.measure.stats.statistics import FLOATS, INTEGERS, statistics
 from backlight.measure.transfer import Pending as Measured
 from backlight.monitors.health.model.groups import members, ratio
-from backlight.monitors.health.model.score import exploding, health, vanishing
-from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.monitors.health.model.score import ScoreLimits, exploding, health, vanishing
 
 Parameters = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """A module, its ``parameters()``, its ``named_parameters()`` or any tensors with a ``.grad``."""
@@ -106,7 +106,7 @@ class Pending:
         names: tuple[str, ...],
         measuring: Measured,
         groups: Mapping[str, tuple[int, ...]],
-        limits: Thresholds,
+        limits: ScoreLimits,
         clip_norm: float,
     ) -> None:
         self._names = names
@@ -292,7 +292,7 @@ def _start(
     clip_norm: float | None,
     thresholds: Mapping[str, float] | None,
 ) -> Pending:
-    limits = Thresholds().override(thresholds or {})
+    limits = with_overrides(ScoreLimits, merge_overrides("health", given=thresholds))
     grads = [None if t.grad is None else local(t.grad) for _, t in named]
     limit = math.nan if clip_norm is None else float(clip_norm)
     return Pending(tuple(name for name, _ in named), statistics(grads), groups, limits, limit)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import bisect
 import collections
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from backlight.findings.limits import Limits, limit
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -203,6 +206,13 @@ def ending_median(values_SP: Floats, measured_SP: Bools, window: int) -> Floats:
     for column in range(values_SP.shape[1]):
         medians_P[column] = finite_median(values_SP[measured_SP[:, column], column][-window:])
     return medians_P
+
+
+@dataclass(frozen=True)
+class StretchLimits(Limits, monitor="health"):
+    """What still belongs to one stretch of steps."""
+
+    spike_gap: int = limit(5, "recorded steps between two outliers that still belong to one spike", low=1)
 
 
 def stretches(rows: NDArray[np.int64], gap: int) -> list[NDArray[np.int64]]:

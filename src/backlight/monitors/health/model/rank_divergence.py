@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.findings import wording
+from backlight.findings.limits import Limits, limit
 from backlight.records import Evidence
 from backlight.store.read.run import Run
 
@@ -27,6 +28,18 @@ class OutOfStep:
     seen: dict[int, int]
     common: int
     steps: int
+
+
+@dataclass(frozen=True)
+class RankLimits(Limits, monitor="health"):
+    """How long ranks must differ."""
+
+    apart_steps: int = limit(
+        2,
+        "recorded steps at which ranks must be apart: what is different once may be a step that one of them "
+        "was just writing",
+        low=1,
+    )
 
 
 def out_of_step(run: Run) -> OutOfStep | None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.findings.limits import Limits, known_overrides, limit, with_overrides
 from backlight.monitors.health.model.history import at_steps, finite_median, medians_outrun, present
-from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.store.read.run import Run
 
 Floats = NDArray[np.float64]
@@ -20,7 +20,83 @@ Bools = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
 
-def vanishing(rms: Floats, measured: Bools, limits: Thresholds) -> Bools:
+@dataclass(frozen=True)
+class RmsLimits(Limits, monitor="health"):
+    """The smallest rms that can move a weight."""
+
+    vanishing_rms: float = limit(
+        1e-8,
+        "an rms below it moves no fp32 weight of ordinary size at ordinary learning rates",
+        source="docs/formulas.md, section 1",
+    )
+
+
+@dataclass(frozen=True)
+class VanishingMaskLimits(RmsLimits):
+    """When a parameter vanishes at one step."""
+
+    vanishing_relative: float = limit(
+        1e-4,
+        "an rms below this share of the median over parameters; alone, the absolute limit would also call "
+        "a converged model vanishing",
+        source="docs/formulas.md, section 1",
+        high=1.0,
+    )
+
+
+@dataclass(frozen=True)
+class ExplodingMaskLimits(RmsLimits):
+    """When a parameter explodes at one step."""
+
+    exploding_factor: float = limit(
+        1e3,
+        "an rms above this many times the parameter's own running median",
+        source="docs/formulas.md, section 1",
+        low=1.0,
+    )
+    exploding_clip_factor: float = limit(
+        10.0,
+        "a total norm above this many times the clip norm in use",
+        source="docs/formulas.md, section 1",
+        low=1.0,
+    )
+    history_window: int = limit(
+        256,
+        "recorded steps that a running median looks back on: long enough that a growth of 6 % per step "
+        "outruns it by exploding_factor, short enough to forget the start of a training",
+        source="chosen: 1.06^128 = 1.7e3, and the median of a geometric growth lags by half the window",
+        low=4,
+    )
+    history_refresh: int = limit(
+        16,
+        "recorded steps between two computations of a running median (every step among the first 16): "
+        "costs 1/16 and moves a median over 256 values little",
+        low=1,
+    )
+    history_minimum: int = limit(
+        5,
+        "finite values that a running median needs; a training that diverges may have ten steps to live",
+        low=1,
+    )
+
+
+@dataclass(frozen=True)
+class ScoreLimits(VanishingMaskLimits, ExplodingMaskLimits):
+    """The health score of one step."""
+
+    penalty_vanishing: float = limit(
+        0.5,
+        "health lost when every measured parameter vanishes: it may still learn, slowly",
+        source="docs/formulas.md, section 1",
+    )
+    penalty_exploding: float = limit(
+        0.8,
+        "health lost when every measured parameter explodes: one such step can ruin weights",
+        source="docs/formulas.md, section 1",
+    )
+
+
+def vanishing(rms: Floats, measured: Bools, limits: VanishingMaskLimits) -> Bools:
     """Mark the parameters whose gradient vanishes; parameters are the last axis.
 
     An rms vanishes below ``vanishing_rms`` and below ``vanishing_relative`` times the median over the
@@ -37,7 +113,7 @@ def exploding(
     rms: Floats,
     measured: Bools,
     medians: Floats,
-    limits: Thresholds,
+    limits: ExplodingMaskLimits,
     *,
     total_norm: Floats | float = np.nan,
     clip_norm: Floats | float = np.nan,
@@ -63,7 +139,7 @@ def exploding(
 
 
 def health(
-    measured: Bools, vanishes: Bools, explodes: Bools, finite: Bools | np.bool_ | bool, limits: Thresholds
+    measured: Bools, vanishes: Bools, explodes: Bools, finite: Bools | np.bool_ | bool, limits: ScoreLimits
 ) -> Floats:
     """Return ``clamp(1 - 0.5 share_vanishing - 0.8 share_exploding, 0, 1)``, over the last axis.
 
@@ -81,7 +157,7 @@ def _score(
     vanishing: Integers,
     exploding: Integers,
     finite: Bools | np.bool_ | bool,
-    limits: Thresholds,
+    limits: ScoreLimits,
 ) -> Floats:
     """Return :func:`health` from numbers of parameters, one per step."""
     lost = limits.penalty_vanishing * vanishing + limits.penalty_exploding * exploding
@@ -110,7 +186,7 @@ class Health:
         return None if np.isnan(value) else value
 
 
-def health_series(run: Run, limits: Thresholds | None = None) -> Health:
+def health_series(run: Run, limits: ScoreLimits | None = None) -> Health:
     """Score every recorded step of a run.
 
     Parameters
@@ -118,11 +194,11 @@ def health_series(run: Run, limits: Thresholds | None = None) -> Health:
     run:
         A stored run; one without a gradient series gives empty arrays.
     limits:
-        Thresholds; without them, the defaults with what the run itself recorded as overridden. What this
+        Limits; without them, the defaults with what the run itself recorded as overridden. What this
         release does not know of that is left out here; judging the run says so.
     """
     if limits is None:
-        limits = Thresholds.recorded(run.overrides.get("health", {}))[0]
+        limits = with_overrides(ScoreLimits, known_overrides("health", run.overrides.get("health", {}))[0])
     if not run.has("gradient"):
         none = np.zeros(0, dtype=np.int64)
         return Health(none, np.zeros(0), none, none, none, none)
@@ -143,7 +219,7 @@ def health_series(run: Run, limits: Thresholds | None = None) -> Health:
     )
 
 
-def _vanishing_counts(rms_SP: Floats, measured_SP: Bools, limits: Thresholds) -> Integers:
+def _vanishing_counts(rms_SP: Floats, measured_SP: Bools, limits: VanishingMaskLimits) -> Integers:
     """Count what :func:`vanishing` marks, per step; it looks only at steps with a small value."""
     counts_S = np.zeros(len(rms_SP), dtype=np.int64)
     with np.errstate(invalid="ignore"):
@@ -154,7 +230,7 @@ def _vanishing_counts(rms_SP: Floats, measured_SP: Bools, limits: Thresholds) ->
 
 
 def _exploding_counts(
-    rms_SP: Floats, measured_SP: Bools, limits: Thresholds, total_norm_S: Floats, clip_norm_S: Floats
+    rms_SP: Floats, measured_SP: Bools, limits: ExplodingMaskLimits, total_norm_S: Floats, clip_norm_S: Floats
 ) -> Integers:
     """Count what :func:`exploding` marks, per step."""
     columns, medians_SC = outrun(rms_SP, limits)
@@ -164,7 +240,7 @@ def _exploding_counts(
     return np.asarray(np.where(whole_S, measured_SP.sum(axis=1), own_S))
 
 
-def outrun(rms_SP: Floats, limits: Thresholds) -> tuple[Integers, Floats]:
+def outrun(rms_SP: Floats, limits: ExplodingMaskLimits) -> tuple[Integers, Floats]:
     """Return the columns that may explode against their own past, with the medians that tell."""
     return medians_outrun(
         rms_SP,

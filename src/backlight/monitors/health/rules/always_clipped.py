@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.findings import wording
-from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.findings.limits import Limits, limit
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
+@dataclass(frozen=True)
+class ClippedLimits(Limits, monitor="health"):
+    """Limits of the rule ``always_clipped``."""
+
+    clipped_share: float = limit(0.95, "share of the settled steps at which clipping was active", high=1.0)
+    clipped_steps: int = limit(50, "settled steps that the rule needs", low=1)
+    clipped_settle: float = limit(
+        0.2, "first share of the run that is left out: early gradients are large", high=0.9
+    )
+    clipped_hard: float = limit(
+        0.1,
+        "median factor below which it is a warning: a step is then shortened more than tenfold",
+        source="docs/formulas.md, section 1",
+        high=1.0,
+    )
+
+
 @rule(
     "always_clipped",
     monitor="health",
-    thresholds=("clipped_share", "clipped_steps", "clipped_settle", "clipped_hard"),
+    limits=ClippedLimits,
 )
-def always_clipped(run: Run, limits: Thresholds) -> Iterator[Finding]:
+def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
     """Find clipping that is active at nearly all steps after the first part of a run.
 
     A mild factor is a remark: the norm then acts as a constant of the learning rate. A hard one says

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings import wording
-from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.findings.limits import Limits, limit
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -35,13 +35,35 @@ class _Line:
     agreement: float
 
 
+@dataclass(frozen=True)
+class DepthLimits(Limits, monitor="health"):
+    """Limits of the rule ``depth_slope``."""
+
+    depth_blocks: int = limit(
+        6, "comparable parameters along the depth: a slope over fewer points is a guess", low=3
+    )
+    depth_ratio: float = limit(
+        100.0,
+        "ratio of rms between the first and the last of them that the fitted slope must reach; sound "
+        "residual networks stay within about 10",
+        low=1.0,
+    )
+    depth_r2: float = limit(
+        0.8, "share of the variance of log rms that the fitted line must explain", high=1.0
+    )
+    depth_agreement: float = limit(
+        0.8, "share of steps whose own slope reaches half of it with the same sign", high=1.0
+    )
+    depth_steps: int = limit(10, "recorded steps that the rule needs", low=1)
+
+
 @rule(
     "depth_slope",
     monitor="health",
-    thresholds=("depth_blocks", "depth_ratio", "depth_r2", "depth_agreement", "depth_steps"),
+    limits=DepthLimits,
     needs=("gradient",),
 )
-def depth_slope(run: Run, limits: Thresholds) -> Iterator[Finding]:
+def depth_slope(run: Run, limits: DepthLimits) -> Iterator[Finding]:
     """Fit log rms against depth over weight matrices of one kind; report the steepest that hold."""
     frame = run.frame("gradient", "rms")
     usable_SP = frame.measured & np.isfinite(frame.values) & (frame.values > 0)

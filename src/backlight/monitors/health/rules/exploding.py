@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.findings import wording
-from backlight.monitors.health.model.history import present, running_median, stretches
-from backlight.monitors.health.model.score import clip_norms, outrun, total_norms
+from backlight.findings.limits import limit
+from backlight.monitors.health.model.history import StretchLimits, present, running_median, stretches
+from backlight.monitors.health.model.score import ExplodingMaskLimits, clip_norms, outrun, total_norms
 from backlight.monitors.health.model.score import exploding as exploding_mask
-from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run
 
 
+@dataclass(frozen=True)
+class ExplodingLimits(ExplodingMaskLimits, StretchLimits):
+    """Limits of the rule ``exploding``."""
+
+    exploding_steps: int = limit(
+        3,
+        "recorded steps at which a parameter must explode; fewer are a spike, which has its own rule",
+        low=1,
+    )
+
+
 @rule(
     "exploding",
     monitor="health",
-    thresholds=(
-        "exploding_factor",
-        "exploding_clip_factor",
-        "exploding_steps",
-        "vanishing_rms",
-        "history_window",
-        "history_refresh",
-        "history_minimum",
-        "spike_gap",
-    ),
+    limits=ExplodingLimits,
     needs=("gradient",),
 )
-def exploding(run: Run, limits: Thresholds) -> Iterator[Finding]:
+def exploding(run: Run, limits: ExplodingLimits) -> Iterator[Finding]:
     """Find parameters, else the total norm, that explode for several steps or right up to Inf or NaN."""
     frame = run.frame("gradient", "rms")
     columns, medians_SC = outrun(present(frame.values, frame.measured), limits)
@@ -56,7 +59,9 @@ def exploding(run: Run, limits: Thresholds) -> Iterator[Finding]:
     yield from _of_total(run, frame, limits)
 
 
-def _lasting(hits_S: np.ndarray, rms_S: np.ndarray, measured_S: np.ndarray, limits: Thresholds) -> int | None:
+def _lasting(
+    hits_S: np.ndarray, rms_S: np.ndarray, measured_S: np.ndarray, limits: ExplodingLimits
+) -> int | None:
     """Return the row at which a lasting explosion begins, or None."""
     rows = np.flatnonzero(measured_S)
     places = np.flatnonzero(hits_S[rows])
@@ -74,7 +79,7 @@ def _of_parameters(
     medians_SP: np.ndarray,
     hits_SP: np.ndarray,
     begins: dict[int, int],
-    limits: Thresholds,
+    limits: ExplodingLimits,
 ) -> Finding:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios_SP = np.where(hits_SP, frame.values / medians_SP, 0.0)
@@ -118,7 +123,7 @@ def _of_parameters(
     )
 
 
-def _of_total(run: Run, frame: Frame, limits: Thresholds) -> Iterator[Finding]:
+def _of_total(run: Run, frame: Frame, limits: ExplodingLimits) -> Iterator[Finding]:
     """Judge the total norm against the clip norm and, since many clip low, against its own past as well."""
     norms_S, clips_S = total_norms(run, frame.steps), clip_norms(run, frame.steps)
     medians_S = running_median(

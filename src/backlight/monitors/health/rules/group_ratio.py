@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.findings import wording
+from backlight.findings.limits import Limits, limit
 from backlight.monitors.health.model.groups import GroupError, GroupRms, group_rms, ratio
-from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
+@dataclass(frozen=True)
+class GroupLimits(Limits, monitor="health"):
+    """Limits of the rule ``group_ratio``."""
+
+    group_ratio_low: float = limit(
+        1e-2, "rms of one group over rms of the other; parts of a sound model stay within about 30"
+    )
+    group_ratio_high: float = limit(1e2, "the same limit from the other side")
+    group_window: int = limit(20, "last recorded steps at which the ratio is judged", low=1)
+    group_share: float = limit(0.9, "share of those steps at which the ratio must lie outside", high=1.0)
+
+
 @rule(
     "group_ratio",
     monitor="health",
-    thresholds=("group_ratio_low", "group_ratio_high", "group_window", "group_share"),
+    limits=GroupLimits,
     needs=("gradient",),
 )
-def group_ratio(run: Run, limits: Thresholds) -> Iterator[Finding]:
+def group_ratio(run: Run, limits: GroupLimits) -> Iterator[Finding]:
     """Judge each pair of the groups that the user named; a group that matches nothing is itself a finding."""
     known: dict[str, GroupRms] = {}
     for title, pattern in run.groups.items():
@@ -49,7 +62,7 @@ def _finding(
     other: GroupRms,
     ratios: np.ndarray,
     rows: np.ndarray,
-    limits: Thresholds,
+    limits: GroupLimits,
 ) -> Finding:
     median = float(np.median(ratios[rows]))
     last = int(rows[-1])

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.findings import wording
+from backlight.findings.limits import Limits, limit
 from backlight.monitors.health.model.history import finite_median
-from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run
@@ -27,20 +27,43 @@ class _Matrix:
     from_zero: bool
 
 
+@dataclass(frozen=True)
+class UpdateLimits(Limits, monitor="health"):
+    """Limits of the rule ``large_update``."""
+
+    update_ratio: float = limit(
+        0.1,
+        "norm of the step over norm of the weight; 1e-3 is usual, at 0.1 a weight is replaced in ten steps",
+        source="the rule of thumb of 1e-3 is from Karpathy's CS231n notes; the factor of 100 is chosen",
+    )
+    update_ratio_once: float = limit(
+        1.0,
+        "median of that ratio over the weight matrices in any one step, also the first: the step is as "
+        "long as the weight; Adam at its usual rates stays below 0.2",
+    )
+    update_steps: int = limit(20, "last recorded steps at which the ratio is judged", low=1)
+    update_share: float = limit(
+        0.9, "share of those steps at which the ratio must exceed the limit", high=1.0
+    )
+    update_settle: int = limit(
+        30, "first steps of the training left out: optimizers start with their largest steps", low=0
+    )
+    update_settle_zero: int = limit(
+        120,
+        "the same for weights that start at zero: theirs is a ratio of 1/t, or 1/sqrt(t) where gradients "
+        "are noise, which falls below 0.1 after 100 steps",
+        source="random walk from zero: the norm after t steps is sqrt(t) times one step",
+        low=0,
+    )
+
+
 @rule(
     "large_update",
     monitor="health",
-    thresholds=(
-        "update_ratio",
-        "update_ratio_once",
-        "update_steps",
-        "update_share",
-        "update_settle",
-        "update_settle_zero",
-    ),
+    limits=UpdateLimits,
     needs=("update",),
 )
-def large_update(run: Run, limits: Thresholds) -> Iterator[Finding]:
+def large_update(run: Run, limits: UpdateLimits) -> Iterator[Finding]:
     """Find matrices whose ratio of step to weight stays large, else a step as long as the weights.
 
     The second is how a rate far too high looks under Adam: the first steps blow the weights up, after
@@ -109,7 +132,7 @@ def _lasting(
     records: dict[int, ParameterRecord],
     found: dict[int, float],
     judged: int,
-    limits: Thresholds,
+    limits: UpdateLimits,
 ) -> Finding:
     order = wording.loudest(found, lambda c: found[c])
     worst = order[0]

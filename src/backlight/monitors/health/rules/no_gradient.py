@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.findings import wording
-from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.findings.limits import Limits, limit
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -54,8 +54,17 @@ _UNUSED = _Reason(
 )
 
 
-@rule("no_gradient", monitor="health", thresholds=("no_gradient_steps",), needs=("gradient",))
-def no_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class NoGradientLimits(Limits, monitor="health"):
+    """Limits of the rule ``no_gradient``."""
+
+    no_gradient_steps: int = limit(
+        5, "recorded steps before a parameter without any gradient is called unused", low=1
+    )
+
+
+@rule("no_gradient", monitor="health", limits=NoGradientLimits, needs=("gradient",))
+def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     """Find parameters without any measured gradient, one finding per reason."""
     frame = run.frame("gradient", "norm")
     rows = np.flatnonzero(frame.measured.any(axis=1))

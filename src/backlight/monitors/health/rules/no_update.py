@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.findings import wording
+from backlight.findings.limits import limit
 from backlight.monitors.health.model.history import Bools, Integers, ending_streaks, finite_median
-from backlight.monitors.health.model.score import skipped_steps
-from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.monitors.health.model.score import RmsLimits, skipped_steps
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run
@@ -20,8 +21,19 @@ SPARSE = 0.9
 _HALF = frozenset({"float16", "bfloat16"})
 
 
-@rule("no_update", monitor="health", thresholds=("no_update_window", "vanishing_rms"), needs=("gradient",))
-def no_update(run: Run, limits: Thresholds) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class NoUpdateLimits(RmsLimits):
+    """Limits of the rule ``no_update``."""
+
+    no_update_window: int = limit(
+        10,
+        "recorded steps up to the end without any change of the weight; a warm-up may begin at rate 0",
+        low=1,
+    )
+
+
+@rule("no_update", monitor="health", limits=NoUpdateLimits, needs=("gradient",))
+def no_update(run: Run, limits: NoUpdateLimits) -> Iterator[Finding]:
     """Find weights that stood still up to the end, one finding per cause: no optimizer, rate 0, other."""
     records = {p.name: p for p in run.parameters()}
     without = _without_optimizer(run, records, limits.no_update_window)
@@ -36,7 +48,7 @@ def no_update(run: Run, limits: Thresholds) -> Iterator[Finding]:
             yield _standing(run, group, streaks, at_zero, everything=moved == 0)
 
 
-def _still(run: Run, records: dict[str, ParameterRecord], limits: Thresholds) -> dict[str, int]:
+def _still(run: Run, records: dict[str, ParameterRecord], limits: NoUpdateLimits) -> dict[str, int]:
     """Return, per parameter with a measured update, how many recorded steps up to the end had none.
 
     Only steps count that no scaler skipped, with a gradient of an rms of at least ``vanishing_rms``:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Set
 import numpy as np
 
 from backlight.findings import wording
+from backlight.findings.limits import Limits
 from backlight.monitors.health.model.rank_divergence import SHOWN, blamed
 from backlight.monitors.health.model.score import skipped_steps, total_norms
-from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run, Scalar
@@ -19,7 +19,7 @@ HISTORY = 3
 
 
 @rule("non_finite", monitor="health", needs=())
-def non_finite(run: Run, limits: Thresholds) -> Iterator[Finding]:
+def non_finite(run: Run, limits: Limits) -> Iterator[Finding]:
     """Find the first non-finite gradient, else the first non-finite loss.
 
     Steps that a gradient scaler skipped are left out: its search for a scale makes Inf on purpose, and

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from backlight.findings import wording
-from backlight.monitors.health.model.rank_divergence import out_of_step
-from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.monitors.health.model.rank_divergence import RankLimits, out_of_step
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("ranks_out_of_step", monitor="health", thresholds=("apart_steps",))
-def ranks_out_of_step(run: Run, limits: Thresholds) -> Iterator[Finding]:
+@rule(
+    "ranks_out_of_step",
+    monitor="health",
+    limits=RankLimits,
+)
+def ranks_out_of_step(run: Run, limits: RankLimits) -> Iterator[Finding]:
     """Find ranks that have seen another number of backward passes at the same count of optimizer steps."""
     found = out_of_step(run)
     if found is None or found.steps < limits.apart_steps:

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings import wording
-from backlight.monitors.health.model.rank_divergence import SHOWN, out_of_step
-from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.monitors.health.model.rank_divergence import SHOWN, RankLimits, out_of_step
 from backlight.records import Evidence, Finding, Layout, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.frames import placement
@@ -31,8 +30,8 @@ class _Worst(NamedTuple):
     sizes: set[int]
 
 
-@rule("replicas_differ", monitor="health", thresholds=("apart_steps",), needs=("gradient",))
-def replicas_differ(run: Run, limits: Thresholds) -> Iterator[Finding]:
+@rule("replicas_differ", monitor="health", limits=RankLimits, needs=("gradient",))
+def replicas_differ(run: Run, limits: RankLimits) -> Iterator[Finding]:
     """Find whole or replicated parameters of which ranks measured different norms at the same step."""
     if not run.attempts or len(run.attempts[-1].ranks) < 2:
         return

@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings import wording
-from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.findings.limits import Limits, limit
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
+@dataclass(frozen=True)
+class ScalerLimits(Limits, monitor="health"):
+    """Limits of the rule ``scaler_skips``."""
+
+    skips_calibration: int = limit(
+        50,
+        "first steps in which skipping is the search for a scale: from 2^16 it takes at most 17 skips, "
+        "from 2^32 33",
+        source="torch.amp.GradScaler: init_scale 65536, halved at each skip",
+        low=0,
+    )
+    skips_settled: int = limit(10, "steps in a row without a skip that end the search earlier", low=1)
+    skips_share: float = limit(
+        0.05,
+        "share of skipped steps after the search; a sound scaler skips about one in 2000",
+        source="torch.amp.GradScaler: growth_interval 2000; the factor of 100 is chosen",
+        high=1.0,
+    )
+    skips_steps: int = limit(50, "steps after the search that the share needs", low=1)
+    skips_stuck: int = limit(
+        20, "skips in a row up to the end of the run: nothing is learned any more, and 2^16 is used up", low=2
+    )
+
+
 @rule(
     "scaler_skips",
     monitor="health",
-    thresholds=("skips_calibration", "skips_settled", "skips_share", "skips_steps", "skips_stuck"),
+    limits=ScalerLimits,
 )
-def scaler_skips(run: Run, limits: Thresholds) -> Iterator[Finding]:
+def scaler_skips(run: Run, limits: ScalerLimits) -> Iterator[Finding]:
     """Find a scaler that is stuck at the end of the run, else one that keeps skipping."""
     known = run.scalar("scaler/skipped")
     steps, skipped = known.steps, known.values > 0
@@ -67,7 +92,7 @@ def scaler_skips(run: Run, limits: Thresholds) -> Iterator[Finding]:
         )
 
 
-def calibrated(skipped: NDArray[np.bool_], limits: Thresholds) -> int:
+def calibrated(skipped: NDArray[np.bool_], limits: ScalerLimits) -> int:
     """Return the row at which the search for a scale is over.
 
     That is the first row of ``skips_settled`` steps without a skip, at most ``skips_calibration``.

@@ -9,9 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings import wording
-from backlight.monitors.health.model.history import finite_median, median_and_deviation, stretches
+from backlight.findings.limits import limit
+from backlight.monitors.health.model.history import (
+    StretchLimits,
+    finite_median,
+    median_and_deviation,
+    stretches,
+)
 from backlight.monitors.health.model.score import total_norms
-from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -33,22 +38,50 @@ class _Leaps:
     outliers: NDArray[np.bool_]
 
 
+@dataclass(frozen=True)
+class SpikeLimits(StretchLimits):
+    """Limits of the rule ``spike``."""
+
+    spike_window: int = limit(
+        64, "recorded steps of history that a value is compared with; short, since losses trend", low=8
+    )
+    spike_minimum: int = limit(
+        30, "finite values of history needed; the first steps of a training are steep", low=4
+    )
+    spike_deviations: float = limit(
+        10.0,
+        "robust standard deviations (1.4826 times the median absolute deviation) above the median; "
+        "gradient noise has heavy tails, so that the 3 of a normal distribution would cry daily",
+        source="Hampel 1974 for median and MAD; the factor is chosen",
+        low=1.0,
+    )
+    spike_norm_ratio: float = limit(
+        5.0,
+        "a total norm must also exceed this many times its median: a smooth run has a MAD near 0, and "
+        "recurrent nets leap by 4 in good health",
+        low=1.0,
+    )
+    spike_norm_hard: float = limit(
+        10.0,
+        "a leap of the norm alone is a warning from this ratio on; a lesser one that the loss does not "
+        "follow is a remark, since sound runs have them now and then",
+        low=1.0,
+    )
+    spike_loss_ratio: float = limit(
+        1.5, "a loss must also exceed its median by this factor, for the same reason", low=1.0
+    )
+    spike_findings: int = limit(
+        5, "largest spikes that get a finding of their own; each states how many there were", low=1
+    )
+
+
 @rule(
     "spike",
     monitor="health",
-    thresholds=(
-        "spike_window",
-        "spike_minimum",
-        "spike_deviations",
-        "spike_norm_ratio",
-        "spike_norm_hard",
-        "spike_loss_ratio",
-        "spike_gap",
-        "spike_findings",
-    ),
+    limits=SpikeLimits,
     needs=(),
 )
-def spike(run: Run, limits: Thresholds) -> Iterator[Finding]:
+def spike(run: Run, limits: SpikeLimits) -> Iterator[Finding]:
     """Find leaps of total norm and loss; neighbours and both scalars together are one spike."""
     recorded = run.scalar("total_norm").steps
     norm_steps = recorded if len(recorded) else run.series_steps("gradient")
@@ -72,7 +105,7 @@ def leaps(
     steps: NDArray[np.int64],
     values: NDArray[np.float64],
     ratio: float,
-    limits: Thresholds,
+    limits: SpikeLimits,
 ) -> _Leaps:
     """Compare each value with the median and MAD of the finite values before it.
 
@@ -119,7 +152,7 @@ def _describe(steps: NDArray[np.int64], both: tuple[_Leaps, ...]) -> _Spike:
     return _Spike(int(main.steps[row]), int(steps[-1]), height, tuple(peaks))
 
 
-def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: Thresholds) -> Finding:
+def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimits) -> Finding:
     parts, evidence = [], []
     for leap, row in one.peaks:
         word = "total gradient norm" if leap.name == "total_norm" else leap.name
@@ -167,7 +200,7 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: Threshold
     )
 
 
-def _carriers(run: Run, step: int, limits: Thresholds) -> tuple[str | None, list[Evidence]]:
+def _carriers(run: Run, step: int, limits: SpikeLimits) -> tuple[str | None, list[Evidence]]:
     """Return the parameter that grew most against its own median, and evidence for the first few."""
     if not run.has("gradient"):
         return None, []

@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.findings import wording
+from backlight.findings.limits import Limits, limit
 from backlight.monitors.health.model.history import at_steps, finite_median
 from backlight.monitors.health.model.score import skipped_steps
-from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
+@dataclass(frozen=True)
+class UnderflowLimits(Limits, monitor="health"):
+    """Limits of the rule ``underflow``."""
+
+    underflow_zero_share: float = limit(0.1, "share of values of a gradient that are exactly zero", high=1.0)
+    underflow_magnitude: float = limit(
+        2.0**-20,
+        "rms of the other values, times the loss scale: normally distributed values of which a tenth "
+        "rounds to zero have four times the smallest subnormal, heavy tails four times more",
+        source="IEEE 754 binary16: smallest normal number 2^-14, smallest subnormal 2^-24",
+    )
+    underflow_window: int = limit(20, "last recorded steps that the medians are taken over", low=1)
+
+
 @rule(
     "underflow",
     monitor="health",
-    thresholds=("underflow_zero_share", "underflow_magnitude", "underflow_window"),
+    limits=UnderflowLimits,
     needs=("gradient",),
 )
-def underflow(run: Run, limits: Thresholds) -> Iterator[Finding]:
+def underflow(run: Run, limits: UnderflowLimits) -> Iterator[Finding]:
     """Find matrices with many zeros whose other values, under the scale, are the smallest that fp16 has.
 
     Zeros of other origin (a dead ReLU, tokens that did not occur) leave values of ordinary size beside

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.findings import wording
+from backlight.findings.limits import limit
 from backlight.monitors.health.model import score
 from backlight.monitors.health.model.history import (
     Bools,
@@ -16,7 +18,7 @@ from backlight.monitors.health.model.history import (
     ending_share,
     finite_median,
 )
-from backlight.monitors.health.model.thresholds import Thresholds
+from backlight.monitors.health.model.score import VanishingMaskLimits
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run
@@ -25,19 +27,28 @@ CHUNK = 256
 """Steps with a small value that are looked at at once for the first one that vanishes."""
 
 
+@dataclass(frozen=True)
+class VanishingLimits(VanishingMaskLimits):
+    """Limits of the rule ``vanishing``."""
+
+    vanishing_window: int = limit(
+        20, "recorded steps over which a parameter must vanish: one batch is an accident", low=1
+    )
+    vanishing_share: float = limit(
+        0.9, "share of those steps at which it must vanish, since values near a limit flicker", high=1.0
+    )
+    vanishing_spread: float = limit(
+        0.25, "share of the measured parameters above which the finding is an error", high=1.0
+    )
+
+
 @rule(
     "vanishing",
     monitor="health",
-    thresholds=(
-        "vanishing_rms",
-        "vanishing_relative",
-        "vanishing_window",
-        "vanishing_share",
-        "vanishing_spread",
-    ),
+    limits=VanishingLimits,
     needs=("gradient",),
 )
-def vanishing(run: Run, limits: Thresholds) -> Iterator[Finding]:
+def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
     """Find parameters that vanish at nearly all of the last recorded steps.
 
     Vectors alone are worth a remark only: a bias in front of a normalisation, or the key bias of an
@@ -99,13 +110,13 @@ def vanishing(run: Run, limits: Thresholds) -> Iterator[Finding]:
     )
 
 
-def _hits(frame: Frame, measured_SP: Bools, rows: slice | Integers, limits: Thresholds) -> Bools:
+def _hits(frame: Frame, measured_SP: Bools, rows: slice | Integers, limits: VanishingLimits) -> Bools:
     """Mark what vanishes without being zero at some rows."""
     values = frame.values[rows]
     return score.vanishing(values, measured_SP[rows], limits) & (values > 0)
 
 
-def _first(frame: Frame, measured_SP: Bools, column: int, limits: Thresholds) -> int:
+def _first(frame: Frame, measured_SP: Bools, column: int, limits: VanishingLimits) -> int:
     """Return the first row at which a parameter vanishes that does so somewhere."""
     values_S = frame.values[:, column]
     small = np.flatnonzero(measured_SP[:, column] & (values_S < limits.vanishing_rms))

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.findings import wording
+from backlight.findings.limits import Limits, limit
 from backlight.monitors.health.model.history import Bools, Integers, ending_streaks
-from backlight.monitors.health.model.thresholds import Thresholds
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 
 
-@rule("zero_gradient", monitor="health", thresholds=("zero_window",), needs=("gradient",))
-def zero_gradient(run: Run, limits: Thresholds) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class ZeroLimits(Limits, monitor="health"):
+    """Limits of the rule ``zero_gradient``."""
+
+    zero_window: int = limit(
+        20,
+        "recorded steps up to the end at which every value is zero; zero-initialised branches are alive "
+        "after one or two steps",
+        low=1,
+    )
+
+
+@rule("zero_gradient", monitor="health", limits=ZeroLimits, needs=("gradient",))
+def zero_gradient(run: Run, limits: ZeroLimits) -> Iterator[Finding]:
     """Find parameters whose gradient is exactly zero up to the end of the run."""
     zeros, sizes = run.frame("gradient", "zeros"), run.frame("gradient", "numel")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from backlight.findings.thresholds import Limits, limit
+from backlight.findings.limits import Limits, limit
 
 
 @dataclass(frozen=True)
