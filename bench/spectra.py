@@ -29,8 +29,8 @@ from rich.table import Table
 from torch import Tensor
 
 from backlight.measure.spectra import echo as estimate
-from backlight.measure.spectra import spectral_echo
-from backlight.measure.spectra.alignment import align, overlap_scores
+from backlight.measure.spectra.echo import align, overlap_scores
+from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.shrinkage import threshold
 
 SHAPES = ((1024, 4096), (1024, 1024))

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backlight
-from backlight.measure.spectra.measurement import spectral_echo
-from backlight.measure.spectra.result import SpectralEcho
+from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
 from backlight.store.format import spectra as stored
 from backlight.store.read.run import Run
 from setups import trainings

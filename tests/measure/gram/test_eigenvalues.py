@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.gram.eigenvalues import eigenpairs, spectrum
+from backlight.measure.gram.eigenvalues import (
+    eigenpairs,
+    left_product,
+    product_spectrum,
+    right_product,
+    spectrum,
+)
 
 N, M = 7, 12
 
@@ -94,8 +100,8 @@ def test_small_negative_eigenvalues_are_clamped_and_counted() -> None:
 def test_the_tolerance_follows_the_type_of_the_gradients() -> None:
     K = torch.diag(torch.tensor([1.0, 1e-13, 1e-17], dtype=torch.float64))
     assert spectrum(K).numerical_rank == 2
-    assert spectrum(K, piece_eps=torch.finfo(torch.float32).eps).numerical_rank == 2
-    assert spectrum(K, piece_eps=1e-6).numerical_rank == 1
+    assert spectrum(K, input_eps=torch.finfo(torch.float32).eps).numerical_rank == 2
+    assert spectrum(K, input_eps=1e-6).numerical_rank == 1
 
 
 @pytest.mark.parametrize("n", [10, 100])
@@ -150,3 +156,19 @@ def test_the_largest_of_many_are_those_of_all(samples: int) -> None:
     whole, top = spectrum(A @ A.T), spectrum(A @ A.T, top=5)
     assert len(top.eigenvalues) == 5
     np.testing.assert_allclose(top.eigenvalues, whole.eigenvalues[:5], rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (4, 3, 2)])
+def test_products_of_a_matrix_gradient(shape: tuple[int, ...]) -> None:
+    G = torch.randn(*shape)
+    matrix = G.double().flatten(1)
+    torch.testing.assert_close(left_product(G), matrix @ matrix.T)
+    torch.testing.assert_close(right_product(G), matrix.T @ matrix)
+    singular = np.linalg.svd(matrix.numpy(), compute_uv=False)
+    np.testing.assert_allclose(product_spectrum(G).eigenvalues, singular**2, rtol=1e-9)
+    assert len(product_spectrum(G, top=2).eigenvalues) == 2
+
+
+def test_products_of_a_vector_tell_nothing() -> None:
+    with pytest.raises(ValueError, match="rank one, and its norm says all"):
+        product_spectrum(torch.ones(3))

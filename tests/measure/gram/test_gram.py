@@ -10,47 +10,49 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from backlight.measure.gram import gram as kernels
-from backlight.measure.gram.factors import Factors, Lookup, Piece, Vectors
+from backlight.measure.gram.factors import Factors, LookupFactors, MatrixFactors, VectorFactors
 from backlight.measure.gram.layers import convolution, kernel_of, unfold
 
 N = 5
 
 
-def factors(t: int, g: int, i: int, o: int, dtype: torch.dtype = torch.float64) -> tuple[Factors, Tensor]:
-    """Return a piece and its per-sample gradients [N, g o i]."""
+def factors(
+    t: int, g: int, i: int, o: int, dtype: torch.dtype = torch.float64
+) -> tuple[MatrixFactors, Tensor]:
+    """Return a use and its per-sample gradients [N, g o i]."""
     x, d = torch.randn(N, t, g, i, dtype=dtype), torch.randn(N, t, g, o, dtype=dtype)
     dense = torch.einsum("ntgo,ntgi->ngoi", d.double(), x.double()).reshape(N, -1)
-    return Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), i), dense
+    return MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), i), dense
 
 
-def lookup(t: int, rows: int, d: int) -> tuple[Lookup, Tensor]:
+def lookup(t: int, rows: int, d: int) -> tuple[LookupFactors, Tensor]:
     ids, delta = torch.randint(0, rows, (N, t)), torch.randn(N, t, d, dtype=torch.float64)
     dense = torch.einsum("ntr,ntd->nrd", F.one_hot(ids, rows).double(), delta).reshape(N, -1)
-    return Lookup(ids, delta, rows), dense
+    return LookupFactors(ids, delta, rows), dense
 
 
 @pytest.mark.parametrize("kernel", ["ghost", "chunked"])
-@pytest.mark.parametrize("scratch", [1, 700, kernels.SCRATCH])
+@pytest.mark.parametrize("scratch", [1, 700, kernels.SCRATCH_BYTES])
 @pytest.mark.parametrize(("t", "g", "i", "o"), [(1, 1, 3, 40), (4, 1, 3, 40), (3, 4, 2, 5), (2, 8, 1, 1)])
 def test_factors(kernel: str, scratch: int, t: int, g: int, i: int, o: int) -> None:
-    piece, A = factors(t, g, i, o)
+    use, A = factors(t, g, i, o)
     second, B = factors(2, g, i, o)
-    K, used = kernels.gram([piece], kernel=kernel, scratch=scratch)
+    K, used = kernels.gram([use], kernel=kernel, scratch=scratch)
     assert used == kernel
     torch.testing.assert_close(K, A @ A.T, rtol=1e-12, atol=1e-12)
-    K, _ = kernels.gram([piece, second], kernel=kernel, scratch=scratch)
+    K, _ = kernels.gram([use, second], kernel=kernel, scratch=scratch)
     torch.testing.assert_close(K, (A + B) @ (A + B).T, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", ["ghost", "chunked"])
-@pytest.mark.parametrize("scratch", [1, 300, kernels.SCRATCH])
+@pytest.mark.parametrize("scratch", [1, 300, kernels.SCRATCH_BYTES])
 def test_lookups_and_their_sum_with_a_product(kernel: str, scratch: int) -> None:
-    piece, A = lookup(6, 9, 4)
+    use, A = lookup(6, 9, 4)
     other, B = lookup(3, 9, 4)
-    K, _ = kernels.gram([piece, other], kernel=kernel, scratch=scratch)
+    K, _ = kernels.gram([use, other], kernel=kernel, scratch=scratch)
     torch.testing.assert_close(K, (A + B) @ (A + B).T, rtol=1e-12, atol=1e-12)
     product, C = factors(2, 1, 4, 9)
-    K, used = kernels.gram([piece, product], kernel=kernel, scratch=scratch)
+    K, used = kernels.gram([use, product], kernel=kernel, scratch=scratch)
     assert used == "chunked"  # uses of two kinds are walked together, row by row
     torch.testing.assert_close(K, (A + C) @ (A + C).T, rtol=1e-12, atol=1e-12)
 
@@ -61,9 +63,9 @@ def test_lookups_and_their_sum_with_a_product(kernel: str, scratch: int) -> None
 def test_many_samples_use_the_symmetry(samples: int, kernel: str, t: int) -> None:
     x, d = torch.randn(samples, t, 1, 6), torch.randn(samples, t, 1, 7)
     A = torch.einsum("ntgo,ntgi->noi", d.double(), x.double()).flatten(1)
-    piece = Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 6)
+    use = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 6)
     for products, rtol in ((torch.float64, 1e-6), (torch.float32, 1e-5)):
-        K, _ = kernels.gram([piece], kernel=kernel, products=products)
+        K, _ = kernels.gram([use], kernel=kernel, products=products)
         assert K.dtype == torch.float64
         assert float((K - A @ A.T).norm()) <= rtol * float((A @ A.T).norm())
         assert torch.equal(K, K.T) or float((K - K.T).abs().max()) < rtol * float(K.diagonal().max())
@@ -73,10 +75,10 @@ def test_small_eigenvalues_need_products_in_float64() -> None:
     base = torch.randn(1, 1, 1, 64)
     x = base + 1e-4 * torch.randn(40, 1, 1, 64)
     d = torch.ones(40, 1, 1, 1)
-    piece = Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 64)
+    use = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 64)
     exact = torch.linalg.eigvalsh(x.double().flatten(1) @ x.double().flatten(1).T)
-    double, _ = kernels.gram([piece], products=torch.float64)
-    single, _ = kernels.gram([piece], products=torch.float32)
+    double, _ = kernels.gram([use], products=torch.float64)
+    single, _ = kernels.gram([use], products=torch.float32)
     torch.testing.assert_close(torch.linalg.eigvalsh(double)[5:], exact[5:], rtol=1e-6, atol=0)
     off = (torch.linalg.eigvalsh(single)[5:] - exact[5:]).abs() / exact[5:]
     assert float(off.max()) > 0.01
@@ -84,35 +86,33 @@ def test_small_eigenvalues_need_products_in_float64() -> None:
 
 def test_what_is_multiplied_in_float32_unless_asked() -> None:
     x, d = torch.randn(8, 5, 1, 40), torch.randn(8, 5, 1, 30)
-    piece = Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40)
+    use = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40)
     for kernel, same, other in (
         ("chunked", torch.float32, torch.float64),  # the gradients were formed in float32
         ("ghost", torch.float64, torch.float32),
     ):
-        found, _ = kernels.gram([piece], kernel=kernel)
-        assert torch.equal(found, kernels.gram([piece], kernel=kernel, products=same)[0])
-        assert not torch.equal(found, kernels.gram([piece], kernel=kernel, products=other)[0])
-    wide = Factors(d.double(), lambda a, b: x[a:b].double(), lambda: x.double().norm(dim=-1), 40)
-    assert kernels.formed([wide]) is torch.float64
-    assert kernels.formed([piece]) is torch.float32
+        found, _ = kernels.gram([use], kernel=kernel)
+        assert torch.equal(found, kernels.gram([use], kernel=kernel, products=same)[0])
+        assert not torch.equal(found, kernels.gram([use], kernel=kernel, products=other)[0])
+    wide = MatrixFactors(d.double(), lambda a, b: x[a:b].double(), lambda: x.double().norm(dim=-1), 40)
+    assert kernels.product_dtype([wide]) is torch.float64
+    assert kernels.product_dtype([use]) is torch.float32
     meta = d.to("meta")
-    assert kernels.formed([Factors(meta, lambda a, b: meta, lambda: meta, 40)]) is torch.float64
+    assert kernels.product_dtype([MatrixFactors(meta, lambda a, b: meta, lambda: meta, 40)]) is torch.float64
 
 
 def test_buffers_of_one_measurement_do_not_reach_the_next() -> None:
-    pieces = [factors(3, 1, 30, 40), factors(2, 1, 50, 20), factors(3, 1, 30, 40)]
-    found = [
-        kernels.gram([piece], kernel=kernel)[0] for piece, _ in pieces for kernel in ("ghost", "chunked")
-    ]
-    for K, (_, A) in zip(found, [pair for pair in pieces for _ in range(2)], strict=True):
+    uses = [factors(3, 1, 30, 40), factors(2, 1, 50, 20), factors(3, 1, 30, 40)]
+    found = [kernels.gram([use], kernel=kernel)[0] for use, _ in uses for kernel in ("ghost", "chunked")]
+    for K, (_, A) in zip(found, [pair for pair in uses for _ in range(2)], strict=True):
         torch.testing.assert_close(K, A @ A.T, rtol=1e-12, atol=1e-12)
 
 
 def test_combinations_share_one_walk() -> None:
-    piece, A = factors(3, 2, 4, 10)
+    use, A = factors(3, 2, 4, 10)
     weights = torch.randn(7, N, dtype=torch.float64)
-    for scratch in (1, kernels.SCRATCH):
-        found = kernels.combine([piece], weights, scratch=scratch)
+    for scratch in (1, kernels.SCRATCH_BYTES):
+        found = kernels.combine([use], weights, scratch=scratch)
         torch.testing.assert_close(found.flatten(1), weights @ A, rtol=1e-12, atol=1e-12)
 
 
@@ -122,7 +122,7 @@ def test_pieces_that_do_not_fit_are_refused() -> None:
 
 
 def test_the_cost_rule_takes_the_cheaper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ghost_constant", lambda device, dtype, products: 1.0)
+    monkeypatch.setattr(kernels, "ghost_cost_ratio", lambda device, dtype, products: 1.0)
 
     def counts(t: int, i: int, o: int) -> tuple[int, int]:
         return N * N * t * t * (i + o), N * t * i * o + N * N * i * o
@@ -131,26 +131,26 @@ def test_the_cost_rule_takes_the_cheaper_kernel(monkeypatch: pytest.MonkeyPatch)
         ghost, chunked = counts(t, i, o)
         assert kernels.choose([factors(t, 1, i, o)[0]]) == ("ghost" if ghost < chunked else "chunked")
     assert kernels.choose([lookup(2, 500, 4)[0], factors(1, 1, 4, 500)[0]]) == "chunked"
-    monkeypatch.setattr(kernels, "ghost_constant", lambda device, dtype, products: 1e9)
+    monkeypatch.setattr(kernels, "ghost_cost_ratio", lambda device, dtype, products: 1e9)
     assert kernels.choose([factors(1, 1, 30, 30)[0]]) == "chunked"
 
 
 def test_the_constant_is_measured_once_and_within_reason() -> None:
-    kernels.ghost_constant.cache_clear()
+    kernels.ghost_cost_ratio.cache_clear()
     device = torch.device("cpu")
     before = torch.get_rng_state()
-    found = kernels.ghost_constant(device, torch.float32)
+    found = kernels.ghost_cost_ratio(device, torch.float32)
     assert 0.125 <= found <= 8
-    assert kernels.ghost_constant(device, torch.float32) == found
-    assert kernels.ghost_constant.cache_info().hits == 1
+    assert kernels.ghost_cost_ratio(device, torch.float32) == found
+    assert kernels.ghost_cost_ratio.cache_info().hits == 1
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_memory_stays_within_scratch() -> None:
-    piece, _ = factors(3, 1, 32, 256)
-    biggest = max(G.numel() for _, _, G in kernels.chunks([piece], kernels.SCRATCH))
-    assert biggest * 8 <= kernels.SCRATCH
-    small = [G.numel() * 8 for _, _, G in kernels.chunks([piece], 3000)]
+    use, _ = factors(3, 1, 32, 256)
+    biggest = max(G.numel() for _, _, G in kernels.chunks([use], kernels.SCRATCH_BYTES))
+    assert biggest * 8 <= kernels.SCRATCH_BYTES
+    small = [G.numel() * 8 for _, _, G in kernels.chunks([use], 3000)]
     assert max(small) <= 3000
     assert len(small) == math.ceil(256 / (3000 // (8 * N * 32)))
 
@@ -193,16 +193,16 @@ def test_the_size_of_summands_is_their_root_sum_square(
     delta = torch.randn_like(out)
     layer = kernel_of(module)
     assert layer is not None
-    piece: Piece = layer(module, x, delta, N)["weight"]
-    if isinstance(piece, Vectors):
+    use: Factors = layer(module, x, delta, N)["weight"]
+    if isinstance(use, VectorFactors):
         assert kind == "vectors"
         normal = F.layer_norm(x, (3, 4), None, None) if x.dim() == 4 else F.group_norm(x, 2)
-        assert piece.size() == pytest.approx(float((normal * delta).norm()), rel=1e-9)
+        assert use.size() == pytest.approx(float((normal * delta).norm()), rel=1e-9)
     else:
-        assert isinstance(piece, Factors)
-        x_NTgi, d = piece.all_inputs(), piece.delta
+        assert isinstance(use, MatrixFactors)
+        x_NTgi, d = use.all_inputs(), use.delta
         summands = x_NTgi.square().sum(-1) * d.square().sum(-1)
-        assert piece.size() == pytest.approx(float(summands.sum().sqrt()), rel=1e-9)
+        assert use.size() == pytest.approx(float(summands.sum().sqrt()), rel=1e-9)
 
 
 def test_a_subclass_with_its_own_forward_has_no_kernel() -> None:
@@ -221,17 +221,19 @@ def test_a_subclass_with_its_own_forward_has_no_kernel() -> None:
 
 def test_wide_matrices_are_walked_transposed() -> None:
     x, d = torch.randn(N, 3, 1, 40, dtype=torch.float64), torch.randn(N, 3, 1, 6, dtype=torch.float64)
-    piece = Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40, held=True)
-    turned = piece.transposed()
+    use = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40, held=True)
+    turned = use.transposed()
     assert turned is not None
     assert (turned.rows, turned.columns) == (40, 6)
     A = torch.einsum("ntgo,ntgi->noi", d, x).flatten(1)
-    for pieces, factor in (([piece], 1), ([piece, piece], 2)):
-        K, _ = kernels.gram(pieces, kernel="chunked")
+    for uses, factor in (([use], 1), ([use, use], 2)):
+        K, _ = kernels.gram(uses, kernel="chunked")
         torch.testing.assert_close(K, factor**2 * A @ A.T, rtol=1e-12, atol=1e-12)
-    other = Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40)  # inputs that are made when asked for
+    other = MatrixFactors(
+        d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40
+    )  # inputs that are made when asked for
     assert other.transposed() is None
-    K, _ = kernels.gram([piece, other], kernel="chunked")
+    K, _ = kernels.gram([use, other], kernel="chunked")
     torch.testing.assert_close(K, 4 * A @ A.T, rtol=1e-12, atol=1e-12)
 
 
@@ -244,7 +246,9 @@ def test_long_runs_of_float32_products_are_summed_in_float64(
     A = 1 + 1e-3 * torch.randn(n, m)  # partial sums grow far beyond what is added
     d, x = torch.ones(n, 1, 1, 1), A.view(n, 1, 1, m)
     K, used = kernels.gram(
-        [Factors(d, lambda a, b: x[a:b], lambda: x[..., 0], m)], kernel="chunked", products=torch.float32
+        [MatrixFactors(d, lambda a, b: x[a:b], lambda: x[..., 0], m)],
+        kernel="chunked",
+        products=torch.float32,
     )
     assert used == "chunked"
     exact = A.double() @ A.double().T
@@ -262,21 +266,21 @@ def test_long_runs_of_float32_products_are_summed_in_float64(
 def test_direct_gradients_of_a_convolution_are_those_of_unfolding(module: nn.Module) -> None:
     x = torch.randn(N, module.in_channels, *(7,) * (module.weight.dim() - 2))
     delta = torch.randn_like(module(x))
-    piece = convolution(module, x, delta, N)["weight"]
-    assert isinstance(piece, Factors)
-    assert piece.direct is not None
-    unfolded = torch.full((N, piece.rows, piece.columns), torch.nan)  # as memory may be
-    piece.take(0, piece.rows, unfolded, add=False)
-    torch.testing.assert_close(piece.direct(), unfolded, rtol=1e-5, atol=1e-5)
-    ((_, rows, G),) = kernels.chunks([piece])
-    assert rows == piece.rows
+    use = convolution(module, x, delta, N)["weight"]
+    assert isinstance(use, MatrixFactors)
+    assert use.direct is not None
+    unfolded = torch.full((N, use.rows, use.columns), torch.nan)  # as memory may be
+    use.take(0, use.rows, unfolded, add=False)
+    torch.testing.assert_close(use.direct(), unfolded, rtol=1e-5, atol=1e-5)
+    ((_, rows, G),) = kernels.chunks([use])
+    assert rows == use.rows
     torch.testing.assert_close(G, unfolded, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("t", [1, 3])
 @pytest.mark.parametrize("g", [1, 4])
 def test_what_memory_held_does_not_matter(t: int, g: int) -> None:
-    piece, A = factors(t, g, 2, 5)
-    out = torch.full((N, piece.rows, piece.columns), torch.nan, dtype=torch.float64)
-    piece.take(0, piece.rows, out, add=False)
+    use, A = factors(t, g, 2, 5)
+    out = torch.full((N, use.rows, use.columns), torch.nan, dtype=torch.float64)
+    use.take(0, use.rows, out, add=False)
     torch.testing.assert_close(out.flatten(1), A)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from backlight.measure.spectra.alignment import align, overlap_scores
+from backlight.measure.spectra.echo import align, overlap_scores
 
 SETTINGS = settings(deadline=None, max_examples=80)
 SCORES = st.tuples(st.integers(0, 6), st.integers(0, 3)).flatmap(

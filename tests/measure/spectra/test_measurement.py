@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-import backlight.measure
 from backlight.measure.spectra import measurement
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.replicates import ReplicateError
@@ -244,13 +243,9 @@ def test_the_input_is_left_alone():
     assert torch.equal(G, before)
 
 
-def test_the_result_is_frozen_and_the_names_are_at_hand():
-    found = backlight.measure.spectral_echo(injected(10, 12, 3, [9.0]))
-    assert isinstance(found, backlight.measure.SpectralEcho)
+def test_the_result_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.layer = "other"
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        backlight.measure.nothing  # noqa: B018 - looking it up is the test
+        spectral_echo(injected(10, 12, 3, [9.0])).layer = "other"
 
 
 def nan_in(G, a):

@@ -12,11 +12,11 @@ from backlight.diagnose.spectra.replicate_data import ReplicateData
 from backlight.launch.recipe import Recipe
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.replicates import promoted
+from backlight.measure.spectra.spectrum import stable_rank
 from backlight.monitors.spectra.instrument.batches import moved
 from backlight.monitors.spectra.instrument.layers import matrices
 from backlight.monitors.spectra.instrument.rank_group import Team, replicates_of
 from backlight.monitors.spectra.instrument.replicate_gradient import gradients, seed_by
-from backlight.monitors.spectra.instrument.stable_rank import stable_rank
 from backlight.monitors.spectra.model.errors import SpectraError
 from backlight.monitors.spectra.model.ownership import Sweep, cost, sweeps
 from backlight.monitors.spectra.model.recording import record_arrays, state_measured

@@ -1,9 +1,9 @@
-"""Eigenvalues of the second moment and the covariance of per-sample gradients, and numbers made of them.
+"""Eigenvalues of the second moment and the covariance of per-sample gradients, and metrics of them.
 
-A ``[N, M]`` stacks N per-sample gradients, K = A A^T is their Gram, U = A^T A / N their uncentred second
+``A [N, M]`` stacks N per-sample gradients, K = A A^T is their Gram, U = A^T A / N their uncentred second
 moment and C = U - gg^T their covariance, g being the mean. U has the non-zero eigenvalues of K / N, and C
-those of H K H / N with H = I - 11^T / N. Source: docs/formulas.md, section 3; the noise scale is that of
-McCandlish et al., 1812.06162.
+those of H K H / N with H = I - 11^T / N. For a matrix gradient G ``[p, q]``, G G^T and G^T G have the
+squared singular values of G as eigenvalues. docs/formulas.md, section 3.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ class Spectrum:
     Attributes
     ----------
     eigenvalues:
-        float64; all N of them, or the ``top`` largest. Negative ones, which only rounding makes, are 0.
+        float64; all N of them, or the ``top`` largest. Negative ones, which only rounding makes, are set to
+        0.
     samples:
         N.
     centred:
-        Whether of the covariance, not of the second moment.
+        Whether they are of the covariance instead of the second moment.
     trace, frobenius:
-        Of the whole matrix, also where only the largest eigenvalues are there; nan where unknown.
+        Of the whole matrix, also where only the largest eigenvalues were computed; nan where unknown.
     clamped:
         How many eigenvalues were negative; ``most_negative`` is the most negative of them.
     tolerance:
@@ -56,7 +57,7 @@ class Spectrum:
 
     @property
     def complete(self) -> bool:
-        """Whether all eigenvalues are there."""
+        """Whether all eigenvalues were computed."""
         return len(self.eigenvalues) == self.samples
 
     @property
@@ -71,12 +72,12 @@ class Spectrum:
 
     @property
     def numerical_rank(self) -> int:
-        """Number of eigenvalues above the tolerance.
+        """Number of eigenvalues above the tolerance; ValueError if they may be more than those computed.
 
         Raises
         ------
         ValueError
-            If only the largest eigenvalues are there, and all of them count.
+            If only the largest eigenvalues were computed, and all of them count.
         """
         count = int((self.eigenvalues > self.tolerance).sum())
         if count == len(self.eigenvalues) and not self.complete:
@@ -105,7 +106,7 @@ class Spectrum:
         Raises
         ------
         ValueError
-            If only the largest eigenvalues are there.
+            If only the largest eigenvalues were computed.
         """
         if not self.complete:
             raise ValueError(
@@ -130,10 +131,9 @@ class Spectrum:
 
     @property
     def noise_scale(self) -> float:
-        """Simple noise scale, in samples: N (T - S) / (N S - T), T the trace of U and S = |g|^2.
+        """Simple noise scale in samples: N (T - S) / (N S - T), T the trace of U and S = |g|^2.
 
-        Infinite where the mean is no larger than noise alone would make it; nan for N = 1 or a zero
-        matrix.
+        Infinite where the mean is no larger than noise alone would make it; nan for N = 1 or a zero matrix.
         """
         total, mean, n = self.uncentred_trace, self.mean_square, self.samples
         if n < 2 or not total > 0:
@@ -147,19 +147,16 @@ class Spectrum:
         Raises
         ------
         ValueError
-            If k is not between 1 and the number of eigenvalues that are there.
+            If k is not between 1 and the number of computed eigenvalues.
         """
         if not 1 <= k <= len(self.eigenvalues):
             raise ValueError(f"explained: k must be between 1 and {len(self.eigenvalues)}, got {k}")
         return float(self.eigenvalues[:k].sum() / self.trace) if self.trace > 0 else math.nan
 
     def metrics(self, explained: Sequence[int] = EXPLAINED) -> dict[str, float]:
-        """Return every number by name; what the largest eigenvalues alone cannot tell is left out.
+        """Return every metric by name, without those that need eigenvalues that were not computed.
 
-        Parameters
-        ----------
-        explained:
-            Numbers of leading eigenvalues for ``explained_<k>``; those beyond what is there are left out.
+        ``explained`` lists the numbers of leading eigenvalues for ``explained_<k>``.
         """
         found: dict[str, float] = {}
         names = ["trace", "frobenius", "spectral", "nuclear", "participation_ratio"]
@@ -181,9 +178,9 @@ def spectrum(
     centred: bool = False,
     top: int | None = None,
     device: torch.device | str | None = None,
-    piece_eps: float = 0.0,
+    input_eps: float = 0.0,
 ) -> Spectrum:
-    """Return the eigenvalues of K / N, or of H K H / N.
+    """Return the eigenvalues of K / N, or of H K H / N; ValueError if K is no finite square float64 matrix.
 
     Parameters
     ----------
@@ -195,18 +192,14 @@ def spectrum(
         Only so many of the largest; None for all.
     device
         Where eigenvalues are computed; None for where K is.
-    piece_eps
-        Machine epsilon of the type that gradients came in: the tolerance of the numerical rank is
-        ``N max(eps(float64), piece_eps^2)`` times the largest eigenvalue.
-
-    Returns
-    -------
-    Spectrum
+    input_eps
+        Machine epsilon of the type of the gradients: the tolerance of the numerical rank is
+        ``N max(eps(float64), input_eps^2)`` times the largest eigenvalue.
 
     Raises
     ------
     ValueError
-        If K is not a square float64 matrix with finite entries, or ``top`` is not positive.
+        If ``top`` is not positive.
     """
     work, n, total, mean = _prepared(K, centred)
     if top is not None and top < 1:
@@ -224,36 +217,23 @@ def spectrum(
         frobenius=float(torch.linalg.matrix_norm(work)),
         clamped=int(negative.size),
         most_negative=float(negative.min()) if negative.size else 0.0,
-        tolerance=largest * n * max(float(np.finfo(np.float64).eps), piece_eps**2),
+        tolerance=largest * n * max(float(np.finfo(np.float64).eps), input_eps**2),
         mean_square=mean,
         uncentred_trace=total,
     )
 
 
 def eigenpairs(K: Tensor, k: int, *, centred: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the k largest eigenvalues of K / N (or of H K H / N) and what combines samples to eigenvectors.
+    """Return the k largest eigenvalues of K / N (or of H K H / N) and the weights of their eigenvectors.
 
-    The eigenvector of U to eigenvalue w_j is ``sum_n W[j, n] g_n`` with W = v^T / sqrt(N w_j), and of C
-    the same with W H: H v = v wherever the eigenvalue is not 0.
-
-    Parameters
-    ----------
-    K
-        float64 ``[N, N]``.
-    k
-        How many; those whose eigenvalue is not above ``N eps`` times the largest are left out.
-    centred
-        Of the covariance.
-
-    Returns
-    -------
-    tuple
-        Eigenvalues ``[r]`` and weights ``[r, N]``, float64, r <= k.
+    The eigenvector of U to eigenvalue w_j is ``sum_n W[j, n] g_n`` with W = v^T / sqrt(N w_j), and of C the
+    same with W H: H v = v wherever the eigenvalue is not 0. Returned are float64 ``[r]`` and ``[r, N]``, r
+    <= k: eigenvalues that are not above ``N eps`` times the largest are left out.
 
     Raises
     ------
     ValueError
-        If k is not between 1 and N, or K is not a finite square float64 matrix.
+        If k is not between 1 and N.
     """
     work, n, _, _ = _prepared(K, centred)
     if not 1 <= k <= n:
@@ -292,3 +272,43 @@ def _largest(work: Tensor, top: int | None) -> NDArray[np.float64]:
     else:
         values = torch.linalg.eigvalsh(work).cpu().numpy()
     return np.ascontiguousarray(values[::-1][: top or n], dtype=np.float64)
+
+
+def as_matrix(gradient: Tensor) -> Tensor:
+    """Return a gradient as ``[p, q]``, output dimension first; further dimensions are inputs.
+
+    Raises
+    ------
+    ValueError
+        If it has fewer than two dimensions: the product of a vector has rank one.
+    """
+    if gradient.dim() < 2:
+        raise ValueError(
+            f"G G^T needs a gradient with at least two dimensions, got {list(gradient.shape)}; that of a "
+            "vector has rank one, and its norm says all"
+        )
+    return gradient.detach().flatten(1)
+
+
+def left_product(gradient: Tensor) -> Tensor:
+    """Return G G^T, float64 ``[p, p]``."""
+    G = as_matrix(gradient).double()
+    return G @ G.T
+
+
+def right_product(gradient: Tensor) -> Tensor:
+    """Return G^T G, float64 ``[q, q]``."""
+    G = as_matrix(gradient).double()
+    return G.T @ G
+
+
+def product_spectrum(gradient: Tensor, *, top: int | None = None) -> Spectrum:
+    """Return the ``min(p, q)`` eigenvalues that G G^T and G^T G share, through the smaller product.
+
+    They are squared singular values, not divided by p or q; coherence and noise scale have no meaning for
+    them. ``top`` limits them to the largest.
+    """
+    matrix = as_matrix(gradient)
+    tall = matrix.shape[0] > matrix.shape[1]
+    product = right_product(matrix) if tall else left_product(matrix)
+    return spectrum(product * product.shape[0], top=top, input_eps=torch.finfo(gradient.dtype).eps)

@@ -1,52 +1,36 @@
-"""What one use of a parameter leaves behind for its per-sample gradients, without forming them.
+"""What one use of a parameter contributes to its per-sample gradients, as factors that do not form them.
 
-N samples, T positions within a sample, g groups, i inputs and o outputs of a group, d width, R rows and
-C columns of a parameter seen as a matrix. A matrix parameter has ``g o`` rows and i columns. Each piece
-can give any rows of the per-sample gradients, ``[N, rows, C]``: the chunked kernel walks them, and the
-pieces of a parameter that is used several times add up row by row.
+N samples, T positions within a sample, g groups, i inputs and o outputs of a group, d width, R rows and C
+columns of a parameter seen as a matrix. A matrix parameter has ``g o`` rows and i columns. Each use can
+return any rows of the per-sample gradients, ``[N, rows, C]``: the chunked kernel iterates over them, and the
+uses of a parameter add up.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in a type that products can be summed in: 16-bit values as float32."""
-    return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
+from backlight.measure.stats.kernels import promoted
 
 
 def lengths(tensor: Tensor) -> Tensor:
     """Return Euclidean norms along the last dimension."""
-    values = wide(tensor)
+    values = promoted(tensor)
     if values.stride(-1) == 1:
         norms: Tensor = torch.linalg.vector_norm(values, dim=-1)
         return norms
     return values.square().sum(-1).sqrt_()  # vector_norm is slow along any other dimension
 
 
-@dataclass(frozen=True)
-class Factors:
-    """A matrix product: the gradient of a sample is ``sum_t delta[n, t]^T x[n, t]``, group by group.
-
-    ``delta`` is ``[N, T, g, o]``; ``inputs(a, b)`` gives the inputs ``[b - a, T, g, i]`` of samples a to
-    b, so that a convolution unfolds only what is at work; ``lengths()`` gives their Euclidean norms
-    ``[N, T, g]``. ``columns`` is i, and ``reread`` the least number of rows that are worth asking for the
-    inputs again. ``direct()``, where there is one, gives all gradients ``[N, g o, i]`` faster than the
-    product; ``held`` says that the inputs lie in memory as they are.
-    """
+class _OfDelta:
+    """What is read from the gradient of the output, ``[N, T, ...]``."""
 
     delta: Tensor
-    inputs: Callable[[int, int], Tensor]
-    lengths: Callable[[], Tensor]
-    columns: int
-    reread: int = 16
-    direct: Callable[[], Tensor] | None = None
-    held: bool = False
 
     @property
     def samples(self) -> int:
@@ -59,6 +43,31 @@ class Factors:
         return self.delta.shape[1]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The type that the gradient was computed in."""
+        return self.delta.dtype
+
+
+@dataclass(frozen=True)
+class MatrixFactors(_OfDelta):
+    """A matrix product: the gradient of a sample is ``sum_t delta[n, t]^T x[n, t]``, group by group.
+
+    ``delta`` is ``[N, T, g, o]``; ``inputs(a, b)`` returns the inputs ``[b - a, T, g, i]`` of samples a to
+    b, so that a convolution unfolds only the samples in use; ``lengths()`` returns their Euclidean norms
+    ``[N, T, g]``. ``columns`` is i, and ``reread`` the least number of rows that justify reading the inputs
+    again. ``direct()``, where there is one, returns all gradients ``[N, g o, i]`` faster than the product;
+    ``held`` says that the inputs are in memory.
+    """
+
+    delta: Tensor
+    inputs: Callable[[int, int], Tensor]
+    lengths: Callable[[], Tensor]
+    columns: int
+    reread: int = 16
+    direct: Callable[[], Tensor] | None = None
+    held: bool = False
+
+    @property
     def groups(self) -> int:
         """G."""
         return self.delta.shape[2]
@@ -68,21 +77,18 @@ class Factors:
         """Rows of the parameter, over all groups."""
         return self.delta.shape[2] * self.delta.shape[3]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type that the product came in."""
-        return self.delta.dtype
-
     def all_inputs(self) -> Tensor:
         """Return the inputs of every sample, ``[N, T, g, i]``."""
         return self.inputs(0, self.samples)
 
-    def transposed(self) -> Factors | None:
-        """Return the piece of the transposed matrix; None where its inputs would have to be made first."""
+    def transposed(self) -> MatrixFactors | None:
+        """Return the factors of the transposed matrix; None where its inputs are not in memory."""
         if not self.held or self.groups > 1:
             return None
         delta = self.delta
-        return Factors(self.all_inputs(), lambda a, b: delta[a:b], self.lengths, delta.shape[3], held=True)
+        return MatrixFactors(
+            self.all_inputs(), lambda a, b: delta[a:b], self.lengths, delta.shape[3], held=True
+        )
 
     def take(self, start: int, stop: int, out: Tensor, *, add: bool) -> None:
         """Write or add rows ``start`` to ``stop`` of every sample's gradient to ``out`` ``[N, rows, i]``.
@@ -91,11 +97,11 @@ class Factors:
         """
         width = self.delta.shape[3]
         first, last = start // width, -(-stop // width)
-        block = max(1, BLOCK // max(1, self.positions * (last - first) * self.columns))
+        block = max(1, BLOCK_SCALARS // max(1, self.positions * (last - first) * self.columns))
         for a in range(0, self.samples, block):
             b = min(self.samples, a + block)
-            x_NTgi = wide(self.inputs(a, b)[:, :, first:last])
-            d_NTgo = wide(self.delta[a:b, :, first:last]).to(x_NTgi.dtype)
+            x_NTgi = promoted(self.inputs(a, b)[:, :, first:last])
+            d_NTgo = promoted(self.delta[a:b, :, first:last]).to(x_NTgi.dtype)
             if last - first == 1:
                 d_NTo = d_NTgo[:, :, 0, start - first * width : stop - first * width]
                 _product(d_NTo, x_NTgi[:, :, 0], out[a:b], add)
@@ -123,11 +129,11 @@ def _product(d_NTo: Tensor, x_NTi: Tensor, out: Tensor, add: bool) -> None:
 
 
 @dataclass(frozen=True)
-class Lookup:
-    """A table looked up: row ``ids[n, t]`` of the gradient of sample n receives ``delta[n, t]``.
+class LookupFactors(_OfDelta):
+    """A table lookup: row ``ids[n, t]`` of the gradient of sample n receives ``delta[n, t]``.
 
-    ``ids`` is ``[N, T]``, ``delta`` ``[N, T, d]`` with zeros where the padding row was read; ``rows`` is
-    the height of the table.
+    ``ids`` is ``[N, T]``, ``delta`` ``[N, T, d]`` with zeros for the padding row; ``rows`` is the height of
+    the table.
     """
 
     ids: Tensor
@@ -135,24 +141,9 @@ class Lookup:
     rows: int
 
     @property
-    def samples(self) -> int:
-        """N."""
-        return self.delta.shape[0]
-
-    @property
-    def positions(self) -> int:
-        """T."""
-        return self.delta.shape[1]
-
-    @property
     def columns(self) -> int:
         """D."""
         return self.delta.shape[2]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type that the gradient came in."""
-        return self.delta.dtype
 
     def take(self, start: int, stop: int, out: Tensor, *, add: bool) -> None:
         """Write or add rows ``start`` to ``stop`` of every sample's gradient to ``out`` ``[N, rows, d]``."""
@@ -169,14 +160,14 @@ class Lookup:
 
     def size(self) -> float:
         """Return the root of the summed squares of all summands."""
-        return float(torch.linalg.vector_norm(wide(self.delta)))
+        return float(torch.linalg.vector_norm(promoted(self.delta)))
 
 
 @dataclass(frozen=True)
-class Vectors:
-    """Per-sample gradients that are small enough to be there, ``[N, C]`` (a bias, a norm's weight).
+class VectorFactors:
+    """Per-sample gradients that are small enough to be stored, ``[N, C]`` (a bias, the weight of a norm).
 
-    ``summands`` is the root of the summed squares of what was added up to get them.
+    ``summands`` is the root of the summed squares of the terms that were added to get them.
     """
 
     values: Tensor
@@ -205,31 +196,103 @@ class Vectors:
         return self.summands
 
 
-Piece = Factors | Lookup | Vectors
+Factors = MatrixFactors | LookupFactors | VectorFactors
 
-BLOCK = 1 << 19
+BLOCK_SCALARS = 1 << 19
 """Most elements of unfolded inputs at work at once: 2 MB in float32, which a cache holds."""
 
 
-def layout(pieces: Sequence[Piece]) -> tuple[int, int, int]:
-    """Return N, rows and columns of the pieces of one parameter.
+def common_shape(uses: Sequence[Factors]) -> tuple[int, int, int]:
+    """Return N, rows and columns of the uses of one parameter; ValueError where they differ.
 
     Raises
     ------
     ValueError
-        If the pieces see the parameter as matrices of different shapes.
+        If the uses have different shapes.
     """
-    shapes = {(piece.samples, piece.rows, piece.columns) for piece in pieces}
+    shapes = {(use.samples, use.rows, use.columns) for use in uses}
     if len(shapes) != 1:
-        raise ValueError(f"pieces of one parameter differ in samples, rows or columns: {sorted(shapes)}")
+        raise ValueError(f"uses of one parameter differ in samples, rows or columns: {sorted(shapes)}")
     return shapes.pop()
 
 
-def precision(pieces: Sequence[Piece]) -> torch.dtype:
-    """Return the coarsest type among the pieces, which bounds what their products can be trusted for."""
-    return max((piece.dtype for piece in pieces), key=lambda dtype: torch.finfo(dtype).eps)
+def coarsest_dtype(uses: Sequence[Factors]) -> torch.dtype:
+    """Return the coarsest type among the uses, which bounds the precision of their products."""
+    return max((use.dtype for use in uses), key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def working_dtype(pieces: Sequence[Piece]) -> torch.dtype:
+def working_dtype(uses: Sequence[Factors]) -> torch.dtype:
     """Return the type in which rows of per-sample gradients are formed."""
-    return torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
+    return torch.float64 if any(use.dtype == torch.float64 for use in uses) else torch.float32
+
+
+def compress(uses: Sequence[Factors]) -> list[Factors]:
+    """Return the uses of one parameter in the form that takes least memory: as they are, or as gradients."""
+    n, rows, columns = common_shape(uses)
+    dtype = working_dtype(uses)
+    if _bytes(uses) <= n * rows * columns * dtype.itemsize:
+        return list(uses)
+    G = torch.empty(n, rows, columns, dtype=dtype, device=device_of(uses[0]))
+    for number, use in enumerate(uses):
+        use.take(0, rows, G, add=number > 0)
+    summands = math.sqrt(sum(use.size() ** 2 for use in uses))
+    return [VectorFactors(G.view(n, -1), summands, coarsest_dtype(uses), rows)]
+
+
+def _bytes(uses: Sequence[Factors]) -> float:
+    """Return the bytes that uses hold; infinite where inputs are computed from something else."""
+    total = 0.0
+    for use in uses:
+        if isinstance(use, VectorFactors):
+            total += use.values.nbytes
+        elif isinstance(use, LookupFactors):
+            total += use.ids.nbytes + use.delta.nbytes
+        else:
+            total += use.delta.nbytes + use.all_inputs().nbytes if use.held else math.inf
+    return total
+
+
+def device_of(use: Factors) -> torch.device:
+    """Return the device of the factors."""
+    return use.values.device if isinstance(use, VectorFactors) else use.delta.device
+
+
+def concatenate(by_part: Sequence[Sequence[Factors]]) -> list[Factors]:
+    """Return the uses of all samples from those of parts of the samples, in order.
+
+    Raises
+    ------
+    ValueError
+        If a parameter was used differently in the parts.
+    """
+    if len(by_part) == 1:
+        return list(by_part[0])
+    if len({tuple(type(use) for use in part) for part in by_part}) > 1:
+        raise ValueError("it is used differently by different samples")
+    return [_concatenate(uses) for uses in zip(*by_part, strict=True)]
+
+
+def _concatenate(uses: Sequence[Factors]) -> Factors:
+    first = uses[0]
+    if isinstance(first, LookupFactors):
+        same = [use for use in uses if isinstance(use, LookupFactors)]
+        return LookupFactors(_cat([u.ids for u in same]), _cat([u.delta for u in same]), first.rows)
+    if isinstance(first, VectorFactors):
+        made = [use for use in uses if isinstance(use, VectorFactors)]
+        size = math.sqrt(sum(use.summands**2 for use in made))
+        return VectorFactors(_cat([use.values for use in made]), size, first.dtype, first.rows)
+    products = [use for use in uses if isinstance(use, MatrixFactors)]
+    inputs = _cat([use.all_inputs() for use in products])
+    return MatrixFactors(
+        _cat([use.delta for use in products]),
+        lambda a, b: inputs[a:b],
+        lambda: _cat([use.lengths() for use in products]),
+        first.columns,
+        held=True,
+    )
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    if len({tensor.shape[1:] for tensor in tensors}) > 1:
+        raise ValueError("its uses have different numbers of positions in different samples")
+    return torch.cat(list(tensors))

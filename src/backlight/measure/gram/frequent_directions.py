@@ -1,8 +1,8 @@
-"""Frequent Directions: a sketch of a stream of rows with a certificate of its own error.
+"""Frequent Directions: a sketch of a stream of rows with a bound of its own error.
 
-B ``[rows, M]`` stands for A ``[n, M]``, the rows seen so far: ``0 <= A^T A - B^T B <= shrinkage I``. The
-shrinkage is summed as the sketch is made, so that it bounds the error of this very stream; sketches merge.
-Source: Ghashami, Liberty, Phillips, Woodruff, 1501.01711.
+B ``[rows, M]`` approximates A ``[n, M]``, the rows added so far: ``0 <= A^T A - B^T B <= shrinkage I``. The
+shrinkage is summed with the sketch, so it bounds the error of this stream; sketches merge. Source: Ghashami,
+Liberty, Phillips and Woodruff, 1501.01711; docs/formulas.md, section 3.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class FrequentDirections:
     Parameters
     ----------
     rows:
-        Number of rows that stand for the stream, at least 1; twice as many are in memory.
+        Number of rows of the sketch, at least 1; twice as many are in memory.
     columns:
         M.
     dtype, device:
-        Where and in which type rows are kept. The shrinkage is computed in float64; rounding of rows kept
-        in float32 is outside of the certificate.
+        Where and in which type rows are kept. The shrinkage is computed in float64; it does not cover the
+        rounding of rows kept in float32.
 
     Attributes
     ----------
     shrinkage:
-        The certificate: no eigenvalue of A^T A - B^T B is larger.
+        No eigenvalue of A^T A - B^T B is larger.
     seen:
-        Rows that were added.
+        Number of rows that were added.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FrequentDirections:
             start = stop
 
     def _shrink(self) -> None:
-        """Bring the buffer down to ``size`` rows, taking the next squared singular value off all of them."""
+        """Reduce the buffer to ``size`` rows: subtract the next squared singular value from all of them."""
         filled = self._buffer[: self._filled]
         wide = filled.double()
         # Singular vectors from the small Gram: exact enough, since what it loses is far below the cut.
@@ -99,7 +99,7 @@ class FrequentDirections:
         self._filled = self.size
 
     def merge(self, other: FrequentDirections) -> None:
-        """Add the sketch of another stream: the result is a sketch of both, and certified as such.
+        """Add the sketch of another stream: the result is a sketch of both, with its bound.
 
         Raises
         ------
@@ -113,16 +113,16 @@ class FrequentDirections:
         self.seen += other.seen
 
     def rows(self) -> Tensor:
-        """Return B, at most ``size`` rows ``[r, M]``; the stream may go on."""
+        """Return B, at most ``size`` rows ``[r, M]``; more rows can be added afterwards."""
         if self._filled > self.size:
             self._shrink()
         return self._buffer[: self._filled].clone()
 
     def state(self) -> dict[str, Any]:
-        """Return what :meth:`from_state` needs to go on exactly as this sketch would.
+        """Return the state from which :meth:`from_state` continues exactly as this sketch would.
 
-        Unlike :meth:`rows` it brings nothing down: ``rows`` are those in memory ``[r, M]``, up to twice
-        ``size`` of them, next to ``size``, ``shrinkage`` and ``seen``.
+        ``rows`` are those in memory ``[r, M]``, up to twice ``size``: unlike :meth:`rows` this reduces
+        nothing.
         """
         return {
             "size": self.size,
@@ -135,7 +135,7 @@ class FrequentDirections:
     def from_state(
         cls, state: Mapping[str, Any], *, device: torch.device | str = "cpu"
     ) -> FrequentDirections:
-        """Return the sketch that gave ``state``, in the type of its rows.
+        """Return the sketch that returned ``state``, in the type of its rows.
 
         Raises
         ------

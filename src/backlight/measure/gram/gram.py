@@ -1,12 +1,11 @@
-"""Exact Grams ``K_nm = <g_n, g_m>`` of one parameter's per-sample gradients, from its pieces.
+"""Exact Grams ``K_nm = <g_n, g_m>`` of one parameter's per-sample gradients, from its factors.
 
 The ghost kernel multiplies inputs with inputs and deltas with deltas, ``K = sum_ts (x_nt . x_ms)(d_nt .
 d_ms)``, and never forms a gradient: N^2 T^2 (i + o). The chunked kernel forms some rows of all per-sample
-gradients at a time, ``G_c``, and adds ``G_c G_c^T``: N T i o + N^2 i o. Products are summed in float64, since
-a Gram squares the condition number; gradients that were formed in float32 are multiplied in it on a
-processor, in runs so short that rounding them again changes eigenvalues less than it did the first time.
-
-Source: docs/formulas.md, section 3.
+gradients at a time, ``G_c``, and adds ``G_c G_c^T``: N T i o + N^2 i o. Products are summed in float64,
+since a Gram squares the condition number; gradients that were formed in float32 are multiplied in float32 on
+a CPU, in runs so short that the second rounding changes eigenvalues less than the first. docs/formulas.md,
+section 3.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ import torch
 from torch import Tensor
 
 from backlight.measure.gram.factors import (
-    BLOCK,
     Factors,
-    Lookup,
-    Piece,
-    Vectors,
-    layout,
-    wide,
+    LookupFactors,
+    MatrixFactors,
+    VectorFactors,
+    common_shape,
+    device_of,
     working_dtype,
 )
-from backlight.measure.stats.kernels import Scratch
+from backlight.measure.stats.kernels import Scratch, promoted
 
-SCRATCH = 4 << 20
+SCRATCH_BYTES = 4 << 20
 """Bytes of per-sample gradients, and of products of positions, that are there at once: what a cache holds."""
 
-_KEPT = Scratch()
+_BUFFERS = Scratch()
 """Buffers that measurements of a thread share: fresh memory costs more than what is done with it."""
 
 RUN = 64
@@ -45,43 +43,38 @@ _SUMS = 1 << 16
 
 
 def gram(
-    pieces: Sequence[Piece],
+    uses: Sequence[Factors],
     *,
     kernel: str = "auto",
-    scratch: int = SCRATCH,
+    scratch: int = SCRATCH_BYTES,
     products: torch.dtype | None = None,
 ) -> tuple[Tensor, str]:
-    """Return the Gram of the per-sample gradients of one parameter, and the kernel that gave it.
+    """Return the Gram of the per-sample gradients of one parameter, and the kernel that computed it.
 
     Parameters
     ----------
-    pieces
-        One piece for each use of the parameter.
+    uses
+        The factors of each use of the parameter; ValueError if they have different shapes.
     kernel
         ``"ghost"``, ``"chunked"``, or ``"auto"`` for the one that the cost rule expects to be faster.
     scratch
-        Bytes that may be at work at once.
+        Bytes of scratch memory.
     products
-        The type in which gradients are multiplied; None for float64, and on a processor that in which they
-        were formed, where they were. In float32, runs of at most :data:`RUN` products are added up in
-        float32 and the runs in float64; eigenvalues below about 1e-7 of the largest are lost.
+        The type in which gradients are multiplied. None: float64, and on a CPU the type in which they were
+        formed. In float32, runs of at most :data:`RUN` products are summed in float32 and the runs in
+        float64; eigenvalues below about 1e-7 of the largest are lost.
 
     Returns
     -------
     tuple
-        float64 ``[N, N]`` on the device of the pieces, and ``"ghost"``, ``"chunked"`` or ``"vectors"``.
-
-    Raises
-    ------
-    ValueError
-        If the pieces do not fit together.
+        float64 ``[N, N]`` on the device of the factors, and ``"ghost"``, ``"chunked"`` or ``"vectors"``.
     """
-    with torch.no_grad(), _no_autocast(pieces[0]):
-        pieces = compact(pieces)
-        layout(pieces)
-        if all(isinstance(piece, Vectors) and piece.rows == 1 for piece in pieces):
-            total = pieces[0].values if len(pieces) == 1 else sum(piece.values for piece in pieces)  # type: ignore[union-attr, misc]
-            values = wide(total).double()  # type: ignore[arg-type]
+    with torch.no_grad(), _no_autocast(uses[0]):
+        uses = renumbered(uses)
+        common_shape(uses)
+        if all(isinstance(use, VectorFactors) and use.rows == 1 for use in uses):
+            total = uses[0].values if len(uses) == 1 else sum(use.values for use in uses)  # type: ignore[union-attr, misc]
+            values = promoted(total).double()  # type: ignore[arg-type]
             n = len(values)
             if n <= 64:
                 return values @ values.T, "vectors"
@@ -89,56 +82,52 @@ def gram(
             for a, b in _triangle(n, 1, scratch):
                 _fill(K, values[a:b] @ values[a:].T, a, b)
             return K, "vectors"
-        chosen = kernel if kernel != "auto" else choose(pieces, products)
-        if chosen == "ghost" and alike(pieces):
-            return ghost(pieces, scratch, products or torch.float64), "ghost"
-        return chunked(pieces, scratch, products or formed(pieces)), "chunked"
+        chosen = kernel if kernel != "auto" else choose(uses, products)
+        if chosen == "ghost" and can_concatenate(uses):
+            return ghost(uses, scratch, products or torch.float64), "ghost"
+        return chunked(uses, scratch, products or product_dtype(uses)), "chunked"
 
 
-def formed(pieces: Sequence[Piece]) -> torch.dtype:
-    """Return the type in which gradients of ``pieces`` are multiplied where nothing else is asked for.
+def product_dtype(uses: Sequence[Factors]) -> torch.dtype:
+    """Return the type in which gradients are multiplied by default.
 
-    That in which they are formed on a processor; elsewhere float32 products may be those of TF32.
+    The type in which they are formed on a CPU; elsewhere float32 products may be those of TF32.
     """
-    return working_dtype(pieces) if _device(pieces[0]).type == "cpu" else torch.float64
+    return working_dtype(uses) if device_of(uses[0]).type == "cpu" else torch.float64
 
 
-def _device(piece: Piece) -> torch.device:
-    return piece.values.device if isinstance(piece, Vectors) else piece.delta.device
+def _no_autocast(use: Factors) -> torch.autocast:
+    return torch.autocast(device_of(use).type, enabled=False)
 
 
-def _no_autocast(piece: Piece) -> torch.autocast:
-    return torch.autocast(_device(piece).type, enabled=False)
-
-
-def compact(pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Return lookups renumbered to the rows that any of them reads; other pieces as they are."""
-    lookups = [piece for piece in pieces if isinstance(piece, Lookup)]
-    if len(lookups) < len(pieces):
-        return pieces
-    ids = torch.cat([piece.ids.reshape(-1) for piece in lookups])
+def renumbered(uses: Sequence[Factors]) -> Sequence[Factors]:
+    """Return lookups renumbered to the rows that any of them reads; other factors unchanged."""
+    lookups = [use for use in uses if isinstance(use, LookupFactors)]
+    if len(lookups) < len(uses):
+        return uses
+    ids = torch.cat([use.ids.reshape(-1) for use in lookups])
     read, renumbered = torch.unique(ids, return_inverse=True)
-    parts = renumbered.split([piece.ids.numel() for piece in lookups])
+    parts = renumbered.split([use.ids.numel() for use in lookups])
     return [
-        Lookup(part.view(piece.ids.shape), piece.delta, read.numel())
-        for piece, part in zip(lookups, parts, strict=True)
+        LookupFactors(part.view(use.ids.shape), use.delta, read.numel())
+        for use, part in zip(lookups, parts, strict=True)
     ]
 
 
-def choose(pieces: Sequence[Piece], products: torch.dtype | None = None) -> str:
+def choose(uses: Sequence[Factors], products: torch.dtype | None = None) -> str:
     """Return ``"ghost"`` or ``"chunked"``: what the cost rule expects to be faster.
 
     Ghost iff ``c T^2 N^2 (i + o) < N T i o + N^2 i o`` with T over all uses, and c the measured cost of a
     ghost product relative to a chunked one on this device and type.
     """
-    n, rows, columns = layout(pieces)
-    if not alike(pieces):
+    n, rows, columns = common_shape(uses)
+    if not can_concatenate(uses):
         return "chunked"
-    positions = sum(piece.positions for piece in pieces if not isinstance(piece, Vectors))
-    if isinstance(pieces[0], Factors):
-        width = pieces[0].groups * columns + rows
+    positions = sum(use.positions for use in uses if not isinstance(use, VectorFactors))
+    if isinstance(uses[0], MatrixFactors):
+        width = uses[0].groups * columns + rows
         chunk_cost = positions * rows * columns + n * rows * columns
-        constant = ghost_constant(pieces[0].delta.device, working_dtype(pieces), products)
+        constant = ghost_cost_ratio(uses[0].delta.device, working_dtype(uses), products)
     else:
         width = columns
         chunk_cost = positions * columns + n * rows * columns
@@ -146,26 +135,26 @@ def choose(pieces: Sequence[Piece], products: torch.dtype | None = None) -> str:
     return "ghost" if constant * n * positions**2 * width < chunk_cost else "chunked"
 
 
-def alike(pieces: Sequence[Piece]) -> bool:
-    """Whether the pieces can be laid one after the other along T, as the ghost kernel does."""
-    kinds = {(type(piece), getattr(piece, "groups", 1)) for piece in pieces}
-    return len(kinds) == 1 and not isinstance(pieces[0], Vectors)
+def can_concatenate(uses: Sequence[Factors]) -> bool:
+    """Return whether the uses can be concatenated along T, as the ghost kernel does."""
+    kinds = {(type(use), getattr(use, "groups", 1)) for use in uses}
+    return len(kinds) == 1 and not isinstance(uses[0], VectorFactors)
 
 
 @functools.cache
-def ghost_constant(device: torch.device, dtype: torch.dtype, products: torch.dtype | None = None) -> float:
+def ghost_cost_ratio(device: torch.device, dtype: torch.dtype, products: torch.dtype | None = None) -> float:
     """Return the time of a ghost product over that of a chunked one of equal count, measured once.
 
-    Both kernels run on a shape where they take about as long; the fastest of six turns counts.
+    Both kernels run on a shape where they take about equally long; the fastest of six rounds counts.
     """
     n, t, i, o = 32, 16, 128, 384
     x = torch.linspace(-1, 1, n * t * i, device=device, dtype=dtype).view(n, t, 1, i)
     d = torch.linspace(1, -1, n * t * o, device=device, dtype=dtype).view(n, t, 1, o)
-    pieces = [Factors(d, lambda a, b: x[a:b], lambda: x[..., 0], i)]
-    kinds = products or torch.float64, products or formed(pieces)
+    uses = [MatrixFactors(d, lambda a, b: x[a:b], lambda: x[..., 0], i)]
+    kinds = products or torch.float64, products or product_dtype(uses)
     ways = (
-        lambda: ghost(pieces, SCRATCH, kinds[0]),
-        lambda: chunked(pieces, SCRATCH, kinds[1]),
+        lambda: ghost(uses, SCRATCH_BYTES, kinds[0]),
+        lambda: chunked(uses, SCRATCH_BYTES, kinds[1]),
     )
     counts = n * n * t * t * (i + o), n * t * i * o + n * n * i * o
     ghost_time, chunk_time = (
@@ -175,7 +164,7 @@ def ghost_constant(device: torch.device, dtype: torch.dtype, products: torch.dty
 
 
 def _fastest(ways: Sequence[Callable[[], Tensor]], device: torch.device) -> list[float]:
-    """Return the least time of each way; they take turns, since a machine may be busy for a while."""
+    """Return the least time of each kernel, measured interleaved, since a machine may be busy for a while."""
     times: list[list[float]] = [[] for _ in ways]
     for _ in range(7):
         for way, took in zip(ways, times, strict=True):
@@ -187,23 +176,23 @@ def _fastest(ways: Sequence[Callable[[], Tensor]], device: torch.device) -> list
     return [min(took[1:]) for took in times]
 
 
-def ghost(pieces: Sequence[Piece], scratch: int, products: torch.dtype = torch.float64) -> Tensor:
+def ghost(uses: Sequence[Factors], scratch: int, products: torch.dtype = torch.float64) -> Tensor:
     """Return the Gram without forming a gradient; every use after the first lies further along T."""
-    if isinstance(pieces[0], Lookup):
-        return _ghost_lookup(pieces, scratch, products)  # type: ignore[arg-type]
-    kind = torch.promote_types(products, working_dtype(pieces))
+    if isinstance(uses[0], LookupFactors):
+        return _ghost_lookup(uses, scratch, products)  # type: ignore[arg-type]
+    kind = torch.promote_types(products, working_dtype(uses))
     total = None
-    for group in range(pieces[0].groups):  # type: ignore[union-attr]
-        x = _in_line("x", [p.all_inputs()[:, :, group] for p in pieces], kind)  # type: ignore[union-attr]
-        d = _in_line("d", [p.delta[:, :, group] for p in pieces], kind)  # type: ignore[union-attr]
+    for group in range(uses[0].groups):  # type: ignore[union-attr]
+        x = _along_positions("x", [p.all_inputs()[:, :, group] for p in uses], kind)  # type: ignore[union-attr]
+        d = _along_positions("d", [p.delta[:, :, group] for p in uses], kind)  # type: ignore[union-attr]
         part = _products(x, d, scratch)
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
 
 
-def _in_line(name: str, uses: Sequence[Tensor], kind: torch.dtype) -> Tensor:
-    """Return the values of every use one after the other along T, in that type."""
+def _along_positions(name: str, uses: Sequence[Tensor], kind: torch.dtype) -> Tensor:
+    """Return the values of every use concatenated along T, in the given type."""
     if len(uses) > 1:
         return torch.cat([use.to(kind) for use in uses], 1)
     first = uses[0]
@@ -211,10 +200,10 @@ def _in_line(name: str, uses: Sequence[Tensor], kind: torch.dtype) -> Tensor:
 
 
 def _buffer(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory that is valid until the same name asks again; what is large is not kept."""
-    if math.prod(shape) * dtype.itemsize > SCRATCH:
+    """Return memory that is valid until the same name asks again; large buffers are not kept."""
+    if math.prod(shape) * dtype.itemsize > SCRATCH_BYTES:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
-    return _KEPT.take(name, tuple(shape), dtype, device)
+    return _BUFFERS.take(name, tuple(shape), dtype, device)
 
 
 def _times(name: str, a: Tensor, b: Tensor) -> Tensor:
@@ -228,14 +217,14 @@ def _products(x_NTi: Tensor, d_NTo: Tensor, scratch: int) -> Tensor:
     K = x.new_zeros(n, n, dtype=torch.float64)
     for a, b in _triangle(n, t, scratch):
         part = _times("xx", x[a * t : b * t], x[a * t :]).mul_(_times("dd", d[a * t : b * t], d[a * t :]))
-        _fill(K, _over_positions(part, t), a, b)
+        _fill(K, _sum_positions(part, t), a, b)
     return K
 
 
-def _ghost_lookup(pieces: Sequence[Lookup], scratch: int, products: torch.dtype) -> Tensor:
-    kind = torch.promote_types(products, working_dtype(pieces))
-    ids = torch.cat([piece.ids for piece in pieces], 1)
-    d_NTd = torch.cat([wide(piece.delta).to(kind) for piece in pieces], 1)
+def _ghost_lookup(uses: Sequence[LookupFactors], scratch: int, products: torch.dtype) -> Tensor:
+    kind = torch.promote_types(products, working_dtype(uses))
+    ids = torch.cat([use.ids for use in uses], 1)
+    d_NTd = torch.cat([promoted(use.delta).to(kind) for use in uses], 1)
     n, t = ids.shape
     d, flat = d_NTd.reshape(n * t, -1), ids.reshape(-1)
     K = d.new_zeros(n, n, dtype=torch.float64)
@@ -243,12 +232,12 @@ def _ghost_lookup(pieces: Sequence[Lookup], scratch: int, products: torch.dtype)
         part = _times("dd", d[a * t : b * t], d[a * t :]).mul_(
             flat[a * t : b * t, None] == flat[None, a * t :]
         )
-        _fill(K, _over_positions(part, t), a, b)
+        _fill(K, _sum_positions(part, t), a, b)
     return K
 
 
-def _over_positions(part: Tensor, t: int) -> Tensor:
-    """Sum products of positions ``[n t, m t]`` to those of samples ``[n, m]``, in float64."""
+def _sum_positions(part: Tensor, t: int) -> Tensor:
+    """Sum products of positions ``[n t, m t]`` to products of samples ``[n, m]``, in float64."""
     if t == 1:
         return part.double()
     inner = part.view(part.shape[0], -1, t).sum(2, dtype=torch.float64)  # what lies together first
@@ -273,21 +262,21 @@ def _fill(K: Tensor, part: Tensor, a: int, b: int) -> None:
     K[b:, a:b] = part[:, b - a :].T
 
 
-def chunked(pieces: Sequence[Piece], scratch: int, products: torch.dtype = torch.float64) -> Tensor:
+def chunked(uses: Sequence[Factors], scratch: int, products: torch.dtype = torch.float64) -> Tensor:
     """Return the Gram from some rows of all per-sample gradients at a time."""
-    pieces = _lying(pieces)
-    n, _, _ = layout(pieces)
-    kind = torch.promote_types(products, working_dtype(pieces))
+    uses = _transposed(uses)
+    n, _, _ = common_shape(uses)
+    kind = torch.promote_types(products, working_dtype(uses))
     split = n >= (32 if kind == torch.float64 else 64)  # K is symmetric: a quarter need not be computed
     half = n // 2
     K: Tensor | None = None
-    monitor: Tensor | None = None
-    for _, _, G in chunks(pieces, scratch, kind):
+    buffer: Tensor | None = None
+    for _, _, G in chunks(uses, scratch, kind):
         G_Nm = G.view(n, -1)
         if G_Nm.dtype != kind:
-            if monitor is None:
-                monitor = _buffer("wide", G_Nm.shape, kind, G_Nm.device)
-            G_Nm = monitor.view(-1)[: G_Nm.numel()].view(G_Nm.shape).copy_(G_Nm)
+            if buffer is None:
+                buffer = _buffer("wide", G_Nm.shape, kind, G_Nm.device)
+            G_Nm = buffer.view(-1)[: G_Nm.numel()].view(G_Nm.shape).copy_(G_Nm)
         K = G.new_zeros(n, n, dtype=torch.float64) if K is None else K
         if split:
             _add(K[:half], G_Nm[:half], G_Nm)
@@ -300,11 +289,11 @@ def chunked(pieces: Sequence[Piece], scratch: int, products: torch.dtype = torch
     return K
 
 
-def _lying(pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Return products of wide matrices transposed, as long chunks of short rows are formed faster."""
-    turned = [piece.transposed() for piece in pieces if isinstance(piece, Factors)]
-    whole = [piece for piece in turned if piece is not None and piece.rows > piece.columns]
-    return whole if len(whole) == len(pieces) else pieces
+def _transposed(uses: Sequence[Factors]) -> Sequence[Factors]:
+    """Return products of wide matrices transposed: long chunks of short rows are formed faster."""
+    transposed = [use.transposed() for use in uses if isinstance(use, MatrixFactors)]
+    whole = [use for use in transposed if use is not None and use.rows > use.columns]
+    return whole if len(whole) == len(uses) else uses
 
 
 def _add(K: Tensor, A_Nm: Tensor, B_Nm: Tensor) -> None:
@@ -324,53 +313,50 @@ def _add(K: Tensor, A_Nm: Tensor, B_Nm: Tensor) -> None:
 
 
 def chunks(
-    pieces: Sequence[Piece], scratch: int = SCRATCH, products: torch.dtype = torch.float64
+    uses: Sequence[Factors], scratch: int = SCRATCH_BYTES, products: torch.dtype = torch.float64
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield ``start, stop, G``, rows ``start`` to ``stop`` of every sample's gradient ``[N, rows, C]``.
 
-    G is only valid until the next one is asked for. It holds at least as many rows as make reading the
-    inputs once more worthwhile, and leaves room within ``scratch`` for a copy in the type of the products.
+    G is valid until the next one is asked for. It holds enough rows to justify reading the inputs once more,
+    and leaves space within ``scratch`` for a copy in the type of the products.
     """
-    n, rows, columns = layout(pieces)
-    dtype = working_dtype(pieces)
+    n, rows, columns = common_shape(uses)
+    dtype = working_dtype(uses)
     size = dtype.itemsize + (products.itemsize if dtype != products else 0)
     step = scratch // (size * n * columns)
     width = rows
-    for piece in pieces:
-        if isinstance(piece, Factors):
-            width = min(width, piece.delta.shape[3])
-            step = max(step, piece.reread if piece.positions > 1 and scratch >= SCRATCH else 1)
+    for use in uses:
+        if isinstance(use, MatrixFactors):
+            width = min(width, use.delta.shape[3])
+            step = max(step, use.reread if use.positions > 1 and scratch >= SCRATCH_BYTES else 1)
     step = max(1, min(rows, step))
     step = step // width * width if step >= width else step
-    first = pieces[0]
-    if len(pieces) == 1 and isinstance(first, Factors) and first.direct is not None and step == rows:
+    first = uses[0]
+    if len(uses) == 1 and isinstance(first, MatrixFactors) and first.direct is not None and step == rows:
         yield 0, rows, first.direct()
         return
-    monitor = _buffer("rows", (n * step * columns,), dtype, _device(first))
+    buffer = _buffer("rows", (n * step * columns,), dtype, device_of(first))
     start = 0
     while start < rows:
         stop = min(rows, start + step)
         if step < width:  # not over the end of a group
             stop = min(stop, (start // width + 1) * width)
-        G = monitor[: n * (stop - start) * columns].view(n, stop - start, columns)
-        for number, piece in enumerate(pieces):
-            piece.take(start, stop, G, add=number > 0)
+        G = buffer[: n * (stop - start) * columns].view(n, stop - start, columns)
+        for number, use in enumerate(uses):
+            use.take(start, stop, G, add=number > 0)
         yield start, stop, G
         start = stop
 
 
-def combine(pieces: Sequence[Piece], weights_kN: Tensor, *, scratch: int = SCRATCH) -> Tensor:
+def combine(uses: Sequence[Factors], weights_kN: Tensor, *, scratch: int = SCRATCH_BYTES) -> Tensor:
     """Return ``sum_n weights[k, n] g_n``, ``[k, rows, columns]`` in float64.
 
-    All k combinations share one walk over the rows of the per-sample gradients, N T i o + k N i o; a
+    All k combinations share one pass over the rows of the per-sample gradients, N T i o + k N i o; a
     weighted backward for each would cost k N T i o and a pass through the model each.
     """
-    with torch.no_grad(), _no_autocast(pieces[0]):
-        n, rows, columns = layout(pieces)
+    with torch.no_grad(), _no_autocast(uses[0]):
+        n, rows, columns = common_shape(uses)
         out = weights_kN.new_zeros(weights_kN.shape[0], rows, columns)
-        for start, stop, G in chunks(pieces, scratch):
+        for start, stop, G in chunks(uses, scratch):
             out[:, start:stop] = (weights_kN @ G.view(n, -1).double()).view(-1, stop - start, columns)
         return out
-
-
-__all__ = ["BLOCK", "SCRATCH", "choose", "chunked", "chunks", "combine", "ghost", "ghost_constant", "gram"]

@@ -1,7 +1,7 @@
-"""From a module's input and output gradient to the pieces of its parameters' per-sample gradients.
+"""Factors of a module's parameters from its input and the gradient of its output.
 
-N samples along the first dimension; ``delta`` is the gradient of the loss with respect to the output.
-A module that saw N f rows (samples folded into the first dimension) gives f rows to each sample.
+N samples along the first dimension; ``delta`` is the gradient of the loss with respect to the output. A
+module that received N f rows (samples folded into the first dimension) gives f rows to each sample.
 """
 
 from __future__ import annotations
@@ -14,110 +14,115 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from backlight.measure.gram.factors import Factors, Lookup, Piece, Vectors, lengths, wide
+from backlight.measure.gram.factors import Factors, LookupFactors, MatrixFactors, VectorFactors, lengths
+from backlight.measure.stats.kernels import promoted
 
-Pieces = dict[str, Piece]
-"""Pieces by the name of the parameter within its module."""
+ByName = dict[str, Factors]
+"""ByName by the name of the parameter within its module."""
 
 
-def linear(module: nn.Linear, x: Tensor, delta: Tensor, n: int) -> Pieces:
-    """Return the pieces of a linear layer; ``x [N, ..., i]``, ``delta [N, ..., o]``."""
+def linear(module: nn.Linear, x: Tensor, delta: Tensor, n: int) -> ByName:
+    """Return the factors of a linear layer; ``x [N, ..., i]``, ``delta [N, ..., o]``."""
     d = delta.reshape(n, -1, delta.shape[-1])
     # What autocast multiplied is the input in the type of the output.
     inputs = x.reshape(n, -1, x.shape[-1]).to(delta.dtype).unsqueeze(2)
 
-    pieces: Pieces = {
-        "weight": Factors(
+    uses: ByName = {
+        "weight": MatrixFactors(
             d.unsqueeze(2), lambda a, b: inputs[a:b], lambda: lengths(inputs), x.shape[-1], held=True
         )
     }
     if module.bias is not None:
-        pieces["bias"] = _summed(d)
-    return pieces
+        uses["bias"] = _summed(d)
+    return uses
 
 
-def _summed(d_NTm: Tensor) -> Vectors:
-    """Sum over positions; the summands are kept in mind for the tolerance of a check."""
-    values = wide(d_NTm)
-    return Vectors(values.sum(1) if values.shape[1] > 1 else values[:, 0], _root(values), d_NTm.dtype)
+def _summed(d_NTm: Tensor) -> VectorFactors:
+    """Sum over positions; the root of the summed squares is kept for the tolerance of a check."""
+    values = promoted(d_NTm)
+    return VectorFactors(values.sum(1) if values.shape[1] > 1 else values[:, 0], _root(values), d_NTm.dtype)
 
 
 def _root(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values))
 
 
-def embedding(module: nn.Embedding, ids: Tensor, delta: Tensor, n: int) -> Pieces:
-    """Return the piece of an embedding; ``ids [N, ...]``, ``delta [N, ..., d]``."""
+def embedding(module: nn.Embedding, ids: Tensor, delta: Tensor, n: int) -> ByName:
+    """Return the factors of an embedding; ``ids [N, ...]``, ``delta [N, ..., d]``."""
     d, flat = delta.reshape(n, -1, delta.shape[-1]), ids.reshape(n, -1)
     if module.padding_idx is not None:
         d = d.masked_fill((flat == module.padding_idx).unsqueeze(-1), 0)
-    return {"weight": Lookup(flat, d, module.num_embeddings)}
+    return {"weight": LookupFactors(flat, d, module.num_embeddings)}
 
 
-def layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, n: int) -> Pieces:
-    """Return the pieces of a layer norm, the normalised input recomputed from the input."""
+def layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, n: int) -> ByName:
+    """Return the factors of a layer norm, the normalised input recomputed from the input."""
     shape = tuple(module.normalized_shape)
     return _scaled(
         module,
-        functional.layer_norm(_like(x, delta), shape, None, None, module.eps),
+        functional.layer_norm(_promoted_like(x, delta), shape, None, None, module.eps),
         delta,
         n,
         math.prod(shape),
     )
 
 
-def rms_norm(module: nn.RMSNorm, x: Tensor, delta: Tensor, n: int) -> Pieces:
-    """Return the piece of an RMS norm."""
+def rms_norm(module: nn.RMSNorm, x: Tensor, delta: Tensor, n: int) -> ByName:
+    """Return the factors of an RMS norm."""
     shape = tuple(module.normalized_shape)
     return _scaled(
-        module, functional.rms_norm(_like(x, delta), shape, None, module.eps), delta, n, math.prod(shape)
+        module,
+        functional.rms_norm(_promoted_like(x, delta), shape, None, module.eps),
+        delta,
+        n,
+        math.prod(shape),
     )
 
 
-def _like(x: Tensor, delta: Tensor) -> Tensor:
-    return x.to(torch.promote_types(wide(x).dtype, wide(delta).dtype))
+def _promoted_like(x: Tensor, delta: Tensor) -> Tensor:
+    return x.to(torch.promote_types(promoted(x).dtype, promoted(delta).dtype))
 
 
-def _scaled(module: nn.Module, normal: Tensor, delta: Tensor, n: int, width: int) -> Pieces:
-    d = wide(delta).reshape(n, -1, width)
+def _scaled(module: nn.Module, normal: Tensor, delta: Tensor, n: int, width: int) -> ByName:
+    d = promoted(delta).reshape(n, -1, width)
     product = d * normal.reshape(n, -1, width)
-    pieces: Pieces = {"weight": Vectors(product.sum(1), _root(product), delta.dtype)}
+    uses: ByName = {"weight": VectorFactors(product.sum(1), _root(product), delta.dtype)}
     if getattr(module, "bias", None) is not None:
-        pieces["bias"] = Vectors(d.sum(1), _root(d), delta.dtype)
-    return pieces
+        uses["bias"] = VectorFactors(d.sum(1), _root(d), delta.dtype)
+    return uses
 
 
-def _by_channel(normal: Tensor, delta: Tensor, n: int) -> Pieces:
-    """Pieces of a norm whose weight has one number per channel; ``[N, C, ...]``."""
+def _by_channel(normal: Tensor, delta: Tensor, n: int) -> ByName:
+    """Return the factors of a norm whose weight has one number per channel; ``[N, C, ...]``."""
     channels = delta.shape[1]
-    d = wide(delta).reshape(n, -1, channels, math.prod(delta.shape[2:])).transpose(1, 2).flatten(2)
+    d = promoted(delta).reshape(n, -1, channels, math.prod(delta.shape[2:])).transpose(1, 2).flatten(2)
     product = d * normal.reshape(n, -1, channels, math.prod(delta.shape[2:])).transpose(1, 2).flatten(2)
     return {
-        "weight": Vectors(product.sum(2), _root(product), delta.dtype),
-        "bias": Vectors(d.sum(2), _root(d), delta.dtype),
+        "weight": VectorFactors(product.sum(2), _root(product), delta.dtype),
+        "bias": VectorFactors(d.sum(2), _root(d), delta.dtype),
     }
 
 
-def group_norm(module: nn.GroupNorm, x: Tensor, delta: Tensor, n: int) -> Pieces:
-    """Return the pieces of a group norm; ``x [N, C, ...]``."""
+def group_norm(module: nn.GroupNorm, x: Tensor, delta: Tensor, n: int) -> ByName:
+    """Return the factors of a group norm; ``x [N, C, ...]``."""
     return _by_channel(
-        functional.group_norm(_like(x, delta), module.num_groups, None, None, module.eps), delta, n
+        functional.group_norm(_promoted_like(x, delta), module.num_groups, None, None, module.eps), delta, n
     )
 
 
-def batch_norm(module: Any, x: Tensor, delta: Tensor, n: int) -> Pieces:
-    """Return the pieces of a batch norm that uses its running statistics."""
-    x = _like(x, delta)
+def batch_norm(module: Any, x: Tensor, delta: Tensor, n: int) -> ByName:
+    """Return the factors of a batch norm that uses its running statistics."""
+    x = _promoted_like(x, delta)
     normal = functional.batch_norm(
         x, module.running_mean.to(x.dtype), module.running_var.to(x.dtype), eps=module.eps
     )
     return _by_channel(normal, delta, n)
 
 
-def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> Pieces:
-    """Return the pieces of a convolution of 1 to 3 dimensions, unfolded into one product per group.
+def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> ByName:
+    """Return the factors of a convolution of 1 to 3 dimensions, unfolded into one product per group.
 
-    ``x [N f, i g, ...]``, ``delta [N f, o g, ...]``. Samples are unfolded when they are asked for.
+    ``x [N f, i g, ...]``, ``delta [N f, o g, ...]``. Samples are unfolded when they are needed.
     """
     groups, kernel = module.groups, tuple(module.kernel_size)
     columns = module.in_channels // groups * math.prod(kernel)
@@ -127,20 +132,20 @@ def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> Pieces:
     dtype = delta.dtype
 
     def inputs(a: int, b: int) -> Tensor:
-        seen = unfold(module, x[a * frames : b * frames].to(dtype))  # [nf, C, kernel, positions]
-        seen = seen.reshape(b - a, frames, groups, columns, -1).permute(0, 1, 4, 2, 3)
-        return seen.reshape(b - a, -1, groups, columns)
+        patches = unfold(module, x[a * frames : b * frames].to(dtype))  # [nf, C, kernel, positions]
+        patches = patches.reshape(b - a, frames, groups, columns, -1).permute(0, 1, 4, 2, 3)
+        return patches.reshape(b - a, -1, groups, columns)
 
     def norms() -> Tensor:
-        energy = wide(x).square().reshape(x.shape[0], groups, -1, *x.shape[2:]).sum(2)
+        energy = promoted(x).square().reshape(x.shape[0], groups, -1, *x.shape[2:]).sum(2)
         total = unfold(module, energy).sum(2).reshape(n, frames, groups, -1)
         return total.transpose(2, 3).reshape(n, -1, groups).sqrt()
 
     # Elsewhere torch loops over groups, or no measurement speaks for it.
     quick = dtype == torch.float32 and delta.device.type == "cpu" and frames == 1
     plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-    pieces: Pieces = {
-        "weight": Factors(
+    uses: ByName = {
+        "weight": MatrixFactors(
             d,
             inputs,
             norms,
@@ -150,15 +155,15 @@ def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> Pieces:
         )
     }
     if module.bias is not None:
-        whole = wide(delta).reshape(n, frames, delta.shape[1], -1)
-        pieces["bias"] = Vectors(whole.sum((1, 3)), _root(whole), dtype)
-    return pieces
+        whole = promoted(delta).reshape(n, frames, delta.shape[1], -1)
+        uses["bias"] = VectorFactors(whole.sum((1, 3)), _root(whole), dtype)
+    return uses
 
 
 def per_sample_weight(module: Any, x: Tensor, delta: Tensor) -> Tensor:
     """Return the gradients of a convolution's weight, ``[N, o g, columns]``.
 
-    Samples become groups of one convolution whose weight's gradient torch knows; nothing is unfolded.
+    Samples become groups of one convolution whose weight gradient torch computes; nothing is unfolded.
     """
     n, outputs = delta.shape[:2]
     weight = delta.new_zeros(()).expand(n * outputs, *module.weight.shape[1:])
@@ -179,7 +184,7 @@ def per_sample_weight(module: Any, x: Tensor, delta: Tensor) -> Tensor:
 
 
 def unfold(module: Any, x: Tensor) -> Tensor:
-    """Return what each output position of a convolution sees, ``[N, C, kernel elements, positions]``."""
+    """Return the inputs of each output position of a convolution, ``[N, C, kernel elements, positions]``."""
     dimensions = len(module.kernel_size)
     padding: list[int] = []
     for axis in reversed(range(dimensions)):
@@ -202,7 +207,7 @@ def unfold(module: Any, x: Tensor) -> Tensor:
     return x.flatten(2 + dimensions).flatten(2, 1 + dimensions)
 
 
-Layer = Callable[[Any, Tensor, Tensor, int], Pieces]
+Layer = Callable[[Any, Tensor, Tensor, int], ByName]
 
 LAYERS: Mapping[Any, Layer] = {
     nn.Linear: linear,
@@ -221,7 +226,7 @@ LAYERS: Mapping[Any, Layer] = {
 
 
 def kernel_of(module: nn.Module) -> Layer | None:
-    """Return what makes pieces of ``module``, or None where its forward is not one of those known."""
+    """Return the function that returns the factors of ``module``, or None where its forward is not known."""
     for kind, layer in LAYERS.items():
         if isinstance(module, kind) and type(module).forward is kind.forward:
             return layer

@@ -1,20 +1,20 @@
-"""The outer product g g^T of one flattened gradient, served from g and never stored.
+"""The outer product g g^T of one flattened gradient, computed from g on demand and never stored.
 
-M numbers stand for M^2: any entry, row, block or product is computed when asked for. The matrix has rank
-one, and every spectral number of it is |g|^2: none is offered as if it told more.
+The matrix has rank one, so all its spectral norms are |g|^2; entries, rows, blocks and products are computed
+when asked for. docs/formulas.md, section 3.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from psutil import virtual_memory
 from torch import Tensor, nn
+
+from backlight.text import size
 
 
 class OuterProductError(ValueError):
@@ -25,7 +25,7 @@ Index = int | slice | Sequence[int] | Tensor
 
 
 class OuterProduct:
-    """g g^T for a gradient g of M numbers.
+    """The matrix g g^T of a gradient g of M numbers.
 
     Attributes
     ----------
@@ -42,10 +42,10 @@ class OuterProduct:
         if len(self._shapes) != len(parts):
             raise OuterProductError("outer_product: two gradients have the same name")
         self.offsets: dict[str, int] = {}
-        size = 0
+        offset = 0
         for name, part in parts:
-            self.offsets[name] = size
-            size += part.numel()
+            self.offsets[name] = offset
+            offset += part.numel()
         self._g = torch.cat([part.detach().reshape(-1) for _, part in parts])
 
     @property
@@ -64,7 +64,7 @@ class OuterProduct:
         return float(torch.linalg.vector_norm(self._g, dtype=torch.float64)) ** 2
 
     def position(self, name: str, *index: int) -> int:
-        """Return the row of the matrix that an entry of a parameter has.
+        """Return the row of the matrix of an entry of a parameter.
 
         Raises
         ------
@@ -81,10 +81,10 @@ class OuterProduct:
             raise OuterProductError(
                 f"outer_product: {name!r} has shape {list(shape)}, got the index {list(index)}"
             )
-        place = 0
+        position = 0
         for i, n in zip(index, shape, strict=True):
-            place = place * n + i % n
-        return self.offsets[name] + place
+            position = position * n + i % n
+        return self.offsets[name] + position
 
     def entry(self, i: int, j: int) -> float:
         """Return g_i g_j."""
@@ -102,7 +102,7 @@ class OuterProduct:
         OuterProductError
             If the block does not fit into memory.
         """
-        left, right = self._some(rows), self._some(columns)
+        left, right = self._select(rows), self._select(columns)
         self._check_space(len(left) * len(right), f"a block of {len(left)} x {len(right)} entries")
         return torch.outer(left, right)
 
@@ -142,7 +142,7 @@ class OuterProduct:
             raise OuterProductError(f"outer_product: row {i} of {len(self._g)} does not exist")
         return self._g[i]
 
-    def _some(self, index: Index | str) -> Tensor:
+    def _select(self, index: Index | str) -> Tensor:
         if isinstance(index, str):
             start = self.position(index, *[0] * len(self._shapes.get(index, ())))
             return self._g[start : start + math.prod(self._shapes[index])]
@@ -154,33 +154,19 @@ class OuterProduct:
             raise OuterProductError(f"outer_product: {error}; there are {len(self._g)} rows") from error
 
     def _check_space(self, entries: int, what: str) -> None:
-        needed, free = entries * self._g.element_size(), available(self._g.device)
-        if free is not None and needed > free / 2:
+        needed, free = entries * self._g.element_size(), available_memory(self._g.device)
+        if needed > free / 2:
             raise OuterProductError(
-                f"outer_product: {what} takes {_bytes(needed)}, {_bytes(free)} of memory are available on "
+                f"outer_product: {what} takes {size(needed)}, {size(free)} of memory are available on "
                 f"{self._g.device}; ask for entries, rows or blocks, or multiply by vectors"
             )
 
 
-def available(device: torch.device) -> int | None:
-    """Return bytes of memory that can be had on ``device``; None where nothing tells."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    with contextlib.suppress(OSError, StopIteration):  # free pages leave out what caches would give back
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} PB"
+def available_memory(device: torch.device) -> int:
+    """Return the bytes of memory that are available on ``device``."""
+    return (
+        int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else int(virtual_memory().available)
+    )
 
 
 def outer_product(gradients: nn.Module | Tensor | Iterable[Any]) -> OuterProduct:

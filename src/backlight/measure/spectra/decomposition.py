@@ -1,40 +1,47 @@
-"""Singular directions of replicates by the way that costs least and is still right.
+"""Singular directions of replicates: how many can be found, and the cheapest accurate way to find them.
 
-C matrices of p x q, D = min(p, q), K directions. The short side is made the left one first, so that
-transposing the input exchanges left and right and changes nothing else.
+C matrices of p x q, D = min(p, q), K directions. The short side becomes the left one first, so that
+transposing the input exchanges left and right and changes nothing else. The noise level comes first: a
+direction is *identifiable* if the singular value that the spiked model expects of it in one replicate
+exceeds what the largest singular value of pure noise exceeds in one case of a hundred. Its strength is read
+off the mean of all replicates, where noise is weaker. docs/formulas.md, section 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch documents it, and does not export it
 
+from backlight.measure.spectra.noise import Noise
 from backlight.measure.spectra.randomized_svd import Directions, resolved, strongest
 from backlight.measure.spectra.replicates import named
+from backlight.measure.spectra.shrinkage import infer, predict, upper_edge
 
 Method = Literal["auto", "svd", "gram", "randomized"]
 
-SMALL = 320
-"""Up to this D the full decomposition of one matrix costs no more than the bookkeeping of another way."""
+SMALL_SIDE = 320
+"""Up to this D the full decomposition of one matrix costs no more than the overhead of another method."""
 
 TOLERANCE = 0.03
 """Largest residual of a direction over its distance to the next singular value: bounds the sine of its
 angle to the true one, and so the error of an overlap."""
 
 OVERSAMPLING = 8
-"""Columns of a block beyond the directions that are sought."""
+"""Columns of a block beyond the wanted directions."""
 
 WIDTH = 16
-"""Columns of a block, at most: more directions take more blocks, not wider ones."""
+"""Most columns of a block: more directions take more blocks, not wider ones."""
 
 
 class DecompositionError(ArithmeticError):
-    """A matrix whose directions did not converge, in float64 either; names layer and replicate."""
+    """A matrix whose directions did not converge in float64; the message names layer and replicate."""
 
 
 def decompose(
@@ -60,34 +67,33 @@ def decompose(
         K, all D by default.
     method
         ``"svd"``: LAPACK or cuSOLVER, after a QR reduction where one side is much longer. ``"gram"``:
-        eigenvectors of the product with the transpose, always in float64, because one in float32 loses
+        eigenvectors of the product with the transpose, always in float64, because in float32 it loses
         directions below ``sqrt(eps) s_1``. ``"randomized"``: block Lanczos from a random start, with a
         residual check.
     edge
-        Singular values below it are those of noise: the randomized way need not resolve them.
+        Singular values below it are those of noise: the randomized method need not resolve them.
     wanted
         How many of the K must be resolved; all by default.
     start_pb
-        Directions of the short side, strongest first, that the randomized way may begin with: it takes
-        the weakest of them, because the others are found at once. They draw what is not resolved towards
+        Directions of the short side, strongest first, that the randomized method may start with: it uses the
+        weakest of them, because it finds the others at once. They bias what is not resolved towards
         themselves; the error of what is resolved stays within the tolerance.
     tolerance
         See :data:`TOLERANCE`.
     expected
-        Columns that the randomized way took for matrices like these.
+        Columns that the randomized method needed for matrices like these.
     layer, names
-        What messages call the layer and each of the matrices.
+        Names of the layer and of each matrix in messages.
 
     Returns
     -------
     Directions
-        Left and right directions of the matrices as given, in their type. What did not converge in
-        float32 was done again in float64, and what did not converge there by the Gram matrix.
+        Left and right directions of the matrices as given, in their type. What did not converge in float32
+        was repeated in float64, and what did not converge there by the Gram matrix; what fails there raises
+        DecompositionError.
 
     Raises
     ------
-    DecompositionError
-        If the directions of a matrix do not converge in float64.
     ValueError
         If ``method`` is unknown.
     """
@@ -128,24 +134,11 @@ def decompose(
 
 
 def count_above(A_pq: Tensor, edge: float, *, limit: int) -> tuple[int, Directions]:
-    """Count the singular values above an edge, with the directions that were found meanwhile.
+    """Return the number of singular values above an edge, and the directions (C = 1) that show it.
 
-    The number of directions sought is doubled until one lies below the edge or ``limit`` is passed; what
-    the search finds for a singular value is never above it.
-
-    Parameters
-    ----------
-    A_pq
-        float32 or float64, p <= q.
-    edge
-        What to count from.
-    limit
-        Number from which on it does not matter how many there are.
-
-    Returns
-    -------
-    tuple
-        The number, at most ``limit``, and the directions (C = 1) that it was counted from.
+    The number of directions is doubled until one lies below the edge or ``limit`` is passed, from which on
+    the number does not matter; what the search finds for a singular value is never above it. ``A_pq`` has p
+    <= q.
     """
     size = min(16, A_pq.shape[0])
     while True:
@@ -168,7 +161,7 @@ def _again(
     layer: str,
     labels: Sequence[str | int],
 ) -> Directions:
-    """Do again, in float64, the matrices that did not pass their check."""
+    """Repeat, in float64, the matrices that did not pass their check."""
     if bool(found.converged.all()):
         return found
     left, values, right = found.left.clone(), found.values.clone(), found.right.clone()
@@ -191,7 +184,7 @@ def _again(
 
 
 def _crowded(found: Directions, c: int, edge: float, wanted: int) -> bool:
-    """Tell whether a search has ended far above its working precision: digits would not have helped."""
+    """Return whether a search ended far above its working precision, so that more digits would not help."""
     s, missing = found.values[c : c + 1], found.residual[c : c + 1]
     open_ = ~(resolved(s, missing, edge, TOLERANCE) | (s <= edge))[0, :wanted]
     return bool((missing[0, :wanted][open_] > 1e-4 * s[0, 0]).any())
@@ -200,19 +193,13 @@ def _crowded(found: Directions, c: int, edge: float, wanted: int) -> bool:
 def _each(
     A_Cpq: Tensor,
     count: int,
-    way: Callable[[Tensor, int], Directions],
+    method: Callable[[Tensor, int], Directions],
     layer: str,
     labels: Sequence[str | int],
 ) -> Directions:
-    """Decompose a batch; where that fails one by one, and at last in float64.
-
-    Raises
-    ------
-    DecompositionError
-        If that fails too.
-    """
+    """Decompose a batch; on failure one by one, and finally in float64."""
     try:
-        return way(A_Cpq, count)
+        return method(A_Cpq, count)
     except LinAlgError:
         pass
     parts = []
@@ -250,21 +237,21 @@ def _svd(A_Cpq: Tensor, count: int) -> Directions:
     else:
         U, s, Vt = torch.linalg.svd(A_Cpq, full_matrices=False)
         left, right = U[..., :count], Vt.mT[..., :count]
-    # Copies, so that what is not returned is let go.
+    # Copies, so that the rest of the factors is freed.
     left, right = left.contiguous(), right.contiguous()
     return _finished(A_Cpq, left, s[:, :count].double(), right)
 
 
 def _gram(A_Cpq: Tensor, count: int) -> Directions:
     A = A_Cpq.double()
-    values, vectors = torch.linalg.eigh(torch.matmul(A, A.mT))
+    vectors = torch.linalg.eigh(torch.matmul(A, A.mT))[1]
     left = vectors.flip(-1)[..., :count]
     right = torch.matmul(A.mT, left)
     s = torch.linalg.vector_norm(right, dim=1)
     # Directions of singular value zero have no right side of their own: any completion is as good.
     tiny = s <= 1e-7 * s[:, :1]
     if bool(tiny.any()):
-        # Not from the generator of the process: a training that is watched draws from it.
+        # Not from the generator of the process, which the watched training script uses.
         generator = torch.Generator().manual_seed(0)
         filler = torch.randn(right.shape, generator=generator, dtype=right.dtype).to(right.device)
         right = torch.linalg.qr(torch.where(tiny[:, None], filler, right))[0]
@@ -272,7 +259,6 @@ def _gram(A_Cpq: Tensor, count: int) -> Directions:
         right = right * torch.where(signs == 0, 1.0, signs)[:, None]
     else:
         right = right / s[:, None]
-    del values
     return _finished(A, left, s, right, A_Cpq.dtype)
 
 
@@ -284,3 +270,113 @@ def _finished(
     dtype = dtype or A_Cpq.dtype
     converged = torch.ones(len(A_Cpq), dtype=torch.bool, device=A_Cpq.device)
     return Directions(left.to(dtype), s_CK, right.to(dtype), residual, converged)
+
+
+# With more directions than this share of D, searching for them costs as much as computing all.
+_SEARCH_SHARE = 1 / 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is computed of each replicate.
+
+    Attributes
+    ----------
+    method
+        Never ``"auto"``.
+    identifiable
+        k, the number of identifiable directions.
+    directions
+        K, how many are measured.
+    candidates
+        J >= K, how many directions of each replicate are computed.
+    edge
+        Singular values of one replicate above it are not those of noise.
+    mean_edge
+        The same for the mean of all replicates but one.
+    mean
+        Directions of the mean of all replicates, ``[1, ., >= K]``: they number the directions.
+    """
+
+    method: Literal["svd", "gram", "randomized"]
+    identifiable: int
+    directions: int
+    candidates: int
+    edge: float
+    mean_edge: float
+    mean: Directions
+
+
+def plan(
+    mean_pq: Tensor,
+    pilot_pq: Tensor,
+    noise: Noise,
+    *,
+    method: Method = "auto",
+    max_directions: int | None = None,
+    layer: str = "",
+) -> Plan:
+    """Decide what to compute, p <= q.
+
+    Parameters
+    ----------
+    mean_pq
+        Mean of the replicates.
+    pilot_pq
+        One replicate: real noise may have more large singular values than its model.
+    noise
+        Noise of one replicate.
+    method
+        ``"auto"``: everything where the matrix is small, else a search for the identifiable directions,
+        unless they are many.
+    max_directions
+        Most directions to measure.
+    layer
+        Name of the layer in messages.
+
+    Raises
+    ------
+    ValueError
+        If ``method`` is unknown or ``max_directions`` is not positive.
+    """
+    if method not in {"auto", "svd", "gram", "randomized"}:
+        raise ValueError(f"method must be 'auto', 'svd', 'gram' or 'randomized', got {method!r}")
+    if max_directions is not None and max_directions < 1:
+        raise ValueError(f"max_directions must be at least 1, got {max_directions}")
+    p, q = mean_pq.shape
+    most = p if max_directions is None else min(p, max_directions)
+    sigma, count = noise.sigma, noise.replicates
+    edge = upper_edge(sigma, p, q)
+    mean_edge = upper_edge(sigma / (count - 1) ** 0.5, p, q)
+    visible = _visible(noise, p, q)
+    if method == "svd" or (method == "auto" and p <= SMALL_SIDE):
+        whole = decompose(mean_pq[None], method="svd", layer=layer, names=("of the mean",))
+        identifiable = int((whole.values[0] >= visible).sum())
+        return Plan("svd", identifiable, most, most, edge, mean_edge, whole)
+    limit = p if method != "auto" else max(1, int(p * _SEARCH_SHARE))
+    found: Directions | None = None
+    identifiable = candidates = p
+    if method != "gram":
+        identifiable, found = count_above(mean_pq, visible, limit=limit)
+        above = count_above(pilot_pq, edge, limit=limit)[0] if identifiable else 0
+        candidates = max(identifiable, above) + OVERSAMPLING
+    if found is None or (method == "auto" and candidates > limit):
+        found = decompose(mean_pq[None], method="gram", layer=layer, names=("of the mean",))
+        identifiable = int((found.values[0] >= visible).sum())
+        candidates, method = min(p, 2 * identifiable + OVERSAMPLING), "gram"
+    else:
+        method = "randomized"
+    directions = min(identifiable, most)
+    return Plan(method, identifiable, directions, min(p, candidates), edge, mean_edge, found)
+
+
+def strengths(plan: Plan, noise: Noise, p: int, q: int) -> NDArray[np.float64]:
+    """Return the strengths ``[K]`` of the directions of the mean, by the spiked model with its noise."""
+    values = plan.mean.values[0, : plan.directions].cpu().numpy()
+    return infer(values, noise.sigma / noise.replicates**0.5, p, q).strength
+
+
+def _visible(noise: Noise, p: int, q: int) -> float:
+    """Return the singular value of the mean from which on a direction is identifiable in a replicate."""
+    weakest = infer(upper_edge(noise.sigma, p, q), noise.sigma, p, q).strength
+    return float(predict(weakest, noise.sigma / noise.replicates**0.5, p, q).value)

@@ -1,19 +1,22 @@
-"""How much of a singular direction comes back with other data: the spectral echo.
+"""The spectral echo: how much of a singular direction is found again with other data.
 
-R replicates, K directions, p x q. With the true direction ``u_i, v_i`` and that of a replicate
-``û_i, v̂_i`` the echo is ``ζ_i = <u_i, û_i><v_i, v̂_i>``. The truth is not known, but two replicates with
-independent noise have ``Z_ab = <û_a, û_b><v̂_a, v̂_b>``, expected ``ζ_a ζ_b``: their reverb. Signs of
-singular vectors cancel in it. Every function takes reverbs with any diagonal and leaves it out.
+R replicates, K directions, p x q. With the true direction ``u_i, v_i`` and that of a replicate ``û_i, v̂_i``
+the echo is ``ζ_i = <u_i, û_i><v_i, v̂_i>``. The truth is unknown, but two replicates with independent noise
+have the reverb ``Z_ab = <û_a, û_b><v̂_a, v̂_b>``, expected ``ζ_a ζ_b``; signs of singular vectors cancel in
+it. Every function accepts reverbs with any diagonal and ignores it. An alignment assigns J >= K candidates
+of a replicate to the K directions of a reference, each candidate at most once. docs/formulas.md, section 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 Float64 = NDArray[np.float64]
@@ -23,10 +26,7 @@ Estimator = Literal["triple", "pooled"]
 def reverb(U_RpK: Tensor, V_RqK: Tensor) -> Float64:
     """Return ``Z_ab = <û_a, û_b><v̂_a, v̂_b>`` of every direction, float64 ``[K, R, R]``, diagonal zero.
 
-    Parameters
-    ----------
-    U_RpK, V_RqK
-        Unit left and right singular vectors, aligned: direction i is the same one in every replicate.
+    ``U_RpK`` and ``V_RqK`` are aligned unit singular vectors: direction i is the same one in every replicate.
     """
     return _without_diagonal(_gram(U_RpK.permute(2, 0, 1)) * _gram(V_RqK.permute(2, 0, 1)))
 
@@ -36,14 +36,8 @@ def block_reverb(U_RpK: Tensor, V_RqK: Tensor, blocks: Sequence[tuple[int, int]]
 
     ``<U_a V_a^T, U_b V_b^T>_F / m`` for a block of m directions: the reverb of the orthogonalised block,
     which does not change when its directions are rotated among themselves, as noise does where singular
-    values are close. For m = 1 it is :func:`reverb`.
-
-    Parameters
-    ----------
-    U_RpK, V_RqK
-        As for :func:`reverb`.
-    blocks
-        Half-open ranges of directions, as of :func:`backlight.measure.spectra.shrinkage.clusters`.
+    values are close. For m = 1 it is :func:`reverb`. ``blocks`` are half-open ranges, see
+    :func:`backlight.measure.spectra.shrinkage.clusters`.
     """
     count = U_RpK.shape[0]
     Z = np.zeros((len(blocks), count, count))
@@ -58,29 +52,24 @@ def block_reverb(U_RpK: Tensor, V_RqK: Tensor, blocks: Sequence[tuple[int, int]]
 
 
 def triple(Z: ArrayLike, weights: ArrayLike | None = None) -> Float64:
-    """Estimate the echo of every replicate by corrected triple least squares.
+    """Estimate the echo of every replicate by corrected triple least squares; needs R >= 3.
 
-    ``ζ_a^2 = [(Z Z) o Z 1]_a / (|Z|_F^2 - 2 sum_b Z_ab^2)``: the least-squares solution of
-    ``Z_ab Z_ac = ζ_a^2 Z_bc`` over all pairs of other replicates. The denominator leaves out the pairs
-    that contain the replicate itself; with them the estimate is low by ``sqrt((R - 2) / R)``.
+    ``ζ_a^2 = [(Z Z) o Z 1]_a / (|Z|_F^2 - 2 sum_b Z_ab^2)``: the least-squares solution of ``Z_ab Z_ac =
+    ζ_a^2 Z_bc`` over all pairs of other replicates. The denominator leaves out the pairs that contain the
+    replicate itself; with them the estimate is low by ``sqrt((R - 2) / R)``.
 
     Parameters
     ----------
     Z
-        Reverbs ``[..., R, R]`` with R >= 3.
+        Reverbs ``[..., R, R]``.
     weights
         Non-negative weights of the replicates ``[..., R]``; all 1 by default.
 
     Returns
     -------
     NDArray
-        ``[..., R]``, the root with the sign of the square: pure noise scatters around 0. NaN where the
-        other replicates have no reverb at all.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer than three replicates.
+        ``[..., R]``, the root with the sign of the square: pure noise scatters around 0. NaN where the other
+        replicates have no reverb at all.
     """
     Z = _checked(Z, least=3)
     w = np.ones(Z.shape[-1]) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -98,19 +87,9 @@ def triple(Z: ArrayLike, weights: ArrayLike | None = None) -> Float64:
 
 
 def pooled(Z: ArrayLike, weights: ArrayLike | None = None) -> Float64:
-    """Estimate one echo for all replicates, ``sqrt(mean of Z_ab over a != b)``, with the sign of the mean.
+    """Estimate one echo for all replicates, ``sqrt(mean of Z_ab over a != b)`` with the sign of the mean.
 
-    Parameters
-    ----------
-    Z
-        Reverbs ``[..., R, R]`` with R >= 2.
-    weights
-        Non-negative weights of the replicates ``[..., R]``; all 1 by default.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer than two replicates.
+    Needs R >= 2. ``Z`` is ``[..., R, R]``, ``weights`` non-negative ``[..., R]``, all 1 by default.
     """
     Z = _checked(Z, least=2)
     w = np.ones(Z.shape[-1]) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -135,15 +114,9 @@ ESTIMATORS: dict[str, Callable[..., Float64]] = {"triple": triple_mean, "pooled"
 def residual(Z: ArrayLike, zeta: ArrayLike) -> Float64:
     """Return how badly ``ζ_a ζ_b`` fits the reverbs: ``|Z - ζ ζ^T| / |Z|`` off the diagonal, ``[...]``.
 
-    0 where the model holds; near 1 and above where it says nothing, as for pure noise or for directions
-    that change places between replicates. NaN where all reverbs are zero.
-
-    Parameters
-    ----------
-    Z
-        Reverbs ``[..., R, R]``.
-    zeta
-        Echo of each replicate ``[..., R]``, as of :func:`triple`.
+    0 where the model holds; near 1 and above where it does not, as for pure noise or for directions that are
+    exchanged between replicates. NaN where all reverbs are zero. ``zeta`` is the echo of each replicate
+    ``[..., R]``.
     """
     Z, z = _checked(Z, least=2), np.nan_to_num(np.asarray(zeta, dtype=np.float64))
     misfit = _without_diagonal(Z - z[..., :, None] * z[..., None, :])
@@ -155,15 +128,9 @@ def residual(Z: ArrayLike, zeta: ArrayLike) -> Float64:
 def unbiased_diagonal(U_RpK: Tensor, V_RqK: Tensor, others_Rpq: Tensor) -> Float64:
     """Return ``d = û_a^T M_a v̂_a``, the size of the gradient along each replicate's directions, ``[R, K]``.
 
-    With ``M_a`` the mean of the *other* replicates it is unbiased for ``û^T G v̂`` given the directions,
-    for any spectrum and without any alignment; its error has standard deviation ``sigma / sqrt(R - 1)``.
-
-    Parameters
-    ----------
-    U_RpK, V_RqK
-        Unit singular vectors of the replicates.
-    others_Rpq
-        For each replicate the mean of the others.
+    ``others_Rpq`` holds for each replicate the mean ``M_a`` of the *other* ones. Then d is unbiased for
+    ``û^T G v̂`` given the directions, for any spectrum and without alignment; its standard error is ``sigma
+    / sqrt(R - 1)``.
     """
     d_RK = (torch.matmul(others_Rpq, V_RqK) * U_RpK).sum(1, dtype=torch.float64)
     return np.asarray(d_RK.cpu().numpy(), dtype=np.float64)
@@ -179,11 +146,11 @@ def bootstrap(
 ) -> Float64:
     """Return the interval ``[..., 2]`` of an estimate over replicates, by the Bayesian bootstrap.
 
-    Replicates get weights from a Dirichlet law (Rubin, Ann. Statist. 9, 1981) in place of being drawn
-    with replacement: a replicate drawn twice would meet itself in a reverb, and three replicates would
-    often leave one. Its concentration is ``(R - 2) / R``, at which the variance of a weighted mean is the
-    unbiased ``s^2 / R``; with a flat law intervals of few replicates are too narrow. Fewer than three
-    replicates have no interval: NaN.
+    Replicates get weights from a Dirichlet law (Rubin, Ann. Statist. 9, 1981) instead of being drawn with
+    replacement: a replicate drawn twice would have a reverb with itself, and three replicates would often
+    leave one. Its concentration is ``(R - 2) / R``, at which the variance of a weighted mean is the unbiased
+    ``s^2 / R``; with a flat law intervals of few replicates are too narrow. Fewer than three replicates have
+    no interval: NaN.
 
     Parameters
     ----------
@@ -231,7 +198,7 @@ def interval_of_echo(
 
 
 def signed_root(square: ArrayLike) -> Float64:
-    """Return ``sign(x) sqrt(|x|)``: the root of an estimate that may lie below 0 by chance."""
+    """Return ``sign(x) sqrt(|x|)``, the root of an estimate that may be negative by chance."""
     x = np.asarray(square, dtype=np.float64)
     return np.asarray(np.sign(x) * np.sqrt(np.abs(x)))
 
@@ -260,3 +227,161 @@ def _checked(Z: ArrayLike, *, least: int) -> Float64:
     if Z.shape[-1] < least:
         raise ValueError(f"{Z.shape[-1]} replicate(s), at least {least} are needed for this estimate")
     return _without_diagonal(Z)
+
+
+AlignmentMethod = Literal["hungarian", "greedy"]
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Candidates assigned to the directions of a reference; every array is ``[K]``.
+
+    Attributes
+    ----------
+    permutation
+        Candidate that is direction i; no candidate twice.
+    score
+        Product of the overlaps on both sides, in [0, 1].
+    ambiguity
+        Score minus that of the best other candidate, in [-1, 1]: small where the choice is uncertain,
+        negative where a better candidate was assigned to another direction.
+    """
+
+    permutation: NDArray[np.int64]
+    score: Float64
+    ambiguity: Float64
+
+
+def overlap_scores(left_JK: ArrayLike, right_JK: ArrayLike) -> Float64:
+    """Return the scores ``|U_a^T U_ref| o |V_a^T V_ref|`` ``[J, K]`` of two matrices of inner products."""
+    return np.abs(np.asarray(left_JK, dtype=np.float64)) * np.abs(np.asarray(right_JK, dtype=np.float64))
+
+
+def align(score_JK: ArrayLike, *, method: AlignmentMethod = "hungarian") -> Alignment:
+    """Assign a candidate to every direction of a reference.
+
+    Parameters
+    ----------
+    score_JK
+        Score of candidate j as direction i, ``[J, K]`` with J >= K, as of :func:`overlap_scores`.
+    method
+        ``"hungarian"`` maximises the sum of scores (``scipy.optimize``); ``"greedy"`` takes the largest
+        score, then the largest of the rest, and so on, the lowest candidate first among equal scores. Both
+        are deterministic.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer candidates than directions, a score is not finite, or the method is unknown.
+    """
+    score = np.asarray(score_JK, dtype=np.float64)
+    if score.ndim != 2 or score.shape[0] < score.shape[1]:
+        raise ValueError(f"expected scores [J, K] with at least K candidates, got shape {score.shape}")
+    if not np.isfinite(score).all():
+        raise ValueError("scores must be finite: a singular vector holds NaN or infinite values")
+    if method == "hungarian":
+        chosen = linear_sum_assignment(score.T, maximize=True)[1].astype(np.int64)
+    elif method == "greedy":
+        chosen = _greedy(score)
+    else:
+        raise ValueError(f"method must be 'hungarian' or 'greedy', got {method!r}")
+    columns = np.arange(score.shape[1])
+    taken = score[chosen, columns]
+    others = score.copy()
+    others[chosen, columns] = -np.inf
+    second = np.max(others, axis=0, initial=-np.inf)
+    return Alignment(chosen, taken, taken - np.where(np.isfinite(second), second, 0.0))
+
+
+def _greedy(score: Float64) -> NDArray[np.int64]:
+    """Take, in each round, every pair that is the best of its row and of its column.
+
+    A one-by-one search takes such a pair as well, whatever else it takes before.
+    """
+    left = score.copy()
+    rows, columns = np.arange(score.shape[0]), np.arange(score.shape[1])
+    chosen = np.full(score.shape[1], -1, dtype=np.int64)
+    while columns.size:
+        best_row = np.argmax(left, axis=0)
+        best_column = np.argmax(left, axis=1)
+        mutual = best_column[best_row] == np.arange(columns.size)
+        taken = best_row[mutual]
+        chosen[columns[mutual]] = rows[taken]
+        keep = np.ones(rows.size, dtype=bool)
+        keep[taken] = False
+        left = left[np.ix_(keep, ~mutual)]
+        rows, columns = rows[keep], columns[~mutual]
+    return chosen
+
+
+MAX_NULL_DIRECTIONS = 256
+"""Most directions and candidates of the null: the best of more is hardly better."""
+
+
+@dataclass(frozen=True)
+class Null:
+    """The echo that chance alone shows: shuffled controls of every replicate, aligned as the replicate is.
+
+    The coordinates of each replicate are shuffled and their signs flipped, on both sides, independently of
+    the other replicates. Spectrum and norms stay, what the replicates share is gone, and the alignment picks
+    its best matches as for the true directions, so the bias of picking is in the null as well.
+
+    Attributes
+    ----------
+    draws
+        Number of shufflings.
+    seed
+        Of the random numbers.
+    alignment
+        How directions are assigned.
+    """
+
+    draws: int
+    seed: int
+    alignment: AlignmentMethod
+
+    def permutations(
+        self, position: int, left_pJ: Tensor, right_qJ: Tensor, ref_left_pK: Tensor, ref_right_qK: Tensor
+    ) -> NDArray[np.int64]:
+        """Align the controls of the replicate at ``position``, ``[draws, min(K, MAX_NULL_DIRECTIONS)]``."""
+        J, K = min(left_pJ.shape[1], MAX_NULL_DIRECTIONS), min(ref_left_pK.shape[1], MAX_NULL_DIRECTIONS)
+        found = np.zeros((self.draws, K), dtype=np.int64)
+        for draw in range(self.draws):
+            left, right = self._shuffled(draw, position, left_pJ[:, :J], right_qJ[:, :J])
+            score = overlap_scores(
+                torch.matmul(left.T, ref_left_pK[:, :K]).cpu().numpy(),
+                torch.matmul(right.T, ref_right_qK[:, :K]).cpu().numpy(),
+            )
+            found[draw] = align(score, method=self.alignment).permutation
+        return found
+
+    def echoes(
+        self,
+        left_RpJ: Tensor,
+        right_RqJ: Tensor,
+        permutations: NDArray[np.int64],
+        estimator: Estimator,
+    ) -> NDArray[np.float64]:
+        """Return the echo of each draw ``[draws, K]``; ``permutations`` is ``[R, draws, K]``."""
+        found = np.zeros((self.draws, permutations.shape[2]))
+        for draw in range(self.draws):
+            lefts, rights = [], []
+            for position in range(left_RpJ.shape[0]):
+                chosen = torch.from_numpy(permutations[position, draw]).to(left_RpJ.device)
+                left, right = self._shuffled(
+                    draw, position, left_RpJ[position][:, chosen], right_RqJ[position][:, chosen]
+                )
+                lefts.append(left)
+                rights.append(right)
+            found[draw] = ESTIMATORS[estimator](reverb(torch.stack(lefts), torch.stack(rights)))
+        return found
+
+    def _shuffled(self, draw: int, position: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        generator = np.random.default_rng((self.seed, draw, position))
+        both = []
+        for columns in (left, right):
+            rows = columns.shape[0]
+            order = torch.from_numpy(generator.permutation(rows)).to(columns.device)
+            sign = torch.from_numpy(generator.integers(0, 2, rows) * 2.0 - 1.0).to(columns)
+            both.append(columns[order] * sign[:, None])
+        return both[0], both[1]

@@ -1,16 +1,17 @@
-"""Which singular directions of a gradient would come back with other data: the whole measurement.
+"""Which singular directions of a gradient would be found again with other data: the whole measurement.
 
-R replicates of a p x q gradient, D = min(p, q), K <= D directions measured. Directions are numbered by
-the mean of all replicates, strongest first; the directions of a replicate are aligned with the mean of
-the *others*, because a reference that contains the replicate is drawn towards it. What was not measured
-is NaN, never 0.
+R replicates of a p x q gradient, D = min(p, q), K <= D directions measured. Directions are numbered by the
+mean of all replicates, strongest first; the directions of a replicate are aligned with the mean of the
+*others*, because a reference that contains the replicate is biased towards it. What was not measured is NaN,
+never 0. docs/formulas.md, section 2.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,22 +19,130 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.measure.spectra import echo as estimate
-from backlight.measure.spectra.alignment import Method as AlignmentMethod
-from backlight.measure.spectra.alignment import align, overlap_scores
-from backlight.measure.spectra.decomposition import Method, decompose
-from backlight.measure.spectra.echo import Estimator
+from backlight.measure.spectra.decomposition import Method, Plan, decompose, plan, strengths
+from backlight.measure.spectra.echo import AlignmentMethod, Estimator, Null, align, overlap_scores
 from backlight.measure.spectra.noise import Noise, noise_about
-from backlight.measure.spectra.null import Null
 from backlight.measure.spectra.randomized_svd import Directions
-from backlight.measure.spectra.replicates import BUDGET, Replicates, check_distinct
-from backlight.measure.spectra.result import SpectralEcho, to_length
+from backlight.measure.spectra.replicates import BUDGET_BYTES, Replicates, check_distinct
 from backlight.measure.spectra.shrinkage import clusters, gavish_donoho, predict
-from backlight.measure.spectra.svd_cost import Plan, plan, strengths
 
+Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 
+
+@dataclass(frozen=True)
+class SpectralEcho:
+    """Result of :func:`spectral_echo`; ``[D]`` is sorted by strength.
+
+    Attributes
+    ----------
+    layer
+        As given.
+    shape
+        p, q.
+    replicates
+        R.
+    method
+        How the replicates were decomposed: ``"svd"``, ``"gram"`` or ``"randomized"``.
+    estimator
+        Estimator of ``echo``.
+    noise
+        Noise level, signal share, bulk edge; see :class:`backlight.measure.spectra.noise.Noise`.
+    identifiable
+        k, the number of directions that can be found in one replicate; the first k of every array.
+    measured
+        K, the number of directions that were measured.
+    echo, interval, null
+        ``[D]``, ``[D, 2]``, ``[D]``: the echo, its bootstrap interval over replicates, and the 95 % quantile
+        of what chance shows, over all directions together.
+    by_replicate
+        ``[R, D]``: the echo of each replicate, by triple least squares.
+    pooled, pooled_interval
+        ``[D]``, ``[D, 2]``: the pooled estimate of the echo.
+    diagonal, diagonal_interval
+        ``[D]``, ``[D, 2]``: size of the gradient along the directions of a replicate, mean over the
+        replicates, in the unit of the gradient; see
+        :func:`backlight.measure.spectra.echo.unbiased_diagonal`.
+    residual
+        ``[D]``: misfit of the model ``Z_ab = ζ_a ζ_b``; see :func:`backlight.measure.spectra.echo.residual`.
+    blocks, block_echo
+        Ranges of identifiable directions that noise rotates into one another, and ``[D]`` the echo of the
+        block of each; NaN for blocks of more than 128.
+    singular_values
+        ``[R, D]``, descending in each replicate.
+    singular_value, singular_value_interval
+        ``[D]``, ``[D, 2]``: of the direction, median and quantiles over the replicates.
+    strength
+        ``[D]``: singular value without noise, from the mean of the replicates by the spiked model.
+    expected
+        ``[D]``: the echo that the spiked model expects at that strength.
+    shrunk
+        ``[D]``: the Frobenius-optimal shrinkage of ``singular_value``.
+    left_alignment, right_alignment
+        ``[D]``: median overlap of the directions with those of the mean of the other replicates.
+    score, ambiguity
+        ``[R, D]``: of the alignment; see :class:`backlight.measure.spectra.echo.Alignment`.
+    permutation
+        int64 ``[R, D]``: which singular value of the replicate is direction i; -1 where not measured.
+    solver_residual
+        ``[R, D]``: ``|A v - s u|`` of the decomposition over the replicate's largest singular value.
+    """
+
+    layer: str
+    shape: tuple[int, int]
+    replicates: int
+    method: str
+    estimator: str
+    noise: Noise
+    identifiable: int
+    measured: int
+    echo: Float64
+    interval: Float64
+    null: Float64
+    by_replicate: Float64
+    pooled: Float64
+    pooled_interval: Float64
+    diagonal: Float64
+    diagonal_interval: Float64
+    residual: Float64
+    blocks: tuple[tuple[int, int], ...]
+    block_echo: Float64
+    singular_values: Float64
+    singular_value: Float64
+    singular_value_interval: Float64
+    strength: Float64
+    expected: Float64
+    shrunk: Float64
+    left_alignment: Float64
+    right_alignment: Float64
+    score: Float64
+    ambiguity: Float64
+    permutation: Int64
+    solver_residual: Float64
+
+
+_BY_REPLICATE = frozenset(
+    ("by_replicate", "singular_values", "score", "ambiguity", "permutation", "solver_residual")
+)
+
+
+def to_length(result: SpectralEcho, D: int) -> SpectralEcho:
+    """Pad every array to D directions, with NaN or -1 where nothing was measured."""
+    grown: dict[str, Any] = {}
+    for field in fields(result):
+        array = getattr(result, field.name)
+        if isinstance(array, np.ndarray):
+            axis = 1 if field.name in _BY_REPLICATE else 0
+            missing = D - array.shape[axis]
+            widths = [(0, 0)] * array.ndim
+            widths[axis] = (0, max(0, missing))
+            filler = -1 if array.dtype == np.int64 else np.nan
+            grown[field.name] = np.pad(array, widths, constant_values=filler)
+    return replace(result, **grown)
+
+
 # The echo of a block of directions costs their number squared.
-_WIDEST_BLOCK = 128
+_MAX_BLOCK = 128
 
 
 def spectral_echo(
@@ -48,7 +157,7 @@ def spectral_echo(
     draws: int = 200,
     null_draws: int | None = None,
     device: torch.device | str | None = None,
-    budget: int = BUDGET,
+    budget: int = BUDGET_BYTES,
     seed: int = 0,
 ) -> SpectralEcho:
     """Measure the spectral echo of a gradient from its replicates.
@@ -56,14 +165,14 @@ def spectral_echo(
     Parameters
     ----------
     G
-        ``[R, p, q]``, or R tensors ``[p, q]``, R >= 3, of any floating type and on any device: gradients
-        of batches of one size with data of their own, before any reduction.
+        ``[R, p, q]``, or R tensors ``[p, q]``, R >= 3, of any floating type and on any device: gradients of
+        batches of one size with disjoint data, before any reduction.
     layer
-        What messages and the result call it.
+        Name of the layer in messages and in the result.
     method
-        ``"auto"``: all directions where D is at most 320, else the identifiable ones, by a search
-        where they are few and by the Gram matrix in float64 where they are many. ``"svd"`` measures all
-        directions of any matrix, at the price of 2 R full decompositions.
+        ``"auto"``: all directions where D is at most 320, else the identifiable ones, by a search where they
+        are few and by the Gram matrix in float64 where they are many. ``"svd"`` measures all directions of
+        any matrix, at the cost of 2 R full decompositions.
     max_directions
         Most directions to measure.
     estimator
@@ -73,10 +182,10 @@ def spectral_echo(
     confidence
         Of the intervals.
     draws, null_draws
-        Weightings of the bootstrap, and shufflings of the null; of the latter, by default, as many (2 to
-        16) as make 64 with the number of directions.
+        Weightings of the bootstrap, and shufflings of the null; of the latter, by default, as many (2 to 16)
+        as make 64 with the number of directions.
     device
-        Where to work; by default where the replicates are. From the host to CUDA they travel in chunks.
+        Where to work; by default where the replicates are. From the host to CUDA they are copied in chunks.
     budget
         Bytes that a chunk may take there.
     seed
@@ -85,14 +194,14 @@ def spectral_echo(
     Returns
     -------
     SpectralEcho
-        Independent of the order of the replicates and, to the tolerance of the decomposition (echo to
-        1e-3), of chunks and method.
+        Independent of the order of the replicates and, to the tolerance of the decomposition (echo to 1e-3),
+        of chunks and method.
 
     Raises
     ------
     ReplicateError
-        If there are fewer than three replicates, they are not matrices of one shape and type, one holds
-        NaN or infinite values, one is zero, or two are the same.
+        If there are fewer than three replicates, they are not matrices of one shape and type, one holds NaN
+        or infinite values, one is zero, or two are the same.
     DecompositionError
         If the decomposition of a replicate does not converge.
     ValueError
@@ -136,8 +245,8 @@ class _Work:
     ) -> None:
         self.wide, self.level, self.alignment = wide, level, alignment
         self.null = Null(0, 0, alignment)
-        # Replicates are alike: what the first chunk took, the others take.
-        self.took = (0, 0)
+        # Columns that the first chunk needed: the others need about as many.
+        self.columns = (0, 0)
         pilot = wide.one(wide.order[0])
         self.plan: Plan = plan(
             mean.to(pilot.dtype), pilot, level, method=method, max_directions=max_directions, layer=wide.layer
@@ -157,7 +266,7 @@ class _Work:
         self.shuffled: Int64 = np.zeros((R, 0, 0), dtype=np.int64)
 
     def run(self) -> None:
-        """Go through all replicates, in chunks that fit."""
+        """Process all replicates, in chunks that fit into memory."""
         if not self.plan.directions:
             return
         p, q = self.wide.shape
@@ -168,10 +277,10 @@ class _Work:
             "svd": 8 * p * q * size,
         }
         shuffled: dict[int, Int64] = {}
-        place = {a: position for position, a in enumerate(self.wide.order)}
+        positions = {a: position for position, a in enumerate(self.wide.order)}
 
         def work(indices: tuple[int, ...], A_Cpq: Tensor) -> None:
-            self._chunk([place[a] for a in indices], indices, A_Cpq, shuffled)
+            self._chunk([positions[a] for a in indices], indices, A_Cpq, shuffled)
 
         self.wide.chunks(work, bytes_each=each[self.plan.method])
         self.shuffled = np.stack([shuffled[position] for position in range(len(self.wide))])
@@ -183,15 +292,15 @@ class _Work:
         R, start_pK = len(self.wide), plan.mean.left[0, :, :K]
         found = decompose(
             A_Cpq, plan.candidates, method=plan.method, edge=plan.edge, wanted=K, start_pb=start_pK,
-            expected=self.took[0], layer=self.wide.layer, names=names,
+            expected=self.columns[0], layer=self.wide.layer, names=names,
         )  # fmt: skip
         others_Cpq = A_Cpq.mul_(-1 / (R - 1)).add_(self.scaled_mean)
         refs = decompose(
             others_Cpq, K, method=plan.method, edge=plan.mean_edge, start_pb=start_pK,
-            expected=self.took[1], layer=self.wide.layer, names=[f"the others than {a}" for a in names],
+            expected=self.columns[1], layer=self.wide.layer, names=[f"the others than {a}" for a in names],
         )  # fmt: skip
-        if not any(self.took):
-            self.took = (found.columns, refs.columns)
+        if not any(self.columns):
+            self.columns = (found.columns, refs.columns)
         self.left_RpJ[positions] = found.left
         self.right_RqJ[positions] = found.right
         self.values_RJ[positions] = found.values.cpu().numpy()
@@ -204,7 +313,7 @@ class _Work:
             )
 
     def _align(self, c: int, position: int, found: Directions, refs: Directions) -> None:
-        """Assign the candidates of one replicate to the directions of the mean, by way of its reference."""
+        """Assign the candidates of one replicate to the directions of the mean, through its reference."""
         mean, K = self.plan.mean, self.plan.directions
         method = self.alignment
         names = overlap_scores(
@@ -250,7 +359,7 @@ def _result(work: _Work, estimator: Estimator, draws: int, confidence: float, se
     for begin, end in blocks:
         if end - begin == 1:
             block_K[begin] = echo_K[begin]
-        elif end - begin <= _WIDEST_BLOCK:
+        elif end - begin <= _MAX_BLOCK:
             Z_1RR = estimate.block_reverb(left_RpK, right_RqK, [(begin, end)])
             block_K[begin:end] = estimate.ESTIMATORS[estimator](Z_1RR)
     intervals = {

@@ -1,7 +1,8 @@
 """How much of a gradient is signal and how much is noise, from its replicates.
 
 R replicates of a p x q gradient, ``G_a = G + E_a``: data-parallel workers times accumulation steps, taken
-before any reduction, with batches of one size and data of their own. Sums are taken in float64.
+before any reduction, with batches of one size and disjoint data. Sums are taken in float64.
+docs/formulas.md, section 2.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backlight.measure.spectra.replicates import BUDGET, Replicates, sum_squares
+from backlight.measure.spectra.replicates import BUDGET_BYTES, Replicates, sum_squares
 from backlight.measure.spectra.shrinkage import bulk_edge, threshold
 
 # Below this share of noise the difference of two sums of squares has lost too many digits.
@@ -31,14 +32,14 @@ class Noise:
     shape
         p, q.
     variance
-        ``sigma^2 = sum_a |G_a - mean|^2 / ((R - 1) p q)``: of one entry, in squared units of the gradient.
+        ``sigma^2 = sum_a |G_a - mean|^2 / ((R - 1) p q)`` of one entry, in squared units of the gradient.
     mean_square
         ``T``, the mean over the replicates of their sum of squares.
     square_of_mean
         Sum of squares of their mean.
     signal_share
         ``rho = (R |mean|^2 - T) / ((R - 1) T)``: share of signal in the squared norm of one replicate.
-        Unbiased up to the ratio, so that it may be below 0 where there is no signal.
+        Unbiased up to the ratio, so it may be below 0 where there is no signal.
     """
 
     replicates: int
@@ -64,16 +65,11 @@ class Noise:
         return threshold(self.sigma, *self.shape)
 
     def noise_scale(self, batch: float) -> float:
-        """Return the simple noise scale ``B (1 - rho) / rho``, in the unit of ``batch``.
+        """Return the simple noise scale ``B (1 - rho) / rho``, in the unit of ``batch``, that of a replicate.
 
         The batch at which noise and signal have the same squared norm, which is the critical batch size
-        under the assumptions of McCandlish et al., arXiv:1812.06162, section 2.2. Infinite where no
-        signal was found (rho not above 0).
-
-        Parameters
-        ----------
-        batch
-            Batch size of one replicate, in samples or tokens.
+        under the assumptions of McCandlish et al., arXiv:1812.06162, section 2.2. Infinite where no signal
+        was found (rho not above 0).
 
         Raises
         ------
@@ -97,12 +93,9 @@ def noise(
     *,
     layer: str = "",
     device: torch.device | str | None = None,
-    budget: int = BUDGET,
+    budget: int = BUDGET_BYTES,
 ) -> Noise:
-    """Measure signal and noise of R >= 2 replicates ``[R, p, q]``.
-
-    Parameters and errors are those of :meth:`backlight.measure.spectra.replicates.Replicates.of`.
-    """
+    """Measure signal and noise of R >= 2 replicates; parameters as for :class:`Replicates`."""
     replicates = Replicates.of(G, layer=layer, device=device, budget=budget)
     return noise_about(replicates, replicates.mean())
 
@@ -125,15 +118,8 @@ def noise_about(replicates: Replicates, mean: Tensor) -> Noise:
 def critical_batch(noises: Sequence[Noise], batch: float) -> float:
     """Return the noise scale of several layers taken together, in the unit of ``batch``.
 
-    Sums of squares of layers add, so this is the noise scale of the gradient that they form; it is not
-    a mean of theirs.
-
-    Parameters
-    ----------
-    noises
-        One for each layer, of the same replicates.
-    batch
-        Batch size of one replicate.
+    Sums of squares of layers add, so this is the noise scale of the gradient that they form, not a mean of
+    theirs.
 
     Raises
     ------

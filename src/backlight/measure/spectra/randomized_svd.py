@@ -1,9 +1,9 @@
 """The strongest singular directions of a batch of matrices, without the others.
 
 Block Golub-Kahan-Lanczos from a random block, with full reorthogonalisation: Golub, Luk and Overton, ACM
-Trans. Math. Softw. 7 (1981); that a random block is a good start: Musco and Musco, arXiv:1504.05477.
-C matrices of p x q with p <= q, blocks of b columns, m columns in all. The projected matrix B is kept
-whole and in float64, nothing is squared, and the residual ``|A v - s u|`` comes for free.
+Trans. Math. Softw. 7 (1981); that a random block is a good start: Musco and Musco, arXiv:1504.05477. C
+matrices of p x q with p <= q, blocks of b columns, m columns in all. The projected matrix B is kept whole
+and in float64, nothing is squared, and the residual ``|A v - s u|`` is a by-product.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ class Directions:
 
     Attributes
     ----------
-    left
-        ``[C, p, K]``, unit columns.
+    left, right
+        ``[C, p, K]``, ``[C, q, K]``, unit columns.
     values
         float64 ``[C, K]``, descending.
-    right
-        ``[C, q, K]``, unit columns.
     residual
-        float64 ``[C, K]``: ``|A v - s u|``, or ``|A^T u - s v|`` where the left side is the long one, in
-        the unit of the matrix. The other one is zero.
+        float64 ``[C, K]``: ``|A v - s u|``, or ``|A^T u - s v|`` where the left side is the long one, in the
+        unit of the matrix. The other one is zero.
     converged
-        bool ``[C]``: every direction that was asked for, and lies above the edge, has passed its check.
+        bool ``[C]``: every requested direction above the edge has passed its check.
     columns
-        Columns that the search took; 0 where there was none.
+        Columns that the search needed; 0 where there was none.
     """
 
     left: Tensor
@@ -72,17 +70,17 @@ def strongest(
     wanted
         How many of the ``count`` must converge; all by default.
     start_pb
-        Columns to begin with, for all matrices; they are made up to a block with random ones. A start
-        draws an unfinished direction towards itself: give none where that would be a bias.
+        Columns to start with, for all matrices, completed to a block by random ones. A start biases an
+        unfinished direction towards itself.
     tolerance
-        Largest residual over the distance to the next singular value: it bounds the sine of the angle
-        to the true direction (Davis-Kahan, Wedin).
+        Largest residual over the distance to the next singular value: it bounds the sine of the angle to the
+        true direction (Davis-Kahan, Wedin).
     width
         Columns of a block, at most.
     columns
-        Columns of all blocks together at which it gives up.
+        Columns of all blocks together at which the search ends.
     expected
-        Columns that a matrix like these took: there is no check much before.
+        Columns that a matrix like these needed: there is no check much before.
     seed
         Of the random start, the same for every matrix: results do not depend on what else is in a batch.
     """
@@ -122,8 +120,7 @@ def strongest(
             good = _passed(s, missing, wanted, edge, tolerance, A_Cpq.dtype)
             if full or bool(good.all()):
                 break
-        monitor = limit - end
-        X_Cpb = X_Cpb[..., :monitor]
+        X_Cpb = X_Cpb[..., : limit - end]
     y_Cmk, z_Cmk = y[..., :count].to(A_Cpq.dtype), z[..., :count].to(A_Cpq.dtype)
     return Directions(
         torch.matmul(left.columns, y_Cmk),
@@ -139,7 +136,7 @@ def resolved(values_CK: Tensor, residual_CK: Tensor, edge: float, tolerance: flo
     """Return which directions have converged, bool ``[C, K]``, given one more singular value than needed.
 
     Those whose distance to the next singular value, above or below, is at least ``residual / tolerance``.
-    Values below the edge are taken for noise, which is never further away than the edge.
+    Values below the edge count as noise, which is never further away than the edge.
     """
     down = values_CK - torch.nn.functional.pad(values_CK[:, 1:], (0, 1)).clamp(min=0)
     up = torch.nn.functional.pad(values_CK[:, :-1], (1, 0), value=torch.inf) - values_CK
@@ -186,7 +183,7 @@ class _Basis:
         return self._store[:, : self.size].mT
 
     def add(self, block_Crb: Tensor) -> None:
-        """Append columns that are orthonormal to those that are there."""
+        """Append columns that are orthonormal to the present ones."""
         end = self.size + block_Crb.shape[2]
         if end > self._store.shape[1]:
             grown = self._store.new_empty(
@@ -198,9 +195,9 @@ class _Basis:
         self.size = end
 
     def extend(self, Y_Crb: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split Y into what lies in the basis and a new orthonormal block: ``Y = Q along + N R``.
+        """Split Y into its part in the basis and a new orthonormal block: ``Y = Q along + N R``.
 
-        The projection is taken out twice: once is not enough in finite precision (Kahan; Parlett, 1980).
+        The projection is removed twice: once is not enough in finite precision (Kahan; Parlett, 1980).
         """
         rows_Cmr = self._store[:, : self.size]
         along = torch.matmul(rows_Cmr, Y_Crb)

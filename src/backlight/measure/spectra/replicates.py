@@ -1,7 +1,7 @@
-"""Replicates of one gradient: checked, promoted, in an order of their own, in chunks that fit.
+"""Replicates of one gradient: checked, promoted, in an order of their own, in chunks that fit into memory.
 
-R replicates of shape p x q, C of them in a chunk. They may wait on the host while a device works: then
-the next chunk travels on a side stream. Half precision becomes float32 before anything is computed.
+R replicates of shape p x q, C of them in a chunk. They may be on the host while a device works: then the
+next chunk is copied on a side stream. Half precision becomes float32 before anything is computed.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-BUDGET = 256 * 2**20
-"""Bytes that a chunk of replicates and what is computed from it may take, unless told otherwise."""
+from backlight.measure.stats.kernels import promoted
 
-# Numbers of a sum that stay in a core's cache, and bytes beyond which a CPU gains nothing by a batch.
-_PIECE = 2**16
-_CACHED = 32 * 2**20
+BUDGET_BYTES = 256 * 2**20
+"""Bytes that a chunk of replicates and what is computed from it may take, by default."""
+
+# Numbers of a sum that fit into a core's cache, and bytes beyond which a CPU gains nothing by a batch.
+_PIECE_SCALARS = 2**16
+_CACHE_BYTES = 32 * 2**20
 
 # Replicates closer to each other than this share of the distance that noise makes are one and the same.
 _SAME = 1e-4
 
 
 class ReplicateError(ValueError):
-    """Replicates that cannot be measured; the message names the layer and, where it can, the replicate."""
+    """Replicates that cannot be measured; the message names the layer and, where possible, the replicate."""
 
 
 def as_matrix(tensor: Tensor, *, layer: str = "") -> Tensor:
@@ -46,13 +48,8 @@ def as_matrix(tensor: Tensor, *, layer: str = "") -> Tensor:
 
 
 def named(layer: str) -> str:
-    """Return how messages call a layer."""
+    """Return the name of a layer in messages."""
     return f"layer {layer!r}" if layer else "the layer"
-
-
-def promoted(tensor: Tensor) -> Tensor:
-    """Return float32 for half precision, else the tensor itself."""
-    return tensor.float() if tensor.dtype in {torch.bfloat16, torch.float16} else tensor
 
 
 def sum_squares(x_pq: Tensor) -> float:
@@ -61,20 +58,20 @@ def sum_squares(x_pq: Tensor) -> float:
         dtype = torch.float32 if x_pq.device.type == "mps" else torch.float64  # there is no float64 there
         return float(torch.linalg.vector_norm(x_pq, dtype=dtype)) ** 2
     # Eight times faster than a norm in float64, which converts number by number.
-    parts = []
+    sums = []
     scratch = torch.empty(0, dtype=torch.float64)
     for axis, begin, length in _pieces(x_pq):
         piece = x_pq.narrow(axis, begin, length)
         scratch.resize_(piece.shape).copy_(piece)
         flat = scratch.view(-1)
-        parts.append(torch.dot(flat, flat))
-    return float(torch.stack(parts).sum())
+        sums.append(torch.dot(flat, flat))
+    return float(torch.stack(sums).sum())
 
 
 def _pieces(x_pq: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield axis, begin and length of slices of a matrix that stay in a core's cache."""
+    """Yield axis, begin and length of slices of a matrix that fit into a core's cache."""
     axis = 0 if x_pq.stride(0) >= x_pq.stride(1) else 1
-    size = max(1, _PIECE * x_pq.shape[axis] // x_pq.numel())
+    size = max(1, _PIECE_SCALARS * x_pq.shape[axis] // x_pq.numel())
     for begin in range(0, x_pq.shape[axis], size):
         yield axis, begin, min(size, x_pq.shape[axis] - begin)
 
@@ -85,10 +82,10 @@ class Replicates:
 
     Attributes
     ----------
-    parts
+    matrices
         The replicates, R tensors ``[p, q]`` of one type.
     layer
-        What messages call them.
+        Name of the layer in messages.
     device
         Where the work is done.
     budget
@@ -96,17 +93,17 @@ class Replicates:
     squares
         Sum of squares of each replicate, float64.
     order
-        Replicates in ascending order of ``squares``: sums that follow it do not depend on the order in
-        which the replicates were given.
+        Replicates in ascending order of ``squares``: sums in this order do not depend on the order in which
+        the replicates were given.
     """
 
-    parts: tuple[Tensor, ...]
+    matrices: tuple[Tensor, ...]
     layer: str
     device: torch.device
     budget: int
     squares: tuple[float, ...]
     order: tuple[int, ...]
-    _feed: _Feed = field(repr=False, compare=False)
+    _loader: _Loader = field(repr=False, compare=False)
 
     @classmethod
     def of(
@@ -116,7 +113,7 @@ class Replicates:
         layer: str = "",
         least: int = 2,
         device: torch.device | str | None = None,
-        budget: int = BUDGET,
+        budget: int = BUDGET_BYTES,
     ) -> Replicates:
         """Check replicates and read each of them once.
 
@@ -125,7 +122,7 @@ class Replicates:
         G
             ``[R, p, q]``, or R tensors ``[p, q]``; any floating type, on any device.
         layer
-            What messages call them.
+            Name of the layer in messages.
         least
             Smallest R that the caller can use.
         device
@@ -136,44 +133,44 @@ class Replicates:
         Raises
         ------
         ReplicateError
-            If there are too few, if they are not real matrices of one shape and type, if one holds NaN
-            or infinite values, or if all are zero.
+            If there are too few, they are not real matrices of one shape and type, one holds NaN or infinite
+            values, or all are zero.
         """
-        parts = _parts(G, layer, least)
-        there = torch.device(device) if device is not None else parts[0].device
-        feed = _Feed(parts, there)
+        matrices = _checked_matrices(G, layer, least)
+        where = torch.device(device) if device is not None else matrices[0].device
+        loader = _Loader(matrices, where)
         squares = []
-        for a, x in feed.each():
+        for a, x in loader.each():
             square = sum_squares(x)
             if not math.isfinite(square):
                 raise ReplicateError(
                     f"{named(layer)}: replicate {a} holds NaN or infinite values. "
-                    f"Leave that replicate out, or find their birthplace with `backlight nan`."
+                    f"Leave that replicate out, or find their origin with `backlight nan`."
                 )
             squares.append(square)
         if not any(squares):
             raise ReplicateError(
-                f"{named(layer)}: all {len(parts)} replicates are zero; zero has no directions."
+                f"{named(layer)}: all {len(matrices)} replicates are zero; zero has no directions."
             )
-        order = tuple(sorted(range(len(parts)), key=squares.__getitem__))
-        return cls(parts, layer, there, budget, tuple(squares), order, feed)
+        order = tuple(sorted(range(len(matrices)), key=squares.__getitem__))
+        return cls(matrices, layer, where, budget, tuple(squares), order, loader)
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.matrices)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape p, q of one replicate."""
-        p, q = self.parts[0].shape
+        p, q = self.matrices[0].shape
         return p, q
 
     def wide(self) -> Replicates:
-        """Return these replicates with the short side first: views, transposed where they are tall."""
+        """Return views of these replicates with the short side first."""
         p, q = self.shape
         if p <= q:
             return self
-        parts = tuple(part.mT for part in self.parts)
-        return replace(self, parts=parts, _feed=_Feed(parts, self.device))
+        matrices = tuple(matrix.mT for matrix in self.matrices)
+        return replace(self, matrices=matrices, _loader=_Loader(matrices, self.device))
 
     def refuse_zero(self) -> None:
         """Refuse a replicate that is zero, which has no directions.
@@ -192,58 +189,42 @@ class Replicates:
 
     def one(self, a: int) -> Tensor:
         """Return replicate ``a``, promoted, on the device."""
-        return promoted(self.parts[a].to(self.device))
+        return promoted(self.matrices[a].to(self.device))
 
     def mean(self) -> Tensor:
         """Return the mean ``[p, q]`` in float64 on the device."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64  # there is no float64 there
         total = torch.zeros(self.shape, dtype=dtype, device=self.device)
-        if any(part.device != self.device for part in self.parts):
-            for _, x in self._feed.each(self.order):
+        if any(matrix.device != self.device for matrix in self.matrices):
+            for _, x in self._loader.each(self.order):
                 total += x
             return total / len(self)
         # Piece by piece over all replicates: a piece of the sum stays in the cache meanwhile.
-        for axis, begin, length in _pieces(self.parts[0]):
+        for axis, begin, length in _pieces(self.matrices[0]):
             piece = total.narrow(axis, begin, length)
             for a in self.order:
-                piece.add_(self.parts[a].narrow(axis, begin, length))
+                piece.add_(self.matrices[a].narrow(axis, begin, length))
         return total / len(self)
 
     def chunks(self, work: Callable[[tuple[int, ...], Tensor], None], *, bytes_each: int) -> int:
         """Call ``work(indices, x_Cpq)`` on all replicates, in :attr:`order`, as many at once as fit.
 
-        Where memory does not suffice the chunk is halved, and halved it stays; ``work`` must leave
-        nothing behind when it fails.
-
-        Parameters
-        ----------
-        work
-            What to do with a chunk of promoted replicates on the device.
-        bytes_each
-            What one replicate takes there, with all that is computed from it.
-
-        Returns
-        -------
-        int
-            The size of the last chunk that was tried.
-
-        Raises
-        ------
-        ReplicateError
-            If memory does not suffice for one replicate.
+        Returned is how many fit. Where memory does not suffice the chunk is halved for good; ``work`` must
+        leave nothing behind when it fails. ``bytes_each`` is what one replicate takes with all that is
+        computed from it. A single replicate that does not fit raises ReplicateError.
         """
-        budget = min(self.budget, _CACHED) if self.device.type == "cpu" else self.budget
+        budget = min(self.budget, _CACHE_BYTES) if self.device.type == "cpu" else self.budget
         size = max(1, min(len(self), budget // max(bytes_each, 1)))
         begin = 0
         while begin < len(self):
             indices = self.order[begin : begin + size]
             ahead = self.order[begin + size : begin + 2 * size]
             try:
-                work(indices, self._feed.load(indices, ahead))
+                work(indices, self._loader.load(indices, ahead))
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
                 self._refuse(error, indices)
                 size = max(1, len(indices) // 2)
-                self._feed.forget()
+                self._loader.forget()
                 continue
             begin += len(indices)
         return size
@@ -261,7 +242,7 @@ class Replicates:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error means that memory did not suffice, on any device."""
+    """Return whether an error means that memory did not suffice, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # What the allocator of the host raises has no type of its own.
@@ -269,15 +250,15 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def check_distinct(replicates: Replicates, sigma2: float) -> None:
-    """Refuse replicates of the same data: they agree perfectly, and their echo would be a lie.
+    """Refuse replicates of the same data: they agree perfectly, so their echo would mean nothing.
 
-    Two replicates are the same where their squared distance is below 1e-4 of the ``2 sigma^2 p q``
-    that noise puts between them. Only neighbours in norm are compared.
+    Two replicates are the same where their squared distance is below 1e-4 of the ``2 sigma^2 p q`` that
+    noise puts between them. Only neighbours in norm are compared.
 
     Raises
     ------
     ReplicateError
-        If two replicates are the same, or no replicate differs from the others.
+        If two replicates are the same.
     """
     p, q = replicates.shape
     expected = 2 * sigma2 * p * q
@@ -286,75 +267,75 @@ def check_distinct(replicates: Replicates, sigma2: float) -> None:
         # |‖x‖ - ‖y‖| <= ‖x - y‖: most pairs are told apart by their norms.
         if (math.sqrt(other) - math.sqrt(one)) ** 2 > _SAME * expected:
             continue
-        if not _alike(replicates.parts[a], replicates.parts[b], expected / (p * q)):
+        if not _is_close(replicates.matrices[a], replicates.matrices[b], expected / (p * q)):
             continue
-        x, y = (promoted(replicates.parts[i]).to(replicates.device) for i in (a, b))
+        x, y = (promoted(replicates.matrices[i]).to(replicates.device) for i in (a, b))
         if sum_squares(x - y) <= _SAME * expected:
             raise ReplicateError(
                 f"{named(replicates.layer)}: replicates {min(a, b)} and {max(a, b)} are the same, as if "
-                f"both had seen the same data. Give each rank and microbatch data of its own."
+                f"both came from the same data. Give each rank and microbatch data of its own."
             )
 
 
-def _alike(one: Tensor, other: Tensor, expected: float) -> bool:
-    """Tell whether a sample of two replicates is far closer than noise puts them; most are not."""
+def _is_close(one: Tensor, other: Tensor, expected: float) -> bool:
+    """Return whether a sample of two replicates is far closer than noise puts them, as for few pairs."""
     rows = slice(None, None, max(1, one.shape[0] // 32))
     columns = slice(None, None, max(1, one.shape[1] // 32))
     difference = promoted(one[rows, columns]) - promoted(other[rows, columns])
     return float(difference.double().square().mean()) <= 0.1 * expected
 
 
-def _parts(G: Tensor | Sequence[Tensor], layer: str, least: int) -> tuple[Tensor, ...]:
+def _checked_matrices(G: Tensor | Sequence[Tensor], layer: str, least: int) -> tuple[Tensor, ...]:
     if isinstance(G, Tensor) and G.ndim != 3:
         raise ReplicateError(
             f"{named(layer)}: expected replicates [R, p, q], got shape {tuple(G.shape)}. "
             f"Parameters with one dimension have no singular directions; reshape convolutions."
         )
-    parts = tuple(part.detach() for part in G)
-    if len(parts) < least:
+    matrices = tuple(matrix.detach() for matrix in G)
+    if len(matrices) < least:
         raise ReplicateError(
-            f"{named(layer)}: {len(parts)} replicate(s), at least {least} are needed. "
+            f"{named(layer)}: {len(matrices)} replicate(s), at least {least} are needed. "
             f"Use more microbatches or more ranks."
         )
-    first = parts[0]
-    for a, part in enumerate(parts):
-        if part.ndim != 2 or not part.numel():
+    first = matrices[0]
+    for a, matrix in enumerate(matrices):
+        if matrix.ndim != 2 or not matrix.numel():
             raise ReplicateError(
-                f"{named(layer)}: replicate {a} has shape {tuple(part.shape)}; expected a matrix."
+                f"{named(layer)}: replicate {a} has shape {tuple(matrix.shape)}; expected a matrix."
             )
-        if part.shape != first.shape or part.dtype != first.dtype:
+        if matrix.shape != first.shape or matrix.dtype != first.dtype:
             raise ReplicateError(
-                f"{named(layer)}: replicate {a} is {part.dtype} {tuple(part.shape)}, "
-                f"replicate 0 is {first.dtype} {tuple(first.shape)}; they must be alike."
+                f"{named(layer)}: replicate {a} is {matrix.dtype} {tuple(matrix.shape)}, "
+                f"replicate 0 is {first.dtype} {tuple(first.shape)}; they must have one type and shape."
             )
     if not first.dtype.is_floating_point:
         raise ReplicateError(f"{named(layer)}: replicates are {first.dtype}; expected real floating values.")
-    return parts
+    return matrices
 
 
-class _Feed:
-    """Brings replicates to the device; from the host to CUDA on a side stream, one chunk ahead."""
+class _Loader:
+    """Loads replicates to the device; from the host to CUDA on a side stream, one chunk ahead."""
 
-    def __init__(self, parts: tuple[Tensor, ...], device: torch.device) -> None:
-        self._parts = parts
+    def __init__(self, matrices: tuple[Tensor, ...], device: torch.device) -> None:
+        self._matrices = matrices
         self._device = device
-        travels = device.type == "cuda" and parts[0].device.type == "cpu"
-        self._stream = torch.cuda.Stream(device) if travels else None  # type: ignore[no-untyped-call]  # torch's
+        needs_copy = device.type == "cuda" and matrices[0].device.type == "cpu"
+        self._stream = torch.cuda.Stream(device) if needs_copy else None  # type: ignore[no-untyped-call]  # torch's
         self._ahead: dict[tuple[int, ...], Tensor] = {}
 
     def each(self, order: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor]]:
         """Yield index and promoted replicate, one by one."""
-        indices = range(len(self._parts)) if order is None else order
+        indices = range(len(self._matrices)) if order is None else order
         for position, a in enumerate(indices):
             if self._stream is None:
-                yield a, promoted(self._parts[a].to(self._device))
+                yield a, promoted(self._matrices[a].to(self._device))
             else:
                 yield a, self.load((a,), tuple(indices[position + 1 : position + 2]))[0]
 
     def load(self, indices: tuple[int, ...], ahead: tuple[int, ...]) -> Tensor:
-        """Return promoted ``[C, p, q]``, and set out to fetch those that come next."""
+        """Return promoted ``[C, p, q]``, and start the copy of the next ones."""
         if self._stream is None:
-            return promoted(torch.stack([self._parts[a].to(self._device) for a in indices]))
+            return promoted(torch.stack([self._matrices[a].to(self._device) for a in indices]))
         moved = self._ahead.pop(indices, None)
         if moved is None:
             moved = self._send(indices)
@@ -367,11 +348,11 @@ class _Feed:
         return promoted(moved)
 
     def forget(self) -> None:
-        """Let go of what was fetched ahead."""
+        """Drop what was copied ahead."""
         self._ahead.clear()
 
     def _send(self, indices: tuple[int, ...]) -> Tensor:
-        staged = torch.stack([self._parts[a] for a in indices]).pin_memory()
+        staged = torch.stack([self._matrices[a] for a in indices]).pin_memory()
         with _on(self._stream):
             return staged.to(self._device, non_blocking=True)
 

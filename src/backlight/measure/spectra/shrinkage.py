@@ -1,10 +1,9 @@
-"""What noise does to the singular values of a gradient, and what two shrinkers make of them.
+"""The spiked matrix model: what noise does to singular values and directions, and two shrinkers.
 
-Everything here is arithmetic on a few numbers, in float64. The model is the spiked matrix
-``G = sum_i s_i u_i v_i^T + E`` with independent entries of ``E`` of variance ``sigma^2`` and shape p x q:
-Benaych-Georges and Nadakuditi, "The singular values and vectors of low rank perturbations of large
-rectangular random matrices", J. Multivariate Anal. 111 (2012), arXiv:1103.2221. It is exact for large
-matrices; at finite size quantities near the threshold move by a relative amount of order D^(-2/3).
+Arithmetic on a few numbers, in float64. ``G = sum_i s_i u_i v_i^T + E`` with independent entries of ``E`` of
+variance ``sigma^2`` and shape p x q: Benaych-Georges and Nadakuditi, J. Multivariate Anal. 111 (2012),
+arXiv:1103.2221. Exact for large matrices; at finite size quantities near the threshold move by a relative
+amount of order D^(-2/3). docs/formulas.md, section 2.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class Spike:
     Attributes
     ----------
     strength
-        Singular value without noise, in the unit of the gradient; 0 where an observed value is not
-        above the bulk.
+        Singular value without noise, in the unit of the gradient; 0 where an observed value is not above the
+        bulk.
     value
         Singular value with noise; the bulk edge where the direction is not detectable.
     left, right
@@ -44,7 +43,7 @@ class Spike:
     echo
         Expected spectral echo, ``sqrt(left * right)``; 0 below the threshold.
     shrunk
-        What the Frobenius-optimal shrinker of Gavish and Donoho makes of ``value``: ``strength * echo``.
+        The Frobenius-optimal shrinkage (Gavish and Donoho) of ``value``: ``strength * echo``.
     """
 
     strength: Float64
@@ -61,7 +60,7 @@ def bulk_edge(sigma: float, p: int, q: int) -> float:
 
 
 def upper_edge(sigma: float, p: int, q: int) -> float:
-    """Return what the largest singular value of p x q pure noise exceeds in one case out of a hundred.
+    """Return what the largest singular value of p x q pure noise exceeds in one case of a hundred.
 
     The Tracy-Widom law for sample covariances: Johnstone, Ann. Statist. 29 (2001).
     """
@@ -76,44 +75,32 @@ def threshold(sigma: float, p: int, q: int) -> float:
 
 
 def predict(strength: ArrayLike, sigma: float, p: int, q: int) -> Spike:
-    """Return what is to be expected of directions of known strength.
+    """Return what the model expects of directions of known strength.
 
-    Parameters
-    ----------
-    strength
-        Singular values of the gradient without noise, any shape, in the unit of the gradient.
-    sigma
-        Standard deviation of the noise of one entry.
-    p, q
-        Shape of the gradient.
-
-    Raises
-    ------
-    ValueError
-        If ``sigma`` is negative or not finite, or the shape is empty.
+    ``strength`` holds singular values of the gradient without noise, any shape; ``sigma`` is the standard
+    deviation of the noise of one entry, not negative; p x q the shape of the gradient, not empty.
     """
     _check(sigma, p, q)
     s = np.asarray(strength, dtype=np.float64)
     # In units of the largest strength no square leaves the range of a float64.
     unit = max(float(np.max(np.abs(s), initial=0.0)), sigma) or 1.0
     x, noise = (s / unit) ** 2, (sigma / unit) ** 2
-    seen = x**2 > noise**2 * (p * q)
+    detectable = x**2 > noise**2 * (p * q)
     with np.errstate(divide="ignore", invalid="ignore"):
         excess = x**2 - noise**2 * (p * q)
         value = np.sqrt((x + noise * p) * (x + noise * q) / x) * unit
         left = excess / (x * (x + noise * p))
         right = excess / (x * (x + noise * q))
-    left, right = np.where(seen, left, 0.0), np.where(seen, right, 0.0)
+    left, right = np.where(detectable, left, 0.0), np.where(detectable, right, 0.0)
     echo = np.sqrt(left * right)
-    return Spike(s, np.where(seen, value, bulk_edge(sigma, p, q)), left, right, echo, s * echo)
+    return Spike(s, np.where(detectable, value, bulk_edge(sigma, p, q)), left, right, echo, s * echo)
 
 
 def infer(value: ArrayLike, sigma: float, p: int, q: int) -> Spike:
     """Return the strength of the directions behind observed singular values, and what follows from it.
 
     The inverse of :func:`predict`: with ``b = y^2 - sigma^2 (p + q)`` and ``delta = b^2 - 4 p q sigma^4``
-    the strength is ``sqrt((b + sqrt(delta)) / 2)``. Values that are not above the bulk edge have
-    strength 0. Parameters and errors are those of :func:`predict`.
+    the strength is ``sqrt((b + sqrt(delta)) / 2)``. Values that are not above the bulk edge have strength 0.
     """
     _check(sigma, p, q)
     y = np.asarray(value, dtype=np.float64)
@@ -121,8 +108,8 @@ def infer(value: ArrayLike, sigma: float, p: int, q: int) -> Spike:
     noise = (sigma / unit) ** 2
     b = (y / unit) ** 2 - noise * (p + q)
     delta = b**2 - 4 * (p * q) * noise**2
-    seen = (b > 0) & (delta > 0)
-    b, delta = np.where(seen, b, 0.0), np.where(seen, delta, 0.0)
+    above = (b > 0) & (delta > 0)
+    b, delta = np.where(above, b, 0.0), np.where(above, delta, 0.0)
     s = np.sqrt((b + np.sqrt(delta)) / 2) * unit
     spike = predict(s, sigma, p, q)
     return Spike(s, y, spike.left, spike.right, spike.echo, spike.shrunk)
@@ -131,9 +118,8 @@ def infer(value: ArrayLike, sigma: float, p: int, q: int) -> Spike:
 def gavish_donoho(value: ArrayLike, sigma: float, p: int, q: int) -> Float64:
     """Return the Frobenius-optimal estimate of singular values that were observed in noise.
 
-    ``sqrt((y^2 - (p + q) sigma^2)^2 - 4 p q sigma^4) / y`` above the bulk edge, 0 below: Gavish and
-    Donoho, "Optimal shrinkage of singular values", IEEE Trans. Inf. Theory 63 (2017), arXiv:1405.7511.
-    Parameters and errors are those of :func:`infer`.
+    ``sqrt((y^2 - (p + q) sigma^2)^2 - 4 p q sigma^4) / y`` above the bulk edge, 0 below: Gavish and Donoho,
+    "Optimal shrinkage of singular values", IEEE Trans. Inf. Theory 63 (2017), arXiv:1405.7511.
     """
     return infer(value, sigma, p, q).shrunk
 
@@ -144,7 +130,7 @@ def newton_schulz(
     steps: int = MUON_STEPS,
     coefficients: tuple[float, float, float] = MUON,
 ) -> Float64:
-    """Return what Newton-Schulz iterations make of singular values in [0, 1].
+    """Return singular values in [0, 1] after Newton-Schulz iterations.
 
     Each step maps ``x`` to ``a x + b x^3 + c x^5``; a matrix polynomial acts on singular values alone.
     """
@@ -158,14 +144,8 @@ def newton_schulz(
 def muon(value: ArrayLike, frobenius: float, *, steps: int = MUON_STEPS) -> Float64:
     """Return the singular values of the update that Muon makes of a matrix, before its learning rate.
 
-    Parameters
-    ----------
-    value
-        Singular values of the matrix.
-    frobenius
-        Its Frobenius norm, by which Muon divides first.
-    steps
-        Iterations.
+    ``value`` holds the singular values of the matrix, ``frobenius`` its Frobenius norm, by which Muon
+    divides first.
 
     Raises
     ------
@@ -178,11 +158,11 @@ def muon(value: ArrayLike, frobenius: float, *, steps: int = MUON_STEPS) -> Floa
 
 
 def mixing(strength: ArrayLike, sigma: float) -> Float64:
-    """Return the angle, in radians, by which noise turns neighbouring directions into one another.
+    """Return the angle, in radians, by which noise rotates neighbouring directions into one another.
 
-    For strengths ``s_i > s_j`` first-order perturbation gives an angle with variance
-    ``sigma^2 (s_i^2 + s_j^2) / (s_i^2 - s_j^2)^2`` (left and right alike). Result ``[K - 1]`` for ``[K]``
-    strengths: the root of it for each pair of neighbours, infinite where they are equal.
+    For strengths ``s_i > s_j`` first-order perturbation gives an angle with variance ``sigma^2 (s_i^2 +
+    s_j^2) / (s_i^2 - s_j^2)^2`` (left and right alike). Result ``[K - 1]`` for ``[K]`` strengths: its root
+    for each pair of neighbours, infinite where they are equal.
     """
     s = np.asarray(strength, dtype=np.float64)
     unit = float(np.max(np.abs(s), initial=0.0)) or 1.0
@@ -193,14 +173,14 @@ def mixing(strength: ArrayLike, sigma: float) -> Float64:
 
 
 def clusters(strength: ArrayLike, sigma: float, *, angle: float = 0.3) -> tuple[tuple[int, int], ...]:
-    """Group directions that noise turns into one another by more than ``angle`` radians.
+    """Group directions that noise rotates into one another by more than ``angle`` radians.
 
-    Single directions of a group cannot be told apart, their span can: see
+    Single directions of a group cannot be distinguished, but their span can be found again: see
     :func:`backlight.measure.spectra.echo.block_reverb`. Returned are half-open ranges ``(begin, end)`` that
-    cover all directions in order; a range of length 1 is a direction that stands alone.
+    cover all directions in order; a range of length 1 is a separate direction.
     """
     s = np.asarray(strength, dtype=np.float64)
-    cuts = [i + 1 for i, turned in enumerate(mixing(s, sigma)) if turned <= angle]
+    cuts = [i + 1 for i, rotated in enumerate(mixing(s, sigma)) if rotated <= angle]
     ends = [*cuts, len(s)] if len(s) else []
     return tuple(zip([0, *cuts], ends, strict=False)) if ends else ()
 

@@ -1,4 +1,8 @@
-"""Singular values of one matrix and what they say: a weight, a gradient, an update or a momentum."""
+"""Singular values and stable rank of one matrix, and how far a subspace has moved between two steps.
+
+A matrix is a weight, gradient, update or momentum of shape p x q, or a convolution as outputs x everything
+else; D = min(p, q). docs/formulas.md, section 2.
+"""
 
 from __future__ import annotations
 
@@ -10,108 +14,24 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from backlight.measure.spectra.replicates import ReplicateError, as_matrix, named, promoted
+from backlight.measure.spectra.replicates import ReplicateError, as_matrix, named, sum_squares
+from backlight.measure.stats.kernels import promoted
 
-Float64 = NDArray[np.float64]
+_MAX_ITERATIONS = 200
+_COLUMNS = 8
 
 
-@dataclass(frozen=True)
-class Spectrum:
-    """Singular values of a p x q matrix, D = min(p, q).
+def singular_values(matrix: Tensor, *, layer: str = "") -> NDArray[np.float64]:
+    """Return the singular values of a matrix, ``[D]``, descending, by its smaller Gram in float64.
 
-    Attributes
-    ----------
-    values
-        ``[D]``, descending, in the unit of the matrix.
-    shape
-        p, q.
+    Values below about 3e-8 of the largest are lost in a Gram; they are NaN. A matrix in float32 holds no such
+    values that rounding did not make. A matrix with NaN or infinite values raises ReplicateError.
     """
-
-    values: Float64
-    shape: tuple[int, int]
-
-    @property
-    def frobenius(self) -> float:
-        """Root of the sum of squares of the values."""
-        return float(np.linalg.norm(self.values))
-
-    @property
-    def stable_rank(self) -> float | None:
-        """``sum s^2 / s_1^2``, between 1 and D; None for a zero matrix."""
-        return stable_rank(self.values)
-
-    @property
-    def effective_rank(self) -> float | None:
-        """``exp`` of the entropy of ``s / sum s``, between 1 and D; None for a zero matrix.
-
-        Roy and Vetterli, "The effective rank" (EUSIPCO 2007).
-        """
-        total = float(np.sum(self.values))
-        if total == 0:
-            return None
-        share = self.values[self.values > 0] / total
-        return float(np.exp(-np.sum(share * np.log(share))))
-
-    @property
-    def gaps(self) -> Float64:
-        """Differences of neighbouring values relative to the largest, ``[D - 1]``; empty for zero."""
-        return gaps(self.values)
-
-    @property
-    def aspect_ratio(self) -> float:
-        """D / max(p, q), in (0, 1]."""
-        return aspect_ratio(*self.shape)
-
-
-def spectrum(matrix: Tensor, *, layer: str = "") -> Spectrum:
-    """Compute all singular values of a matrix, in float64.
-
-    Parameters
-    ----------
-    matrix
-        A weight, gradient, update or momentum with two dimensions, or a convolution, which is taken as
-        outputs x everything else. Any floating type and device.
-    layer
-        What messages call it.
-
-    Raises
-    ------
-    ReplicateError
-        If it has fewer than two dimensions or holds NaN or infinite values.
-    """
-    a_pq = promoted(as_matrix(matrix.detach(), layer=layer))
-    if not bool(torch.isfinite(a_pq).all()):
-        raise ReplicateError(f"{named(layer)}: the matrix holds NaN or infinite values.")
-    if a_pq.device.type == "mps":  # there is no float64 there
-        a_pq = a_pq.cpu()
-    s_D = torch.linalg.svdvals(a_pq.double())
-    p, q = a_pq.shape
-    return Spectrum(s_D.cpu().numpy(), (p, q))
-
-
-def values_by_gram(matrix: Tensor, *, layer: str = "") -> Float64:
-    """Compute the singular values of a matrix, ``[D]``, descending, by its smaller Gram in float64.
-
-    Cheaper than :func:`spectrum`. Values below about 3e-8 of the largest are lost in it; they are NaN. A
-    matrix in float32 holds no such values that rounding did not make. Parameters are those of
-    :func:`spectrum`.
-
-    Raises
-    ------
-    ReplicateError
-        If it is no matrix, or holds NaN or infinite values.
-    """
-    a_pq = promoted(as_matrix(matrix.detach(), layer=layer))
-    if not bool(torch.isfinite(a_pq).all()):
-        raise ReplicateError(f"{named(layer)}: the matrix holds NaN or infinite values.")
-    p, q = a_pq.shape
-    if a_pq.device.type == "mps":  # there is no float64 there
-        a_pq = a_pq.cpu()
-    a_pq = (a_pq.T if p > q else a_pq).double()
-    # Of one size, so that squares neither overflow nor vanish.
+    a_pq = _wide(matrix, layer)[0]
+    # Scaled to 1, so that squares neither overflow nor vanish.
     top = float(a_pq.abs().max())
     if top == 0:
-        return np.zeros(min(p, q))
+        return np.zeros(a_pq.shape[0])
     a_pq = a_pq / top
     squares = torch.linalg.eigvalsh(a_pq @ a_pq.T).flip(0).cpu().numpy()
     lost = squares < 4 * np.finfo(np.float64).eps * squares[0]
@@ -119,30 +39,20 @@ def values_by_gram(matrix: Tensor, *, layer: str = "") -> Float64:
     return np.where(lost, np.nan, values)
 
 
-def stable_rank_of(matrix: Tensor, *, layer: str = "", power: int = 200) -> float | None:
-    """Compute the stable rank of a matrix without its singular values; None for a zero matrix.
+def stable_rank(matrix: Tensor, *, layer: str = "") -> float | None:
+    """Return ``sum s^2 / s_1^2`` of a matrix without its singular values; None, not 0/0, for a zero matrix.
 
-    The largest singular value comes from power iterations on a block of eight columns, in float64, until
-    it moves by less than 1e-10 of itself. Parameters and errors are those of :func:`spectrum`; ``power``
-    bounds the iterations.
-
-    Raises
-    ------
-    ReplicateError
-        If it is no matrix, or holds NaN or infinite values.
+    The largest singular value comes from power iterations on a block of eight columns, in float64, until it
+    changes by less than 1e-10 of itself. A matrix with NaN or infinite values raises ReplicateError.
     """
-    a_pq = promoted(as_matrix(matrix.detach(), layer=layer))
-    square = float(torch.linalg.vector_norm(a_pq, dtype=torch.float64)) ** 2
-    if not math.isfinite(square):
-        raise ReplicateError(f"{named(layer)}: the matrix holds NaN or infinite values.")
+    a_pq, square = _wide(matrix, layer)
     if square == 0:
         return None
-    a_pq = (a_pq.T if a_pq.shape[0] > a_pq.shape[1] else a_pq).double()
     generator = torch.Generator().manual_seed(0)
-    x_pb = torch.randn(a_pq.shape[0], min(8, a_pq.shape[0]), generator=generator, dtype=torch.float64)
+    x_pb = torch.randn(a_pq.shape[0], min(_COLUMNS, a_pq.shape[0]), generator=generator, dtype=torch.float64)
     x_pb = torch.linalg.qr(x_pb.to(a_pq.device))[0]
     top = 0.0
-    for _ in range(power):
+    for _ in range(_MAX_ITERATIONS):
         y_qb = a_pq.T @ x_pb
         before, top = top, float(torch.linalg.matrix_norm(y_qb, 2))
         if abs(top - before) <= 1e-10 * top:
@@ -151,21 +61,80 @@ def stable_rank_of(matrix: Tensor, *, layer: str = "", power: int = 200) -> floa
     return square / top**2
 
 
-def stable_rank(values: ArrayLike) -> float | None:
+def stable_rank_of_values(values: ArrayLike) -> float | None:
     """Return ``sum s^2 / s_1^2`` of singular values; None, not 0/0, where all are zero."""
     s = np.abs(np.asarray(values, dtype=np.float64))
     top = float(np.max(s, initial=0.0))
     return float(np.sum((s / top) ** 2)) if top > 0 else None
 
 
-def gaps(values: ArrayLike) -> Float64:
-    """Return ``(s_i - s_{i+1}) / s_1`` of descending singular values; empty where all are zero."""
-    s = np.asarray(values, dtype=np.float64)
-    if not s.size or s[0] == 0:
-        return np.empty(0)
-    return np.asarray(-np.diff(s) / s[0], dtype=np.float64)
+def _wide(matrix: Tensor, layer: str) -> tuple[Tensor, float]:
+    """Return the matrix in float64 with its short side first, and its sum of squares."""
+    a_pq = promoted(as_matrix(matrix.detach(), layer=layer))
+    square = sum_squares(a_pq)
+    if not math.isfinite(square):
+        raise ReplicateError(f"{named(layer)}: the matrix holds NaN or infinite values.")
+    if a_pq.device.type == "mps":  # there is no float64 there
+        a_pq = a_pq.cpu()
+    return (a_pq.T if a_pq.shape[0] > a_pq.shape[1] else a_pq).double(), square
 
 
-def aspect_ratio(p: int, q: int) -> float:
-    """Return the short side over the long one, in (0, 1]."""
-    return min(p, q) / max(p, q)
+@dataclass(frozen=True)
+class Drift:
+    """The move of a k-dimensional subspace of an n-dimensional space.
+
+    Attributes
+    ----------
+    cosines
+        Of the k principal angles, descending.
+    dimension
+        n.
+    """
+
+    cosines: NDArray[np.float64]
+    dimension: int
+
+    @property
+    def overlap(self) -> float:
+        """Mean squared cosine, in [0, 1]: 1 for the same subspace; see :attr:`chance`."""
+        return float(np.mean(self.cosines**2))
+
+    @property
+    def chance(self) -> float:
+        """The expected overlap of two random subspaces, k / n."""
+        return len(self.cosines) / self.dimension
+
+    @property
+    def distance(self) -> float:
+        """Root mean square of the sines of the principal angles (chordal distance over sqrt k)."""
+        return math.sqrt(max(0.0, 1 - self.overlap))
+
+    @property
+    def angle(self) -> float:
+        """The largest principal angle, in radians."""
+        return float(np.arccos(np.clip(np.min(self.cosines), 0.0, 1.0)))
+
+
+def drift(before_nk: Tensor, after_nk: Tensor) -> Drift:
+    """Compare the spans of two sets of orthonormal columns by their principal angles, in float64.
+
+    Bjorck and Golub, "Numerical methods for computing angles between linear subspaces", Math. Comp. 27
+    (1973).
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ, there is no direction, or the columns are not orthonormal (to 1e-3).
+    """
+    if before_nk.ndim != 2 or before_nk.shape != after_nk.shape or not before_nk.numel():
+        raise ValueError(
+            f"expected two matrices [n, k] of one shape, got {tuple(before_nk.shape)} and "
+            f"{tuple(after_nk.shape)}"
+        )
+    one, other = before_nk.double(), after_nk.double()
+    for name, columns in (("before", one), ("after", other)):
+        excess = columns.T @ columns - torch.eye(columns.shape[1], dtype=columns.dtype, device=columns.device)
+        if not float(excess.abs().max()) < 1e-3:
+            raise ValueError(f"the columns of {name!r} are not orthonormal")
+    cosines = torch.linalg.svdvals(one.T @ other).clamp(max=1.0)
+    return Drift(cosines.cpu().numpy(), before_nk.shape[0])

@@ -19,6 +19,11 @@ from torch import Tensor
 _COUNTED = 2**22  # scalars whose booleans are in memory at once
 
 
+def promoted(tensor: Tensor) -> Tensor:
+    """Return 16-bit floating values as float32, in which products can be summed; else the tensor."""
+    return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
+
+
 class Partials(NamedTuple):
     """Numbers per row, each ``[R]``; those of complex rows are of the magnitudes.
 

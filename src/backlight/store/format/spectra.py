@@ -58,7 +58,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
 )
 """What is stored of each direction, with its unit.
 
-See :class:`backlight.measure.spectra.result.SpectralEcho`.
+See :class:`backlight.measure.spectra.measurement.SpectralEcho`.
 
 ``singular_value``, ``alignment_score``, ``ambiguity`` and ``solver_residual`` are medians over the
 replicates, ``_low`` and ``_high`` bound an interval, ``unbiased`` is the diagonal, and ``block`` numbers the

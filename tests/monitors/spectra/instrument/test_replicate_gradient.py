@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from backlight.monitors.spectra.instrument.replicate_gradient import gradients, seed_by
-from backlight.monitors.spectra.instrument.stable_rank import stable_rank
 from backlight.monitors.spectra.model.errors import SpectraError
 
 
@@ -117,20 +116,6 @@ def test_what_has_no_gradient():
 def test_a_replicate_with_nan_is_named():
     with pytest.raises(SpectraError, match="layer 'weight': the gradient of replicate 3 holds NaN"):
         gradients(nn.Linear(3, 3), square, torch.full((2, 3), torch.inf), {"weight"}, whole, replicate=3)
-
-
-@pytest.mark.parametrize("shape", [(1, 5), (3, 3), (64, 40), (330, 700)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_stable_rank_against_all_singular_values(shape, dtype):
-    x = torch.randn(shape).to(dtype)
-    s = torch.linalg.svdvals(x.double())
-    assert stable_rank(x) == pytest.approx(float((s**2).sum() / s[0] ** 2), rel=1e-5)
-
-
-def test_stable_rank_of_nothing():
-    assert stable_rank(torch.zeros(3, 4)) is None
-    with pytest.raises(SpectraError, match="layer 'w': the matrix holds NaN"):
-        stable_rank(torch.full((3, 4), torch.nan), layer="w")
 
 
 class Recomputed(nn.Module):

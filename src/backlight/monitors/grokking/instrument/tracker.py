@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backlight.measure.gram.eigenvalues import spectrum
-from backlight.measure.gram.products import product_spectrum
+from backlight.measure.gram.eigenvalues import product_spectrum, spectrum
 from backlight.monitors.grokking.instrument.gradient_history import Sketch, Window
 from backlight.monitors.grokking.model.spectrum_fields import finite
 

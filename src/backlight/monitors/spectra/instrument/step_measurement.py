@@ -16,12 +16,10 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from backlight.measure.spectra.decomposition import SMALL, decompose
-from backlight.measure.spectra.measurement import spectral_echo
+from backlight.measure.spectra.decomposition import SMALL_SIDE, decompose
+from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
 from backlight.measure.spectra.replicates import promoted
-from backlight.measure.spectra.result import SpectralEcho
-from backlight.measure.spectra.spectrum import stable_rank, stable_rank_of, values_by_gram
-from backlight.measure.spectra.subspace import drift
+from backlight.measure.spectra.spectrum import drift, singular_values, stable_rank, stable_rank_of_values
 from backlight.monitors.spectra.instrument.layers import matrices
 from backlight.monitors.spectra.instrument.replicate_buffer import Caught, Target
 from backlight.monitors.spectra.model.options import Catching
@@ -157,7 +155,7 @@ class Measuring:
     ) -> None:
         result = spectral_echo(G, layer=name, max_directions=self._catching.max_directions, device=device)
         mean = _mean(G).to(device)
-        ranks = {**ranks, "gradient": stable_rank_of(mean, layer=name)}
+        ranks = {**ranks, "gradient": stable_rank(mean, layer=name)}
         followed = self._follow(name, mean, result)
         batch = caught.samples[0] if caught.samples and caught.samples[0] else math.nan
         record_arrays(self._writer, caught.step, name, result)
@@ -169,10 +167,10 @@ class Measuring:
         ranks: dict[str, float | None] = {}
         for of, matrix in single.items():
             if of == "weight":
-                ranks[of] = stable_rank_of(matrix, layer=name)
+                ranks[of] = stable_rank(matrix, layer=name)
                 continue
-            values_D = values_by_gram(matrix, layer=name)
-            ranks[of] = stable_rank(values_D[~np.isnan(values_D)])
+            values_D = singular_values(matrix, layer=name)
+            ranks[of] = stable_rank_of_values(values_D[~np.isnan(values_D)])
             most = self._catching.max_directions or len(values_D)
             self._writer.array(
                 f"{PREFIX}/{name}/{of}_singular_values",
@@ -194,7 +192,7 @@ class Measuring:
         before = self._places.pop(name, None)
         if k == 0:
             return {}
-        method: Literal["svd", "randomized"] = "svd" if min(mean.shape) <= SMALL else "randomized"
+        method: Literal["svd", "randomized"] = "svd" if min(mean.shape) <= SMALL_SIDE else "randomized"
         found = decompose(mean[None], k, method=method, layer=name)
         here = _Place(found.left[0, :, :k].clone(), found.right[0, :, :k].clone())
         self._places[name] = here

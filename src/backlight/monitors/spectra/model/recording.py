@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from backlight.store.format.spectra import FIELDS, LAYER, LEFT_OUT, MEASURED, NUMBERS, PREFIX, Layer
 
 if TYPE_CHECKING:
-    from backlight.measure.spectra.result import SpectralEcho
+    from backlight.measure.spectra.measurement import SpectralEcho
 
 
 class Writer(Protocol):

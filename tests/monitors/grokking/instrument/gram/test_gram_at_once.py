@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import backlight
-from backlight.measure.gram.accumulate import joined, kept
-from backlight.measure.gram.factors import Factors, Lookup, Vectors
+from backlight.measure.gram.factors import LookupFactors, MatrixFactors, VectorFactors, compress, concatenate
 from backlight.monitors.grokking.instrument.gram.gates import GramError
 from grokking.gram_models import MODELS, N, images, labels
 
@@ -102,28 +101,28 @@ def test_no_sample_at_once_is_refused() -> None:
 
 
 def test_pieces_are_kept_in_the_form_that_takes_least() -> None:
-    def piece(t: int, i: int, o: int) -> Factors:
+    def piece(t: int, i: int, o: int) -> MatrixFactors:
         x, d = torch.randn(4, t, 1, i), torch.randn(4, t, 1, o)
-        return Factors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), i, held=True)
+        return MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), i, held=True)
 
     short, long = piece(2, 8, 8), piece(9, 8, 8)
-    assert kept([short])[0] is short
-    (made,) = kept([long])
-    assert isinstance(made, Vectors)
+    assert compress([short])[0] is short
+    (made,) = compress([long])
+    assert isinstance(made, VectorFactors)
     assert (made.rows, made.columns) == (8, 8)
     G = torch.einsum("nto,nti->noi", long.delta[:, :, 0], long.all_inputs()[:, :, 0])
     torch.testing.assert_close(made.values.view(4, 8, 8), G)
     assert made.size() == pytest.approx(long.size(), rel=1e-5)
-    (both,) = joined([[made], [made]])
-    assert isinstance(both, Vectors)
+    (both,) = concatenate([[made], [made]])
+    assert isinstance(both, VectorFactors)
     assert both.samples == 8
     assert both.size() == pytest.approx(2**0.5 * made.size(), rel=1e-5)
 
 
 def test_parts_that_differ_are_refused() -> None:
     ids = torch.zeros(2, 3, dtype=torch.long)
-    a = Lookup(ids, torch.zeros(2, 3, 4), 9)
+    a = LookupFactors(ids, torch.zeros(2, 3, 4), 9)
     with pytest.raises(ValueError, match="used differently by different samples"):
-        joined([[a], [a, a]])
+        concatenate([[a], [a, a]])
     with pytest.raises(ValueError, match="different numbers of positions"):
-        joined([[a], [Lookup(ids[:, :2], a.delta[:, :2], 9)]])
+        concatenate([[a], [LookupFactors(ids[:, :2], a.delta[:, :2], 9)]])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backlight.measure.gram.factors import Vectors
+from backlight.measure.gram.factors import VectorFactors
 from backlight.monitors.grokking.instrument.gram import batches
 
 LIMIT = 256 << 20
@@ -33,7 +33,7 @@ def per_sample(
     loss_fn: Callable[[Any, Any], Tensor],
     batch: Any,
     parameters: Mapping[str, nn.Parameter],
-) -> Iterator[tuple[str, Vectors, str]]:
+) -> Iterator[tuple[str, VectorFactors, str]]:
     """Yield name, per-sample gradients ``[N, M_p]`` as a piece, and ``vmap`` or ``loop``.
 
     Parameters are taken in groups whose gradients fit into :data:`LIMIT`, each with a pass of its own.
@@ -58,7 +58,7 @@ def _of_group(
     batch: Any,
     group: Mapping[str, nn.Parameter],
     n: int,
-) -> Iterator[tuple[str, Vectors, str]]:
+) -> Iterator[tuple[str, VectorFactors, str]]:
     try:
         found, method = _vmapped(model, loss_fn, batch, group), "vmap"
     except Exception:  # noqa: BLE001 - whatever vmap cannot do, a loop can
@@ -66,7 +66,7 @@ def _of_group(
     for name, gradients in found.items():
         flat = gradients.reshape(n, -1)
         size = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
-        yield name, Vectors(flat, size, flat.dtype, rows=1), method
+        yield name, VectorFactors(flat, size, flat.dtype, rows=1), method
 
 
 def _vmapped(

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from backlight.capture.modules import unwrapped
 from backlight.capture.per_sample import Taps, gradients
 from backlight.capture.preserve_state import Untouched, untouched
-from backlight.measure.gram.accumulate import joined, kept
-from backlight.measure.gram.factors import Piece, layout, precision
-from backlight.measure.gram.gram import SCRATCH, combine, formed
+from backlight.measure.gram.factors import Factors, coarsest_dtype, common_shape, compress, concatenate
+from backlight.measure.gram.gram import SCRATCH_BYTES, combine, product_dtype
 from backlight.measure.gram.gram import gram as gram_of_pieces
 from backlight.measure.gram.layers import kernel_of
 from backlight.monitors.grokking.instrument.gram import batches, gates
@@ -47,7 +46,7 @@ def gram(
     detail: str = "parameter",
     fallback: bool = True,
     kernel: str = "auto",
-    scratch: int = SCRATCH,
+    scratch: int = SCRATCH_BYTES,
     products: torch.dtype | None = None,
     at_once: int | None = None,
 ) -> Gram:
@@ -173,7 +172,7 @@ class Measurement:
         if not pieces:
             return
         try:
-            layout(pieces)
+            common_shape(pieces)
         except ValueError as error:
             parameter.escaped = str(error)
             return
@@ -182,19 +181,19 @@ class Measurement:
         elif self.at_once == self.samples:
             self._measure(parameter, pieces)
         else:
-            parameter.parts.append(kept(pieces))
+            parameter.parts.append(compress(pieces))
 
-    def _measure(self, parameter: Measured, pieces: list[Piece]) -> None:
+    def _measure(self, parameter: Measured, pieces: list[Factors]) -> None:
         K, parameter.method = gram_of_pieces(
             pieces, kernel=self.kernel, scratch=self.scratch, products=self.products
         )
         if parameter.method == "chunked" and self.products is None:
-            self.rounding = max(self.rounding, torch.finfo(formed(pieces)).eps)
-        parameter.eps = gates.epsilon(precision(pieces), K.device)
+            self.rounding = max(self.rounding, torch.finfo(product_dtype(pieces)).eps)
+        parameter.eps = gates.epsilon(coarsest_dtype(pieces), K.device)
         parameter.summands = sum(piece.size() ** 2 for piece in pieces) ** 0.5
         self._keep(parameter, K)
 
-    def _add_combination(self, parameter: Measured, pieces: list[Piece], start: int, stop: int) -> None:
+    def _add_combination(self, parameter: Measured, pieces: list[Factors], start: int, stop: int) -> None:
         assert self.weights is not None
         name = parameter.place.name
         found = combine(pieces, self.weights[name][:, start:stop], scratch=self.scratch)
@@ -253,11 +252,11 @@ class Measurement:
     def _some_at_once(self) -> Any:
         return batches.some(self.batch, torch.arange(self.start, self.stop))
 
-    def _measure_parts(self, parameter: Measured, parts: list[list[Piece]]) -> None:
+    def _measure_parts(self, parameter: Measured, parts: list[list[Factors]]) -> None:
         try:
             if sum(piece.samples for part in parts for piece in part[:1]) != self.samples:
                 raise ValueError("it is not used by every sample")
-            self._measure(parameter, joined(parts))
+            self._measure(parameter, concatenate(parts))
         except ValueError as error:
             parameter.escaped = str(error)
 
@@ -432,7 +431,7 @@ class Measurement:
                 if name in left:
                     raise left[name]
 
-    def _take_fallback(self, parameter: Measured, piece: Piece, method: str) -> None:
+    def _take_fallback(self, parameter: Measured, piece: Factors, method: str) -> None:
         K, _ = gram_of_pieces([piece])
         parameter.method = method
         parameter.summands = piece.size()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from backlight.capture.modules import NamedParameter, walk
-from backlight.measure.gram.factors import Piece
+from backlight.measure.gram.factors import Factors
 from backlight.monitors.grokking.instrument.gram.gates import GramError
 from backlight.monitors.grokking.instrument.gram.result import Place, block_of
 
@@ -22,8 +22,8 @@ class Measured:
     place: Place
     tensor: nn.Parameter
     expected: int = 0
-    pieces: list[Piece] = field(default_factory=list)
-    parts: list[list[Piece]] = field(default_factory=list)
+    pieces: list[Factors] = field(default_factory=list)
+    parts: list[list[Factors]] = field(default_factory=list)
     escaped: str = ""
     method: str = ""
     total: float = 0.0

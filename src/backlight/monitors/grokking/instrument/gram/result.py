@@ -168,7 +168,7 @@ class Gram:
         device
             Where eigenvalues are computed; None for where the Gram is.
         """
-        return spectrum(self.scope(scope), centred=centred, top=top, device=device, piece_eps=self.piece_eps)
+        return spectrum(self.scope(scope), centred=centred, top=top, device=device, input_eps=self.piece_eps)
 
     def eigenvectors(
         self, k: int, *, centred: bool = False, scope: str = "model"
