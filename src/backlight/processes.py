@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 _ioctl: Callable[..., Any] | None = None
 with contextlib.suppress(ImportError):
     import fcntl
 
     _ioctl = fcntl.ioctl
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 _INFO_SIZE = 64
 _INFO_MASK = struct.Struct("=Q")
@@ -278,3 +282,21 @@ def _stat(path: Path) -> tuple[str, list[str]] | None:
 def available_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory() -> int:
+    """Return the bytes that can be allocated without swapping, within the limit of a container."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+            free = min(free, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass  # no limit, or not Linux
+    return int(free)
+
+
+def resident_memory() -> int:
+    """Return the bytes of memory that this process has resident."""
+    return int(psutil.Process().memory_info().rss)

@@ -1,4 +1,4 @@
-"""Checkpoints: everything comes back exactly, nothing is pickled, a damaged one is passed over."""
+"""Checkpoints: values are restored exactly, no code is executed, damaged files are skipped."""
 
 from __future__ import annotations
 
@@ -31,29 +31,39 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def test_every_kind_of_value_comes_back(tmp_path: Path) -> None:
-    path = save(tmp_path, 7, STATE)
+def test_every_kind_of_value_is_restored(tmp_path: Path) -> None:
+    save(tmp_path, 7, STATE)
     step, state = newest(tmp_path) or (0, {})
     assert step == 7
     assert same(state, STATE)
-    assert b"pickle" not in path.read_bytes()
     with pytest.raises(TypeError, match="holds tensors and plain values, got object"):
         save(tmp_path, 8, {"x": object()})
 
 
-def test_the_newest_that_can_be_read_counts_and_old_ones_go(tmp_path: Path) -> None:
-    assert newest(tmp_path / "none") is None
-    for step in (10, 20, 30):
-        path = save(tmp_path, step, {"at": step}, keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000020.npz", "step-000000030.npz"]
-    path.write_bytes(path.read_bytes()[:100])
-    assert newest(tmp_path) == (20, {"at": 20})
-    (tmp_path / "step-000000020.npz").write_bytes(b"")
+def test_a_view_is_saved_without_its_storage(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, {"row": torch.zeros(1000, 1000)[0]})
+    assert path.stat().st_size < 100_000
+
+
+def test_a_file_with_code_is_not_executed(tmp_path: Path) -> None:
+    torch.save({"x": Path("/")}, tmp_path / "step-000000001.pt")
     with pytest.raises(CheckpointError, match="no checkpoint can be read"):
         newest(tmp_path)
 
 
-def test_a_training_goes_on_from_its_state() -> None:
+def test_the_newest_readable_checkpoint_is_used_and_old_ones_are_removed(tmp_path: Path) -> None:
+    assert newest(tmp_path / "none") is None
+    for step in (10, 20, 30):
+        path = save(tmp_path, step, {"at": step}, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000020.pt", "step-000000030.pt"]
+    path.write_bytes(path.read_bytes()[:100])
+    assert newest(tmp_path) == (20, {"at": 20})
+    (tmp_path / "step-000000020.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no checkpoint can be read"):
+        newest(tmp_path)
+
+
+def test_training_continues_from_its_state() -> None:
     def train(task: Any, steps: range) -> None:
         for step in steps:
             task.optimizer.zero_grad()
@@ -69,11 +79,11 @@ def test_a_training_goes_on_from_its_state() -> None:
     assert torch.equal(third.model.embed.weight, whole.model.embed.weight)
     state = training_state(half)
     state["model"] = {"wrong": torch.zeros(1)}
-    with pytest.raises(CheckpointError, match="does not fit this training"):
+    with pytest.raises(CheckpointError, match="does not fit this experiment"):
         restore(third, state)
 
 
-def test_random_states_come_back() -> None:
+def test_random_states_are_restored() -> None:
     import random
 
     import numpy as np

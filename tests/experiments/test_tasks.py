@@ -96,8 +96,8 @@ def test_the_ten_are_there():
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_are_frozen_documented_sections(name):
     experiment = EXPERIMENTS[name]
-    settings = experiment.settings()
-    assert isinstance(experiment.ci, experiment.settings)
+    settings = experiment.settings
+    assert type(experiment.ci) is type(experiment.settings)
     for section in ("data", "model", "training"):
         part = getattr(settings, section)
         assert dataclasses.is_dataclass(part)

@@ -1,16 +1,14 @@
-"""Checkpoints of a training as plain numbers and JSON: nothing is pickled, opening one executes nothing.
+"""Checkpoints of an experiment: plain values and tensors, loaded with ``weights_only``, so nothing is executed.
 
-A checkpoint is one ``.npz`` file: the tensors, and a skeleton that says where each stands in the nested
-state. It is complete before it has its name, so that a kill leaves the one before.
+A file is complete before it gets its name, so a kill leaves the previous checkpoint intact.
 """
 
 from __future__ import annotations
 
 import io
-import json
+import pickle
 import random
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,30 +21,36 @@ from backlight.store.platform import atomic_json
 if TYPE_CHECKING:
     from backlight.experiments.experiment import Task
 
-FOLDER = "checkpoints"
-_NAME = re.compile(r"step-(\d{9})\.npz")
+DIRECTORY = "checkpoints"
+_NAME = re.compile(r"step-(\d{9})\.pt")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or does not belong to this training."""
+    """A checkpoint that cannot be read, or belongs to another experiment."""
 
 
-def save(folder: Path, step: int, state: Mapping[str, Any], *, keep: int = 2) -> Path:
-    """Write the state before ``step``, and remove all but the newest ``keep``; an OSError passes through."""
-    folder.mkdir(parents=True, exist_ok=True)
-    arrays: dict[str, np.ndarray] = {}
-    skeleton = json.dumps(_taken_apart(state, arrays))
+def save(directory: Path, step: int, state: Mapping[str, Any], *, keep: int = 2) -> Path:
+    """Write the state before ``step``, and remove all but the newest ``keep`` checkpoints.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written.
+    TypeError
+        If the state holds anything but tensors, plain values, lists, tuples and mappings.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
-    np.savez(buffer, skeleton=np.frombuffer(skeleton.encode(), dtype=np.uint8), **arrays)  # type: ignore[arg-type]  # arrays by name
-    path = folder / f"step-{step:09d}.npz"
+    torch.save(_plain(state), buffer)
+    path = directory / f"step-{step:09d}.pt"
     atomic_json.write_atomically(path, buffer.getvalue())
-    for old in _found(folder)[:-keep]:
+    for old in _saved(directory)[:-keep]:
         old.unlink(missing_ok=True)
     return path
 
 
-def newest(folder: Path) -> tuple[int, dict[str, Any]] | None:
-    """Return step and state of the newest checkpoint that can be read; None where there is none.
+def newest(directory: Path) -> tuple[int, dict[str, Any]] | None:
+    """Return step and state of the newest readable checkpoint; None if there is no checkpoint.
 
     Raises
     ------
@@ -54,16 +58,13 @@ def newest(folder: Path) -> tuple[int, dict[str, Any]] | None:
         If there are checkpoints, and none can be read.
     """
     problems = []
-    for path in reversed(_found(folder)):
+    for path in reversed(_saved(directory)):
         try:
-            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                skeleton = json.loads(bytes(file["skeleton"]))
-                state = _put_together(skeleton, file)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            problems.append(f"{path}: {error}")
-            continue
-        match = _NAME.fullmatch(path.name)
-        return int(match[1]) if match else 0, state
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, ValueError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            problems.append(f"{path}: {' '.join(str(error).split())[:200]}")
+        else:
+            return int(path.stem.removeprefix("step-")), state
     if problems:
         raise CheckpointError(
             f"no checkpoint can be read: {'; '.join(problems)}; start anew with another --out"
@@ -73,7 +74,6 @@ def newest(folder: Path) -> tuple[int, dict[str, Any]] | None:
 
 def training_state(task: Task) -> dict[str, Any]:
     """Return all that training changes: model, optimizer, scheduler, what the task adds, random states."""
-    version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "model": dict(task.model.state_dict()),
@@ -83,14 +83,14 @@ def training_state(task: Task) -> dict[str, Any]:
         "random": {
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-            "python": [version, list(numbers), gauss],
-            "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+            "python": random.getstate(),
+            "numpy": (name, np.asarray(keys).tolist(), position, has_gauss, cached),
         },
     }
 
 
 def restore(task: Task, state: Mapping[str, Any]) -> None:
-    """Take back what :func:`training_state` gave.
+    """Load what :func:`training_state` returned.
 
     Raises
     ------
@@ -104,55 +104,33 @@ def restore(task: Task, state: Mapping[str, Any]) -> None:
         if task.scheduler is not None:
             task.scheduler.load_state_dict(state["scheduler"])
     except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the checkpoint does not fit this training: {error}") from error
-    kept = state["random"]
-    torch.set_rng_state(kept["torch"])
-    if kept["cuda"] and torch.cuda.device_count() == len(kept["cuda"]):
-        torch.cuda.set_rng_state_all(kept["cuda"])
-    version, numbers, gauss = kept["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = kept["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+        raise CheckpointError(f"the checkpoint does not fit this experiment: {error}") from error
+    saved = state["random"]
+    torch.set_rng_state(saved["torch"])
+    if saved["cuda"] and torch.cuda.device_count() == len(saved["cuda"]):
+        torch.cuda.set_rng_state_all(saved["cuda"])
+    random.setstate(saved["python"])
+    name, keys, *rest = saved["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
 
 
-def _found(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name)) if folder.is_dir() else []
+def _saved(directory: Path) -> list[Path]:
+    return sorted(p for p in directory.iterdir() if _NAME.fullmatch(p.name)) if directory.is_dir() else []
 
 
-def _taken_apart(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """Return ``value`` as JSON, with its tensors in ``arrays``.
-
-    Raises
-    ------
-    TypeError
-        If something is neither a tensor, a plain value, nor a list, tuple or mapping of such.
-    """
+def _plain(value: Any) -> Any:
+    """Return ``value`` with tensors on the CPU; refuse what ``weights_only`` would not load again."""
     if isinstance(value, torch.Tensor):
-        key = f"t{len(arrays)}"
-        tensor = value.detach().cpu().contiguous()
-        narrow = tensor.dtype is torch.bfloat16
-        arrays[key] = (tensor.view(torch.uint16) if narrow else tensor).numpy()
-        return {"tensor": key, "bf16": narrow}
+        tensor = value.detach().cpu()
+        # A view would be saved with the whole storage behind it.
+        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
     if isinstance(value, Mapping):
-        return {"map": [[_taken_apart(k, arrays), _taken_apart(v, arrays)] for k, v in value.items()]}
+        return {_plain(key): _plain(held) for key, held in value.items()}
     if isinstance(value, (list, tuple)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_taken_apart(v, arrays) for v in value]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+        held = [_plain(one) for one in value]
+        return held if isinstance(value, list) else tuple(held)
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"a checkpoint holds tensors and plain values, got {type(value).__name__}")
-
-
-def _put_together(value: Any, file: Any) -> Any:
-    if not isinstance(value, dict):
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if "tensor" in value:
-        tensor = torch.from_numpy(np.array(file[value["tensor"]]))
-        return tensor.view(torch.bfloat16) if value["bf16"] else tensor
-    if "map" in value:
-        return {_put_together(k, file): _put_together(v, file) for k, v in value["map"]}
-    if "list" in value:
-        return [_put_together(v, file) for v in value["list"]]
-    return tuple(_put_together(v, file) for v in value["tuple"])
+    raise TypeError(f"a checkpoint holds tensors and plain values, got {type(value).__name__}")

@@ -121,7 +121,7 @@ def preset(name: str, chosen: str = "ci") -> Configuration:
     if chosen not in PRESETS:
         raise ConfigurationError(f"preset {chosen!r}: expected {' or '.join(PRESETS)}")
     experiment = experiment_of(name)
-    return Configuration(name, experiment.ci if chosen == "ci" else experiment.settings(), chosen)
+    return Configuration(name, experiment.ci if chosen == "ci" else experiment.settings, chosen)
 
 
 def read(path: Path) -> dict[str, Any]:

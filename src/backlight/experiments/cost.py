@@ -18,9 +18,9 @@ from backlight.experiments.loop import named_gradients
 from backlight.experiments.runner import build, one_machine, pace_of
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
-from backlight.monitors.grokking.model.available_memory import available_bytes, resident_bytes
 from backlight.monitors.grokking.model.disk_guard import free_bytes
 from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier, left_out
+from backlight.processes import available_memory, resident_memory
 from backlight.text import size
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def estimate(
     """
     on_part("training")
     step_seconds = _timed_steps(task, budget)
-    base = resident_bytes()
+    base = resident_memory()
     on_part("evaluation")
     cheap, _ = _timed(lambda: task.evaluate(thorough=False))
     thorough, _ = _timed(lambda: task.evaluate(thorough=True))
@@ -365,7 +365,7 @@ def estimate_of(
             probe,
             free_disk=free_bytes(path),
             reserve=configuration.keeping.disk_free,
-            free_memory=available_bytes(),
+            free_memory=available_memory(),
             checkpoints=configuration.keeping.checkpoints,
             budget=budget,
             on_part=on_part,

@@ -1,9 +1,8 @@
-"""What an experiment is: a published setting as data, and a task that a loop can train and resume.
+"""The interface of an experiment: published settings as data, and a task that can be trained and resumed.
 
-An experiment is one file in ``grokking/experiments``. Its settings are one frozen dataclass whose
-defaults are the published hyperparameters, in three sections: ``data``, ``model`` and ``training``.
-A task is what ``build`` makes of settings and a seed: everything that training changes is in its
-model, optimizer, scheduler and ``extra_state``, and the batch of a step follows from seed and step
+An experiment is one file in ``experiments/published``: its settings, in the sections ``data``, ``model`` and
+``training``, and ``build``, which makes a task of settings and a seed. Everything that training changes is in
+the task's model, optimizer, scheduler and ``extra_state``, and the batch of a step depends on seed and step
 alone, so that a resumed run gives the numbers of an uninterrupted one.
 """
 
@@ -20,11 +19,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 S = TypeVar("S")
+D = TypeVar("D")
+M = TypeVar("M")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Paper:
-    """Where an experiment was published, what it claims, and what the source leaves open."""
+    """The publication of an experiment, its claim, and what the source leaves open (``unclear``)."""
 
     arxiv: str
     title: str
@@ -34,8 +36,26 @@ class Paper:
 
 
 @dataclass(frozen=True)
+class Duration:
+    """How many steps are trained, and how many lie between two evaluations, cheap and thorough."""
+
+    steps: int = 100_000
+    log_every: int = 100
+    thorough_every: int = 1000
+
+
+@dataclass(frozen=True)
+class Settings(Generic[D, M, T]):
+    """Hyperparameters of an experiment: three frozen dataclasses; ``training`` is a :class:`Duration`."""
+
+    data: D
+    model: M
+    training: T
+
+
+@dataclass(frozen=True)
 class Facts:
-    """What a verdict must know of a task.
+    """Facts of a task that a verdict needs.
 
     ``chance`` is the accuracy of guessing; ``train_size`` and ``test_size`` count samples. A task
     without accuracies (a regression) defines its own, and says so in ``accuracy``.
@@ -53,11 +73,11 @@ class Task(Protocol):
     Attributes
     ----------
     model, optimizer:
-        What is trained, and by what; the optimizer holds every trainable parameter.
+        The optimizer holds every trainable parameter.
     scheduler:
         Stepped once after each optimizer step; None for a constant learning rate.
     facts:
-        What a verdict must know.
+        What a verdict needs.
     probe:
         A fixed batch of N training samples, tensors with samples along the first dimension: what
         per-sample gradients are taken of.
@@ -96,15 +116,15 @@ class Task(Protocol):
         """Return tensors and plain values, beyond model and optimizer, that a resumed task needs."""
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`extra_state` gave."""
+        """Restore what :meth:`extra_state` returned."""
 
 
 @dataclass(frozen=True)
 class Experiment(Generic[S]):
     """A published experiment.
 
-    ``settings()`` is the published setting, ``ci`` a small one that shows the effect in seconds to
-    minutes on one core. ``build(settings, seed, device, control)`` makes the task; ``control`` is ""
+    ``settings`` are the published ones, ``ci`` small ones that show the effect in seconds to minutes on
+    one core. ``build(settings, seed, device, control)`` makes the task; ``control`` is ""
     or ``"random-labels"``, the same run with the training and test labels shuffled by the seed.
     ``effect`` names what the paper claims in a few words; ``bench/grokking_experiments.py`` checks it.
     ``expects`` is the verdict that this claim implies, "" where it is not one of late accuracy;
@@ -114,7 +134,7 @@ class Experiment(Generic[S]):
     name: str
     title: str
     paper: Paper
-    settings: type[S]
+    settings: S
     ci: S
     build: Callable[[S, int, torch.device, str], Task]
     effect: str = "late generalisation"
@@ -125,3 +145,9 @@ class Experiment(Generic[S]):
 EXPERIMENTS: Registry[Experiment[Any]] = Registry(
     "experiment", part="published", group="backlight.experiments", holds=Experiment
 )
+
+
+def register(experiment: Experiment[S]) -> Experiment[S]:
+    """Add ``experiment`` to the registry under its own name and return it."""
+    EXPERIMENTS.add(experiment.name, experiment)
+    return experiment

@@ -1,16 +1,23 @@
-"""The fast oracle: modular addition mod 23 in a quadratic net, which groks in about a second."""
+"""The fast oracle: modular addition mod 23 in a quadratic net, which groks in about a second.
+
+Half of the 529 pairs train a net f = ((U[a] + V[b])²)W of width 128 (8,832 parameters) with full batches,
+mean squared error on one-hot labels and AdamW. It memorises at step 30 to 40 and generalises near step 1000
+(architecture and closed-form solution: Gromov, 2301.02679; see docs/formulas.md, section 4). With a weight decay
+of .1, with random labels, or with a training share of .8 it does not grok. It is not a published
+experiment, so it is not registered.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from backlight.experiments.data.algorithmic import modular_table, one_hot_pairs
 from backlight.experiments.data.split import apply_control, seeded, share_out
-from backlight.experiments.experiment import Experiment, Paper
+from backlight.experiments.experiment import Experiment, Paper, Settings
 from backlight.experiments.models.mlp import PowerNet
-from backlight.experiments.tasks.supervised import SupervisedTask, one_hot_squared_error
+from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, adamw, one_hot_squared_error
 
 
 @dataclass(frozen=True)
@@ -30,46 +37,32 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(AdamWTraining):
     """AdamW on full batches; ``log_every`` steps between two evaluations."""
 
     steps: int = 2000
     lr: float = 5e-3
-    weight_decay: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.98)
     log_every: int = 10
     thorough_every: int = 100
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The oracle, as section 4 of the formulas states it."""
-
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
+SETTINGS = Settings(Data(), Model(), Training())
 
 
 def build(
-    settings: Settings | None = None,
+    settings: Settings[Data, Model, Training] = SETTINGS,
     seed: int = 0,
     device: torch.device | str = "cpu",
     control: str = "",
 ) -> SupervisedTask:
     """Return the oracle, ready to train."""
-    settings = settings or Settings()
     p, width, device = settings.data.p, settings.model.width, torch.device(device)
     pairs, results = modular_table(p, settings.data.operation)
     split = share_out(one_hot_pairs(pairs, p), results, round(settings.data.train_share * len(pairs)), seed)
     split = apply_control(split, control, seed).to(device)
     with seeded(seed, "model"):
-        model = PowerNet(2 * p, width, p, power=2, embed_std=(2 * p) ** -0.5, unembed_std=width**-0.5).to(
-            device
-        )
-    training = settings.training
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=training.lr, weight_decay=training.weight_decay, betas=training.betas
-    )
+        model = PowerNet(2 * p, width, p, power=2).to(device)
+    optimizer = adamw(model, settings.training)
     return SupervisedTask(model, optimizer, split, seed, chance=1 / p, sample_losses=one_hot_squared_error)
 
 
@@ -83,8 +76,7 @@ ORACLE = Experiment(
         claim="A two-layer quadratic net groks modular addition, and its solution has a closed form.",
         unclear="Sizes and training are chosen for speed, not published.",
     ),
-    settings=Settings,
-    ci=Settings(),
+    settings=SETTINGS,
+    ci=SETTINGS,
     build=build,
-    effect="late generalisation",
 )

@@ -176,7 +176,9 @@ def run_experiment(
     def kept(step: int, state: Mapping[str, Any]) -> None:
         writer.flush()
         try:
-            checkpoints.save(path / checkpoints.FOLDER, step, state, keep=configuration.keeping.checkpoints)
+            checkpoints.save(
+                path / checkpoints.DIRECTORY, step, state, keep=configuration.keeping.checkpoints
+            )
         except OSError as error:
             warn("checkpoint", f"{error}; a resumed run starts at the one before")
 
@@ -312,7 +314,7 @@ def _to_resume(configuration: Configuration, path: Path) -> tuple[int, dict[str,
             f"{path}: was started with another configuration: {'; '.join(wrong[:3])}. Resume it without "
             "settings of its own, or start anew with another --out"
         )
-    return checkpoints.newest(path / checkpoints.FOLDER)
+    return checkpoints.newest(path / checkpoints.DIRECTORY)
 
 
 def _differences(

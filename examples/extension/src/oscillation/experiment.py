@@ -77,7 +77,7 @@ EXPERIMENTS.add(
             claim="With twice as many samples as inputs the student generalises as it fits: no delay.",
             unclear="",
         ),
-        settings=Settings,
+        settings=Settings(),
         ci=Settings(Data(40, 80, 200), Training(steps=300, lr=0.1)),
         build=build,
         effect="no delay",

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from backlight.experiments.data.split import apply_control, seeded, share_out
-from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.mlp import PowerNet
 from backlight.experiments.progress.input_sensitivity import circulant_deviation, input_agop
 from backlight.experiments.progress.representation import inverse_participation_ratio, weight_norm
-from backlight.experiments.tasks.supervised import SupervisedTask, adamw, one_hot_squared_error
+from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, adamw, one_hot_squared_error
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(AdamWTraining):
     """Full batches, squared error on one-hot, AdamW.
 
     The decay is decoupled: as a part of the gradient it collapses such a net to zero.
@@ -45,19 +45,12 @@ class Training:
     steps: int = 20_000
     lr: float = 5e-3
     weight_decay: float = 5.0
-    betas: tuple[float, float] = (0.9, 0.98)
     log_every: int = 20
     thorough_every: int = 200
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The published setting for two terms, as far as it is known; see ``unclear``."""
-
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
-
+PUBLISHED = Settings(Data(), Model(), Training())
+"""The published setting for two terms, as far as it is known; see ``unclear``."""
 
 CI = Settings(
     data=Data(p=11, coefficients=(1, 1, 1), exponents=(1, 1, 1), train_share=0.45),
@@ -67,13 +60,7 @@ CI = Settings(
 
 
 def polynomial_table(data: Data) -> tuple[Tensor, Tensor]:
-    """Return tuples [p^S, S] and values of the polynomial [p^S], int64.
-
-    Raises
-    ------
-    ValueError
-        If coefficients and exponents differ in number, or there are fewer than two terms.
-    """
+    """Return tuples [p^S, S] and values of the polynomial [p^S], int64."""
     terms = len(data.coefficients)
     if terms != len(data.exponents) or terms < 2:
         raise ValueError(
@@ -88,7 +75,9 @@ def polynomial_table(data: Data) -> tuple[Tensor, Tensor]:
     return tuples, value % data.p
 
 
-def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+def build(
+    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
+) -> SupervisedTask:
     """Return the task."""
     p, width, training = settings.data.p, settings.model.width, settings.training
     tuples, values = polynomial_table(settings.data)
@@ -97,9 +86,7 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
     split = share_out(inputs, values, round(settings.data.train_share * len(inputs)), seed)
     split = apply_control(split, control, seed).to(device)
     with seeded(seed, "model"):
-        model = PowerNet(
-            terms * p, width, p, power=terms, embed_std=(terms * p) ** -0.5, unembed_std=width**-0.5
-        ).to(device)
+        model = PowerNet(terms * p, width, p, power=terms).to(device)
 
     def participation() -> float:
         # Each neuron has one wave for each term.
@@ -120,8 +107,7 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
     )
 
 
-EXPERIMENTS.add(
-    "doshi",
+register(
     Experiment(
         name="doshi",
         title="Doshi: modular polynomials",
@@ -134,9 +120,9 @@ EXPERIMENTS.add(
             unclear="Width, learning rate, weight decay and β of each figure could not be checked against "
             "the paper; those here are the values known from the authors' work on modular arithmetic.",
         ),
-        settings=Settings,
+        settings=PUBLISHED,
         ci=CI,
         build=build,
         effect="late generalisation, neurons on one wave",
-    ),
+    )
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from backlight.experiments.data.split import apply_control, generator, seeded
 from backlight.experiments.data.vectors import image_split
-from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.mlp import Mlp
 from backlight.experiments.progress.input_sensitivity import (
     adversarial_accuracy,
@@ -16,7 +16,13 @@ from backlight.experiments.progress.input_sensitivity import (
     neighbourhood,
 )
 from backlight.experiments.progress.representation import weight_norm
-from backlight.experiments.tasks.supervised import SupervisedTask, adamw, cross_entropy, one_hot_squared_error
+from backlight.experiments.tasks.supervised import (
+    AdamWTraining,
+    SupervisedTask,
+    adamw,
+    cross_entropy,
+    one_hot_squared_error,
+)
 
 LOSSES = {"cross-entropy": cross_entropy, "squared-error": one_hot_squared_error}
 
@@ -40,7 +46,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(AdamWTraining):
     """AdamW, batches of 200, squared error on one-hot (public code).
 
     Attacks have ``attack_radius`` in l∞ of pixels in [0, 1], with ``attack_steps`` projected gradient
@@ -51,7 +57,6 @@ class Training:
     steps: int = 1_000_000
     batch_size: int = 200
     loss: str = "squared-error"
-    lr: float = 1e-3
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     attack_radius: float = 0.1
@@ -60,17 +65,10 @@ class Training:
     frame_radius: float = 0.05
     measured: int = 500
     log_every: int = 1000
-    thorough_every: int = 1000
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The published setting of the fully connected net."""
-
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
-
+PUBLISHED = Settings(Data(), Model(), Training())
+"""The published setting of the fully connected net."""
 
 CI = Settings(
     data=Data(train_size=200),
@@ -88,14 +86,10 @@ CI = Settings(
 )
 
 
-def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
-    """Return the task.
-
-    Raises
-    ------
-    ValueError
-        If no loss has the name in the settings.
-    """
+def build(
+    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
+) -> SupervisedTask:
+    """Return the task."""
     data, training = settings.data, settings.training
     if training.loss not in LOSSES:
         raise ValueError(f"training.loss is {training.loss!r}, expected one of {', '.join(LOSSES)}")
@@ -144,8 +138,7 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
     )
 
 
-EXPERIMENTS.add(
-    "humayun",
+register(
     Experiment(
         name="humayun",
         title="Humayun: delayed robustness",
@@ -158,10 +151,10 @@ EXPERIMENTS.add(
             unclear="Attack and radius of each figure; the public code for MNIST measures complexity at "
             "radii .05 to 5 and 50 vertices, depths 2 to 6, with GELU as the last default of its file.",
         ),
-        settings=Settings,
+        settings=PUBLISHED,
         ci=CI,
         build=build,
         effect="late robustness",
         expects="",
-    ),
+    )
 )

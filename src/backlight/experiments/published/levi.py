@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from backlight.experiments.data.split import apply_control, generator
 from backlight.experiments.data.vectors import linear_teacher
-from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.experiment import Duration, Experiment, Paper, Settings, register
 from backlight.experiments.progress.representation import weight_norm
 from backlight.experiments.tasks.supervised import SupervisedTask
 
@@ -29,18 +29,15 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Duration):
     """Full-batch gradient descent of the mean squared error in fp64.
 
     A sample counts as right where its squared error, the mean over outputs, is at most ``tolerance``
     (the paper's ε).
     """
 
-    steps: int = 100_000
     lr: float = 0.01
     tolerance: float = 1e-3
-    log_every: int = 100
-    thorough_every: int = 1000
 
 
 @dataclass(frozen=True)
@@ -50,16 +47,11 @@ class Model:
     scale: float = 1.0
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A setting of the paper with λ = .9, as far as it is known; see ``unclear``."""
-
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
-
+PUBLISHED = Settings(Data(), Model(), Training())
+"""A setting of the paper with λ = .9, as far as it is known; see ``unclear``."""
 
 CI = Settings(
+    model=Model(),
     data=Data(inputs=100, train_size=105, test_size=1000),
     training=Training(steps=12_000, lr=0.1, tolerance=1e-3, log_every=20, thorough_every=500),
 )
@@ -70,7 +62,9 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean(1)
 
 
-def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+def build(
+    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
+) -> SupervisedTask:
     """Return the task."""
     data, training = settings.data, settings.training
     split, teacher = linear_teacher(data.inputs, data.outputs, data.train_size, data.test_size, seed)
@@ -99,8 +93,7 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
     )
 
 
-EXPERIMENTS.add(
-    "levi",
+register(
     Experiment(
         name="levi",
         title="Levi: linear teacher and student",
@@ -113,9 +106,8 @@ EXPERIMENTS.add(
             unclear="Sizes, rate and ε differ between figures; those here have λ = .9 and ε = 1e-3 and "
             "could not be checked against each of them.",
         ),
-        settings=Settings,
+        settings=PUBLISHED,
         ci=CI,
         build=build,
-        effect="late generalisation",
-    ),
+    )
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from backlight.experiments.data.split import apply_control, generator, seeded, share_out
-from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.experiment import Duration, Experiment, Paper, Settings, register
 from backlight.experiments.models.mlp import AdditionToy
 from backlight.experiments.progress.representation import representation_quality, weight_norm
 from backlight.experiments.tasks.supervised import SupervisedTask
@@ -36,7 +36,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Duration):
     """Full batches; AdamW with rates of its own for embeddings and decoder (public code)."""
 
     steps: int = 5000
@@ -48,14 +48,8 @@ class Training:
     thorough_every: int = 10
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The published setting of the toy."""
-
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
-
+PUBLISHED = Settings(Data(), Model(), Training())
+"""The published setting of the toy."""
 
 CI = Settings(
     # A slow and wide decoder leaves the embedding the time to come into order before all is fitted.
@@ -67,7 +61,9 @@ CI = Settings(
 )
 
 
-def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+def build(
+    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
+) -> SupervisedTask:
     """Return the task."""
     p, training = settings.data.p, settings.training
     pairs = torch.combinations(torch.arange(p), with_replacement=True)
@@ -114,8 +110,7 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
     )
 
 
-EXPERIMENTS.add(
-    "liu",
+register(
     Experiment(
         name="liu",
         title="Liu: effective theory of representation learning",
@@ -128,11 +123,11 @@ EXPERIMENTS.add(
             unclear="The tolerance of a parallelogram and whether it is on the distance or its square; "
             "the public code has the square below 0.01, which is used here.",
         ),
-        settings=Settings,
+        settings=PUBLISHED,
         ci=CI,
         build=build,
         effect="structure with generalisation",
         expects="",
         ci_expects="no-delay",
-    ),
+    )
 )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from backlight.experiments.data.algorithmic import modular_table, unordered
 from backlight.experiments.data.split import apply_control, seeded, share_out
-from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.mlp import FactoredPairMlp
 from backlight.experiments.progress.representation import inverse_participation_ratio, weight_norm
-from backlight.experiments.tasks.supervised import adamw
+from backlight.experiments.tasks.supervised import AdamWTraining, adamw
 from backlight.experiments.tasks.tickets import MASKS, SCOPES, TicketTask
 
 
@@ -32,7 +32,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(AdamWTraining):
     """Full batches, AdamW with weight decay 1 (public code).
 
     The dense net is trained for ``dense_steps``; then a share ``sparsity`` of all weights is pruned, the
@@ -47,21 +47,12 @@ class Training:
     mask: str = "ticket"
     sparsity: float = 0.6
     scope: str = "all"
-    lr: float = 1e-3
-    weight_decay: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.98)
     log_every: int = 50
     thorough_every: int = 500
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The published setting, as far as the paper and its code agree; see ``unclear``."""
-
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
-
+PUBLISHED = Settings(Data(), Model(), Training())
+"""The published setting, as far as the paper and its code agree; see ``unclear``."""
 
 CI = Settings(
     # The dense net begins with no test sample right at all. With 246 of them that is still likely enough
@@ -72,14 +63,10 @@ CI = Settings(
 )
 
 
-def build(settings: Settings, seed: int, device: torch.device, control: str) -> TicketTask:
-    """Return the task.
-
-    Raises
-    ------
-    ValueError
-        If no mask or scope has the name in the settings.
-    """
+def build(
+    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
+) -> TicketTask:
+    """Return the task."""
     p, training = settings.data.p, settings.training
     if training.mask not in MASKS:
         raise ValueError(f"training.mask is {training.mask!r}, expected one of {', '.join(MASKS)}")
@@ -107,8 +94,7 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
     )
 
 
-EXPERIMENTS.add(
-    "minegishi",
+register(
     Experiment(
         name="minegishi",
         title="Minegishi: grokking tickets",
@@ -123,9 +109,9 @@ EXPERIMENTS.add(
             "paper varies it. The weight decay of the dense net, 1, is read off the names of its runs. The "
             "public code leaves b + a out of the table, and so is it here, with a + a kept.",
         ),
-        settings=Settings,
+        settings=PUBLISHED,
         ci=CI,
         build=build,
         effect="an early ticket",
-    ),
+    )
 )

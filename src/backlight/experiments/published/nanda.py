@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from backlight.experiments.data.algorithmic import modular_table
 from backlight.experiments.data.split import apply_control, generator, seeded, share_out
-from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.transformer import PlainTransformer
 from backlight.experiments.progress import representation as fourier
 from backlight.experiments.progress.representation import weight_norm
-from backlight.experiments.tasks.supervised import SupervisedTask, adamw, linear_warmup
+from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, adamw, linear_warmup
 
 
 @dataclass(frozen=True)
@@ -35,30 +35,20 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(AdamWTraining):
     """Full batches, AdamW with weight decay 1, 40,000 epochs (section 3); β and warm-up from the code.
 
     ``key_frequencies`` is how many the restricted and the excluded loss keep and remove.
     """
 
     steps: int = 40_000
-    lr: float = 1e-3
-    weight_decay: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.98)
     warmup: int = 10
     key_frequencies: int = 5
-    log_every: int = 100
     thorough_every: int = 500
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The published setting."""
-
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
-
+PUBLISHED = Settings(Data(), Model(), Training())
+"""The published setting."""
 
 CI = Settings(
     data=Data(p=29, train_share=0.5),
@@ -72,7 +62,9 @@ def precise_cross_entropy(outputs_NC: Tensor, labels_N: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(outputs_NC.to(torch.float64), labels_N, reduction="none")
 
 
-def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+def build(
+    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
+) -> SupervisedTask:
     """Return the task."""
     p, shape, training = settings.data.p, settings.model, settings.training
     pairs, results = modular_table(p, "add")
@@ -118,8 +110,7 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
     )
 
 
-EXPERIMENTS.add(
-    "nanda",
+register(
     Experiment(
         name="nanda",
         title="Nanda: modular addition with progress measures",
@@ -132,9 +123,9 @@ EXPERIMENTS.add(
             unclear="Key frequencies are those of the trained net in the paper; here they are the strongest "
             "of the embedding at the step that is measured, so that no later step is looked at.",
         ),
-        settings=Settings,
+        settings=PUBLISHED,
         ci=CI,
         build=build,
         effect="late generalisation, restricted loss first",
-    ),
+    )
 )

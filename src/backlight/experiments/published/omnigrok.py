@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from backlight.experiments.data.split import apply_control, seeded
 from backlight.experiments.data.vectors import image_split
-from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.mlp import Mlp
 from backlight.experiments.progress.representation import weight_norm
-from backlight.experiments.tasks.supervised import SupervisedTask, adamw, one_hot_squared_error
+from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, adamw, one_hot_squared_error
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,18 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(AdamWTraining):
     """Squared error on one-hot labels, AdamW, batches of 200, 10⁵ updates (public code)."""
 
-    steps: int = 100_000
     batch_size: int = 200
-    lr: float = 1e-3
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     log_every: int = 500
     thorough_every: int = 5000
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The published setting on MNIST; on the digits where no file is given."""
-
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
-
+PUBLISHED = Settings(Data(), Model(), Training())
+"""The published setting on MNIST; on the digits where no file is given."""
 
 CI = Settings(
     data=Data(train_size=200),
@@ -65,7 +57,9 @@ CI = Settings(
 )
 
 
-def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+def build(
+    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
+) -> SupervisedTask:
     """Return the task."""
     data, training = settings.data, settings.training
     split = image_split(data.path, data.train_size, data.test_size, seed)
@@ -89,8 +83,7 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
     )
 
 
-EXPERIMENTS.add(
-    "omnigrok",
+register(
     Experiment(
         name="omnigrok",
         title="Omnigrok: images with a large initialisation",
@@ -103,9 +96,8 @@ EXPERIMENTS.add(
             unclear="The paper trains in fp64 and does not state the weight decay of each figure; 0.01 is "
             "that of the public code. Training here is in fp32.",
         ),
-        settings=Settings,
+        settings=PUBLISHED,
         ci=CI,
         build=build,
-        effect="late generalisation",
-    ),
+    )
 )

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from backlight.experiments.data.algorithmic import modular_table, permutation_table
 from backlight.experiments.data.split import apply_control, seeded, share_out
-from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.transformer import Decoder
 from backlight.experiments.progress.representation import softmax_collapse, weight_norm
-from backlight.experiments.tasks.supervised import SupervisedTask, adamw, clip_gradients, linear_warmup
+from backlight.experiments.tasks.supervised import (
+    AdamWTraining,
+    SupervisedTask,
+    adamw,
+    clip_gradients,
+    linear_warmup,
+)
 
 
 @dataclass(frozen=True)
@@ -43,32 +49,20 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(AdamWTraining):
     """AdamW, ten updates of warm-up, 10⁵ updates (appendix A.1.2); a batch is at most half of training.
 
     ``clip`` is the norm that gradients are scaled down to; the paper clips none, 0.
     """
 
-    steps: int = 100_000
     batch_size: int = 512
-    lr: float = 1e-3
-    weight_decay: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
     warmup: int = 10
     clip: float = 0.0
-    log_every: int = 100
-    thorough_every: int = 1000
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The published setting: division mod 97, half of the table for training."""
-
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
-
+PUBLISHED = Settings(Data(), Model(), Training())
+"""The published setting: division mod 97, half of the table for training."""
 
 CI = Settings(
     data=Data(p=47, train_share=0.85),
@@ -90,13 +84,7 @@ CI = Settings(
 
 
 def table(data: Data, vocabulary: int) -> tuple[Tensor, Tensor, int]:
-    """Return tokens [n, 5] of ``end a operation b =``, result tokens [n], and the number of elements.
-
-    Raises
-    ------
-    ValueError
-        If the vocabulary is too small for the elements and three signs.
-    """
+    """Return tokens [n, 5] of ``end a operation b =``, result tokens [n], and the number of elements."""
     if data.operation == "s5":
         # In the authors' vocabulary permutations come after the 97 residues.
         offset = 97 if vocabulary >= 97 + 120 + 3 else 0
@@ -115,7 +103,9 @@ def table(data: Data, vocabulary: int) -> tuple[Tensor, Tensor, int]:
     return torch.stack([signs[:, 0], a, signs[:, 1], b, signs[:, 2]], 1), results + offset, count
 
 
-def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+def build(
+    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
+) -> SupervisedTask:
     """Return the task."""
     model_, training = settings.model, settings.training
     tokens, results, count = table(settings.data, model_.vocabulary)
@@ -143,8 +133,7 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
     )
 
 
-EXPERIMENTS.add(
-    "power",
+register(
     Experiment(
         name="power",
         title="Power: small algorithmic tables",
@@ -157,9 +146,8 @@ EXPERIMENTS.add(
             "best. The authors' code also asks for the sign of the end after the answer; here the loss is "
             "that of the answer alone. Positions are sinusoidal and blocks post-norm as in that code.",
         ),
-        settings=Settings,
+        settings=PUBLISHED,
         ci=CI,
         build=build,
-        effect="late generalisation",
-    ),
+    )
 )

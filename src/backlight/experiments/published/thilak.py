@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from backlight.experiments.data.algorithmic import modular_table, unordered
 from backlight.experiments.data.split import apply_control, seeded, share_out
-from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.experiment import Duration, Experiment, Paper, Settings, register
 from backlight.experiments.models.mlp import PairMlp
 from backlight.experiments.models.transformer import Decoder
 from backlight.experiments.progress.representation import smallest_margin, softmax_collapse, weight_norm
@@ -40,27 +40,18 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Duration):
     """Adam without weight decay, rate 1e-3, β (.9, .98), batches of 512, ten updates of warm-up."""
 
-    steps: int = 100_000
     batch_size: int = 512
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
     warmup: int = 10
-    log_every: int = 100
-    thorough_every: int = 1000
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The published setting."""
-
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
-
+PUBLISHED = Settings(Data(), Model(), Training())
+"""The published setting."""
 
 CI = Settings(
     # With fewer residues or a smaller share there are slingshots without generalisation.
@@ -70,14 +61,10 @@ CI = Settings(
 )
 
 
-def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
-    """Return the task.
-
-    Raises
-    ------
-    ValueError
-        If no model is of the kind in the settings.
-    """
+def build(
+    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
+) -> SupervisedTask:
+    """Return the task."""
     data, shape, training = settings.data, settings.model, settings.training
     pairs, results = modular_table(data.p, data.operation)
     model: nn.Module
@@ -118,8 +105,7 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
     )
 
 
-EXPERIMENTS.add(
-    "thilak",
+register(
     Experiment(
         name="thilak",
         title="Thilak: the slingshot mechanism",
@@ -132,9 +118,9 @@ EXPERIMENTS.add(
             "loss spikes, the norm rests; generalisation comes with such cycles.",
             unclear="Batch size and β of each figure; those of Power et al. are taken.",
         ),
-        settings=Settings,
+        settings=PUBLISHED,
         ci=CI,
         build=build,
         effect="slingshots, and generalisation with them",
-    ),
+    )
 )

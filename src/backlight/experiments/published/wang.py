@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from backlight.experiments.data.algorithmic import knowledge_graph
 from backlight.experiments.data.split import Split, apply_control, seeded
-from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
+from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.transformer import Gpt
 from backlight.experiments.progress.representation import weight_norm
-from backlight.experiments.tasks.supervised import SupervisedTask, adamw, clip_gradients, linear_warmup
+from backlight.experiments.tasks.supervised import (
+    AdamWTraining,
+    SupervisedTask,
+    adamw,
+    clip_gradients,
+    linear_warmup,
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(AdamWTraining):
     """AdamW, rate 1e-4, batches of 512, weight decay .1, 2,000 updates of warm-up (section 2).
 
     What the paper leaves out is as in its code (github.com/OSU-NLP-Group/GrokkedTransformer): β, gradients
@@ -58,14 +64,8 @@ class Training:
     thorough_every: int = 10_000
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The published setting of composition."""
-
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    training: Training = field(default_factory=Training)
-
+PUBLISHED = Settings(Data(), Model(), Training())
+"""The published setting of composition."""
 
 CI = Settings(
     # Nearly all inferred facts: the more of them in training, the sooner the others come, as in the paper.
@@ -85,7 +85,9 @@ CI = Settings(
 )
 
 
-def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+def build(
+    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
+) -> SupervisedTask:
     """Return the task: training on atomic and inferred facts, tested on inferred ones in distribution."""
     data, shape, training = settings.data, settings.model, settings.training
     graph = knowledge_graph(
@@ -118,8 +120,7 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
     return task
 
 
-EXPERIMENTS.add(
-    "wang",
+register(
     Experiment(
         name="wang",
         title="Wang: two-hop questions on a knowledge graph",
@@ -134,9 +135,9 @@ EXPERIMENTS.add(
             "not decay are those of the released code; its command leaves GPT-2's dropout on, here is none. "
             "Each entity, relation and tail is one token here as there, but no end of text is predicted.",
         ),
-        settings=Settings,
+        settings=PUBLISHED,
         ci=CI,
         build=build,
         effect="late in distribution, never out of it",
-    ),
+    )
 )

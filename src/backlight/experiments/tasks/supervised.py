@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from backlight.experiments.data.split import Split, generator
-from backlight.experiments.experiment import Facts
+from backlight.experiments.experiment import Duration, Facts
 
 Batch = tuple[Tensor, Tensor]
 
@@ -154,24 +154,17 @@ class SupervisedTask:
         """Take back nothing."""
 
 
-class DecoupledDecay(Protocol):
-    """The part of a training section that AdamW needs."""
+@dataclass(frozen=True)
+class AdamWTraining(Duration):
+    """The training section of an experiment with AdamW; ``weight_decay`` is decoupled."""
 
-    @property
-    def lr(self) -> float:
-        """Return the learning rate."""
-
-    @property
-    def weight_decay(self) -> float:
-        """Return the decoupled weight decay."""
-
-    @property
-    def betas(self) -> tuple[float, float]:
-        """Return both rates of the moments."""
+    lr: float = 1e-3
+    weight_decay: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.98)
 
 
 def adamw(
-    model: nn.Module, training: DecoupledDecay, eps: float = 1e-8, *, decay_vectors: bool = True
+    model: nn.Module, training: AdamWTraining, eps: float = 1e-8, *, decay_vectors: bool = True
 ) -> torch.optim.AdamW:
     """Return AdamW on all parameters of ``model``.
 

@@ -17,8 +17,8 @@ from backlight.capture.gather import full, gathered, spread
 from backlight.capture.parameters import local
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
-from backlight.monitors.grokking.model.available_memory import available_bytes
 from backlight.monitors.grokking.model.disk_guard import DiskWatch
+from backlight.processes import available_memory
 from backlight.store.write.queue import Queue
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Geometry:
 
     def _bound_window(self, table: ParameterTable) -> None:
         held = sum(record.numel for record in table.records) * 4 * self._tracker.measures.window_steps
-        if self._tracker.measures.window and held > WINDOW_SHARE * available_bytes():
+        if self._tracker.measures.window and held > WINDOW_SHARE * available_memory():
             self._tracker.without_window()
             reason = f"{held} bytes of past gradients would not fit into a tenth of the free memory"
             self.queue.event(None, "unmeasured", {"what": "window", "reason": reason})
