@@ -1,4 +1,4 @@
-"""Checkpoints of an experiment: plain values and tensors, loaded with ``weights_only``, so nothing is executed.
+"""Checkpoints of an experiment: plain values and tensors, loaded with ``weights_only``: no code is executed.
 
 A file is complete before it gets its name, so a kill leaves the previous checkpoint intact.
 """

@@ -2,8 +2,8 @@
 
 Half of the 529 pairs train a net f = ((U[a] + V[b])²)W of width 128 (8,832 parameters) with full batches,
 mean squared error on one-hot labels and AdamW. It memorises at step 30 to 40 and generalises near step 1000
-(architecture and closed-form solution: Gromov, 2301.02679; see docs/formulas.md, section 4). With a weight decay
-of .1, with random labels, or with a training share of .8 it does not grok. It is not a published
+(architecture and closed-form solution: Gromov, 2301.02679; see docs/formulas.md, section 4). With a weight
+decay of .1, with random labels, or with a training share of .8 it does not grok. It is not a published
 experiment, so it is not registered.
 """
 
