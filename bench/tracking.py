@@ -31,7 +31,7 @@ from rich.table import Table
 
 from backlight.experiments.config import assigned, configure
 from backlight.experiments.loop import Loop
-from backlight.experiments.runner import Sink, build, pace_of, run_experiment, tracker_of
+from backlight.experiments.runner import OffsetRecorder, build, pace_of, run_experiment, tracker_of
 from backlight.store.format.hdf5_filters import Filters
 from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, write_piece
 from backlight.store.read.run import open_run
@@ -54,8 +54,8 @@ class Nothing:
         return lambda *_given, **_named: None
 
 
-class Logging(Sink):
-    """A sink that also stores evaluations."""
+class Logging(OffsetRecorder):
+    """A recorder that also stores evaluations."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Store what an evaluation gave."""
@@ -210,7 +210,7 @@ def main() -> None:
         )
     console.print(table)
     with tempfile.TemporaryDirectory() as folder:
-        items = [f"training.steps={asked.steps}", "keeping.disk_free=0"]
+        items = [f"training.steps={asked.steps}", "run.disk_free=0"]
         run = Path(folder) / "run"
         run_experiment(configure(asked.experiment, "ci", ("bench", assigned(items))), run)
         compressed(run, console)

@@ -30,7 +30,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 LIGHT = ("--set", "measures.vectors=0", "--set", "measures.window=0", "--set", "measures.gram=25")
-SMALL = ("--set", "keeping.disk_free=0", "--set", "keeping.flush_seconds=0.2")
+SMALL = ("--set", "run.disk_free=0", "--set", "run.flush_seconds=0.2")
 
 
 def test_list_and_config(command: Run, tmp_path: Path) -> None:
@@ -112,10 +112,10 @@ def test_the_control_runs_beside_the_run(command: Run, tmp_path: Path) -> None:
 
 
 def test_estimate_says_what_does_not_fit(command: Run) -> None:
-    code, out, errors = command("grok", "estimate", "oracle", "--set", "keeping.disk_free=900000000000000")
+    code, out, errors = command("grok", "estimate", "oracle", "--set", "run.disk_free=900000000000000")
     assert code == 0, errors
     assert "Not even scalars alone fit" in out
-    code, out, _ = command("grok", "estimate", "oracle", "--set", "keeping.disk_free=0", "--json")
+    code, out, _ = command("grok", "estimate", "oracle", "--set", "run.disk_free=0", "--json")
     found = json.loads(out)
     assert found["tier"] == "full factors"
     assert {part["name"] for part in found["parts"]} >= {"training", "gram", "window", "vectors"}
@@ -123,7 +123,7 @@ def test_estimate_says_what_does_not_fit(command: Run) -> None:
 
 
 def test_a_run_that_does_not_fit_is_refused(command: Run, tmp_path: Path) -> None:
-    huge = ("--set", "keeping.disk_free=900000000000000")
+    huge = ("--set", "run.disk_free=900000000000000")
     code, _, errors = command("grok", "run", "oracle", *huge, "--degrade", "--out", tmp_path / "run")
     assert code == 2
     assert "does not fit, even with scalars alone" in errors

@@ -11,7 +11,15 @@ import pytest
 import backlight
 from backlight.experiments.config import ConfigurationError, configure
 from backlight.experiments.cost import Cost, Estimate
-from backlight.experiments.sweep import filled_in, members, run_all, script, seeds, submit, together
+from backlight.experiments.sweep import (
+    batch_script,
+    concurrent_runs,
+    job_parameters,
+    members,
+    run_all,
+    seeds,
+    submit,
+)
 from backlight.launch.slurm import ClusterError, parameters
 from backlight.monitors.grokking.model.measures import TIERS, Measures
 
@@ -19,7 +27,7 @@ from backlight.monitors.grokking.model.measures import TIERS, Measures
 def test_seeds_and_members(tmp_path: Path) -> None:
     assert seeds("0-2,7") == [0, 1, 2, 7]
     found = members(tmp_path, [0, 1], ["training.lr=0.1,0.2"])
-    assert [m.folder.name for m in found] == [
+    assert [m.directory.name for m in found] == [
         "lr-0.1-seed-0",
         "lr-0.2-seed-0",
         "lr-0.1-seed-1",
@@ -34,12 +42,12 @@ def test_seeds_and_members(tmp_path: Path) -> None:
 
 
 def test_runs_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backlight.experiments.sweep.cores", lambda: 8)
-    assert together(None, 20, 1) == 8
-    assert together(None, 20, 3) == 2
-    assert together(None, 2, 1) == 2
-    assert together(5, 20, 4) == 5
-    assert together(None, 20, 16) == 1
+    monkeypatch.setattr("backlight.experiments.sweep.available_cores", lambda: 8)
+    assert concurrent_runs(None, 20, 1) == 8
+    assert concurrent_runs(None, 20, 3) == 2
+    assert concurrent_runs(None, 2, 1) == 2
+    assert concurrent_runs(5, 20, 4) == 5
+    assert concurrent_runs(None, 20, 16) == 1
 
 
 def test_every_command_runs_with_its_threads_and_failures_count(tmp_path: Path) -> None:
@@ -49,7 +57,7 @@ def test_every_command_runs_with_its_threads_and_failures_count(tmp_path: Path) 
         for name, exit_code in (("a", "0"), ("b", "3"))
     ]
     ended: list[tuple[str, int]] = []
-    failed = run_all(commands, side_by_side=2, threads=3, on_end=lambda f, c: ended.append((f.name, c)))
+    failed = run_all(commands, concurrent=2, threads=3, on_end=lambda f, c: ended.append((f.name, c)))
     assert failed == 1
     assert sorted(ended) == [("a", 0), ("b", 3)]
     assert (tmp_path / "a.log").read_text() == "3\n"
@@ -59,17 +67,17 @@ FOUND = Estimate((Cost("training", 100, 60.0, 0, 0),), (), 3 * 10**9, 10**12, 0,
 
 
 def test_jobs_ask_for_what_the_estimate_says() -> None:
-    configuration = configure("oracle", None, ("x", {"device": "cuda", "keeping": {"threads": 4}}))
-    given = filled_in(parameters(["partition=gpu", "mem_gb=9"]), configuration, FOUND, TIERS[0])
+    configuration = configure("oracle", None, ("x", {"device": "cuda", "run": {"threads": 4}}))
+    given = job_parameters(parameters(["partition=gpu", "mem_gb=9"]), configuration, FOUND, TIERS[0])
     assert given == {
         "name": "grok-oracle", "timeout_min": 155, "mem_gb": 9, "cpus_per_task": 4, "gpus_per_node": 1,
         "partition": "gpu",
     }  # fmt: skip
-    text = script(given, [["backlight", "grok", "run", "a b"]], Path("logs"))
+    text = batch_script(given, [["backlight", "grok", "run", "a b"]], Path("logs"))
     assert "#SBATCH --time=155\n#SBATCH --mem=9G\n" in text
     assert "#SBATCH --partition=gpu\n" in text
     assert text.endswith("backlight grok run 'a b'\n")
-    array = script(given, [["one"], ["two"]], Path("logs"))
+    array = batch_script(given, [["one"], ["two"]], Path("logs"))
     assert "#SBATCH --array=0-1" in array
     done = subprocess.run(["bash", "-n"], input=array, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -90,7 +98,7 @@ def test_submitit_runs_a_job_here(tmp_path: Path) -> None:
         "--steps",
         "20",
         "--set",
-        "keeping.disk_free=0",
+        "run.disk_free=0",
     ]
     jobs = submit({"cluster": "local", "timeout_min": 5}, [[*line, "--out", str(out)]], tmp_path / "logs")
     assert jobs[0].exception() is None

@@ -1,8 +1,8 @@
-"""The configuration of one run: an experiment's settings, what is measured, and how the run is kept.
+"""The configuration of one run: an experiment's settings, what is measured, and how the run is stored.
 
-A file is YAML with the sections of the experiment (``data``, ``model``, ``training``), ``measures``
-and ``keeping``, beside ``experiment``, ``preset``, ``seed``, ``device`` and ``control``. Every key is
-optional but ``experiment``; one that does not exist is refused with the nearest that does.
+A file is YAML with the sections of the experiment (``data``, ``model``, ``training``), ``measures`` and
+``run``, next to ``experiment``, ``preset``, ``seed``, ``device`` and ``control``. Only ``experiment``
+is required; an unknown key is refused with the nearest known one.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from backlight.text import assignment, did_you_mean
 
 PRESETS = ("ci", "paper")
 CONTROLS = ("", "random-labels")
+_PLAIN = ("experiment", "preset", "seed", "device", "control")
 
 
 class ConfigurationError(ValueError):
-    """A configuration that cannot be run; the message names the key, what was expected and what came."""
+    """An invalid configuration; the message names the key, the expected and the given value."""
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """How a run is kept.
+class RunOptions:
+    """How a run is executed and stored.
 
     Attributes
     ----------
     checkpoint_every:
-        Steps between two checkpoints; a kill loses the steps since the last one, which are trained again.
+        Steps between two checkpoints; a killed run trains the steps since the last one again.
     checkpoints:
-        Newest checkpoints that stay.
+        Number of newest checkpoints that are kept.
     disk_free:
-        Bytes that the disk is to have free; below, the run keeps less.
+        Bytes that must stay free on the disk; below it, the run stores less.
     flush_seconds:
         Seconds between two writes.
     threads:
-        Threads of torch on the host. One is fastest for small models, leaves the cores to other runs,
-        and makes sums that do not depend on the machine.
+        Threads of torch on the host. One is fastest for small models, leaves cores to other runs, and
+        makes sums independent of the machine.
     """
 
     checkpoint_every: int = 1000
@@ -58,14 +59,14 @@ class Keeping:
     def __post_init__(self) -> None:
         for name, least in (("checkpoint_every", 1), ("checkpoints", 1), ("disk_free", 0), ("threads", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"keeping.{name}={getattr(self, name)}: expected {least} or more")
+                raise ValueError(f"run.{name}={getattr(self, name)}: expected {least} or more")
         if not 0.01 <= self.flush_seconds <= 3600:
-            raise ValueError(f"keeping.flush_seconds={self.flush_seconds}: expected 0.01 to 3600")
+            raise ValueError(f"run.flush_seconds={self.flush_seconds}: expected 0.01 to 3600")
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """All that a run follows from; two runs of one configuration on one machine give the same numbers."""
+    """Everything that determines a run: equal configurations on one machine give equal numbers."""
 
     experiment: str
     settings: Any
@@ -74,32 +75,26 @@ class Configuration:
     device: str = "cpu"
     control: str = ""
     measures: Measures = field(default_factory=Measures)
-    keeping: Keeping = field(default_factory=Keeping)
+    run: RunOptions = field(default_factory=RunOptions)
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return the configuration as a file holds it."""
-        told: dict[str, Any] = {key: getattr(self, key) for key in _PLAIN}
-        told |= to_json(self.settings)
-        told["measures"], told["keeping"] = to_json(self.measures), to_json(self.keeping)
-        return told
+        """Return the configuration in the form of a file."""
+        plain = {key: getattr(self, key) for key in _PLAIN}
+        return {
+            **plain,
+            **to_json(self.settings),
+            "measures": to_json(self.measures),
+            "run": to_json(self.run),
+        }
 
     def as_yaml(self) -> str:
-        """Return the configuration as YAML that :func:`read` takes back."""
+        """Return the configuration as YAML that :func:`read` accepts."""
         return str(yaml.safe_dump(self.as_mapping(), sort_keys=False, allow_unicode=True))
 
 
-_PLAIN = ("experiment", "preset", "seed", "device", "control")
-
-
 def experiment_of(name: str) -> Experiment[Any]:
-    """Return the experiment called ``name``; the fast oracle has the name ``oracle``.
-
-    Raises
-    ------
-    ConfigurationError
-        If there is none; the message says the nearest.
-    """
-    from backlight.experiments.oracle import ORACLE  # noqa: PLC0415 - reaches torch
+    """Return the experiment called ``name``; ``oracle`` is the fast oracle, which is not registered."""
+    from backlight.experiments.oracle import ORACLE  # noqa: PLC0415 - imports torch
 
     if name == ORACLE.name:
         return ORACLE
@@ -107,17 +102,11 @@ def experiment_of(name: str) -> Experiment[Any]:
         return EXPERIMENTS[name]
     except UnknownNameError:
         known = [*EXPERIMENTS, ORACLE.name]
-        raise ConfigurationError(f"no experiment is called {name!r}{_nearest(name, known)}") from None
+        raise ConfigurationError(f"no experiment is called {name!r}{did_you_mean(name, known)}") from None
 
 
 def preset(name: str, chosen: str = "ci") -> Configuration:
-    """Return the configuration of an experiment's preset: ``ci`` or the published one, ``paper``.
-
-    Raises
-    ------
-    ConfigurationError
-        If there is no such experiment or preset.
-    """
+    """Return the configuration of a preset: ``ci`` or the published one, ``paper``."""
     if chosen not in PRESETS:
         raise ConfigurationError(f"preset {chosen!r}: expected {' or '.join(PRESETS)}")
     experiment = experiment_of(name)
@@ -125,13 +114,7 @@ def preset(name: str, chosen: str = "ci") -> Configuration:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what a YAML file holds.
-
-    Raises
-    ------
-    ConfigurationError
-        If it cannot be read, is no YAML, or no mapping.
-    """
+    """Return the mapping in a YAML file; a ConfigurationError if it is unreadable or holds no mapping."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -139,21 +122,15 @@ def read(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
-        kind = type(found).__name__
         raise ConfigurationError(
-            f"{path}: expected keys with values, as `backlight grok config` prints, got {kind}"
+            f"{path}: expected keys with values, as `backlight grok config` prints, "
+            f"got {type(found).__name__}"
         )
     return found
 
 
 def assigned(items: Iterable[str]) -> dict[str, Any]:
-    """Return nested values from ``section.key=value`` items; values are read as YAML.
-
-    Raises
-    ------
-    ConfigurationError
-        If an item has another form.
-    """
+    """Return nested values from ``section.key=value`` items; values are parsed as YAML."""
     out: dict[str, Any] = {}
     for item in items:
         example = "section.key=value, such as training.lr=0.001"
@@ -165,24 +142,24 @@ def assigned(items: Iterable[str]) -> dict[str, Any]:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             raise ConfigurationError(f"--set {item!r}: the value {text!r} is not valid YAML") from None
-        place = out
+        section = out
         for part in path[:-1]:
-            place = place.setdefault(part, {})
-            if not isinstance(place, dict):
-                raise ConfigurationError(f"--set {item!r}: {part!r} is given a value and keys")
-        place[path[-1]] = value
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise ConfigurationError(f"--set {item!r}: {part!r} has both a value and keys")
+        section[path[-1]] = value
     return out
 
 
 def configure(name: str | None, chosen: str | None, *layers: tuple[str, Mapping[str, Any]]) -> Configuration:
-    """Return the configuration that ``layers`` make of a preset, the last one winning.
+    """Return a preset overridden by ``layers``; the last one wins.
 
     Parameters
     ----------
     name, chosen:
         Experiment and preset; None takes them from the first layer that has them.
     layers:
-        Where the values come from, for messages, and nested values.
+        Source of the values, for messages, and nested values.
 
     Raises
     ------
@@ -196,69 +173,59 @@ def configure(name: str | None, chosen: str | None, *layers: tuple[str, Mapping[
         if stated != name:
             raise ConfigurationError(f"{where}: is a configuration of {stated!r}, not of {name!r}")
     if not name:
-        raise ConfigurationError("no experiment is named; `backlight grok list` shows them")
+        raise ConfigurationError("no experiment is named; `backlight grok list` lists them")
     result = preset(str(name), str(chosen or "ci"))
     for where, values in layers:
-        result = _overlaid(result, values, where)
+        result = _overridden(result, values, where)
     if result.control not in CONTROLS:
-        raise ConfigurationError(
-            f"control {result.control!r}: expected one of {', '.join(map(repr, CONTROLS))}"
-        )
+        expected = ", ".join(map(repr, CONTROLS))
+        raise ConfigurationError(f"control {result.control!r}: expected one of {expected}")
     if not -(2**63) <= result.seed < 2**63:
-        raise ConfigurationError(f"seed {result.seed}: expected a whole number of 64 bits")
+        raise ConfigurationError(f"seed {result.seed}: expected a 64-bit integer")
     for key in ("steps", "log_every", "thorough_every"):
-        value = getattr(training(result), key, None)
+        value = getattr(result.settings.training, key, None)
         if value is not None and value < 1:
             raise ConfigurationError(f"training.{key}={value}: expected 1 or more")
     return result
 
 
-def training(configuration: Configuration) -> Any:
-    """Return the section of the settings that says how long and how is trained."""
-    return configuration.settings.training
-
-
-def _overlaid(base: Configuration, values: Mapping[str, Any], where: str) -> Configuration:
+def _overridden(base: Configuration, values: Mapping[str, Any], where: str) -> Configuration:
     sections = [f.name for f in dataclasses.fields(base.settings)]
-    known = [*_PLAIN, *sections, "measures", "keeping"]
+    known = [*_PLAIN, *sections, "measures", "run"]
     for key in values:
         if key not in known:
-            raise ConfigurationError(f"{where}: unknown key {key!r}{_nearest(str(key), known)}")
-    plain = {key: values[key] for key in _PLAIN if key in values and key not in {"experiment", "preset"}}
-    settings = _section(base.settings, {k: v for k, v in values.items() if k in sections}, "", where)
-    measures = _section(base.measures, values.get("measures", {}), "measures", where)
-    keeping = _section(base.keeping, values.get("keeping", {}), "keeping", where)
+            raise ConfigurationError(f"{where}: unknown key {key!r}{did_you_mean(str(key), known)}")
+    changes: dict[str, Any] = {
+        "settings": _section(base.settings, {k: v for k, v in values.items() if k in sections}, "", where),
+        "measures": _section(base.measures, values.get("measures", {}), "measures", where),
+        "run": _section(base.run, values.get("run", {}), "run", where),
+    }
     for key, kind in (("seed", int), ("device", str), ("control", str)):
-        if key in plain:
-            plain[key] = _checked(kind, plain[key] if plain[key] is not None else "", key, where)
-    return dataclasses.replace(base, settings=settings, measures=measures, keeping=keeping, **plain)
+        if key in values:
+            changes[key] = _validated(kind, values[key] if values[key] is not None else "", key, where)
+    return dataclasses.replace(base, **changes)
 
 
 def _section(base: Any, values: Any, path: str, where: str) -> Any:
     if not isinstance(values, Mapping):
         raise ConfigurationError(f"{where}: {path}: expected keys with values, got {values!r}")
-    known = [f.name for f in dataclasses.fields(base)]
     merged: dict[str, Any] = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
     for key, value in values.items():
         full = f"{path}.{key}" if path else str(key)
-        if key not in known:
-            raise ConfigurationError(f"{where}: unknown key {full!r}{_nearest(str(key), known, path)}")
-        inner = getattr(base, key)
-        nested = dataclasses.is_dataclass(inner)
-        merged[key] = _section(inner, value, full, where) if nested else value
-    return _checked(type(base), merged, path, where)
+        if key not in merged:
+            hint = did_you_mean(str(key), merged, f"{path}." if path else "")
+            raise ConfigurationError(f"{where}: unknown key {full!r}{hint}")
+        nested = dataclasses.is_dataclass(merged[key])
+        merged[key] = _section(merged[key], value, full, where) if nested else value
+    return _validated(type(base), merged, path, where)
 
 
-def _checked(kind: Any, value: Any, path: str, where: str) -> Any:
+def _validated(kind: Any, value: Any, path: str, where: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(part for part in (path, *(str(p) for p in first["loc"])) if part)
+        key = ".".join(part for part in (path, *(str(p) for p in first["loc"])) if part)
         message = first["msg"].removeprefix("Value error, ")
         got = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
-        raise ConfigurationError(f"{where}: {f'{place}: ' if place else ''}{message}{got}") from None
-
-
-def _nearest(name: str, known: Iterable[str], path: str = "") -> str:
-    return did_you_mean(name, known, f"{path}." if path else "")
+        raise ConfigurationError(f"{where}: {f'{key}: ' if key else ''}{message}{got}") from None

@@ -1,4 +1,4 @@
-"""What a run will take: time, memory and disk from a few timed steps, and the tier that fits."""
+"""The cost of a run before it starts: time, memory and disk from a few timed steps; the tier that fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from backlight.experiments.config import Configuration
 from backlight.experiments.loop import named_gradients
-from backlight.experiments.runner import build, one_machine, pace_of
+from backlight.experiments.runner import build, pace_of, torch_threads
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
 from backlight.monitors.grokking.model.disk_guard import free_bytes
@@ -30,12 +30,22 @@ if TYPE_CHECKING:
 MEASURED = ("gradients", "products", "window", "mean_gradient", "gram", "vectors", "agop", "sketch")
 """Measures by the key of their cadence."""
 
+SAMPLED = {"mean_gradient", "gram", "vectors", "agop"}
+"""Measures that need per-sample gradients."""
+
+HELD = {"window", "sketch"}
+"""Measures that hold memory between steps."""
+
 SCALAR_BYTES = 22
+CHECKPOINT_BYTES_PER_S = 2e8
+SCALARS_PER_MEASURE = 30
+REPEAT_BELOW_S = 5.0
+"""Measurements that take less are timed twice."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one thing costs: ``times`` over the run, each time ``seconds`` and ``disk`` bytes."""
+    """Cost of one part: ``seconds`` and ``disk`` bytes for each of ``times``; peak ``memory`` in bytes."""
 
     name: str
     times: int
@@ -56,18 +66,18 @@ class Cost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The costs of a configuration, beside what is free.
+    """The costs of a configuration and the free resources, in seconds and bytes.
 
     Attributes
     ----------
     training:
         Steps, evaluations and checkpoints.
     measured:
-        One cost for each measure that is on.
+        One cost for each active measure.
     base_memory:
-        Bytes that the process has resident while it trains.
-    free_disk, reserve, free_memory:
-        Bytes free, bytes that are to stay free on the disk, bytes of memory that can be had.
+        Resident memory of the process during training.
+    reserve:
+        Bytes that must stay free on the disk.
     """
 
     training: tuple[Cost, ...]
@@ -87,54 +97,50 @@ class Estimate:
         return sum(c.total_disk for c in (*self.training, *self.at(tier)))
 
     def memory(self, tier: str = TIERS[0]) -> int:
-        """Return the bytes needed at once: what trains, what is held, and the largest measurement."""
-        held = sum(c.memory for c in self.at(tier) if c.name in {"window", "sketch"})
-        passing = max((c.memory for c in self.at(tier) if c.name not in {"window", "sketch"}), default=0)
-        return self.base_memory + held + passing
+        """Return the peak bytes: training, what is held between steps, and the largest measurement."""
+        held = sum(c.memory for c in self.at(tier) if c.name in HELD)
+        largest = max((c.memory for c in self.at(tier) if c.name not in HELD), default=0)
+        return self.base_memory + held + largest
 
     def at(self, tier: str) -> tuple[Cost, ...]:
-        """Return the costs of the measures as ``tier`` keeps them."""
+        """Return the costs of the measures at ``tier``."""
         kept = at_tier(self.measures, tier)
         scalars_only = not kept.spectra
         return tuple(
-            replace(cost, disk=min(cost.disk, _SCALARS_EACH * SCALAR_BYTES)) if scalars_only else cost
+            replace(cost, disk=min(cost.disk, SCALARS_PER_MEASURE * SCALAR_BYTES)) if scalars_only else cost
             for cost in self.measured
             if getattr(kept, cost.name)
         )
 
     def problem(self, tier: str) -> str:
-        """Say why the run does not fit at ``tier``; empty where it does."""
+        """Return why the run does not fit at ``tier``; empty if it fits."""
         disk, memory = self.disk(tier), self.memory(tier)
         if disk + self.reserve > self.free_disk:
-            free = f"{size(self.free_disk)} free, of which {size(self.reserve)} are to stay free"
+            free = f"{size(self.free_disk)} are free, of which {size(self.reserve)} must stay free"
             return f"{size(disk)} of disk are needed and {free}"
         if memory - self.base_memory > self.free_memory:
             more = size(memory - self.base_memory)
-            return f"{more} more memory are needed and {size(self.free_memory)} can be had"
+            return f"{more} more memory are needed and {size(self.free_memory)} are available"
         return ""
 
     def fitting(self) -> str:
-        """Return the first tier that fits; empty where none does."""
+        """Return the first tier that fits; empty if none does."""
         return next((tier for tier in TIERS if not self.problem(tier)), "")
 
     def left_out(self, tier: str) -> tuple[str, ...]:
-        """Name what ``tier`` leaves out."""
+        """Return the names of what ``tier`` does not store."""
         return left_out(self.measures, at_tier(self.measures, tier))
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the estimate as plain values."""
-        fits = self.fitting()
+        tier = self.fitting()
+        parts = [
+            {"name": c.name, "times": c.times, "seconds": c.times * c.seconds,
+             "disk_bytes": c.times * c.disk, "memory_bytes": c.memory}
+            for c in (*self.training, *self.measured)
+        ]  # fmt: skip
         return {
-            "parts": [
-                {
-                    "name": c.name,
-                    "times": c.times,
-                    "seconds": c.total_seconds,
-                    "disk_bytes": c.total_disk,
-                    "memory_bytes": c.memory,
-                }
-                for c in (*self.training, *self.measured)
-            ],
+            "parts": parts,
             "seconds": self.seconds(),
             "disk_bytes": self.disk(),
             "memory_bytes": self.memory(),
@@ -143,24 +149,19 @@ class Estimate:
             "free_memory_bytes": self.free_memory,
             "tiers": {
                 tier: {
-                    "fits": not self.problem(tier),
-                    "reason": self.problem(tier),
+                    "fits": not (reason := self.problem(tier)),
+                    "reason": reason,
                     "disk_bytes": self.disk(tier),
                 }
                 for tier in TIERS
             },
-            "tier": fits,
-            "left_out": list(self.left_out(fits)) if fits else [],
+            "tier": tier,
+            "left_out": list(self.left_out(tier)) if tier else [],
         }
 
 
-_SCALARS_EACH = 30
-_REPEATED = 5.0
-"""Seconds: what takes less is timed twice."""
-
-
-class _Counting:
-    """A sink that counts bytes as they would be stored."""
+class _ByteCounter:
+    """A recorder that counts the bytes that would be stored."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -185,7 +186,7 @@ class _Counting:
 
 
 def stored_bytes(values: np.ndarray, sample: int = 1 << 20) -> int:
-    """Return the bytes of an array once it is stored, from compressing a part of it as the store does."""
+    """Return the stored bytes of an array, by compressing a part of it as the store does."""
     raw = np.ascontiguousarray(values).reshape(-1)
     part = raw[: max(1, sample // raw.itemsize)]
     if part.nbytes < 4096:
@@ -194,61 +195,58 @@ def stored_bytes(values: np.ndarray, sample: int = 1 << 20) -> int:
     return int(raw.nbytes * min(1.0, len(zlib.compress(shuffled.tobytes(), 1)) / part.nbytes))
 
 
-def estimate(
-    task: Task,
-    pace: Pace,
-    measures: Measures,
-    probe: Probe | None,
+def estimate_of(
+    configuration: Configuration,
+    path: Path,
     *,
-    free_disk: int,
-    reserve: int,
-    free_memory: int,
-    checkpoints: int = 2,
     budget: float = 2.0,
     on_part: Callable[[str], None] = lambda _name: None,
 ) -> Estimate:
-    """Time a few steps and every measure once, and return what the whole run will take.
+    """Return the cost of a run of ``configuration`` into ``path``; errors are those of building it.
 
     Parameters
     ----------
-    task:
-        A task of its own: it is trained for the timed steps.
     budget:
-        Seconds for the timed steps; at least two are taken.
+        Seconds for the timed steps; at least three are timed. Every measure is timed as well.
     on_part:
         Called with the name of each part before it is timed.
     """
-    on_part("training")
-    step_seconds = _timed_steps(task, budget)
-    base = resident_memory()
-    on_part("evaluation")
-    cheap, _ = _timed(lambda: task.evaluate(thorough=False))
-    thorough, _ = _timed(lambda: task.evaluate(thorough=True))
+    task = build(configuration)  # trained for the timed steps, so it serves nothing else
+    pace = pace_of(configuration)
+    measures = configuration.measures.logged_every(pace.log_every)
+    probe = Probe(task.model, task.sample_loss, task.probe, task.inputs) if measures.sampled else None
+    with torch_threads(configuration.run.threads):
+        on_part("training")
+        step_seconds = _timed_steps(task, budget)
+        base = resident_memory()
+        on_part("evaluation")
+        cheap = _timed(lambda: task.evaluate(thorough=False))
+        thorough = _timed(lambda: task.evaluate(thorough=True))
+        measured = []
+        for name in MEASURED:
+            if getattr(measures, name) and (probe is not None or name not in SAMPLED):
+                on_part(name)
+                measured.append(_measure(task, pace, measures, probe, name))
     logs = -(-pace.steps // pace.log_every)
     costly = min(logs, -(-pace.steps // pace.thorough_every))
     state = _state_bytes(task)
-    kept = state + _held_bytes(task, measures)
+    saved = state + _held_bytes(task, measures)
+    checkpoints = min(configuration.run.checkpoints, 1 + pace.steps // pace.checkpoint_every)
     training = (
         Cost("training", pace.steps, step_seconds, 0, state),
         Cost("evaluation", logs - costly, cheap, 10 * SCALAR_BYTES, 0),
         Cost("thorough evaluation", costly + 1, thorough, 20 * SCALAR_BYTES, 0),
-        Cost(
-            "checkpoints",
-            min(checkpoints, 1 + pace.steps // pace.checkpoint_every),
-            kept / 2e8,
-            kept,
-            kept,
-        ),
+        Cost("checkpoints", checkpoints, saved / CHECKPOINT_BYTES_PER_S, saved, saved),
     )
-    measured = []
-    for name in MEASURED:
-        if not getattr(measures, name) or (
-            probe is None and name in {"mean_gradient", "gram", "vectors", "agop"}
-        ):
-            continue
-        on_part(name)
-        measured.append(_measure(task, pace, measures, probe, name))
-    return Estimate(training, tuple(measured), base, free_disk, reserve, free_memory, measures)
+    return Estimate(
+        training,
+        tuple(measured),
+        base,
+        free_bytes(path),
+        configuration.run.disk_free,
+        available_memory(),
+        measures,
+    )
 
 
 def _timed_steps(task: Task, budget: float) -> float:
@@ -265,21 +263,23 @@ def _timed_steps(task: Task, budget: float) -> float:
 
 
 def _measure(task: Task, pace: Pace, measures: Measures, probe: Probe | None, name: str) -> Cost:
-    """Return the cost of one measure: that of all with it alone, less what every logged step costs."""
+    """Return the cost of one measure, timed with all others off."""
     cadences: dict[str, Any] = dict.fromkeys(MEASURED, 0) | {name: 1}
-    sink = _Counting()
-    tracker = Tracker(replace(measures, every=1, **cadences), sink, probe, warn=lambda _what, _reason: None)
+    recorder = _ByteCounter()
+    tracker = Tracker(
+        replace(measures, every=1, **cadences), recorder, probe, warn=lambda _what, _reason: None
+    )
     gradients = named_gradients(task.model)
     if name == "window":
         for step in range(measures.window_steps - 1):
             tracker.gradients(step, gradients)
             tracker.hold(step)
     at = measures.window_steps
-    sink.bytes = 0
-    seconds, _ = _timed(lambda: _one(tracker, at, gradients))
-    stored = sink.bytes
-    if seconds < _REPEATED:  # the first measurement of a process also imports and compiles what it needs
-        seconds = min(seconds, _timed(lambda: _one(tracker, at + 1, gradients))[0])
+    recorder.bytes = 0
+    seconds = _timed(lambda: _measure_step(tracker, at, gradients))
+    stored = recorder.bytes
+    if seconds < REPEAT_BELOW_S:  # the first measurement of a process also imports and compiles
+        seconds = min(seconds, _timed(lambda: _measure_step(tracker, at + 1, gradients)))
     size = sum(g.numel() * g.element_size() for _, g in gradients if g is not None)
     samples, outer = _samples(task), sum(g.numel() for _, g in gradients if g is not None)
     memory = {
@@ -296,17 +296,17 @@ def _measure(task: Task, pace: Pace, measures: Measures, probe: Probe | None, na
     return Cost(name, -(-pace.steps // spacing), seconds, stored, memory)
 
 
-def _one(tracker: Tracker, step: int, gradients: list[tuple[str, Any]]) -> None:
+def _measure_step(tracker: Tracker, step: int, gradients: list[tuple[str, Any]]) -> None:
     tracker.gradients(step, gradients)
     tracker.close(step)
     tracker.sample(step)
 
 
-def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+def _timed(work: Callable[[], Any]) -> float:
     begin = time.perf_counter()
-    result = work()
+    work()
     _synchronise()
-    return time.perf_counter() - begin, result
+    return time.perf_counter() - begin
 
 
 def _synchronise() -> None:
@@ -326,7 +326,7 @@ def _state_bytes(task: Task) -> int:
 
 
 def _held_bytes(task: Task, measures: Measures) -> int:
-    """Return the bytes of what a tracker holds, which a checkpoint holds as well."""
+    """Return the bytes that a tracker holds between steps, which a checkpoint contains as well."""
     parameters = [p for p in task.model.parameters() if p.requires_grad]
     window = measures.window_steps * sum(p.numel() * p.element_size() for p in parameters)
     sketch = 2 * measures.sketch_rows * 8 * sum(p.numel() for p in parameters)
@@ -334,58 +334,31 @@ def _held_bytes(task: Task, measures: Measures) -> int:
 
 
 class DoesNotFitError(ValueError):
-    """A run that would not fit; the message says what is needed, what is free, and the way out."""
+    """A run that would not fit; the message gives needed and free bytes and the way out."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The tier that a run takes, and why it is not the full one."""
+    """The tier of a run, and why it is not the full one."""
 
     tier: str = TIERS[0]
     reason: str = ""
 
 
-def estimate_of(
-    configuration: Configuration,
-    path: Path,
-    *,
-    budget: float = 2.0,
-    on_part: Callable[[str], None] = lambda _name: None,
-) -> Estimate:
-    """Return what a run of ``configuration`` into ``path`` will take; errors are those of building it."""
-    task = build(configuration)
-    pace = pace_of(configuration)
-    measures = configuration.measures.logged_every(pace.log_every)
-    probe = Probe(task.model, task.sample_loss, task.probe, task.inputs) if measures.sampled else None
-    with one_machine(configuration):
-        return estimate(
-            task,
-            pace,
-            measures,
-            probe,
-            free_disk=free_bytes(path),
-            reserve=configuration.keeping.disk_free,
-            free_memory=available_memory(),
-            checkpoints=configuration.keeping.checkpoints,
-            budget=budget,
-            on_part=on_part,
-        )
-
-
 def choose(found: Estimate, *, degrade: bool, ask: Callable[[str], bool] | None = None) -> Choice:
-    """Return the tier that fits: the full one, or a cheaper one where that is wanted.
+    """Return the tier that fits: the full one, or a cheaper one if that is allowed.
 
     Parameters
     ----------
     degrade:
         Take a cheaper tier without asking.
     ask:
-        Called with a question; None where nobody can be asked.
+        Called with a question; None without a terminal.
 
     Raises
     ------
     DoesNotFitError
-        If nothing fits, or a cheaper tier is not wanted.
+        If nothing fits, or a cheaper tier is not allowed.
     """
     tier, reason = found.fitting(), found.problem(TIERS[0])
     if tier == TIERS[0]:
@@ -393,7 +366,7 @@ def choose(found: Estimate, *, degrade: bool, ask: Callable[[str], bool] | None 
     if not tier:
         raise DoesNotFitError(
             f"this run does not fit, even with scalars alone: {found.problem(TIERS[-1])}; free some space, "
-            "lower keeping.disk_free, or choose smaller settings"
+            "lower run.disk_free, or choose smaller settings"
         )
     missing = ", ".join(found.left_out(tier)) or "nothing"
     if degrade or (ask is not None and ask(f"{reason}. Run with {tier} (left out: {missing})?")):

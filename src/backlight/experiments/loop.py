@@ -1,4 +1,4 @@
-"""The loop of an experiment: it trains, evaluates, measures, and gives the state that a resumed run needs."""
+"""The loop of an experiment: trains, evaluates, measures, and returns the state that a resumed run needs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from backlight.experiments.experiment import Task
     from backlight.monitors.grokking.instrument.tracker import Tracker
 
-FITTED = 0.99
-GENERALISED = 0.95
+MEMORISED_ACCURACY = 0.99
+GENERALISED_ACCURACY = 0.95
 
 
 class LearningPhase(enum.StrEnum):
-    """What the two accuracies say at one log."""
+    """The phase that two accuracies of one log suggest: a label for a progress bar, no verdict."""
 
     MEMORISING = "memorising"
     MEMORISED = "memorised"
@@ -31,20 +31,20 @@ class LearningPhase(enum.StrEnum):
     UNKNOWN = "no accuracies"
 
 
-def phase(train: float, test: float, chance: float) -> LearningPhase:
-    """Return the phase: fitted from .99 on; generalising from halfway between chance and .95 on."""
+def learning_phase(train: float, test: float, chance: float) -> LearningPhase:
+    """Return the phase: memorised from .99 on; generalising from halfway between chance and .95 on."""
     if not (math.isfinite(train) and math.isfinite(test)):
         return LearningPhase.UNKNOWN
-    if test >= GENERALISED:
+    if test >= GENERALISED_ACCURACY:
         return LearningPhase.GENERALISED
-    if test >= chance + 0.5 * (GENERALISED - chance):
+    if test >= chance + 0.5 * (GENERALISED_ACCURACY - chance):
         return LearningPhase.GENERALISING
-    return LearningPhase.MEMORISED if train >= FITTED else LearningPhase.MEMORISING
+    return LearningPhase.MEMORISED if train >= MEMORISED_ACCURACY else LearningPhase.MEMORISING
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long the loop runs, and between how many steps it does what."""
+    """Number of steps, and the spacing of logs, thorough evaluations and checkpoints."""
 
     steps: int
     log_every: int
@@ -54,20 +54,18 @@ class Pace:
 
 @dataclass
 class Loop:
-    """One training, from ``start`` to the end of its pace.
+    """One training run, from ``start`` to the end of its pace.
 
     Attributes
     ----------
-    task, pace, tracker:
-        What is trained, for how long, and what measures it.
     on_log:
         Called with step and values of each evaluation; weights are those before the step.
     on_checkpoint:
-        Called with step and state: all that continuing at that step needs.
-    between:
+        Called with step and the state that continuing at that step needs.
+    before_log:
         Called before each logged step.
     start:
-        First step; above 0 in a resumed training.
+        First step; above 0 in a resumed run.
     """
 
     task: Task
@@ -75,17 +73,17 @@ class Loop:
     tracker: Tracker
     on_log: Callable[[int, Mapping[str, float]], None]
     on_checkpoint: Callable[[int, Mapping[str, Any]], None]
-    between: Callable[[int], None] = lambda _step: None
+    before_log: Callable[[int], None] = lambda _step: None
     start: int = 0
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
-        """Continue at ``step`` with what ``on_checkpoint`` was given."""
+        """Continue at ``step`` from the state that ``on_checkpoint`` got."""
         restore(self.task, state["training"])
         self.tracker.load_state(state["tracker"])
         self.start = step
 
     def run(self) -> float:
-        """Train to the end; return the seconds that it took. The last log is after the last step."""
+        """Train to the end and return the duration in seconds. The last log is after the last step."""
         begin = time.perf_counter()
         pace = self.pace
         for step in range(self.start, pace.steps):
@@ -101,11 +99,12 @@ class Loop:
         task, tracker = self.task, self.tracker
         task.before_step(step)
         if step % self.pace.log_every == 0:
-            self.between(step)
+            self.before_log(step)
             self.log(step, thorough=step % self.pace.thorough_every == 0)
         task.optimizer.zero_grad(set_to_none=True)
         task.loss(task.model, task.batch(step)).backward()  # type: ignore[no-untyped-call]  # torch has no types here
         if tracker.wants(step):
+            # Before the optimizer step: the samples must see the weights that the gradient was taken at.
             tracker.gradients(step, named_gradients(task.model))
             tracker.close(step)
             tracker.sample(step)
@@ -114,7 +113,7 @@ class Loop:
             task.scheduler.step()
 
     def log(self, step: int, *, thorough: bool) -> None:
-        """Evaluate with the weights as they are."""
+        """Evaluate the current weights."""
         self.on_log(step, self.task.evaluate(thorough=thorough))
 
     def state(self) -> dict[str, Any]:

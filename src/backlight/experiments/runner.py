@@ -1,4 +1,4 @@
-"""An experiment from a configuration to a run directory: loop, tracking, store, checkpoints."""
+"""Run an experiment: from a configuration to a run directory, with tracking and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,14 @@ from backlight.experiments.config import (
     ConfigurationError,
     configure,
     experiment_of,
-    training,
 )
 from backlight.experiments.data.split import derived_seed
 from backlight.experiments.experiment import Task
-from backlight.experiments.loop import Loop, Pace, phase
+from backlight.experiments.loop import Loop, Pace, learning_phase
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
 from backlight.monitors.grokking.model.disk_guard import DiskWatch, degradation
-from backlight.monitors.grokking.model.measures import TIERS, at_tier
+from backlight.monitors.grokking.model.measures import TIERS, Recorder, at_tier
 from backlight.records import RunStatus, to_json
 from backlight.store.errors import RunExistsError
 from backlight.store.format.hdf5_filters import Filters
@@ -39,18 +38,18 @@ from backlight.store.write.writer import RunWriter
 
 CONFIGURATION = "configuration.json"
 
-_FREE = (
+_CHANGEABLE_ON_RESUME = (
     "training.steps",
-    "keeping.checkpoint_every",
-    "keeping.checkpoints",
-    "keeping.disk_free",
-    "keeping.flush_seconds",
+    "run.checkpoint_every",
+    "run.checkpoints",
+    "run.disk_free",
+    "run.flush_seconds",
 )
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: steps done and in all, the last evaluation, and the phase in a word."""
+    """Steps done and in total, the last evaluation, and the learning phase."""
 
     step: int
     steps: int
@@ -59,13 +58,7 @@ class Progress:
 
 
 def build(configuration: Configuration) -> Task:
-    """Make the task of a configuration.
-
-    Raises
-    ------
-    ConfigurationError
-        If the sizes are impossible, or the device is not there.
-    """
+    """Build the task of a configuration; a ConfigurationError if a size or the device is impossible."""
     try:
         device = torch.device(configuration.device)
         torch.empty(1, device=device)
@@ -81,30 +74,33 @@ def build(configuration: Configuration) -> Task:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigurationError(
             f"{configuration.experiment}: these sizes cannot be built: {message}; "
-            "`backlight grok estimate` says what a configuration needs"
+            "`backlight grok estimate` prints what a configuration needs"
         ) from error
     return task
 
 
 def pace_of(configuration: Configuration) -> Pace:
-    """Return how long the loop runs and what it does how often."""
-    section = training(configuration)
+    """Return the pace of the loop."""
+    section = configuration.settings.training
     log_every = int(getattr(section, "log_every", 10))
     return Pace(
         steps=int(section.steps),
         log_every=log_every,
         thorough_every=int(getattr(section, "thorough_every", log_every)),
-        checkpoint_every=configuration.keeping.checkpoint_every,
+        checkpoint_every=configuration.run.checkpoint_every,
     )
 
 
 def tracker_of(
-    configuration: Configuration, task: Task, sink: Any, warn: Callable[[str, str], None] | None = None
+    configuration: Configuration,
+    task: Task,
+    recorder: Recorder,
+    warn: Callable[[str, str], None] | None = None,
 ) -> Tracker:
-    """Return the tracker of a task, with its probe batch where anything needs samples."""
+    """Return the tracker of a task, with its probe batch if a measure needs samples."""
     measures = configuration.measures.logged_every(pace_of(configuration).log_every)
     probe = Probe(task.model, task.sample_loss, task.probe, task.inputs) if measures.sampled else None
-    return Tracker(measures, sink, probe, warn)
+    return Tracker(measures, recorder, probe, warn)
 
 
 def run_experiment(
@@ -118,25 +114,25 @@ def run_experiment(
     on_progress: Callable[[Progress], None] = lambda _progress: None,
     on_warning: Callable[[str], None] = lambda _text: None,
 ) -> Path:
-    """Run an experiment into a folder, from the start or from its newest checkpoint.
+    """Run an experiment into a run directory, from the start or from its newest checkpoint.
 
     Parameters
     ----------
     resume:
-        Go on with the run in ``path``, to the numbers of an uninterrupted one.
+        Continue the run in ``path``; the numbers are those of an uninterrupted one.
     tier, reason:
-        What the run keeps from the start on, and why it is less than all.
+        What is stored from the start on, and why it is less than everything.
     control_of:
         The run that this one is the control of.
     on_progress, on_warning:
-        Called after each evaluation, and with what went wrong without ending the run.
+        Called after each evaluation, and with each failure that does not end the run.
 
     Raises
     ------
     ConfigurationError
-        If the configuration cannot be run, or is not that of the run to resume.
+        If the configuration is invalid, or differs from that of the run to resume.
     RunExistsError
-        If ``path`` holds a run already and is not to be resumed, or none and is.
+        If ``path`` holds a run and ``resume`` is not set, or holds none and it is set.
     """
     state = _to_resume(configuration, path) if resume else None
     if not resume:
@@ -150,12 +146,12 @@ def run_experiment(
         name=path.name,
         script=f"backlight grok run {configuration.experiment}",
         monitors=("grokking",),
-        flush_interval=configuration.keeping.flush_seconds,
+        flush_interval=configuration.run.flush_seconds,
         step_offset=start,
         on_lost=on_warning,
         filters=Filters(measures.compression, measures.level),
     )
-    sink = Sink(writer, start)
+    recorder = OffsetRecorder(writer, start)
     warned: set[str] = set()
 
     def warn(what: str, why: str) -> None:
@@ -163,44 +159,42 @@ def run_experiment(
             warned.add(what)
             on_warning(f"{what} is not measured: {why}")
 
-    tracker = tracker_of(configuration, task, sink, warn)
+    tracker = tracker_of(configuration, task, recorder, warn)
     full = tracker.measures
     tracker.measures = at_tier(full, tier)
-    disk = DiskWatch(path, configuration.keeping.disk_free, sink, tier)
+    disk = DiskWatch(path, configuration.run.disk_free, recorder, tier)
 
     def logged(step: int, values: Mapping[str, float]) -> None:
-        sink.scalars(step, values, source="user")
+        recorder.scalars(step, values, source="user")
         train, test = (values.get(f"{part}_accuracy", math.nan) for part in ("train", "test"))
-        on_progress(Progress(step, pace.steps, values, phase(train, test, task.facts.chance)))
+        on_progress(Progress(step, pace.steps, values, learning_phase(train, test, task.facts.chance)))
 
-    def kept(step: int, state: Mapping[str, Any]) -> None:
+    def checkpoint(step: int, state: Mapping[str, Any]) -> None:
         writer.flush()
         try:
-            checkpoints.save(
-                path / checkpoints.DIRECTORY, step, state, keep=configuration.keeping.checkpoints
-            )
+            checkpoints.save(path / checkpoints.DIRECTORY, step, state, keep=configuration.run.checkpoints)
         except OSError as error:
             warn("checkpoint", f"{error}; a resumed run starts at the one before")
 
-    def between(step: int) -> None:
+    def guard_disk(step: int) -> None:
         tracker.measures = disk.look(step, tracker.measures)
 
-    loop = Loop(task, pace, tracker, on_log=logged, on_checkpoint=kept, between=between)
+    loop = Loop(task, pace, tracker, on_log=logged, on_checkpoint=checkpoint, before_log=guard_disk)
     status = RunStatus.FAILED
-    flushing = _Flushing(writer, configuration.keeping.flush_seconds)
+    flushing = _FlushThread(writer, configuration.run.flush_seconds)
     try:
         if state is None:
             text = json.dumps(to_json(configuration.as_mapping()), indent=2)
             atomic_json.write_atomically(path / CONFIGURATION, text.encode())
-            # Dropout and the like draw from the global state; a resumed training takes it back instead.
+            # Dropout draws from the global random state; a resumed run restores that state instead.
             torch.manual_seed(derived_seed(configuration.seed, "training"))
         else:
             loop.resume(start, state[1])
-        _say(sink, configuration, task, control_of, start)
+        _record_facts(recorder, configuration, task, control_of, start)
         if tier != TIERS[0] and state is None:
-            sink.event(start, "degradation", degradation(TIERS[0], tier, reason, full, tracker.measures))
+            recorder.event(start, "degradation", degradation(TIERS[0], tier, reason, full, tracker.measures))
         writer.fingerprint(_fingerprint(task))
-        with one_machine(configuration), flushing:
+        with torch_threads(configuration.run.threads), flushing:
             loop.run()
         status = RunStatus.FINISHED
     finally:
@@ -209,18 +203,18 @@ def run_experiment(
 
 
 @contextlib.contextmanager
-def one_machine(configuration: Configuration) -> Iterator[None]:
-    """Let torch use as many threads as the configuration says, and as many as before after that."""
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch use ``count`` threads, and restore the previous number afterwards."""
     before = torch.get_num_threads()
-    torch.set_num_threads(configuration.keeping.threads)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
-class Sink:
-    """A writer with global steps: an attempt stores its own, counted from where it started."""
+class OffsetRecorder:
+    """A recorder of global steps: an attempt of a run stores steps counted from its start."""
 
     def __init__(self, writer: RunWriter, start: int) -> None:
         self._writer = writer
@@ -248,54 +242,43 @@ class Sink:
         self._writer.event(None if step is None else step - self._start, kind, payload)
 
 
-class _Flushing:
-    """Writes what is buffered every few seconds, from a thread of its own."""
+class _FlushThread:
+    """Background thread that flushes the writer every few seconds."""
 
     def __init__(self, writer: RunWriter, interval: float) -> None:
         self._writer, self._interval = writer, interval
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="backlight-flush", daemon=True)
 
     def _run(self) -> None:
-        while not self._over.wait(self._interval):
+        while not self._stopped.wait(self._interval):
             self._writer.flush()
 
     def __enter__(self) -> None:
         self._thread.start()
 
     def __exit__(self, *_error: object) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
 
 
 def configuration_of(path: Path) -> dict[str, Any]:
-    """Return the configuration that a run was started with.
-
-    Raises
-    ------
-    ConfigurationError
-        If the folder holds none.
-    """
+    """Return the configuration that a run was started with; a ConfigurationError if there is none."""
     try:
         found: dict[str, Any] = json.loads((path / CONFIGURATION).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"{path}: holds no configuration of an experiment ({error}); was it made by `backlight grok run`?"
+            f"{path}: holds no configuration of an experiment ({error}); was it written by "
+            "`backlight grok run`?"
         ) from None
     return found
 
 
 def refuse_existing(path: Path) -> None:
-    """Refuse a folder that holds a run already.
-
-    Raises
-    ------
-    RunExistsError
-        If it does.
-    """
+    """Raise a RunExistsError if ``path`` already holds a run."""
     if (path / "manifest.json").exists():
         raise RunExistsError(
-            f"{path}: holds a run already; go on with it by --resume, or choose another --out"
+            f"{path}: holds a run already; continue it with --resume, or choose another --out"
         )
 
 
@@ -304,15 +287,17 @@ def _to_resume(configuration: Configuration, path: Path) -> tuple[int, dict[str,
         raise RunExistsError(f"{path}: holds no run to resume; leave out --resume to start one")
     open_run(path)
     if not (path / CONFIGURATION).exists():
-        return None  # killed before its first moment
+        return None  # killed before the configuration was written
     before, now = configuration_of(path), json.loads(json.dumps(to_json(configuration.as_mapping())))
     wrong = [
-        f"{name} is {new!r}, was {old!r}" for name, old, new in _differences(before, now) if name not in _FREE
+        f"{name} is {new!r}, was {old!r}"
+        for name, old, new in _differences(before, now)
+        if name not in _CHANGEABLE_ON_RESUME
     ]
     if wrong:
         raise ConfigurationError(
             f"{path}: was started with another configuration: {'; '.join(wrong[:3])}. Resume it without "
-            "settings of its own, or start anew with another --out"
+            "other settings, or start anew with another --out"
         )
     return checkpoints.newest(path / checkpoints.DIRECTORY)
 
@@ -330,10 +315,11 @@ def _differences(
     return out
 
 
-def _say(sink: Sink, configuration: Configuration, task: Task, control_of: str, start: int) -> None:
-    told = configuration.as_mapping()
+def _record_facts(
+    recorder: OffsetRecorder, configuration: Configuration, task: Task, control_of: str, start: int
+) -> None:
     probe = task.probe[0] if isinstance(task.probe, (tuple, list)) else task.probe
-    sink.event(
+    recorder.event(
         start,
         "grokking",
         {
@@ -346,7 +332,7 @@ def _say(sink: Sink, configuration: Configuration, task: Task, control_of: str, 
             "test_size": task.facts.test_size,
             "accuracy": task.facts.accuracy,
             "seed": configuration.seed,
-            "settings": told,
+            "settings": configuration.as_mapping(),
             "sample_unit": "first dimension of the probe batch",
             "probe_size": len(probe) if hasattr(probe, "__len__") else None,
         },
@@ -359,27 +345,19 @@ def _fingerprint(task: Task) -> Any:
     return take_fingerprint(scope, ())
 
 
-def with_steps(configuration: Configuration, steps: int | None) -> Configuration:
-    """Return the configuration with another number of steps."""
-    if steps is None:
-        return configuration
-    section = replace(training(configuration), steps=steps)
-    return replace(configuration, settings=replace(configuration.settings, training=section))
-
-
 def tier_of(path: Path) -> str:
-    """Return what the run in ``path`` kept last: a resumed one keeps no more and no less."""
-    told = open_run(path).events("degradation")
-    return str(told[-1].payload.get("to") or TIERS[0]) if told else TIERS[0]
+    """Return the last tier of the run in ``path``, with which a resumed run continues."""
+    events = open_run(path).events("degradation")
+    return str(events[-1].payload.get("to") or TIERS[0]) if events else TIERS[0]
 
 
 def finished(path: Path) -> bool:
-    """Tell whether ``path`` holds a run of an experiment that came to its end."""
+    """Return whether ``path`` holds a finished run of an experiment."""
     return (path / CONFIGURATION).exists() and open_run(path).status is RunStatus.FINISHED
 
 
-def default_folder(configuration: Configuration, root: Path = Path("runs")) -> Path:
-    """Return ``runs/NAME-PRESET-seed-N``, with the control's name behind it where it is one."""
+def default_directory(configuration: Configuration, root: Path = Path("runs")) -> Path:
+    """Return ``runs/NAME-PRESET-seed-N``, followed by the name of the control if it is one."""
     parts = [configuration.experiment, configuration.preset, f"seed-{configuration.seed}"]
     return root / "-".join([*parts, *([configuration.control] if configuration.control else [])])
 

@@ -1,4 +1,4 @@
-"""Several runs of one experiment, over seeds and settings: as processes here or as jobs of a cluster."""
+"""Several runs of one experiment, over seeds and settings: as processes here or as Slurm jobs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from backlight.experiments.config import Configuration, ConfigurationError
 from backlight.launch.slurm import ClusterError, require, sbatch_lines
+from backlight.processes import available_cores
 from backlight.text import assignment
 
 if TYPE_CHECKING:
@@ -25,20 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a sweep: its folder and the options that make it differ from the others."""
+    """One run of a sweep: its run directory and the options in which it differs from the others."""
 
-    folder: Path
+    directory: Path
     options: tuple[str, ...]
 
 
 def seeds(text: str) -> list[int]:
-    """Return the seeds of ``"0-4"``, ``"0,1,7"`` or both mixed.
-
-    Raises
-    ------
-    ConfigurationError
-        If the text has another form.
-    """
+    """Return the seeds of ``"0-4"``, ``"0,1,7"`` or a mixture."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -49,13 +44,7 @@ def seeds(text: str) -> list[int]:
 
 
 def members(root: Path, chosen: Sequence[int], sweeps: Iterable[str]) -> list[Member]:
-    """Return every combination of seeds and of ``key=value,value`` sweeps, each with its own folder.
-
-    Raises
-    ------
-    ConfigurationError
-        If a sweep has another form.
-    """
+    """Return every combination of seeds and ``key=value,value`` sweeps, each with its own run directory."""
     axes: list[list[tuple[str, str]]] = []
     for item in sweeps:
         example = "key=value,value, such as training.lr=0.001,0.01"
@@ -76,61 +65,47 @@ def members(root: Path, chosen: Sequence[int], sweeps: Iterable[str]) -> list[Me
     return out
 
 
-def cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
-def together(jobs: int | None, runs: int, threads: int) -> int:
-    """Return how many runs go side by side: as many as cores allow with their threads, or ``jobs``."""
-    return max(1, min(runs, jobs if jobs is not None else cores() // max(1, threads)))
+def concurrent_runs(jobs: int | None, runs: int, threads: int) -> int:
+    """Return the number of concurrent runs: ``jobs``, or as many as the cores allow with their threads."""
+    return max(1, min(runs, jobs if jobs is not None else available_cores() // max(1, threads)))
 
 
 def command(arguments: Sequence[str], member: Member) -> list[str]:
     """Return the command line of one run of a sweep."""
-    return [
-        sys.executable,
-        "-m",
-        "backlight",
-        "grok",
-        "run",
-        *arguments,
-        *member.options,
-        "--out",
-        str(member.folder),
-    ]
+    program = [sys.executable, "-m", "backlight", "grok", "run"]
+    return [*program, *arguments, *member.options, "--out", str(member.directory)]
 
 
 def run_all(
     commands: Sequence[tuple[Path, Sequence[str]]],
     *,
-    side_by_side: int,
+    concurrent: int,
     threads: int,
     on_end: Callable[[Path, int], None],
 ) -> int:
-    """Run every command, some side by side, each with its output in ``FOLDER.log``; return how many failed.
+    """Run every command, several at a time, each with its output in ``DIRECTORY.log``; return the failures.
 
     Raises
     ------
     KeyboardInterrupt
-        On Ctrl-C, when they have ended as well; each goes on with ``--resume`` later.
+        On Ctrl-C, once the running ones have ended; each can be continued with ``--resume``.
     """
     waiting, running, failed = list(commands), list[tuple[Path, subprocess.Popen[bytes]]](), 0
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     try:
         while waiting or running:
-            while waiting and len(running) < side_by_side:
-                folder, line = waiting.pop(0)
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                with folder.with_name(f"{folder.name}.log").open("wb") as log:
+            while waiting and len(running) < concurrent:
+                directory, line = waiting.pop(0)
+                directory.parent.mkdir(parents=True, exist_ok=True)
+                with directory.with_name(f"{directory.name}.log").open("wb") as log:
                     process = subprocess.Popen(line, stdout=log, stderr=log, env=environment)
-                running.append((folder, process))
+                running.append((directory, process))
             for entry in list(running):
-                folder, process = entry
+                directory, process = entry
                 if process.poll() is not None:
                     running.remove(entry)
                     failed += process.returncode != 0
-                    on_end(folder, process.returncode)
+                    on_end(directory, process.returncode)
             time.sleep(0.1)
     except KeyboardInterrupt:
         for _, process in running:
@@ -143,28 +118,36 @@ def _safe(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._=-]+", "_", name)
 
 
-_OWN = ("timeout_min", "mem_gb", "nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "name")
+_SUBMITIT_PARAMETERS = (
+    "timeout_min",
+    "mem_gb",
+    "nodes",
+    "tasks_per_node",
+    "cpus_per_task",
+    "gpus_per_node",
+    "name",
+)
 
 SLACK = 1.5
-"""Time and memory are asked for with this factor over the estimate."""
+"""Requested over estimated time and memory."""
 
 
-def filled_in(
+def job_parameters(
     given: Mapping[str, Any], configuration: Configuration, found: Estimate, tier: str
 ) -> dict[str, Any]:
-    """Return the parameters with time, memory, cores and GPU from the estimate where they are not given."""
+    """Return the parameters, with time, memory, cores and GPU from the estimate unless given."""
     needed: dict[str, Any] = {
         "name": f"grok-{configuration.experiment}",
         "timeout_min": 5 + math.ceil(SLACK * found.seconds(tier) / 60),
         "mem_gb": max(1, math.ceil(SLACK * found.memory(tier) / 1e9)),
-        "cpus_per_task": configuration.keeping.threads,
+        "cpus_per_task": configuration.run.threads,
     }
     if configuration.device.startswith("cuda"):
         needed["gpus_per_node"] = 1
     return {**needed, **given}
 
 
-def script(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Path) -> str:
+def batch_script(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Path) -> str:
     """Return a batch script; several commands are one job array, one task each."""
     lines = ["#!/bin/bash", *sbatch_lines({k: v for k, v in given.items() if k != "cluster"})]
     array = len(commands) > 1
@@ -177,24 +160,18 @@ def script(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Pa
 
 
 def submit(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Path) -> list[Any]:
-    """Submit one job for each command and return submitit's jobs.
-
-    Raises
-    ------
-    ClusterError
-        If submitit does not know a parameter, or there is no cluster here.
-    """
+    """Submit one job for each command and return submitit's jobs; a ClusterError if that fails."""
     cluster = given.get("cluster")
     require(cluster)
     import submitit  # noqa: PLC0415 - an optional library
 
-    known = {key: value for key, value in given.items() if key in _OWN}
+    known = {key: value for key, value in given.items() if key in _SUBMITIT_PARAMETERS}
     if cluster == "local":
         known.pop("mem_gb", None)
     others = {
         (key if key.startswith("slurm_") else f"slurm_{key}"): value
         for key, value in given.items()
-        if key not in _OWN and key != "cluster"
+        if key not in _SUBMITIT_PARAMETERS and key != "cluster"
     }
     try:
         executor = submitit.AutoExecutor(folder=logs, cluster=cluster or "slurm")

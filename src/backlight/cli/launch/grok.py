@@ -45,7 +45,7 @@ class Asked:
 
 def here(asked: Asked, *, resume: bool) -> int:
     """Run in this process, the run and then its control; return the exit code."""
-    from backlight.experiments.runner import default_folder, finished, resumed
+    from backlight.experiments.runner import default_directory, finished, resumed
 
     if resume and asked.out is not None and asked.config is None:
         named = {"experiment": asked.name, "preset": asked.preset}
@@ -53,7 +53,7 @@ def here(asked: Asked, *, resume: bool) -> int:
         configuration = resumed(asked.out, ("the command line", {**asked.options[1], **given}))
     else:
         configuration = asked.configuration()
-    path = asked.out if asked.out is not None else default_folder(configuration)
+    path = asked.out if asked.out is not None else default_directory(configuration)
     if not asked.control:
         return _one(configuration, path, resume=resume, degrade=asked.degrade)
     if not finished(path):
@@ -112,7 +112,7 @@ def sweep(
     """Run one process for each member of a sweep; return the exit code."""
     from backlight.cli.launch.grok_options import overlay
     from backlight.experiments.runner import finished
-    from backlight.experiments.sweep import command, members, run_all, together
+    from backlight.experiments.sweep import command, concurrent_runs, members, run_all
     from backlight.experiments.sweep import seeds as seeds_of
 
     configuration = asked.configuration()
@@ -126,39 +126,39 @@ def sweep(
         ]
         _, values = overlay(changes)
         configured(configuration.experiment, None, asked.config, ("--sweep", values))
-    left = [member for member in found if not finished(member.folder)]
+    left = [member for member in found if not finished(member.directory)]
     commands = [
         (
-            m.folder,
+            m.directory,
             [
                 *command(asked.arguments(), m),
-                *(["--resume"] if (m.folder / "manifest.json").exists() else []),
+                *(["--resume"] if (m.directory / "manifest.json").exists() else []),
             ],
         )
         for m in left
     ]
     if slurm is not None or script is not None:
         return _as_jobs(asked, configuration, [line for _, line in commands], root, slurm or [], script)
-    threads = configuration.keeping.threads
+    threads = configuration.run.threads
     failed = run_all(
         commands,
-        side_by_side=together(jobs, len(commands), threads),
+        concurrent=concurrent_runs(jobs, len(commands), threads),
         threads=threads,
         on_end=lambda folder, code: print(folder if not code else f"{folder}: failed, see {folder}.log"),
     )
     for member in found:
         if member not in left:
-            print(f"{member.folder} (was finished)")
+            print(f"{member.directory} (was finished)")
     return 2 if failed else 0
 
 
 def submit(asked: Asked, slurm: list[str], script: Path | None) -> int:
     """Submit the run as a job, or write its script; return the exit code."""
-    from backlight.experiments.runner import default_folder
+    from backlight.experiments.runner import default_directory
     from backlight.experiments.sweep import Member, command
 
     configuration = asked.configuration()
-    path = asked.out if asked.out is not None else default_folder(configuration)
+    path = asked.out if asked.out is not None else default_directory(configuration)
     line = command(asked.arguments(), Member(path, ()))
     return _as_jobs(asked, configuration, [line], path.parent, slurm, script)
 
@@ -172,16 +172,15 @@ def _as_jobs(
     script: Path | None,
 ) -> int:
     from backlight.experiments.cost import choose, estimate_of
-    from backlight.experiments.sweep import filled_in, submit
-    from backlight.experiments.sweep import script as script_of
+    from backlight.experiments.sweep import batch_script, job_parameters, submit
     from backlight.launch.slurm import parameters, write_script
 
     found = estimate_of(configuration, root, budget=1.0)
     choice = choose(found, degrade=asked.degrade)
-    given = filled_in(parameters(slurm), configuration, found, choice.tier)
+    given = job_parameters(parameters(slurm), configuration, found, choice.tier)
     logs = root / "slurm"
     if script is not None:
-        write_script(script, script_of(given, commands, logs), logs)
+        write_script(script, batch_script(given, commands, logs), logs)
         print(script)
         return 0
     submitted = submit(given, commands, logs)

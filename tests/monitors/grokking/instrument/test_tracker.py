@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.monitors.grokking.instrument.gradient_history import Sketch, Window
+from backlight.monitors.grokking.instrument.gradient_history import GradientSketch, GradientWindow
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker, stored
 from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier, left_out
 
 
-class Kept:
-    """A sink in memory."""
+class MemoryRecorder:
+    """A recorder in memory."""
 
     def __init__(self) -> None:
         self.scalar: dict[tuple[int, str], float] = {}
@@ -55,31 +55,31 @@ def follow(tracker: Tracker, steps: range) -> None:
 
 
 def test_gradients_products_and_window_against_numpy() -> None:
-    sink = Kept()
-    follow(Tracker(Measures(every=2, products=1, window=1, window_steps=3), sink), range(10))
+    recorder = MemoryRecorder()
+    follow(Tracker(Measures(every=2, products=1, window=1, window_steps=3), recorder), range(10))
     for step in range(0, 10, 2):
-        assert np.array_equal(sink.arrays[step, "gradient/w"], gradients(step)["w"].numpy())
-        assert sink.scalar[step, "gradient/norm"] == pytest.approx(np.linalg.norm(flat(step)))
+        assert np.array_equal(recorder.arrays[step, "gradient/w"], gradients(step)["w"].numpy())
+        assert recorder.scalar[step, "gradient/norm"] == pytest.approx(np.linalg.norm(flat(step)))
         G = gradients(step)["k"].numpy().reshape(2, 6).astype(np.float64)
         truth = np.linalg.eigvalsh(G @ G.T)[::-1]
-        assert sink.arrays[step, "product/k/eigenvalues"] == pytest.approx(truth)
-        assert sink.scalar[step, "product/k/trace"] == pytest.approx(truth.sum())
-    assert not any(name.startswith("product/b") for _, name in sink.arrays)
+        assert recorder.arrays[step, "product/k/eigenvalues"] == pytest.approx(truth)
+        assert recorder.scalar[step, "product/k/trace"] == pytest.approx(truth.sum())
+    assert not any(name.startswith("product/b") for _, name in recorder.arrays)
     A = np.stack([flat(step) for step in (4, 6, 8)])
-    assert sink.arrays[8, "window/matrix"] == pytest.approx(A @ A.T)
-    assert sink.arrays[8, "window/steps"].tolist() == [4, 6, 8]
-    assert sink.scalar[8, "window/trace"] == pytest.approx(np.square(A).sum() / 3)
+    assert recorder.arrays[8, "window/matrix"] == pytest.approx(A @ A.T)
+    assert recorder.arrays[8, "window/steps"].tolist() == [4, 6, 8]
+    assert recorder.scalar[8, "window/trace"] == pytest.approx(np.square(A).sum() / 3)
     mean = A.mean(0)
-    assert sink.scalar[8, "window/coherence"] == pytest.approx(mean @ mean / (np.square(A).sum() / 3))
-    assert (8, "window/noise_scale") not in sink.scalar
-    assert (1, "gradient/norm") not in sink.scalar
+    assert recorder.scalar[8, "window/coherence"] == pytest.approx(mean @ mean / (np.square(A).sum() / 3))
+    assert (8, "window/noise_scale") not in recorder.scalar
+    assert (1, "gradient/norm") not in recorder.scalar
 
 
 def test_a_resumed_tracker_goes_on_as_if_it_had_not_stopped() -> None:
     measures = Measures(every=1, window=1, window_steps=4, sketch=2, sketch_rows=3, products=0)
-    whole, second = Kept(), Kept()
+    whole, second = MemoryRecorder(), MemoryRecorder()
     follow(Tracker(measures, whole), range(15))
-    first = Tracker(measures, Kept())
+    first = Tracker(measures, MemoryRecorder())
     follow(first, range(8))
     resumed = Tracker(measures, second)
     resumed.load_state(first.state())
@@ -91,20 +91,20 @@ def test_a_resumed_tracker_goes_on_as_if_it_had_not_stopped() -> None:
 
 
 def test_the_sketch_keeps_its_promise() -> None:
-    sink, sketch = Kept(), Sketch(3)
+    recorder, sketch = MemoryRecorder(), GradientSketch(3)
     for step in range(12):
         sketch.add(gradients(step))
-    sketch.put(11, sink, lambda name, step, values, _dims: sink.array(name, step, values))
-    A, B = np.stack([flat(step) for step in range(12)]), sink.arrays[11, "sketch/model/rows"]
+    sketch.record(11, recorder)
+    A, B = np.stack([flat(step) for step in range(12)]), recorder.arrays[11, "sketch/model/rows"]
     gap = np.linalg.eigvalsh(A.T @ A - B.T @ B)
     assert gap.min() > -1e-9
-    assert 0 < gap.max() <= sink.scalar[11, "sketch/model/shrinkage"] * (1 + 1e-9)
+    assert 0 < gap.max() <= recorder.scalar[11, "sketch/model/shrinkage"] * (1 + 1e-9)
     with pytest.raises(ValueError, match="parameter 'late' had no gradient when the sketch began"):
         sketch.add({"late": torch.ones(2)})
 
 
 def test_a_parameter_without_a_gradient_counts_as_zero_in_the_window() -> None:
-    window = Window(3)
+    window = GradientWindow(3)
     window.add(0, {"a": torch.tensor([1.0, 2.0])})
     window.add(1, {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([3.0])})
     matrix, steps = window.gram()
@@ -116,24 +116,24 @@ def test_what_is_stored_is_never_wider_than_what_was_there() -> None:
     assert stored(torch.zeros(2, dtype=torch.bfloat16), "float32").dtype is torch.bfloat16
     assert stored(torch.zeros(2, dtype=torch.float64), "float32").dtype is torch.float32
     assert stored(torch.zeros(2, dtype=torch.float64), "float64").dtype is torch.float64
-    sink = Kept()
-    tracker = Tracker(Measures(every=1, window=0), sink)
+    recorder = MemoryRecorder()
+    tracker = Tracker(Measures(every=1, window=0), recorder)
     value = torch.tensor([1.0, 1e-30], dtype=torch.bfloat16)
     tracker.gradients(0, [("w", value)])
     tracker.close(0)
-    assert sink.arrays[0, "gradient/w"].dtype == np.uint16
-    back = torch.from_numpy(sink.arrays[0, "gradient/w"]).view(torch.bfloat16)
+    assert recorder.arrays[0, "gradient/w"].dtype == np.uint16
+    back = torch.from_numpy(recorder.arrays[0, "gradient/w"]).view(torch.bfloat16)
     assert torch.equal(back, value)
 
 
 def test_a_gradient_is_copied_before_it_changes() -> None:
-    sink = Kept()
-    tracker = Tracker(Measures(every=1), sink)
+    recorder = MemoryRecorder()
+    tracker = Tracker(Measures(every=1), recorder)
     value = torch.ones(3)
     tracker.gradients(0, [("w", value)])
     value.zero_()
     tracker.close(0)
-    assert sink.arrays[0, "gradient/w"].tolist() == [1.0, 1.0, 1.0]
+    assert recorder.arrays[0, "gradient/w"].tolist() == [1.0, 1.0, 1.0]
 
 
 class Two(nn.Module):
@@ -155,12 +155,12 @@ def squares(model: nn.Module, batch: Any) -> torch.Tensor:
 @pytest.mark.parametrize("scope", ["full", "layers"])
 def test_the_probe_gives_mean_gram_vectors_and_agop(scope: str) -> None:
     torch.manual_seed(0)
-    model, batch, sink = Two().double(), torch.randn(6, 3, dtype=torch.float64), Kept()
+    model, batch, recorder = Two().double(), torch.randn(6, 3, dtype=torch.float64), MemoryRecorder()
     probe = Probe(model, squares, batch, lambda given: given)
     measures = Measures(
         every=1, mean_gradient=1, gram=1, vectors=1, top_k=2, agop=1, scope=scope, precision="float64"
     )
-    Tracker(measures, sink, probe).sample(3)
+    Tracker(measures, recorder, probe).sample(3)
     rows = []
     for i in range(6):
         model.zero_grad()
@@ -168,37 +168,44 @@ def test_the_probe_gives_mean_gram_vectors_and_agop(scope: str) -> None:
         rows.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     A = torch.stack(rows).numpy()
     model.zero_grad()
-    assert ((3, "gram/model/matrix") in sink.arrays) == (scope == "full")
+    assert ((3, "gram/model/matrix") in recorder.arrays) == (scope == "full")
     if scope == "full":
-        assert sink.arrays[3, "gram/model/matrix"] == pytest.approx(A @ A.T, rel=1e-10)
-        assert (3, "gram/block/block.0/trace") not in sink.scalar
+        assert recorder.arrays[3, "gram/model/matrix"] == pytest.approx(A @ A.T, rel=1e-10)
+        assert (3, "gram/block/block.0/trace") not in recorder.scalar
         H = np.eye(6) - 1 / 6
         truth = np.linalg.eigvalsh(H @ A @ A.T @ H / 6)[::-1]
-        assert sink.arrays[3, "gram/model/centred_eigenvalues"] == pytest.approx(truth, abs=1e-12 * truth[0])
-    assert (3, "gram/layer/head/effective_rank") in sink.scalar
-    V = sink.arrays[3, "gram/model/vectors"]
+        assert recorder.arrays[3, "gram/model/centred_eigenvalues"] == pytest.approx(
+            truth, abs=1e-12 * truth[0]
+        )
+    assert (3, "gram/layer/head/effective_rank") in recorder.scalar
+    V = recorder.arrays[3, "gram/model/vectors"]
     assert pytest.approx(np.eye(2), abs=1e-9) == V @ V.T
     values = np.linalg.eigvalsh(A @ A.T / 6)[::-1]
     assert np.diag(V @ (A.T @ A / 6) @ V.T) == pytest.approx(values[:2], rel=1e-9)
     means = np.concatenate(
-        [sink.arrays[3, f"mean_gradient/{n}"].reshape(-1) for n, _ in model.named_parameters()]
+        [recorder.arrays[3, f"mean_gradient/{n}"].reshape(-1) for n, _ in model.named_parameters()]
     )
     assert means == pytest.approx(A.mean(0), rel=1e-9)
     J = torch.autograd.functional.jacobian(lambda x: model(x).sum(0), batch).permute(1, 0, 2).numpy()
-    assert sink.arrays[3, "agop/matrix"] == pytest.approx(np.einsum("nci,ncj->ij", J, J) / 6, rel=1e-9)
+    assert recorder.arrays[3, "agop/matrix"] == pytest.approx(np.einsum("nci,ncj->ij", J, J) / 6, rel=1e-9)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_failure_is_told_or_raised() -> None:
     model, told = Two(), list[tuple[str, str]]()
-    sink = Kept()
+    recorder = MemoryRecorder()
     bad = Probe(model, lambda m, b: m(b).square().mean(), torch.randn(6, 3))
-    Tracker(Measures(every=1, gram=1), sink, bad, warn=lambda what, why: told.append((what, why))).sample(0)
+    Tracker(Measures(every=1, gram=1), recorder, bad, warn=lambda what, why: told.append((what, why))).sample(
+        0
+    )
     assert [what for what, _ in told] == ["gram"]
-    assert sink.events[0][1:] == ("unmeasured", {"what": "gram", "reason": sink.events[0][2]["reason"]})
-    assert not any(name.startswith("gram/") for _, name in sink.arrays)
+    assert recorder.events[0][1:] == (
+        "unmeasured",
+        {"what": "gram", "reason": recorder.events[0][2]["reason"]},
+    )
+    assert not any(name.startswith("gram/") for _, name in recorder.arrays)
     with pytest.raises(ValueError, match="gram"):
-        Tracker(Measures(every=1, gram=1), sink, bad).sample(0)
+        Tracker(Measures(every=1, gram=1), recorder, bad).sample(0)
 
 
 def test_tiers_keep_less_and_less() -> None:
@@ -212,10 +219,10 @@ def test_tiers_keep_less_and_less() -> None:
     assert left_out(full, tiers[3])[-2:] == ("matrices", "eigenvalues")
     with pytest.raises(ValueError, match="tier 'half': expected one of full factors, top-k, Gram, scalars"):
         at_tier(full, "half")
-    sink = Kept()
-    follow(Tracker(at_tier(Measures(every=1, products=1, window=1), "scalars"), sink), range(5))
-    assert sink.arrays == {}
-    assert (4, "window/trace") in sink.scalar
+    recorder = MemoryRecorder()
+    follow(Tracker(at_tier(Measures(every=1, products=1, window=1), "scalars"), recorder), range(5))
+    assert recorder.arrays == {}
+    assert (4, "window/trace") in recorder.scalar
 
 
 def test_cadences_count_logged_steps() -> None:

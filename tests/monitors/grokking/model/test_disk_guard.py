@@ -33,7 +33,7 @@ def test_each_look_at_a_full_disk_takes_one_tier(tmp_path: Path) -> None:
     assert told[0][2]["left_out"] == ["gradient", "mean_gradient"]
     warnings = [p for _, kind, p in events if kind == "disk_warning"]
     assert (warnings[0]["free"], warnings[0]["threshold"]) == (900, 1000)
-    assert warnings[0]["action"] == "from here on top-k in place of full factors"
+    assert warnings[0]["action"] == "from here on top-k instead of full factors"
 
 
 def test_the_space_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is measured of the per-sample gradients of a fixed probe batch."""
+"""Measurements of the per-sample gradients of a probe batch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from backlight.measure.gram.eigenvalues import spectrum
+from backlight.monitors.grokking.instrument.gradient_history import record_array
 from backlight.monitors.grokking.instrument.gram.agop import input_agop
 from backlight.monitors.grokking.instrument.gram.gram import gram
-from backlight.monitors.grokking.model.spectrum_fields import finite
+from backlight.monitors.grokking.model.measures import finite
 
 if TYPE_CHECKING:
     from backlight.monitors.grokking.instrument.gram.result import Gram
-    from backlight.monitors.grokking.instrument.tracker import Sink
-    from backlight.monitors.grokking.model.measures import Measures
-
-Put = Callable[[str, int, Any, tuple[str, ...]], None]
+    from backlight.monitors.grokking.model.measures import Measures, Recorder
 
 
 class Probe:
@@ -29,9 +27,9 @@ class Probe:
     sample_loss:
         ``sample_loss(model, batch)``, summed over the samples along the first dimension.
     batch:
-        The probe batch, or a callable that gives one for each measurement.
+        The probe batch, or a callable that returns one for each measurement.
     inputs:
-        Real-valued input of a batch, for the AGOP; None where it has none.
+        Returns the real-valued input of a batch, for the AGOP; None if there is none.
     """
 
     def __init__(
@@ -46,85 +44,91 @@ class Probe:
         self._batch = batch
         self._inputs = inputs
 
-    def measure(self, step: int, measures: Measures, sink: Sink, put: Put) -> None:
-        """Measure what is due at ``step``, with the weights as they are.
+    def measure(self, step: int, measures: Measures, recorder: Recorder) -> None:
+        """Record what is due at ``step`` for the current weights.
 
         Raises
         ------
         GramError
-            If a parameter fails its coverage gate, or has no kernel.
+            If a parameter fails its coverage check, or has no kernel.
         """
         due = {
             name: measures.due(getattr(measures, name), step) for name in ("mean_gradient", "gram", "vectors")
         }
         if not any(due.values()):
             return
-        # What is stored is to hold whatever is asked of it later, the smallest eigenvalues as well.
-        found = gram(self._model, self._sample_loss, self._given(), detail="layer", products=torch.float64)
+        # float64 products keep the smallest eigenvalues, which a later analysis of the stored Gram may need.
+        found = gram(
+            self._model, self._sample_loss, self._next_batch(), detail="layer", products=torch.float64
+        )
         if due["gram"]:
-            self._spectra(step, found, measures, sink, put)
+            _record_grams(step, found, measures, recorder)
         if due["mean_gradient"]:
             for name, gradient in found.mean_gradient.items():
                 if gradient is not None:
-                    put(f"mean_gradient/{name}", step, gradient.detach().cpu(), ())
+                    record_array(recorder, f"mean_gradient/{name}", step, gradient.detach().cpu())
         if due["vectors"]:
-            _vectors(step, found, measures, put)
+            _record_eigenvectors(step, found, measures, recorder)
 
-    def agop(self, step: int, measures: Measures, sink: Sink, put: Put) -> None:
-        """Measure the input AGOP, where it is due and the input is real-valued.
+    def agop(self, step: int, measures: Measures, recorder: Recorder) -> None:
+        """Record the input AGOP if it is due and the input is real-valued.
 
         Raises
         ------
         GramError
             If the model cannot be called with the input alone.
         """
-        inputs = self._inputs(self._given()) if measures.due(measures.agop, step) else None
+        inputs = self._inputs(self._next_batch()) if measures.due(measures.agop, step) else None
         if inputs is None:
             return
         matrix = input_agop(self._model, inputs)
-        device = torch.device("cpu") if measures.eigenvalues == "host" else None
-        # The spectrum of a second moment K / N, with N K in place of K.
-        found = spectrum(matrix * len(matrix), device=device)
-        told = finite(found.metrics())
-        sink.scalars(step, {f"agop/{k}": v for k, v in told.items() if k not in {"coherence", "noise_scale"}})
+        # ``spectrum`` takes N times a second moment.
+        found = spectrum(matrix * len(matrix), device=_eigenvalue_device(measures))
+        metrics = {k: v for k, v in finite(found.metrics()).items() if k not in {"coherence", "noise_scale"}}
+        recorder.scalars(step, {f"agop/{name}": value for name, value in metrics.items()})
         if measures.matrices:
-            put("agop/matrix", step, matrix.cpu(), ("input", "input"))
+            record_array(recorder, "agop/matrix", step, matrix.cpu(), ("input", "input"))
         if measures.spectra:
-            put("agop/eigenvalues", step, found.eigenvalues, ("rank",))
+            record_array(recorder, "agop/eigenvalues", step, found.eigenvalues, ("rank",))
 
-    def _given(self) -> Any:
+    def _next_batch(self) -> Any:
         return self._batch() if callable(self._batch) else self._batch
-
-    def _spectra(self, step: int, found: Gram, measures: Measures, sink: Sink, put: Put) -> None:
-        device = torch.device("cpu") if measures.eigenvalues == "host" else None
-        for scope, matrix in scopes(found, measures.scope).items():
-            whole = found.spectrum(scope=scope, device=device)
-            centred = found.spectrum(scope=scope, centred=True, device=device)
-            told = {f"gram/{scope}/{name}": value for name, value in finite(whole.metrics()).items()}
-            told |= {f"gram/{scope}/centred/{name}": v for name, v in finite(centred.metrics()).items()}
-            sink.scalars(step, told)
-            if measures.spectra:
-                put(f"gram/{scope}/eigenvalues", step, whole.eigenvalues, ("rank",))
-                put(f"gram/{scope}/centred_eigenvalues", step, centred.eigenvalues, ("rank",))
-            if measures.matrices:
-                put(f"gram/{scope}/matrix", step, matrix.cpu(), ("sample", "sample"))
 
 
 def scopes(found: Gram, wanted: str) -> dict[str, Tensor]:
-    """Return the Grams of a scope by name; a block that is a single layer is told as that layer alone."""
+    """Return the Grams of a scope by name; a block of a single layer appears as that layer only."""
     layers = {f"layer/{name}": matrix for name, matrix in found.per_layer.items()}
     if wanted == "layers":
         return layers
     members: dict[str, set[str]] = {}
-    for place in found.places.values():
-        members.setdefault(place.block, set()).add(place.layer)
+    for location in found.locations.values():
+        members.setdefault(location.block, set()).add(location.layer)
     blocks = {f"block/{name}": matrix for name, matrix in found.per_block.items() if len(members[name]) > 1}
     return {"model": found.matrix, **blocks, **layers}
 
 
-def _vectors(step: int, found: Gram, measures: Measures, put: Put) -> None:
-    """Store the leading eigenvectors of the model, ``[r, M]`` in model order, and their eigenvalues."""
+def _record_grams(step: int, found: Gram, measures: Measures, recorder: Recorder) -> None:
+    device = _eigenvalue_device(measures)
+    for scope, matrix in scopes(found, measures.scope).items():
+        whole = found.spectrum(scope=scope, device=device)
+        centred = found.spectrum(scope=scope, centred=True, device=device)
+        values = {f"gram/{scope}/{name}": value for name, value in finite(whole.metrics()).items()}
+        values |= {f"gram/{scope}/centred/{name}": v for name, v in finite(centred.metrics()).items()}
+        recorder.scalars(step, values)
+        if measures.spectra:
+            record_array(recorder, f"gram/{scope}/eigenvalues", step, whole.eigenvalues, ("rank",))
+            record_array(recorder, f"gram/{scope}/centred_eigenvalues", step, centred.eigenvalues, ("rank",))
+        if measures.matrices:
+            record_array(recorder, f"gram/{scope}/matrix", step, matrix.cpu(), ("sample", "sample"))
+
+
+def _record_eigenvectors(step: int, found: Gram, measures: Measures, recorder: Recorder) -> None:
+    """Record the leading eigenvectors of the model, ``[r, M]`` in model order."""
     _, vectors = found.eigenvectors(min(measures.top_k, found.samples))
     flat = torch.cat([part.flatten(1) for part in vectors.values()], dim=1)
     precise = torch.float64 if measures.precision == "float64" else torch.float32
-    put("gram/model/vectors", step, flat.to("cpu", precise), ("rank", "parameter"))
+    record_array(recorder, "gram/model/vectors", step, flat.to("cpu", precise), ("rank", "parameter"))
+
+
+def _eigenvalue_device(measures: Measures) -> torch.device | None:
+    return torch.device("cpu") if measures.eigenvalues == "host" else None

@@ -1,4 +1,4 @@
-"""The disk of a run, watched while it is written: what it keeps shrinks before the disk is full."""
+"""Free disk space of a run: when it runs short, the run stores less before the disk is full."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from backlight.monitors.grokking.model.measures import TIERS, at_tier, left_out
-
-if TYPE_CHECKING:
-    from backlight.monitors.grokking.instrument.tracker import Sink
-    from backlight.monitors.grokking.model.measures import Measures
+from backlight.monitors.grokking.model.measures import TIERS, Measures, Recorder, at_tier, left_out
 
 
 def free_bytes(path: Path) -> int:
@@ -24,52 +19,50 @@ def free_bytes(path: Path) -> int:
 
 @dataclass
 class DiskWatch:
-    """Looks at the free space at logged steps, and takes the next cheaper tier where it is short.
+    """Checks the free space at logged steps, and switches to the next cheaper tier when it is short.
 
     Attributes
     ----------
-    path, threshold:
-        The run's folder, and the bytes that its disk is to have free.
-    sink:
+    threshold:
+        Bytes that must stay free on the disk of ``path``.
+    recorder:
         Gets ``disk_warning`` and ``degradation`` events.
-    tier:
-        What is kept now.
     spacing:
-        Logged steps between two looks.
+        Logged steps between two checks.
     free:
-        How the free bytes are found.
+        Returns the free bytes.
     """
 
     path: Path
     threshold: int
-    sink: Sink
+    recorder: Recorder
     tier: str = TIERS[0]
     spacing: int = 10
     free: Callable[[Path], int] = free_bytes
-    looks: int = 0
+    checks: int = 0
 
     def look(self, step: int, measures: Measures) -> Measures:
-        """Return the measures to go on with; cheaper ones where less than the threshold is free."""
-        self.looks += 1
-        if (self.looks - 1) % self.spacing:
+        """Return the measures to continue with; cheaper ones if less than the threshold is free."""
+        self.checks += 1
+        if (self.checks - 1) % self.spacing:
             return measures
         free = self.free(self.path)
         if free >= self.threshold:
             return measures
-        place = TIERS.index(self.tier)
+        level = TIERS.index(self.tier)
         warning = {"free": free, "threshold": self.threshold}
-        if place == len(TIERS) - 1:
-            if self.looks == 1:
-                self.sink.event(
-                    step, "disk_warning", {**warning, "action": "scalars are all that is kept already"}
+        if level == len(TIERS) - 1:
+            if self.checks == 1:
+                self.recorder.event(
+                    step, "disk_warning", {**warning, "action": "only scalars are stored already"}
                 )
             return measures
-        before, self.tier = self.tier, TIERS[place + 1]
+        before, self.tier = self.tier, TIERS[level + 1]
         cheaper = at_tier(measures, self.tier)
-        action = f"from here on {self.tier} in place of {before}"
-        self.sink.event(step, "disk_warning", {**warning, "action": action})
-        reason = f"{free} bytes free, {self.threshold} are to stay free"
-        self.sink.event(step, "degradation", degradation(before, self.tier, reason, measures, cheaper))
+        action = f"from here on {self.tier} instead of {before}"
+        self.recorder.event(step, "disk_warning", {**warning, "action": action})
+        reason = f"{free} bytes are free, {self.threshold} must stay free"
+        self.recorder.event(step, "degradation", degradation(before, self.tier, reason, measures, cheaper))
         return cheaper
 
 

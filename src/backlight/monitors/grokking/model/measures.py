@@ -1,4 +1,4 @@
-"""What is measured of the geometry of gradients, how often, and what of it is kept.
+"""The measures of gradient geometry, their cadences, the tiers in which they are stored, and their recorder.
 
 All cadences count logged steps: with ``every = 10`` and ``gram = 5``, steps 0, 50, 100, … have a Gram.
 A cadence of 0 is off.
@@ -6,23 +6,26 @@ A cadence of 0 is off.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 from backlight.store.format.hdf5_filters import COMPRESSIONS
 
 SCOPES = ("full", "layers")
-PLACES = ("host", "device")
+EIGENVALUE_DEVICES = ("host", "device")
 PRECISIONS = ("float32", "float64")
 
 
 @dataclass(frozen=True)
 class Measures:
-    """Cadences and sizes of the measurements of one training.
+    """Cadences and sizes of the measurements of one run.
 
     Attributes
     ----------
     every:
-        Steps between two logged steps; 0 takes what the training itself logs by.
+        Steps between two logged steps; 0 takes the run's own spacing.
     gradients:
         Exact training gradient of every parameter, as backward left it.
     products:
@@ -50,9 +53,9 @@ class Measures:
     precision:
         Type in which gradients are stored; a Gram is always in float64.
     gather:
-        Gather what is spread over processes (FSDP2, tensor parallelism) at the steps that are measured, on
-        every rank, so that each must be watched with the same measures. Without it such a model has no
-        Gram and its gradients are not stored.
+        Gather sharded parameters (FSDP2, tensor parallelism) at measured steps, on every rank; all ranks
+        must be watched with the same measures. Without it a sharded model has no Gram and its gradients
+        are not stored.
     compression, level:
         ``gzip`` with a level of 0 to 9, ``lzf`` or ``none``.
     """
@@ -79,16 +82,14 @@ class Measures:
     gather: bool = False
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value, least = (
-                getattr(self, one.name),
-                2 if one.name in {"window_steps", "sketch_rows"} else int(one.name == "top_k"),
-            )
-            if isinstance(value, int) and not isinstance(value, bool) and value < least:
-                raise ValueError(f"measures.{one.name}={value}: expected {least} or more")
+        least = {"window_steps": 2, "sketch_rows": 2, "top_k": 1}
+        for name in (one.name for one in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, int) and not isinstance(value, bool) and value < least.get(name, 0):
+                raise ValueError(f"measures.{name}={value}: expected {least.get(name, 0)} or more")
         for name, known in (
             ("scope", SCOPES),
-            ("eigenvalues", PLACES),
+            ("eigenvalues", EIGENVALUE_DEVICES),
             ("precision", PRECISIONS),
             ("compression", COMPRESSIONS),
         ):
@@ -98,38 +99,38 @@ class Measures:
             raise ValueError(f"measures.level={self.level}: expected 0 to 9")
 
     def logs(self, step: int) -> bool:
-        """Tell whether ``step`` is a logged step."""
+        """Return whether ``step`` is a logged step."""
         return self.every > 0 and step % self.every == 0
 
     def due(self, cadence: int, step: int) -> bool:
-        """Tell whether a measurement of this cadence falls on ``step``."""
+        """Return whether a measurement of this cadence is due at ``step``."""
         return cadence > 0 and self.logs(step) and (step // self.every) % cadence == 0
 
     def samples_at(self, step: int) -> bool:
-        """Tell whether something that needs samples falls on ``step``."""
+        """Return whether something that needs samples is due at ``step``."""
         return any(
             self.due(cadence, step) for cadence in (self.mean_gradient, self.gram, self.vectors, self.agop)
         )
 
     def logged_every(self, steps: int) -> Measures:
-        """Return these measures with the training's own spacing of logged steps, where none is set."""
+        """Return these measures with ``steps`` between logged steps if ``every`` is 0."""
         return self if self.every else replace(self, every=max(1, steps))
 
     @property
     def sampled(self) -> bool:
-        """Whether anything is asked for that needs samples."""
+        """Whether a measure needs per-sample gradients."""
         return any((self.mean_gradient, self.gram, self.vectors, self.agop))
 
 
 TIERS = ("full factors", "top-k", "Gram", "scalars")
-"""What a run keeps, from all to least; each tier keeps what the next one does and more."""
+"""What a run stores, from most to least; each tier stores what the next one does and more."""
 
 
 def at_tier(measures: Measures, tier: str) -> Measures:
-    """Return the measures as ``tier`` keeps them.
+    """Return the measures as ``tier`` stores them; all are still computed.
 
-    Without full factors no gradient is stored; without top-k no eigenvectors and no sketch;
-    with scalars alone neither matrices nor spectra. What is computed stays, what is kept shrinks.
+    Without full factors no gradient is stored; without top-k no eigenvectors and no sketch; with scalars
+    alone neither matrices nor spectra.
 
     Raises
     ------
@@ -138,18 +139,18 @@ def at_tier(measures: Measures, tier: str) -> Measures:
     """
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r}: expected one of {', '.join(TIERS)}")
-    place = TIERS.index(tier)
-    if place >= 1:
+    level = TIERS.index(tier)
+    if level >= 1:
         measures = replace(measures, gradients=0, mean_gradient=0)
-    if place >= 2:
+    if level >= 2:
         measures = replace(measures, vectors=0, sketch=0)
-    if place >= 3:
+    if level >= 3:
         measures = replace(measures, matrices=False, spectra=False)
     return measures
 
 
 def left_out(before: Measures, after: Measures) -> tuple[str, ...]:
-    """Name what ``after`` does not keep that ``before`` does."""
+    """Name what ``before`` stores and ``after`` does not."""
     names = {
         "gradients": "gradient",
         "mean_gradient": "mean_gradient",
@@ -158,4 +159,31 @@ def left_out(before: Measures, after: Measures) -> tuple[str, ...]:
         "matrices": "matrices",
         "spectra": "eigenvalues",
     }
-    return tuple(told for key, told in names.items() if getattr(before, key) and not getattr(after, key))
+    return tuple(label for key, label in names.items() if getattr(before, key) and not getattr(after, key))
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that have a value: one that is undefined (a zero matrix) is left out, not NaN."""
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+class Recorder(Protocol):
+    """Takes what is measured; :class:`backlight.store.write.writer.RunWriter` is one."""
+
+    def scalars(self, step: int, values: Mapping[str, float], source: str = "backlight") -> None:
+        """Record scalars of one step."""
+
+    def array(
+        self,
+        name: str,
+        step: int,
+        values: Any,
+        *,
+        dims: tuple[str, ...] = (),
+        unit: str = "1",
+        encoding: str = "plain",
+    ) -> None:
+        """Record one array."""
+
+    def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
+        """Record an event."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backlight.monitors.grokking.instrument.gram.agop import input_agop
-from backlight.monitors.grokking.instrument.gram.gates import GramError
+from backlight.monitors.grokking.instrument.gram.checks import GramError
 
 
 def test_agop_is_the_mean_of_squared_jacobians() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.monitors.grokking.instrument.gram import batches
-from backlight.monitors.grokking.instrument.gram.gates import GramError
+from backlight.monitors.grokking.instrument.gram.checks import GramError
 from grokking import gram_models
 from grokking.gram_models import MODELS, N, Setup, images, labels, text, tokens
 

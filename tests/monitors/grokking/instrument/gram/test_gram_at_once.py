@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.measure.gram.factors import LookupFactors, MatrixFactors, VectorFactors, compress, concatenate
-from backlight.monitors.grokking.instrument.gram.gates import GramError
+from backlight.monitors.grokking.instrument.gram.checks import GramError
 from grokking.gram_models import MODELS, N, images, labels
 
 

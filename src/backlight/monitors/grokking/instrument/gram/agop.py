@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from backlight.capture.modules import unwrapped
 from backlight.capture.per_sample import accumulated
 from backlight.capture.preserve_state import untouched
-from backlight.monitors.grokking.instrument.gram.gates import GramError
+from backlight.monitors.grokking.instrument.gram.checks import GramError
 from backlight.monitors.grokking.instrument.gram.parameters import eager
 
 

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.monitors.grokking.instrument.gram.gates import GramError
+from backlight.monitors.grokking.instrument.gram.checks import GramError
 
 
 def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a nest of tuples, lists and mappings, with its place."""
+    """Yield every tensor of a nest of tuples, lists and mappings, with its path."""
     if isinstance(batch, Tensor):
         yield "", batch
     elif isinstance(batch, Mapping):
         for key, value in batch.items():
-            yield from ((f"[{key!r}]{place}", tensor) for place, tensor in tensors(value))
+            yield from ((f"[{key!r}]{path}", tensor) for path, tensor in tensors(value))
     elif isinstance(batch, (tuple, list)):
         for index, value in enumerate(batch):
-            yield from ((f"[{index}]{place}", tensor) for place, tensor in tensors(value))
+            yield from ((f"[{index}]{path}", tensor) for path, tensor in tensors(value))
 
 
 def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -43,14 +43,14 @@ def count(batch: Any) -> int:
     GramError
         If there is no tensor with a dimension, none has a sample, or they disagree.
     """
-    sizes = {f"batch{place}": tensor.shape[0] for place, tensor in tensors(batch) if tensor.dim()}
+    sizes = {f"batch{path}": tensor.shape[0] for path, tensor in tensors(batch) if tensor.dim()}
     if not sizes:
         raise GramError(
             f"gram: the batch holds no tensor with a first dimension, got {type(batch).__name__}; "
             "give tensors, or tuples, lists and dicts of them, with samples along the first dimension"
         )
     if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{place} {size}" for place, size in sizes.items())
+        listed = ", ".join(f"{path} {size}" for path, size in sizes.items())
         raise GramError(
             f"gram: samples must lie along the first dimension of every tensor of the batch, got {listed}; "
             "transpose the batch, and turn it back within loss_fn"

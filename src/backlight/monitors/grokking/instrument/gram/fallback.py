@@ -1,4 +1,4 @@
-"""Per-sample gradients of parameters that no kernel knows: by ``vmap``, or a loop where that fails."""
+"""Per-sample gradients of parameters without a kernel: by ``vmap``, or a loop where that fails."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from backlight.measure.gram.factors import VectorFactors
 from backlight.monitors.grokking.instrument.gram import batches
 
-LIMIT = 256 << 20
-"""Bytes of per-sample gradients that are there at once; one parameter may take more."""
+GROUP_BYTES = 256 << 20
+"""Bytes of per-sample gradients that are held at once; one parameter may need more."""
 
 
 class _Loss(nn.Module):
-    """The loss of one sample as a module, so that parameters can be exchanged by name."""
+    """The loss of one sample as a module, so that parameters can be replaced by name."""
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor]) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ def per_sample(
 ) -> Iterator[tuple[str, VectorFactors, str]]:
     """Yield name, per-sample gradients ``[N, M_p]`` as a piece, and ``vmap`` or ``loop``.
 
-    Parameters are taken in groups whose gradients fit into :data:`LIMIT`, each with a pass of its own.
+    Parameters are taken in groups whose gradients fit into :data:`GROUP_BYTES`, each with a pass of its own.
     """
     n = batches.count(batch)
     group: dict[str, nn.Parameter] = {}
     held = 0
     for name, parameter in parameters.items():
         size = n * parameter.numel() * parameter.element_size()
-        if group and held + size > LIMIT:
+        if group and held + size > GROUP_BYTES:
             yield from _of_group(model, loss_fn, batch, group, n)
             group, held = {}, 0
         group[name] = parameter

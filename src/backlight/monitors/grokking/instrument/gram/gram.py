@@ -1,9 +1,9 @@
 """``gram``: from a model, a loss and a batch to exact inner products of per-sample gradients.
 
-One forward and one backward pass; hooks hand the pieces of each parameter to the kernels while backward
-runs. Every parameter passes the checks of :mod:`backlight.monitors.grokking.instrument.gram.gates`; one
-that no kernel
-knows, or whose check fails, is measured by per-sample gradients instead and checked again.
+One forward and one backward pass (docs/formulas.md, section 3); hooks pass the factors of each parameter to
+the kernels while backward runs. Every parameter passes the checks of
+:mod:`backlight.monitors.grokking.instrument.gram.checks`; one without a kernel, or whose check fails, is
+measured by per-sample gradients instead and checked again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from backlight.measure.gram.factors import Factors, coarsest_dtype, common_shape
 from backlight.measure.gram.gram import SCRATCH_BYTES, combine, product_dtype
 from backlight.measure.gram.gram import gram as gram_of_pieces
 from backlight.measure.gram.layers import kernel_of
-from backlight.monitors.grokking.instrument.gram import batches, gates
-from backlight.monitors.grokking.instrument.gram.check_schedule import Repeats
+from backlight.monitors.grokking.instrument.gram import batches, checks
+from backlight.monitors.grokking.instrument.gram.checks import CheckSchedule, Coverage, GramError
 from backlight.monitors.grokking.instrument.gram.fallback import per_sample
-from backlight.monitors.grokking.instrument.gram.gates import Coverage, GramError
 from backlight.monitors.grokking.instrument.gram.parameters import (
     Measured,
     eager,
@@ -50,12 +49,12 @@ def gram(
     products: torch.dtype | None = None,
     at_once: int | None = None,
 ) -> Gram:
-    """Measure the exact Gram of per-sample gradients, without per-sample gradients.
+    """Measure the exact Gram of per-sample gradients without forming them.
 
     Parameters
     ----------
     model
-        Any module. It is left as it was: parameters, ``.grad``, buffers, training mode, random state.
+        Any module. It is left unchanged: parameters, ``.grad``, buffers, training mode, random state.
     loss_fn
         ``loss_fn(model, batch)`` returns the sum of the losses of the samples, a scalar. The sample unit is
         whatever lies along the first dimension: an image, a sequence, a token.
@@ -70,7 +69,7 @@ def gram(
     kernel
         ``auto``, ``ghost`` or ``chunked``.
     scratch
-        Bytes that a kernel may have at work.
+        Bytes of working memory of a kernel.
     products
         None for the type of the model where per-sample gradients have to be formed, in runs of 64 whose
         sums go on in float64, and float64 elsewhere: of float32 models, eigenvalues below about 1e-7 of
@@ -103,7 +102,7 @@ def gram(
 
 
 class Measurement:
-    """One measurement; the result keeps it to take eigenvectors."""
+    """One measurement; the result keeps it to compute eigenvectors."""
 
     def __init__(
         self,
@@ -136,14 +135,15 @@ class Measurement:
         self.weights: Mapping[str, Tensor] | None = None
         self.combined: dict[str, Tensor] = {}
         self.random: list[Tensor] = []
-        self.repeats = Repeats(self.model, loss_fn, batch)
+        shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in batches.tensors(batch))
+        self.schedule = CheckSchedule(self.model, loss_fn, shapes)
 
     def _owned(self, module: nn.Module) -> list[tuple[str, Measured]]:
         """Return the trainable parameters of ``module`` itself, by their names within it."""
         own = module._parameters.items()
         return [(key, self.by_id[id(p)]) for key, p in own if p is not None and id(p) in self.by_id]
 
-    # What the capture calls.
+    # Called by the capture (``Taps``).
 
     def expect(self, module: nn.Module) -> None:
         """Count a use of each parameter of ``module``."""
@@ -151,17 +151,19 @@ class Measurement:
             parameter.expected += 1
 
     def skip(self, module: nn.Module, reason: str) -> None:
-        """Note that a use cannot be told apart by samples."""
+        """Note that a use of the parameters of ``module`` cannot be separated by samples."""
         for _, parameter in self._owned(module):
-            parameter.escaped = reason
+            parameter.uncaptured = reason
 
     def take(self, module: nn.Module, x: Tensor, delta: Tensor) -> None:
-        """Make pieces of a call, and the Gram of each parameter whose last use it was."""
+        """Compute the factors of a call, and the Gram of each parameter whose last use it was."""
         layer = kernel_of(module)
         assert layer is not None
         pieces = layer(module, x, delta, self.stop - self.start)
         for key, parameter in self._owned(module):
-            if parameter.escaped or (self.weights is not None and parameter.place.name not in self.weights):
+            if parameter.uncaptured or (
+                self.weights is not None and parameter.location.name not in self.weights
+            ):
                 continue
             parameter.pieces.append(pieces[key])
             if len(parameter.pieces) == parameter.expected:
@@ -174,7 +176,7 @@ class Measurement:
         try:
             common_shape(pieces)
         except ValueError as error:
-            parameter.escaped = str(error)
+            parameter.uncaptured = str(error)
             return
         if self.weights is not None:
             self._add_combination(parameter, pieces, self.start, self.stop)
@@ -189,20 +191,20 @@ class Measurement:
         )
         if parameter.method == "chunked" and self.products is None:
             self.rounding = max(self.rounding, torch.finfo(product_dtype(pieces)).eps)
-        parameter.eps = gates.epsilon(coarsest_dtype(pieces), K.device)
+        parameter.eps = checks.epsilon(coarsest_dtype(pieces), K.device)
         parameter.summands = sum(piece.size() ** 2 for piece in pieces) ** 0.5
         self._keep(parameter, K)
 
     def _add_combination(self, parameter: Measured, pieces: list[Factors], start: int, stop: int) -> None:
         assert self.weights is not None
-        name = parameter.place.name
+        name = parameter.location.name
         found = combine(pieces, self.weights[name][:, start:stop], scratch=self.scratch)
         found = found.reshape(-1, *parameter.tensor.shape)
         self.combined[name] = self.combined[name] + found if name in self.combined else found
 
     def _keep(self, parameter: Measured, K: Tensor) -> None:
         parameter.total, parameter.magnitude = float(K.sum()), float(torch.linalg.vector_norm(K, 1))
-        if not self.pair:  # the samples with the largest gradients say most when they are run alone
+        if not self.pair:  # the samples with the largest gradients are the strongest test when run alone
             count = 2 if self.samples > 2 else 1
             self.pair = K.diagonal().topk(count).indices.sort().values.tolist()
             first, last = self.pair[0], self.pair[-1]
@@ -210,7 +212,7 @@ class Measurement:
             self.entries = torch.tensor([first * n + first, first * n + last, last * n + last]).to(K.device)
         aa, ab, bb = K.take(self.entries).tolist()
         parameter.pair = aa, ab, bb
-        key = parameter.place.at(self.detail)
+        key = parameter.location.key(self.detail)
         if self.detail != "parameter" and key in self.matrices:
             self.matrices[key] += K
         else:
@@ -219,7 +221,7 @@ class Measurement:
     # The passes.
 
     def _sweep(self) -> tuple[dict[str, Tensor | None], bool]:
-        """Run forward and backward; return gradients by parameter, and whether ``backward`` was needed."""
+        """Run forward and backward; return gradients by parameter, and whether ``backward()`` was needed."""
         total: dict[str, Tensor | None] = {}
         accumulated = False
         for start in range(0, self.samples, self.at_once):
@@ -230,7 +232,7 @@ class Measurement:
             accumulated |= without
         for parameter in self.parameters.values():
             parts, parameter.parts = parameter.parts, []
-            if parts and not parameter.escaped:
+            if parts and not parameter.uncaptured:
                 self._measure_parts(parameter, parts)
         return total, accumulated
 
@@ -245,7 +247,7 @@ class Measurement:
             loss = batches.scalar(self.loss_fn(self.model, batch))
             found = self._gradients(loss, taps, batch)
         for parameter in self.parameters.values():
-            if not parameter.escaped:
+            if not parameter.uncaptured:
                 self._finish(parameter)
         return found, taps.without_grad
 
@@ -258,7 +260,7 @@ class Measurement:
                 raise ValueError("it is not used by every sample")
             self._measure(parameter, concatenate(parts))
         except ValueError as error:
-            parameter.escaped = str(error)
+            parameter.uncaptured = str(error)
 
     def _gradients(self, loss: Tensor, taps: Taps, batch: Any) -> dict[str, Tensor | None]:
         leaves = [p.tensor for p in self.parameters.values()]
@@ -266,13 +268,7 @@ class Measurement:
         return dict(zip(self.parameters, gradients(loss, leaves, taps, others=inputs), strict=True))
 
     def run(self) -> Gram:
-        """Measure, check, and return the result.
-
-        Raises
-        ------
-        GramError
-            As :func:`gram`.
-        """
+        """Measure, check, and return the result; a GramError as in :func:`gram`."""
         if torch.is_inference_mode_enabled():
             raise GramError("gram: gradients cannot be taken in torch.inference_mode(); call it outside")
         with untouched(self.model) as state:
@@ -282,7 +278,7 @@ class Measurement:
             norms = _norms(found)
             failed = self._failures(norms)
             alone: dict[str, float] = {}
-            if not drew and self.samples > 1 and self.repeats.due():
+            if not drew and self.samples > 1 and self.schedule.due():
                 alone = self._alone(state, accumulated)
                 mixed = self._failures_alone(alone, failed)
                 failed |= mixed
@@ -291,15 +287,15 @@ class Measurement:
             if failed:
                 self._fall_back(failed, norms, alone, drew, state)
         if not mixed:  # a kernel that misread the samples of a parameter must not be trusted next time
-            self.repeats.passed()
-        checks = {
+            self.schedule.passed()
+        coverage = {
             name: self._coverage(parameter, norms[name], alone) for name, parameter in self.parameters.items()
         }
         return Gram(
             samples=self.samples,
             detail=self.detail,
-            places={name: parameter.place for name, parameter in self.parameters.items()},
-            coverage=checks,
+            locations={name: parameter.location for name, parameter in self.parameters.items()},
+            coverage=coverage,
             mean_gradient={n: None if g is None else g.detach() / self.samples for n, g in found.items()},
             eps=max(parameter.eps for parameter in self.parameters.values()),
             rounding=self.rounding,
@@ -310,12 +306,12 @@ class Measurement:
     def _all_matrices(self) -> dict[str, Tensor]:
         """Return Grams in model order, zeros for parameters that the loss does not depend on."""
         device = next(iter(self.parameters.values())).tensor.device
-        keys = dict.fromkeys(p.place.at(self.detail) for p in self.parameters.values())
+        keys = dict.fromkeys(p.location.key(self.detail) for p in self.parameters.values())
         empty = torch.zeros(self.samples, self.samples, dtype=torch.float64, device=device)
         return {key: self.matrices.get(key, empty) for key in keys}
 
     def _coverage(self, parameter: Measured, norm: float, alone: Mapping[str, float]) -> Coverage:
-        check = gates.coverage(
+        check = checks.coverage(
             parameter.method or "unused",
             parameter.total,
             parameter.magnitude,
@@ -327,7 +323,7 @@ class Measurement:
             return check
         return Coverage(
             check.method, check.from_gram, check.from_gradient, check.tolerance,
-            (self._pair_norm(parameter), alone[parameter.place.name]),
+            (self._pair_norm(parameter), alone[parameter.location.name]),
         )  # fmt: skip
 
     def _pair_norm(self, parameter: Measured) -> float:
@@ -338,18 +334,12 @@ class Measurement:
         failed = {}
         for name, parameter in self.parameters.items():
             check = self._coverage(parameter, norms[name], {})
-            if parameter.escaped or not check.holds:
-                failed[name] = gates.refuse(name, check, self.samples)
+            if parameter.uncaptured or not check.holds:
+                failed[name] = checks.coverage_error(name, check, self.samples)
         return failed
 
     def _alone(self, state: Untouched, accumulated: bool) -> dict[str, float]:
-        """Return the norms of the gradients of the chosen samples, run without the others.
-
-        Raises
-        ------
-        GramError
-            If the loss cannot be taken of them.
-        """
+        """Return the norms of the gradients of the chosen samples, run without the others."""
         index = torch.tensor(self.pair or [0])
         some = batches.some(self.batch, index)
         taps = Taps((), self.samples, self)
@@ -378,8 +368,8 @@ class Measurement:
                 continue
             norms = self._pair_norm(parameter), alone[name]
             aa, ab, bb = parameter.pair
-            noise = gates.root_slack(aa + 2 * abs(ab) + bb, sum(norms))
-            error = gates.judge_alone(
+            noise = checks.root_slack(aa + 2 * abs(ab) + bb, sum(norms))
+            error = checks.independence_error(
                 name,
                 parameter.method or "unused",
                 norms,
@@ -411,7 +401,7 @@ class Measurement:
                 if drew
                 else "allow fallback=True"
             )
-            reason = self.parameters[first].escaped
+            reason = self.parameters[first].uncaptured
             raise GramError(f"gram: parameter {first!r}: {why}{f' ({reason})' if reason else ''}; {way}")
         if self.detail != "parameter" and any(self.parameters[name].method for name in failed):
             raise failed[next(name for name in failed if self.parameters[name].method)]
@@ -424,7 +414,7 @@ class Measurement:
                 self._take_fallback(parameter, piece, method)
                 check = self._coverage(parameter, norms[name], {})
                 if not check.holds:
-                    raise earlier or gates.refuse(name, check, self.samples)
+                    raise earlier or checks.coverage_error(name, check, self.samples)
         if alone:
             left = self._failures_alone({**alone}, {})
             for name in wanted:
@@ -436,7 +426,7 @@ class Measurement:
         parameter.method = method
         parameter.summands = piece.size()
         # Passes of one sample take other kernels than that of all.
-        parameter.eps = max(parameter.eps, 64 * gates.epsilon(piece.dtype, K.device))
+        parameter.eps = max(parameter.eps, 64 * checks.epsilon(piece.dtype, K.device))
         self._keep(parameter, K)
 
     def combine(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -446,7 +436,7 @@ class Measurement:
             with untouched(self.model) as state:
                 state.rewind(self.random)
                 for parameter in self.parameters.values():
-                    parameter.escaped = parameter.method if parameter.method in {"vmap", "loop"} else ""
+                    parameter.uncaptured = parameter.method if parameter.method in {"vmap", "loop"} else ""
                 self._sweep()
                 self._combine_fallback(weights)
         finally:
@@ -460,7 +450,7 @@ class Measurement:
         }
 
     def _combine_fallback(self, weights: Mapping[str, Tensor]) -> None:
-        wanted = {name: p.tensor for name, p in self.parameters.items() if p.escaped and name in weights}
+        wanted = {name: p.tensor for name, p in self.parameters.items() if p.uncaptured and name in weights}
         with torch.enable_grad(), eager(self.model):
             for name, piece, _ in per_sample(self.model, self.loss_fn, self.batch, wanted):
                 self._add_combination(self.parameters[name], [piece], 0, self.samples)

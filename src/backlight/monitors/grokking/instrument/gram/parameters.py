@@ -1,4 +1,4 @@
-"""The trainable parameters of a model while they are measured, and models that cannot be."""
+"""The trainable parameters of a model under measurement, and models that cannot be measured."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import nn
 
 from backlight.capture.modules import NamedParameter, walk
 from backlight.measure.gram.factors import Factors
-from backlight.monitors.grokking.instrument.gram.gates import GramError
-from backlight.monitors.grokking.instrument.gram.result import Place, block_of
+from backlight.monitors.grokking.instrument.gram.checks import GramError
+from backlight.monitors.grokking.instrument.gram.result import Location, block_of
 
 
 @dataclass
 class Measured:
     """A trainable parameter while it is measured."""
 
-    place: Place
+    location: Location
     tensor: nn.Parameter
     expected: int = 0
     pieces: list[Factors] = field(default_factory=list)
     parts: list[list[Factors]] = field(default_factory=list)
-    escaped: str = ""
+    uncaptured: str = ""
     method: str = ""
     total: float = 0.0
     magnitude: float = 0.0
@@ -42,7 +42,7 @@ def trainable(model: nn.Module) -> dict[str, Measured]:
         If there is none, or one that cannot be measured.
     """
     found: dict[int, Measured] = {}
-    for named in _as_they_stand(model):
+    for named in _current_parameters(model):
         tensor = named.parameter
         if not tensor.requires_grad or id(tensor) in found:
             continue
@@ -58,15 +58,15 @@ def trainable(model: nn.Module) -> dict[str, Measured]:
             raise GramError(
                 f"gram: parameter {named.name!r} is {tensor.dtype}; only real parameters are supported"
             )
-        place = Place(named.name, named.module or "(root)", block_of(named.name))
-        found[id(tensor)] = Measured(place, tensor, eps=torch.finfo(tensor.dtype).eps)
+        location = Location(named.name, named.module or "(root)", block_of(named.name))
+        found[id(tensor)] = Measured(location, tensor, eps=torch.finfo(tensor.dtype).eps)
     if not found:
         raise GramError("gram: the model has no parameter that requires a gradient")
-    return {parameter.place.name: parameter for parameter in found.values()}
+    return {parameter.location.name: parameter for parameter in found.values()}
 
 
-def _as_they_stand(model: nn.Module) -> Iterator[NamedParameter]:
-    """Yield what the modules hold now: while a model is gathered, that is what forward computes with."""
+def _current_parameters(model: nn.Module) -> Iterator[NamedParameter]:
+    """Yield the parameters that the modules hold now: in a gathered model, those of the forward pass."""
     for name, module in walk(model):
         for key, parameter in (vars(module).get("_parameters") or {}).items():
             if parameter is not None:

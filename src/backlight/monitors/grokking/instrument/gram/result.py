@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from backlight.measure.gram.eigenvalues import Spectrum, eigenpairs, spectrum
-from backlight.monitors.grokking.instrument.gram.gates import Coverage, GramError
+from backlight.monitors.grokking.instrument.gram.checks import Coverage, GramError
 
 DETAILS = ("parameter", "layer", "block", "model")
 """How finely Grams are kept, finest first."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a parameter belongs: its name, the module that owns it, and its block."""
+class Location:
+    """The name of a parameter, the module that owns it (``layer``), and its block."""
 
     name: str
     layer: str
     block: str
 
-    def at(self, detail: str) -> str:
+    def key(self, detail: str) -> str:
         """Return the key of this parameter in Grams of that detail."""
         return {"parameter": self.name, "layer": self.layer, "block": self.block, "model": "model"}[detail]
 
@@ -49,10 +49,10 @@ class Gram:
         N, along the first dimension of the batch's tensors.
     detail:
         ``parameter``, ``layer``, ``block`` or ``model``: how finely Grams were kept.
-    places:
-        Where each parameter belongs, in model order; tied ones under their first name.
+    locations:
+        Module and block of each parameter, in model order; tied ones under their first name.
     coverage:
-        How the Gram of each parameter was obtained, and its checks. A result exists only if they hold.
+        How the Gram of each parameter was obtained, and its checks, all of which hold.
     mean_gradient:
         The mean per-sample gradient of each parameter, in its shape and type; None where the loss does
         not depend on it.
@@ -64,7 +64,7 @@ class Gram:
 
     samples: int
     detail: str
-    places: Mapping[str, Place]
+    locations: Mapping[str, Location]
     coverage: Mapping[str, Coverage]
     mean_gradient: Mapping[str, Tensor | None]
     eps: float
@@ -74,14 +74,14 @@ class Gram:
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
-        """Return its size, how finely it was kept and by which kernels, without any of its numbers."""
+        """Return size, detail and kernels, without any of its numbers."""
         methods = Counter(coverage.method for coverage in self.coverage.values())
-        told = ", ".join(f"{amount} {method}" for method, amount in sorted(methods.items()))
-        return f"Gram({self.samples} samples, by {self.detail}, {len(self.places)} parameters: {told})"
+        kernels = ", ".join(f"{amount} {method}" for method, amount in sorted(methods.items()))
+        return f"Gram({self.samples} samples, by {self.detail}, {len(self.locations)} parameters: {kernels})"
 
     @property
     def piece_eps(self) -> float:
-        """What bounds the smallest eigenvalue that can be told from 0, relative to N and the largest."""
+        """Bound on the smallest eigenvalue distinguishable from 0, relative to N and the largest."""
         return max(self.eps, math.sqrt(self.rounding))
 
     @property
@@ -112,12 +112,12 @@ class Gram:
                 f"gram: Grams were kept by {self.detail}; ask for detail={detail!r} to have them by {detail}"
             )
         grouped: dict[str, Tensor] = {}
-        for place in self.places.values():
-            key, source = place.at(detail), place.at(self.detail)
+        for location in self.locations.values():
+            key, source = location.key(detail), location.key(self.detail)
             if detail == self.detail:
                 grouped[key] = self._matrices[source]
             elif self.detail == "parameter" or key not in grouped:
-                members = {p.at(self.detail): None for p in self.places.values() if p.at(detail) == key}
+                members = {p.key(self.detail): None for p in self.locations.values() if p.key(detail) == key}
                 grouped[key] = _sum({member: self._matrices[member] for member in members})
         return grouped
 
@@ -142,9 +142,12 @@ class Gram:
         detail, _, key = name.partition("/")
         grouped = self._grouped(detail) if detail in DETAILS[:3] else {}
         if key not in grouped:
-            known = [place.at(detail) for place in self.places.values()] if detail in DETAILS else []
-            listed = ", ".join(dict.fromkeys(known)) or "model, block/…, layer/…, parameter/…"
-            raise GramError(f"gram: there is no scope {name!r}; there are: {listed}")
+            locations = self.locations.values() if detail in DETAILS else []
+            known = ", ".join(dict.fromkeys(location.key(detail) for location in locations))
+            raise GramError(
+                f"gram: there is no scope {name!r}; there are: "
+                f"{known or 'model, block/…, layer/…, parameter/…'}"
+            )
         return grouped[key]
 
     def spectrum(
@@ -164,9 +167,9 @@ class Gram:
         scope
             ``model``, ``block/…``, ``layer/…`` or ``parameter/…``.
         top
-            Only so many of the largest.
+            Number of largest eigenvalues; None for all.
         device
-            Where eigenvalues are computed; None for where the Gram is.
+            Device of the computation; None for that of the Gram.
         """
         return spectrum(self.scope(scope), centred=centred, top=top, device=device, input_eps=self.piece_eps)
 
@@ -175,14 +178,14 @@ class Gram:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the k leading eigenvalues, and their eigenvectors A^T v / sqrt(lambda) by parameter.
 
-        The model is run once more, all vectors sharing one walk over the per-sample gradients: cheaper
-        than a weighted backward for each. That they are orthonormal is checked, and fails if the
-        parameters have changed since.
+        The model is run once more; all vectors share one pass over the per-sample gradients, which is
+        cheaper than a weighted backward for each. Orthonormality is checked, and fails if the parameters
+        have changed since.
 
         Parameters
         ----------
         k
-            How many; those whose eigenvalue cannot be told from 0 are left out.
+            Number of vectors; those whose eigenvalue is indistinguishable from 0 are left out.
         centred
             Of the covariance.
         scope
@@ -201,7 +204,9 @@ class Gram:
         """
         values, weights = eigenpairs(self.scope(scope), k, centred=centred)
         detail, _, key = scope.partition("/")
-        members = [place.name for place in self.places.values() if place.at(detail) == (key or "model")]
+        members = [
+            location.name for location in self.locations.values() if location.key(detail) == (key or "model")
+        ]
         found = self._combine(dict.fromkeys(members, weights))
         product = torch.zeros(len(values), len(values), dtype=values.dtype, device=values.device)
         for vectors in found.values():

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import backlight
-from backlight.monitors.grokking.instrument.gram import check_schedule
-from backlight.monitors.grokking.instrument.gram.gates import GramError
+from backlight.monitors.grokking.instrument.gram import checks
+from backlight.monitors.grokking.instrument.gram.checks import GramError
 from grokking.gram_models import images, labels
 
 
@@ -88,14 +88,14 @@ def test_a_failure_is_not_forgotten() -> None:
 
 def test_nothing_is_kept_alive() -> None:
     gc.collect()
-    before = len(check_schedule._PASSED)
+    before = len(checks._PASSED)
     net = nn.Sequential(nn.Linear(7, 3)).double()
     backlight.gram(net, anew(), images(7))
-    assert len(check_schedule._PASSED) == before + 1
-    assert not len(check_schedule._PASSED[net])  # the function is gone
+    assert len(checks._PASSED) == before + 1
+    assert not len(checks._PASSED[net])  # the function is gone
     del net
     gc.collect()
-    assert len(check_schedule._PASSED) == before
+    assert len(checks._PASSED) == before
 
 
 def test_a_loss_that_cannot_be_referred_to_weakly_is_checked_each_time() -> None:
