@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import backlight
-from backlight.capture.process_group import launch_id, place
 from backlight.cli.doctor import examine
-from backlight.distributed import World, world
+from backlight.distributed import World, launch_id, rank_and_size, world
 from backlight.store.default_path import default_path
 from backlight.store.write.attempt import job_of
 from backlight.store.write.writer import RunWriter
@@ -91,7 +90,7 @@ def test_a_watch_with_nonsense_around_warns_once_and_trains(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "first")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "-")
-    assert place() == (0, 1)
+    assert rank_and_size() == (0, 1)
     path, said, weight = train(tmp_path / "run")
     assert path == tmp_path / "run"
     assert [

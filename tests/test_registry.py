@@ -16,15 +16,13 @@ from torch import nn
 import backlight
 from backlight import registry
 from backlight.findings.evaluate import RuleFailedWarning, evaluate_rules
+from backlight.monitor import MONITORS, Monitor
 from backlight.records import ParameterRecord
 from backlight.registry import (
-    PROBES,
     RULES,
     DuplicateNameError,
-    Needs,
     PlugIn,
     PlugInWarning,
-    Probe,
     Registry,
     Rule,
 )
@@ -41,9 +39,8 @@ Plug = Callable[..., Registry[Any]]
 
 
 @pytest.fixture
-def plug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
+def plug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plug:
     """Install distributions with one module each, and return a registry whose group they are in."""
-    before = list(registry._REGISTRIES)
 
     def install(*sources: str, value: str = "", holds: type = Rule) -> Registry[Any]:
         group = f"backlight.test{next(NUMBERS)}"
@@ -64,8 +61,7 @@ def plug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plug]:
         importlib.invalidate_caches()
         return found
 
-    yield install
-    registry._REGISTRIES[:] = before
+    return install
 
 
 def told(of: Registry[Any]) -> list[str]:
@@ -145,17 +141,6 @@ def test_a_name_of_ours_cannot_be_taken() -> None:
     assert RULES["vanishing"] is rule
 
 
-def test_a_module_that_raises_leaves_nothing_in_other_registries(plug: Plug) -> None:
-    other: Registry[Any] = Registry("rule", holds=Rule)
-    found = plug("__import__('backlight').other.add('half', made('half'))\nraise OSError('late')")
-    backlight.other = other  # type: ignore[attr-defined]  # reached by the plug-in
-    try:
-        assert "OSError: late" in told(found)[0]
-    finally:
-        del backlight.other  # type: ignore[attr-defined]  # as above
-    assert list(other) == []
-
-
 def test_warnings_that_are_errors_end_nothing(plug: Plug, capfd: pytest.CaptureFixture[str]) -> None:
     found = plug("raise OSError('no disk')")
     with warnings.catch_warnings():
@@ -182,23 +167,30 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Registry[Any]
         to._entries.pop(name)
 
 
-class Measuring:
-    def __init__(self, result: Any) -> None:
-        self.result = result
-        self.calls = 0
+def third_party(result: Any = None, **hooks: Any) -> type[Monitor]:
+    """A monitor class of another distribution that adds ``result`` to the scalars of each step."""
 
-    def measure(self, *_: Any) -> Any:
-        self.calls += 1
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
+    class Zebra(Monitor):
+        name = "zebra"
+        calls = 0
+
+        def on_step_end(self, summary: Any, record: Any) -> None:
+            type(self).calls += 1
+            if isinstance(result, Exception):
+                raise result
+            record.add_scalars({f"zebra/{name}": value for name, value in dict(result).items()})
+
+    for hook, function in hooks.items():
+        setattr(Zebra, hook, function)
+    return Zebra
 
 
 def train(path: Path) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=path, every=1, monitors=("health",)):
+    monitors = ("health", "zebra") if "zebra" in MONITORS else ("health",)
+    with backlight.watch(model, optimizer, run=path, every=1, monitors=monitors):
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.ones(2, 3)).sum().backward()
@@ -206,65 +198,68 @@ def train(path: Path) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("needs", [Needs.GRADIENTS, Needs.STEPS])
-def test_a_probe_of_a_plug_in_gives_scalars_below_its_name(
-    tmp_path: Path, foreign: Callable[..., None], needs: Needs
-) -> None:
-    measuring = Measuring({"one": 1.5, "loss": torch.tensor([2.5])})
-    foreign(PROBES, Probe("aardvark", "health", needs, lambda: measuring))  # before ours by its name
+def test_scalars_of_a_third_party_monitor_are_stored(tmp_path: Path, foreign: Callable[..., None]) -> None:
+    foreign(MONITORS, third_party({"one": 1.5, "loss": torch.tensor([2.5])}))
     train(tmp_path / "run")
     run = open_run(tmp_path / "run")
-    assert run.scalar("aardvark/one").values.tolist() == [1.5] * 4
-    assert run.scalar("aardvark/loss").values.tolist() == [2.5] * 4
+    assert run.scalar("zebra/one").values.tolist() == [1.5] * 4
+    assert run.scalar("zebra/loss").values.tolist() == [2.5] * 4
     assert run.scalar("loss").values[0] != 2.5
     assert len(run.frame("gradient", "norm").steps) == 4
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "error"),
     [
         (ValueError("no"), "ValueError: no"),
-        ({"x": torch.ones(3)}, "TypeError: x: expected one number, got 3"),
+        ({"x": torch.ones(3)}, "TypeError: zebra/x: expected one number, got 3"),
         ({"x": "much"}, "ValueError: could not convert"),
         (7, "TypeError"),
     ],
     ids=["raises", "tensor", "text", "number"],
 )
-def test_a_probe_of_a_plug_in_that_fails_is_left_out(
-    tmp_path: Path, foreign: Callable[..., None], result: Any, said: str
+def test_a_third_party_monitor_that_fails_is_disabled_alone(
+    tmp_path: Path, foreign: Callable[..., None], result: Any, error: str
 ) -> None:
     alone = train(tmp_path / "alone")
-    measuring = Measuring(result)
-    foreign(PROBES, Probe("zebra", "health", Needs.GRADIENTS, lambda: measuring))
-    with pytest.warns(RuntimeWarning, match=rf"the probe 'zebra' of a plug-in is left out: {said}") as warned:
+    monitor = third_party(result)
+    foreign(MONITORS, monitor)
+    with pytest.warns(RuntimeWarning, match=f"not measured: zebra from here on, after {error}") as warned:
         model = train(tmp_path / "run")
     assert len(warned) == 1
-    assert measuring.calls == 1
+    assert monitor.calls == 1
     assert torch.equal(model.weight, alone.weight)
     run = open_run(tmp_path / "run")
     assert len(run.frame("gradient", "norm").steps) == 4
     assert run.has("update")
-    assert said.split(":", maxsplit=1)[0] in next(
-        e.payload["reason"] for e in run.events("unmeasured") if e.payload["what"] == "probe zebra"
-    )
+    (event,) = (e for e in run.events("unmeasured") if e.payload["what"].startswith("zebra"))
+    assert error.split(":", maxsplit=1)[0] in event.payload["reason"]
 
 
-def test_a_probe_that_cannot_be_made_is_left_out(tmp_path: Path, foreign: Callable[..., None]) -> None:
-    def unmade() -> None:
+@pytest.mark.parametrize("hook", ["attach", "wants_step", "on_gradients_ready", "on_step_stored", "on_flush"])
+def test_an_error_in_any_hook_costs_that_monitor_only(
+    tmp_path: Path, foreign: Callable[..., None], hook: str
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("not here")
 
-    foreign(PROBES, Probe("zebra", "health", Needs.STEPS, unmade))
-    with pytest.warns(
-        RuntimeWarning, match="the probe 'zebra' of a plug-in is left out: RuntimeError: not here"
-    ):
+    foreign(MONITORS, third_party({}, **{hook: broken}))
+    with pytest.warns(RuntimeWarning, match="zebra from here on, after RuntimeError: not here") as warned:
+        train(tmp_path / "run")
+    assert len(warned) == 1
+    assert len(open_run(tmp_path / "run").frame("gradient", "norm").steps) == 4
+
+
+def test_a_third_party_monitor_that_cannot_be_made_is_left_out(
+    tmp_path: Path, foreign: Callable[..., None]
+) -> None:
+    def broken(_settings: Any) -> None:
+        raise RuntimeError("not here")
+
+    foreign(MONITORS, third_party({}, from_settings=staticmethod(broken)))
+    with pytest.warns(PlugInWarning, match="the monitor 'zebra' is left out: RuntimeError: not here"):
         train(tmp_path / "unmade")
-
-
-def test_a_probe_that_asks_for_too_much_is_left_out(tmp_path: Path, foreign: Callable[..., None]) -> None:
-    foreign(PROBES, Probe("zebra", "health", Needs.WEIGHTS, lambda: Measuring({}), series="update"))
-    with pytest.warns(RuntimeWarning, match="a plug-in measures gradients or steps, and gives scalars"):
-        train(tmp_path / "weights")
-    assert len(open_run(tmp_path / "weights").frame("gradient", "norm").steps) == 4
+    assert len(open_run(tmp_path / "unmade").frame("gradient", "norm").steps) == 4
 
 
 def write(path: Path) -> None:

@@ -1,26 +1,29 @@
-"""Which rank of how many this process is, by what its launcher says in the environment.
+"""Rank, world size and launch of this process. No torch.
 
-torchrun and most launchers give ``RANK`` and ``WORLD_SIZE``; srun gives numbers of its own to a script that
-derives its rank from them later. Nonsense does not stop a training: such a process is watched as one that is
-alone, and says so.
+The only reader of RANK, WORLD_SIZE, LOCAL_RANK and SLURM_*.
+
+torchrun and most launchers set ``RANK`` and ``WORLD_SIZE``; srun sets variables of its own for a script that
+derives its rank from them later. Nonsense does not stop a training run: such a process is watched as a single
+one, and a problem is reported. An initialised process group takes precedence over any variable.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 JOB_SEPARATOR = "+"
-"""In the id of a launch, what stands between the job and the number of its restart."""
+"""In the id of a launch, the separator of the job and the number of its restart."""
 
-LARGEST = 10_000_000
+MAX_RANKS = 10_000_000
 """Ranks of a launch, beyond any real one."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process; ``problem`` says why what the environment claims is not believed."""
+    """Rank and world size of this process; ``problem`` says why the environment was not believed."""
 
     rank: int = 0
     size: int = 1
@@ -30,28 +33,71 @@ class World:
 
 
 def world(environment: Mapping[str, str] | None = None) -> World:
-    """Return the place of this process; it never raises."""
+    """Return rank and world size by the environment alone; never raises."""
     given = os.environ if environment is None else environment
     if "RANK" in given or "WORLD_SIZE" in given:
         names = ("RANK", "WORLD_SIZE")
-    elif _several_tasks(given):
+    elif _is_one_of_several_tasks(given):
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     else:
         return World()
-    said = ", ".join(f"{name}={given[name]!r}" if name in given else f"no {name}" for name in names)
+    values = ", ".join(f"{name}={given[name]!r}" if name in given else f"no {name}" for name in names)
     rank, size = (_number(given.get(name)) for name in names)
     if rank is None and names[0] not in given and size == 1:
         rank = 0
-    if rank is None or size is None or not rank < size <= LARGEST:
+    if rank is None or size is None or not rank < size <= MAX_RANKS:
         return World(
-            problem=f"the environment says {said}; expected whole numbers with 0 <= {names[0]} < {names[1]}"
+            problem=f"the environment says {values}; expected whole numbers with 0 <= {names[0]} < {names[1]}"
         )
-    local_rank, local_size = _number(given.get("LOCAL_RANK")), _number(given.get("LOCAL_WORLD_SIZE"))
-    return World(rank, size, local_rank or 0, local_size or 1)
+    found, local_size = _local_rank(given), _number(given.get("LOCAL_WORLD_SIZE"))
+    return World(rank, size, found or 0, local_size or 1)
 
 
-def _several_tasks(given: Mapping[str, str]) -> bool:
-    """Tell whether srun started this process as one of several: in a batch script itself it is alone."""
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks: ``(0, 1)`` for a single process."""
+    # Not imported here: without torch.distributed there is no group.
+    group = sys.modules.get("torch.distributed")
+    if group is not None and group.is_available() and group.is_initialized():
+        return group.get_rank(), group.get_world_size()
+    here = world()
+    return here.rank, here.size
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of its machine, as far as the launcher says."""
+    found = _local_rank(os.environ)
+    return rank_and_size()[0] if found is None else found
+
+
+def launch_id() -> str | None:
+    """Return an id that all ranks of this launch have in common, None for a single process.
+
+    ``BACKLIGHT_RUN_ID`` where it is given; else the address at which the ranks meet, with the launcher's
+    process where all of them are on one machine, so that the next launch has another. What follows
+    :data:`JOB_SEPARATOR` counts the restarts of one job.
+    """
+    given = os.environ.get("BACKLIGHT_RUN_ID")
+    size = rank_and_size()[1]
+    if given or size <= 1:
+        return given
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
+    parts = [os.environ.get(name, "") for name in names]
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+        parts.append(str(os.getppid()))
+    job = "-".join(part for part in parts if part) or "launch"
+    restarts = (os.environ.get(n) for n in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return f"{job}{JOB_SEPARATOR}{'.'.join(r for r in restarts if r) or '0'}"
+
+
+def _local_rank(given: Mapping[str, str]) -> int | None:
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        if (number := _number(given.get(name))) is not None:
+            return number
+    return None
+
+
+def _is_one_of_several_tasks(given: Mapping[str, str]) -> bool:
+    """Return whether srun started this process as one of several; a batch script is a single one."""
     return "SLURM_PROCID" in given and (_number(given.get("SLURM_STEP_NUM_TASKS")) or 0) > 1
 
 

@@ -1,16 +1,14 @@
-"""Registries that fill themselves: a new probe, rule, experiment or panel is one new file.
+"""Registries that fill themselves: a new monitor, rule, experiment or panel is one new file.
 
-A registry knows which sub-package of a monitor holds its entries, and the entry-point group through
-which other distributions add to it. Nothing is imported until somebody asks for the entries.
+A registry knows which modules of backlight hold its entries, and the entry-point group through which other
+distributions add to it. Nothing is imported before the entries are needed.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import importlib
 import importlib.metadata
-import pkgutil
+import inspect
 import sys
 import threading
 import warnings
@@ -23,21 +21,17 @@ from backlight.records import Finding
 
 T = TypeVar("T")
 
-_REGISTRIES: list[Registry[Any]] = []
-_FAILED: dict[str, str] = {}
-"""Modules of plug-ins that raised, with what they said: a second look would half register them again."""
-
 
 class DuplicateNameError(ValueError):
-    """Two entries of one registry claim the same name."""
+    """Two entries of one registry have the same name."""
 
 
 class PlugInWarning(UserWarning):
-    """A plug-in of another distribution that cannot be used: it is named and left out."""
+    """A plug-in of another distribution cannot be used and is left out."""
 
 
 class UnknownNameError(KeyError):
-    """A name that no entry of the registry has; the message lists those that exist."""
+    """No entry of the registry has that name; the message lists those that exist."""
 
     def __str__(self) -> str:
         """Return the message without the quotes that KeyError adds."""
@@ -58,36 +52,41 @@ class PlugIn:
 
 
 def warn(text: str, category: type[Warning] = PlugInWarning) -> None:
-    """Warn, and print instead where a filter makes warnings errors: a training must not end by one."""
+    """Warn, or print where a filter makes warnings errors: they must not end a training run."""
     try:
         warnings.warn(text, category, stacklevel=3)
     except category as warning:
         print(warning, file=sys.stderr)
 
 
+_loading: list[str] = []
+"""Module of the plug-in that is being loaded, innermost last: what it registers is its own."""
+
+
 @dataclass
 class Registry(Generic[T]):
-    """Named entries of one kind, discovered in the monitors' ``part`` and in an entry-point ``group``.
+    """Named entries of one kind, discovered in modules of backlight and in an entry-point group.
 
     Parameters
     ----------
     kind:
         What an entry is called in messages, such as ``"rule"``.
-    part:
-        Name of the sub-package that holds such entries in every monitor: with ``"rules"``, each module
-        of each ``backlight.<monitor>.rules`` is imported on the first look.
+    modules:
+        Files below the package, as glob patterns such as ``"monitors/*/rules/*.py"``; all are imported when
+        the entries are first needed, and register themselves.
     group:
         Entry-point group for other distributions; empty for none. An entry point names a module that
         registers entries when it is imported, or an entry itself.
     holds:
-        Type of the entries.
+        Type of the entries, or base class where entries are classes; classes need no registration.
     """
 
     kind: str
-    part: str = ""
+    modules: tuple[str, ...] = ()
     group: str = ""
     holds: type[Any] = object
     _entries: dict[str, T] = field(default_factory=dict, repr=False)
+    _loaded_by: dict[str, str] = field(default_factory=dict, repr=False)
     _discovered: bool = field(default=False, repr=False)
     _plug_ins: list[PlugIn] = field(default_factory=list, repr=False)
     _lock: Any = field(default_factory=threading.RLock, repr=False)
@@ -100,9 +99,9 @@ class Registry(Generic[T]):
         DuplicateNameError
             If another entry has that name.
         TypeError
-            If it is not what this registry holds, or the name is no text.
+            If it is not what this registry holds, or the name is not a non-empty string.
         """
-        if not isinstance(entry, self.holds):
+        if not self._fits(entry):
             raise TypeError(
                 f"{self.kind} {name!r}: expected {self.holds.__module__}.{self.holds.__qualname__}, "
                 f"got {type(entry).__name__}"
@@ -115,6 +114,8 @@ class Registry(Generic[T]):
                 f"and by {_origin(entry)}; rename one of them"
             )
         self._entries[name] = entry
+        if _loading:
+            self._loaded_by[name] = _loading[-1]
         return entry
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -125,8 +126,8 @@ class Registry(Generic[T]):
 
         return decorate
 
-    def __post_init__(self) -> None:
-        _REGISTRIES.append(self)
+    def _fits(self, entry: Any) -> bool:
+        return isinstance(entry, self.holds) or (isinstance(entry, type) and issubclass(entry, self.holds))
 
     def _discover(self) -> None:
         if not self._discovered:
@@ -136,55 +137,55 @@ class Registry(Generic[T]):
     def _fill(self) -> None:
         if self._discovered:
             return
-        for package_name in _packages(self.part) if self.part else ():
-            package = importlib.import_module(package_name)
-            for module in pkgutil.iter_modules(package.__path__):
-                importlib.import_module(f"{package_name}.{module.name}")
-        # From here on, so that a plug-in that looks into the registry sees the house's own.
+        for name in _module_names(self.modules):
+            module = importlib.import_module(name)
+            for entry in vars(module).values():
+                # Imported base classes have no name of their own, or another module.
+                if inspect.isclass(entry) and entry.__module__ == name and self._holds_class(entry):
+                    self.add(entry.name, entry)
+        # Set before plug-ins load, so that one that looks into the registry sees backlight's entries.
         self._discovered = True
         points = importlib.metadata.entry_points(group=self.group) if self.group else ()
         for point in sorted(points, key=lambda p: (p.name, p.value)):
-            self._plug_ins.append(self._plugged(point))
+            self._plug_ins.append(self._load(point))
 
-    def _plugged(self, point: importlib.metadata.EntryPoint) -> PlugIn:
-        """Load a plug-in whole, or not at all with one warning that names it."""
-        whose = (point.dist.name, point.dist.version) if point.dist is not None else ("", "")
-        module = point.value.partition(":")[0]
-        before = [(registry, set(registry._entries)) for registry in _REGISTRIES]
-        known = set(self._entries)
+    def _holds_class(self, entry: type[Any]) -> bool:
+        return self.holds is not object and issubclass(entry, self.holds) and "name" in vars(entry)
+
+    def _load(self, point: importlib.metadata.EntryPoint) -> PlugIn:
+        """Load a plug-in; one that cannot be used is named in one warning and left out."""
+        dist = (point.dist.name, point.dist.version) if point.dist is not None else ("", "")
         entries: tuple[str, ...] = ()
-        problem = _FAILED.get(module, "")
-        if not problem:
-            try:
-                loaded = point.load()
-                if self.holds is not object and isinstance(loaded, self.holds):
-                    self.add(getattr(loaded, "name", point.name), loaded)
-                # A module that stands in several groups registers everything when it is first imported.
-                entries = tuple(n for n, e in self._entries.items() if n not in known or _made_in(e, module))
-                if not entries:
-                    problem = f"it registers no {self.kind}, and is none: got {type(loaded).__name__}"
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code must not stop us
-                entries, problem = (), f"{type(error).__name__}: {error}"
-                _FAILED[module] = problem
-                for registry, had in before:
-                    for name, entry in list(registry._entries.items()):
-                        if name not in had and _made_in(entry, module):
-                            del registry._entries[name]
+        problem = ""
+        _loading.append(point.module)
+        try:
+            loaded = point.load()
+            if self.holds is not object and self._fits(loaded):
+                self.add(getattr(loaded, "name", point.name), loaded)
+            entries = tuple(name for name, module in self._loaded_by.items() if module == point.module)
+            if not entries:
+                problem = f"it registers no {self.kind}, and is none: got {type(loaded).__name__}"
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code must not stop backlight
+            problem = f"{type(error).__name__}: {error}"
+            for name in [n for n, module in self._loaded_by.items() if module == point.module]:
+                del self._entries[name], self._loaded_by[name]
+        finally:
+            _loading.pop()
         if problem:
-            of = f" of {' '.join(whose)}" if whose[0] else ""
+            of = f" of {' '.join(dist)}" if dist[0] else ""
             warn(
                 f"backlight: the {self.kind} plug-in {point.name!r} ({point.value}){of} could not be "
                 f"loaded and is left out: {problem}"
             )
-        return PlugIn(self.kind, point.name, point.value, *whose, entries, problem)
+        return PlugIn(self.kind, point.name, point.value, *dist, entries, problem)
 
     def plug_ins(self) -> tuple[PlugIn, ...]:
-        """Return what other distributions add or tried to add, by name."""
+        """Return the plug-ins of other distributions, those that were left out included, by name."""
         self._discover()
         return tuple(self._plug_ins)
 
     def origin(self, name: str) -> PlugIn | None:
-        """Return the plug-in that an entry is from, None for the house's own."""
+        """Return the plug-in that an entry is from, None for backlight's own."""
         return next((plug_in for plug_in in self.plug_ins() if name in plug_in.entries), None)
 
     def __getitem__(self, name: str) -> T:
@@ -203,7 +204,7 @@ class Registry(Generic[T]):
             raise UnknownNameError(f"no {self.kind} is called {name!r}; there are: {known}") from None
 
     def __contains__(self, name: object) -> bool:
-        """Tell whether an entry has that name."""
+        """Return whether an entry has that name."""
         self._discover()
         return name in self._entries
 
@@ -222,29 +223,17 @@ class Registry(Generic[T]):
         return [(name, self._entries[name]) for name in self]
 
 
-def _packages(part: str) -> list[str]:
-    """Return the packages called ``part`` that exist, one or two levels down, without importing others."""
-    root = importlib.import_module("backlight")
-    found = []
-    for base in root.__path__:
-        for pattern in (f"*/{part}/__init__.py", f"*/*/{part}/__init__.py"):
-            for init in sorted(Path(base).glob(pattern)):
-                found.append(".".join(("backlight", *init.parent.relative_to(base).parts)))
-    return found
-
-
-def _made_in(entry: object, module: str) -> bool:
-    """Tell whether an entry, or a function that it holds, is written in the package of a module."""
-    held = dataclasses.fields(entry) if dataclasses.is_dataclass(entry) else ()
-    parts = [entry, *(getattr(entry, part.name, None) for part in held)]
-    package = module.partition(".")[0]
-    return any(str(getattr(p, "__module__", "")).partition(".")[0] == package for p in parts if callable(p))
+def _module_names(patterns: Iterable[str]) -> list[str]:
+    """Return the modules of backlight that match glob patterns, without importing any."""
+    root = Path(__file__).parent
+    files = {file for pattern in patterns for file in root.glob(pattern) if file.name != "__init__.py"}
+    return sorted(".".join(("backlight", *file.relative_to(root).with_suffix("").parts)) for file in files)
 
 
 def _origin(entry: object) -> str:
     """Return where an entry comes from: of a rule or a panel the function that it calls."""
-    if dataclasses.is_dataclass(entry) and not isinstance(entry, type):
-        held = (getattr(entry, part.name) for part in dataclasses.fields(entry))
+    if not isinstance(entry, type):
+        held = vars(entry).values() if hasattr(entry, "__dict__") else ()
         entry = next((value for value in held if callable(value)), entry)
     module = getattr(entry, "__module__", type(entry).__module__)
     return f"{module}.{getattr(entry, '__qualname__', type(entry).__qualname__)}"
@@ -274,7 +263,9 @@ class Rule:
             raise TypeError(f"rule {self.name!r}: evaluate must be callable, got {self.evaluate!r}")
 
 
-RULES: Registry[Rule] = Registry("rule", part="rules", group="backlight.rules", holds=Rule)
+RULES: Registry[Rule] = Registry(
+    "rule", modules=("monitors/*/rules/*.py",), group="backlight.rules", holds=Rule
+)
 
 
 def rule(
@@ -298,64 +289,5 @@ def rule(
     return decorate
 
 
-class Needs(enum.StrEnum):
-    """What of a capture a probe is given."""
-
-    GRADIENTS = "gradients"
-    WEIGHTS = "weights"
-    STEPS = "steps"
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What a monitor measures of a live training, declared as data.
-
-    ``make(**options)`` returns the measuring object, whose form follows ``needs``:
-    gradients: ``measure(tensors, scale, transfer) -> Pending``; weights: ``before(parameters)`` and
-    ``after(transfer) -> Pending``, where the transfer takes results of a whole step to the host in one
-    copy; steps: ``measure(summary) -> dict`` of scalars. ``series`` is the
-    series of the store that the numbers go to, empty for scalars. A probe ``on_request`` is only
-    there when an option of its name is set. ``spacing`` makes it take part in every Nth recorded
-    step only (all of them while a finding is looked at in detail).
-    """
-
-    name: str
-    monitor: str
-    needs: Needs
-    make: Callable[..., Any]
-    series: str = ""
-    on_request: bool = False
-    spacing: int = 1
-
-    def __post_init__(self) -> None:
-        if not callable(self.make):
-            raise TypeError(f"probe {self.name!r}: make must be callable, got {self.make!r}")
-        if self.needs not in set(Needs):
-            raise TypeError(
-                f"probe {self.name!r}: needs must be one of {', '.join(Needs)}, got {self.needs!r}"
-            )
-
-
-PROBES: Registry[Probe] = Registry("probe", part="instrument", group="backlight.probes", holds=Probe)
-
-
-def probe(
-    name: str,
-    *,
-    monitor: str,
-    needs: Needs,
-    series: str = "",
-    on_request: bool = False,
-    spacing: int = 1,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated class or function as the probe ``name`` of ``monitor``; see :class:`Probe`."""
-
-    def decorate(make: Callable[..., Any]) -> Callable[..., Any]:
-        PROBES.add(name, Probe(name, monitor, needs, make, series, on_request, spacing))
-        return make
-
-    return decorate
-
-
-DISPLAYS: Registry[Callable[[Any], str]] = Registry("display", part="displays")
+DISPLAYS: Registry[Callable[[Any], str]] = Registry("display", modules=("*/displays/*.py",))
 """How something is shown in a notebook, as HTML; by what is shown, which may lie below what shows it."""

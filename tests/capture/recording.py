@@ -11,11 +11,11 @@ from torch import Tensor
 
 from backlight.capture.hub import HUB
 from backlight.capture.scope import Scope
-from backlight.capture.steps import StepSummary, StepTracker
+from backlight.capture.steps import StepSink, StepSummary, StepTracker
 
 
 @dataclass
-class Sink:
+class Sink(StepSink):
     """Implements ``StepSink``; ``grads`` holds one dictionary by parameter name per step."""
 
     scope: Scope
@@ -44,17 +44,8 @@ class Sink:
     def update_begins(self, parameters: Sequence[Tensor]) -> None:
         self.updates += 1
 
-    def update_ends(self) -> None:
-        pass
-
-    def backward_ended(self, parameters: Sequence[Tensor], index: int) -> None:
-        pass
-
     def step_closes(self, summary: StepSummary) -> None:
         self.summaries.append(summary)
-
-    def parameters_changed(self) -> None:
-        pass
 
 
 @contextmanager
@@ -66,13 +57,12 @@ def tracking(
     tracker = StepTracker(scope, sink)
     tracker.raised = []
     tracker.dropped = tracker.raised.append
-    HUB.add(tracker)
+    tracker.start()
     if not optimizers:
         HUB.optimizers.scan()
     try:
         yield sink
     finally:
         tracker.finish()
-        HUB.remove(tracker)
     if sink.error is None:
         assert not tracker.raised, tracker.raised

@@ -19,9 +19,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     base = tmp_path / "shared"
     base.mkdir()
     monkeypatch.setattr(runtime_dir, "base", lambda: base)
-    monkeypatch.setattr(
-        "backlight.monitors.stalls.instrument.watchdog_client.Stalling._start_sidecar", lambda _self: None
-    )
+    monkeypatch.setattr("backlight.monitors.stalls.monitor.StallMonitor._start_watchdog", lambda _self: None)
 
 
 def train(run: Path | None, monitors: tuple[str, ...], *, given: bool = False) -> tuple[nn.Module, list[int]]:

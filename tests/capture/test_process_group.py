@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from backlight.capture.process_group import launch_id, local_rank, place
+from backlight.distributed import launch_id, local_rank, rank_and_size
 from backlight.store.default_path import default_path
 
 NAMES = (
@@ -34,7 +34,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch, rank: int, world: int) -> None:
 
 
 def test_a_process_that_is_alone() -> None:
-    assert place() == (0, 1)
+    assert rank_and_size() == (0, 1)
     assert local_rank() == 0
     assert launch_id() is None
 
@@ -43,7 +43,7 @@ def test_variables_of_a_launcher_are_taken_before_there_is_a_group(monkeypatch: 
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert place() == (3, 8)
+    assert rank_and_size() == (3, 8)
     assert local_rank() == 1
 
 
@@ -53,7 +53,7 @@ def test_a_group_that_is_up_wins_where_no_variable_names_the_rank(monkeypatch: p
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("MASTER_PORT", "1234")
     grouped(monkeypatch, 1, 2)
-    assert place() == (1, 2)
+    assert rank_and_size() == (1, 2)
     assert "1234" in (launch_id() or "")
     monkeypatch.delenv("LOCAL_RANK")
     assert local_rank() == 1

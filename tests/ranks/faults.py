@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import backlight
-from backlight.session import distributed_norm
+from backlight.session import rank_norm_monitor
 from ranks.network import batch, build, loss_of
 from ranks.trainings import FOLDER, Training, report, sharded
 
@@ -168,7 +168,7 @@ def reduced_ddp() -> Training:
 @fault
 def reduced_skip() -> Training:
     """Rank 1 has a step less to hand over: rank 0 gives up on it, and has trained on."""
-    distributed_norm.PATIENCE = 3.0
+    rank_norm_monitor.TIMEOUT_S = 3.0
     return _reduced(_Skipping(sharded()))
 
 

@@ -64,15 +64,15 @@ def test_the_path_of_a_step_reads_nothing(name: str, tmp_path: Path, monkeypatch
 
 
 def test_the_mode_would_see_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from backlight.monitors.health.instrument.gradient import GradientProbe
+    from backlight.monitors.health.monitor import GradientMonitor
 
-    measure = GradientProbe.measure
+    measure = GradientMonitor.on_gradients_ready
 
-    def reading(self: GradientProbe, tensors: Any, *others: Any) -> Any:
-        assert float(tensors[0].sum()) is not None
-        return measure(self, tensors, *others)
+    def reading(self: GradientMonitor, gradients: Any, record: Any) -> None:
+        assert float(gradients.tensors[0].sum()) is not None
+        measure(self, gradients, record)
 
-    monkeypatch.setattr(GradientProbe, "measure", reading)
+    monkeypatch.setattr(GradientMonitor, "on_gradients_ready", reading)
     with backlight.watch(run=tmp_path / "run", every=1), counting() as count:
         CASES["plain"].train()
     assert count.reads["aten._local_scalar_dense.default"] == 4

@@ -179,11 +179,9 @@ def test_an_error_of_ours_is_one_warning(tmp_path: Path, monkeypatch: pytest.Mon
     def broken(*_: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(
-        "backlight.monitors.health.instrument.gradient.statistics", lambda *_a, **_k: broken()
-    )
+    monkeypatch.setattr("backlight.monitors.health.monitor.statistics", lambda *_a, **_k: broken())
     with pytest.warns(
-        RuntimeWarning, match="not measured: everything from here on, after ZeroDivisionError: ours"
+        RuntimeWarning, match="not measured: gradient statistics from here on, after ZeroDivisionError: ours"
     ) as told:
         with backlight.watch(run=tmp_path / "run", every=1):
             watched = CASES["plain"].train()
@@ -201,7 +199,7 @@ def test_what_cannot_start_leaves_the_training_alone(tmp_path: Path, monkeypatch
     def broken(*_a: object, **_k: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("backlight.session.watch.Pauses.start", broken)
+    monkeypatch.setattr("backlight.session.writer_thread.WriterThread.start", broken)
     told = "not measured: this training, which is not watched, after ZeroDivisionError: ours"
     with pytest.warns(RuntimeWarning, match=told) as warned:
         with backlight.watch(run=tmp_path / "run", every=1) as watch:
@@ -219,12 +217,14 @@ def test_what_cannot_start_leaves_the_training_alone(tmp_path: Path, monkeypatch
 def test_a_warning_made_an_error_does_not_end_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("backlight.monitors.health.instrument.gradient.statistics", lambda *_a, **_k: 1 / 0)
+    monkeypatch.setattr("backlight.monitors.health.monitor.statistics", lambda *_a, **_k: 1 / 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with backlight.watch(run=tmp_path / "run", every=1):
             CASES["plain"].train()
-    assert "not measured: everything from here on, after ZeroDivisionError" in capsys.readouterr().err
+    assert (
+        "not measured: gradient statistics from here on, after ZeroDivisionError" in capsys.readouterr().err
+    )
 
 
 def test_a_folder_that_vanishes_is_one_warning(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ class Listener:
         """An outermost module that is followed has returned, or raised."""
 
     def samples_given(self, samples: int | None) -> None:
-        """An outermost module was called; see :mod:`backlight.capture.batch_size`. None where unknown."""
+        """An outermost module was called with so many samples; None where unknown."""
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Outermost backward starts from ``roots``; empty where it starts from edges of a graph."""

@@ -15,7 +15,7 @@ import torch
 import backlight
 from backlight.capture.hub import HUB
 from backlight.capture.modules import holding, kind_of, walk
-from backlight.capture.process_group import place
+from backlight.distributed import rank_and_size
 from backlight.records import Fingerprint
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...], batch: str = "") 
         batch=batch,
         optimizers=tuple(type(o).__name__ for o in scope.optimizers()),
         flags=_flags(),
-        world_size=place()[1],
+        world_size=rank_and_size()[1],
     )
 
 

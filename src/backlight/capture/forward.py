@@ -7,11 +7,12 @@ copied and pickled. A module that was compiled in place is left alone: a hook co
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backlight.capture.events import Listener
 from backlight.capture.hooks.optimizers import parameters_of
 from backlight.capture.hub import HUB
 from backlight.capture.modules import holding
@@ -86,6 +87,56 @@ class TrainedModels:
     def leave(self) -> None:
         """Take all hooks off."""
         self._forwards.leave()
+
+
+class ScopeForwards(Listener):
+    """Reports the forwards of the outermost modules that ``scope`` covers.
+
+    A model is followed from the construction of its optimizer on, before its first forward; one that is
+    wrapped later is followed by its wrapper as well.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+        self._forwards = Forwards()
+        self._table: object = scope.table
+
+    def start(self, on_error: Callable[[Exception], None]) -> None:
+        """Attach to what is known before any step; ``on_error`` is called if this fails later."""
+        HUB.add(self, on_error)
+        if self._scope.models:
+            self._forwards.follow(self._scope.models)
+            return
+        known = HUB.optimizers.known()
+        if known:
+            HUB.seen.scan()  # once: each looks at every object of the process
+        for optimizer in known:
+            self._forwards.follow(_held_by(optimizer))
+
+    def stop(self) -> None:
+        """Remove all hooks."""
+        HUB.remove(self)
+        self._forwards.leave()
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow the models that it holds: their first forward can be seen from here on."""
+        if not self._scope.models:
+            found = _held_by(optimizer)
+            if not found:
+                HUB.seen.scan()  # the model was built before anybody watched
+                found = _held_by(optimizer)
+            self._forwards.follow(found)
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Look again where the parameters are others, or are known for the first time."""
+        if self._scope.table is not self._table:
+            self._table = self._scope.table
+            held = {id(tensor) for tensor in self._scope.table.tensors()}
+            self._forwards.follow(self._scope.models or holding(HUB.seen.roots(), held))
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Module]:
+    return holding(HUB.seen.roots(), {id(tensor) for tensor in parameters_of(optimizer)})
 
 
 def entered(_module: torch.nn.Module, _args: Any) -> None:

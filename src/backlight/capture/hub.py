@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Hub:
 
     def __init__(self) -> None:
         self.listeners: tuple[Listener, ...] = ()
+        self._on_error: dict[int, Callable[[Exception], None]] = {}
         self.backward_depth = 0
         self.grad_depth = 0
         self.own_passes = 0
@@ -49,19 +50,25 @@ class Hub:
         finally:
             self.own_passes -= 1
 
-    def add(self, listener: Listener) -> None:
-        """Report to ``listener`` from now on; installs the hooks if it is the first."""
+    def add(self, listener: Listener, on_error: Callable[[Exception], None] | None = None) -> None:
+        """Report to ``listener`` from now on; installs the hooks if it is the first.
+
+        ``on_error`` is called instead of :meth:`Listener.dropped` with what the listener raised.
+        """
         if listener in self.listeners:
             return
         if not self.listeners:
             self._install()
         self.listeners = (*self.listeners, listener)
+        if on_error is not None:
+            self._on_error[id(listener)] = on_error
 
     def remove(self, listener: Listener) -> None:
-        """Stop reporting to ``listener``; takes the hooks off if it was the last."""
+        """Stop reporting to ``listener``; removes the hooks if it was the last."""
         if listener not in self.listeners:
             return
         self.listeners = tuple(other for other in self.listeners if other is not listener)
+        self._on_error.pop(id(listener), None)
         if not self.listeners:
             self._uninstall()
 
@@ -75,8 +82,9 @@ class Hub:
                 getattr(listener, event)(*args, **kwargs)
                 listener.spent += time.perf_counter() - begin
             except Exception as error:  # noqa: BLE001 - never break the user's training
+                on_error = self._on_error.get(id(listener), listener.dropped)
                 self.remove(listener)
-                _tell(listener, error)
+                _report(on_error, error)
 
     def _install(self) -> None:
         self.backward_depth = self.grad_depth = 0
@@ -94,13 +102,14 @@ class Hub:
     def switch_off(self) -> None:
         """Forget every listener without calling any, in a forked child."""
         self.listeners = ()
+        self._on_error.clear()
         self.backward_depth = self.grad_depth = 0
 
 
-def _tell(listener: Listener, error: Exception) -> None:
+def _report(on_error: Callable[[Exception], None], error: Exception) -> None:
     try:
-        listener.dropped(error)
-    except Exception as second:  # noqa: BLE001 - nothing is left but to say so
+        on_error(error)
+    except Exception as second:  # noqa: BLE001 - nothing is left but to warn
         warnings.warn(
             f"backlight: stopped measuring after {type(error).__name__}: {error} "
             f"(and could not record that: {second}). Your training goes on unchanged.",

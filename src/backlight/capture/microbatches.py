@@ -8,14 +8,14 @@ of a chosen step and at no other time, and so are neither copied with a model no
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from backlight.capture.events import Listener
-from backlight.capture.hub import capturing_graph
+from backlight.capture.hub import HUB, capturing_graph
 
 
 class GradientSink(Protocol):
@@ -65,8 +65,8 @@ class Microbatches(Listener):
         self.backwards, self.in_closure = 0, False
         self._forwards, self._samples = 0, None
 
-    def leave(self) -> None:
-        """Take all hooks off."""
+    def remove_hooks(self) -> None:
+        """Remove all hooks."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()
@@ -97,7 +97,7 @@ class Microbatches(Listener):
     def backward_end(self) -> None:
         """Take the hooks off, and close the replicate."""
         if self._handles:
-            self.leave()
+            self.remove_hooks()
             # Two forwards for one backward: whose samples the gradient is of is not known.
             samples = self._samples if self._forwards == 1 else None
             self._sink.ends(whole=not self._failed, samples=samples)
@@ -110,11 +110,6 @@ class Microbatches(Listener):
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the optimizer is done."""
         self._inside = max(0, self._inside - 1)
-
-    def dropped(self, error: Exception) -> None:
-        """Take the hooks off and say so."""
-        self.leave()
-        self._sink.trouble(error)
 
     def take(self, key: int, gradient: torch.Tensor) -> None:
         """Hand a gradient on; whatever fails is told, and ends this backward's replicate."""
@@ -132,3 +127,39 @@ class Microbatches(Listener):
 def _passed(microbatches: Microbatches, key: int, gradient: torch.Tensor) -> None:
     if not torch.compiler.is_compiling():
         microbatches.take(key, gradient)
+
+
+class InputSizes:
+    """Hooks on outermost modules that report to the hub; take them off with :meth:`leave`."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def follow(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Hook these modules instead of those before; one that was compiled in place is left alone."""
+        self.leave()
+        self._handles = [
+            module.register_forward_pre_hook(given, with_kwargs=True)
+            for module in modules
+            if getattr(module, "_compiled_call_impl", None) is None
+        ]
+
+    def leave(self) -> None:
+        """Take all hooks off."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+
+def given(_module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    """Hook before the forward of an outermost module."""
+    if HUB.active and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        HUB.emit("samples_given", _samples((args, kwargs)))
+
+
+def _samples(batch: Any) -> int | None:
+    """Return the length of the first tensor that has one."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.ndim else None
+    held = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    return next((n for one in held if (n := _samples(one)) is not None), None)

@@ -7,9 +7,9 @@ into the optimizer's step, because after any of them they are no longer what bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,11 +48,16 @@ class StepSummary:
     separated: bool = False
 
 
-class StepSink(Protocol):
-    """Where a tracker sends what it finds; given by the session."""
+class StopTraining(SystemExit):
+    """Ends a script cleanly after the requested number of steps; exit code 0."""
+
+
+class StepSink:
+    """Receives what a tracker finds; each method does nothing here."""
 
     def step_opens(self, index: int) -> bool:
         """Return whether this step is to be recorded."""
+        return False
 
     def collect(
         self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None, moment: str
@@ -66,13 +71,28 @@ class StepSink(Protocol):
         """Parameters have been updated."""
 
     def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:
-        """Backward number ``index`` of the step is over; only called where asked for."""
+        """Backward number ``index`` of the step is over; only with ``per_backward``."""
 
     def step_closes(self, summary: StepSummary) -> None:
         """Receive the summary of a recorded step."""
 
     def parameters_changed(self) -> None:
         """The parameter table of the scope is a new one."""
+
+
+class StepSummaries(StepSink):
+    """Passes on the summary of every step, and measures nothing."""
+
+    def __init__(self, receive: Callable[[StepSummary], None]) -> None:
+        self._receive = receive
+
+    def step_opens(self, index: int) -> bool:
+        """Record every step."""
+        return True
+
+    def step_closes(self, summary: StepSummary) -> None:
+        """Pass the summary on."""
+        self._receive(summary)
 
 
 class StepTracker(Listener):
@@ -86,17 +106,22 @@ class StepTracker(Listener):
         Receives steps.
     per_backward:
         Also report the end of every single backward (accumulation).
+    max_steps:
+        End the script by :class:`StopTraining` when a step after so many begins; None for never.
 
     Attributes
     ----------
     backwards:
-        Backward passes seen in all.
+        Backward passes observed in all.
     """
 
-    def __init__(self, scope: Scope, sink: StepSink, *, per_backward: bool = False) -> None:
+    def __init__(
+        self, scope: Scope, sink: StepSink, *, per_backward: bool = False, max_steps: int | None = None
+    ) -> None:
         self._scope = scope
         self._sink = sink
         self._per_backward = per_backward
+        self._max_steps = max_steps
         self._index = -1
         self._recording = False
         self._summary = StepSummary(-1)
@@ -109,7 +134,6 @@ class StepTracker(Listener):
         self._unscaled_loss: tuple[int, torch.Tensor] | None = None
         self._clock = PhaseClock()
         self.backwards = 0
-        self._open()
 
     @property
     def index(self) -> int:
@@ -126,10 +150,22 @@ class StepTracker(Listener):
         """Whether a backward or an optimizer step of the open step has been seen."""
         return bool(self._summary.backwards or self._stepped or self._inside or HUB.backward_depth)
 
+    def start(self) -> None:
+        """Listen to the hub, and open step 0."""
+        HUB.add(self)
+        if self._index < 0:
+            self._open()
+
     def finish(self) -> None:
-        """Close a step whose optimizer has run, at the end of watching."""
+        """Close a step whose optimizer has run, and listen no more."""
         if self._stepped:
             self._close()
+        HUB.remove(self)
+
+    def check_limit(self) -> None:
+        """Raise :class:`StopTraining` once ``max_steps`` are done."""
+        if self._max_steps is not None and self.done >= self._max_steps:
+            raise StopTraining(0)
 
     # Steps
 
@@ -186,6 +222,7 @@ class StepTracker(Listener):
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Open a new step if the last one is complete, and note the loss."""
+        self.check_limit()
         if self._stepped and not self._inside:
             self._close()
         self._clock.enter(Phase.BACKWARD)
@@ -257,6 +294,8 @@ class StepTracker(Listener):
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Collect what is left of this optimizer's gradients, and note its learning rates."""
+        if not self.in_step:
+            self.check_limit()  # no backward was seen that could have
         if not self._scope.holds(optimizer):
             return
         if id(optimizer) in self._stepped and not HUB.backward_depth:

@@ -15,7 +15,8 @@ from typing import Any
 
 from backlight.distributed import world
 from backlight.experiments.experiment import EXPERIMENTS
-from backlight.registry import PROBES, RULES, PlugInWarning, Registry
+from backlight.monitor import MONITORS
+from backlight.registry import RULES, PlugInWarning, Registry
 from backlight.report.panel import PANELS
 from backlight.session.trackers.base import TRACKERS
 from backlight.store.platform.filesystem import file_system_type, is_network_type
@@ -175,7 +176,7 @@ def _names() -> Check:
 def _plug_ins() -> list[Check]:
     """Name what other distributions add; the registry itself warns of what is left out."""
     checks = []
-    registries: tuple[Registry[Any], ...] = (PROBES, RULES, EXPERIMENTS, PANELS, TRACKERS)
+    registries: tuple[Registry[Any], ...] = (MONITORS, RULES, EXPERIMENTS, PANELS, TRACKERS)
     for registry in registries:
         if not importlib.metadata.entry_points(group=registry.group):
             continue

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
 
 from backlight.capture.forward import TrainedModels
-from backlight.capture.hub import HUB
 from backlight.capture.scope import Scope
-from backlight.capture.steps import StepSummary, StepTracker
+from backlight.capture.steps import StepSink, StepSummary, StepTracker
 
 
 class StepObserver(AbstractContextManager[Any]):
@@ -45,22 +44,21 @@ class StepObserver(AbstractContextManager[Any]):
 
     def __enter__(self) -> Self:
         """Attach."""
-        HUB.add(self._tracker)
+        self._tracker.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Detach everything."""
         self._tracker.finish()
         self.on_finish()
-        HUB.remove(self._tracker)
         self.trained.leave()
 
 
-class _Tracker(StepTracker):
+class _Tracker(StepSink, StepTracker):
     """A step tracker that finds the models, and passes the end of each step on. It needs no gradients."""
 
     def __init__(self, observer: StepObserver) -> None:
-        super().__init__(observer.scope, self)
+        StepTracker.__init__(self, observer.scope, self)
         self._observer = observer
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -79,18 +77,3 @@ class _Tracker(StepTracker):
 
     def step_closes(self, summary: StepSummary) -> None:
         self._observer.on_step_end(summary)
-
-    def collect(self, parameters: Sequence[torch.Tensor], scale: Any, moment: str) -> None:
-        pass
-
-    def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
-        pass
-
-    def update_ends(self) -> None:
-        pass
-
-    def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:
-        pass
-
-    def parameters_changed(self) -> None:
-        pass

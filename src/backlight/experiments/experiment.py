@@ -143,7 +143,7 @@ class Experiment(Generic[S]):
 
 
 EXPERIMENTS: Registry[Experiment[Any]] = Registry(
-    "experiment", part="published", group="backlight.experiments", holds=Experiment
+    "experiment", modules=("experiments/published/*.py",), group="backlight.experiments", holds=Experiment
 )
 
 

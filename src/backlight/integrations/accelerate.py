@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
 
-    from backlight.monitors.grokking.instrument.geometry import Samples
+    from backlight.monitor import Samples
     from backlight.session.watch import Watch
 
 

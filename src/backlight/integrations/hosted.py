@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from backlight.capture.process_group import launch_id, place
+from backlight.distributed import launch_id, rank_and_size
 from backlight.findings.evaluate import findings_of
+from backlight.monitor import Samples, check_monitors
 from backlight.notifier import Notifier
 from backlight.records import Finding
 from backlight.report.terminal import print_findings
-from backlight.session.probes import check_monitors
 from backlight.session.settings import Settings
 from backlight.session.watch import Watch, watch
 from backlight.store.default_path import default_path
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from backlight.monitors.grokking.instrument.geometry import Samples
 
 OTHER_RANKS = 10.0
 """Seconds that rank 0 waits, at most, for the other ranks to close, before it says what was found."""
@@ -115,7 +114,7 @@ class Hosted:
             if path is None and self.watch is not None and step:
                 path = self.watch.path  # the same training goes on
             if path is None:
-                path = default_path(name, launch_id() if place()[1] > 1 else None)
+                path = default_path(name, launch_id() if rank_and_size()[1] > 1 else None)
             begun = watch(list(models), list(optimizers), run=path, samples=self._samples, **settings)
             begun.__enter__()
             self.watch, self._active = begun, True
@@ -140,7 +139,7 @@ class Hosted:
         with self.shield("end", "the end of the training"):
             traceback = None if error is None else error.__traceback__
             self.watch.__exit__(None if error is None else type(error), error, traceback)
-        if place()[0] == 0:
+        if rank_and_size()[0] == 0:
             with self.shield("end", "nothing, but its findings are not printed"):
                 self._say()
 
@@ -167,7 +166,7 @@ class Hosted:
         if self.watch is None:
             return
         path = self.watch.path
-        if place()[1] > 1:
+        if rank_and_size()[1] > 1:
             wait_for_ranks(path, OTHER_RANKS)
         try:
             run = open_run(path)

@@ -20,7 +20,7 @@ VERSION = require("torchtitan", "torchtitan")
 if TYPE_CHECKING:
     from torch import nn
 
-    from backlight.monitors.grokking.instrument.geometry import Samples
+    from backlight.monitor import Samples
 
 
 class TitanWatch(Hosting):

@@ -83,7 +83,9 @@ class Panel:
             raise TypeError(f"panel {self.name!r}: render must be callable, got {self.render!r}")
 
 
-PANELS: Registry[Panel] = Registry("panel", part="panels", group="backlight.panels", holds=Panel)
+PANELS: Registry[Panel] = Registry(
+    "panel", modules=("report/panels/*.py", "monitors/*/panels/*.py"), group="backlight.panels", holds=Panel
+)
 
 
 def panel(

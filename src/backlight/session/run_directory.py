@@ -6,15 +6,21 @@ import os
 from pathlib import Path
 from typing import Any
 
-from backlight.capture.process_group import launch_id, place
-from backlight.distributed import world
+from backlight.distributed import launch_id, rank_and_size, world
+from backlight.findings.evaluate import evaluate_rules
 from backlight.notifier import Notifier
-from backlight.records import OTHERS
+from backlight.records import OTHERS, Finding, Made
+from backlight.registry import RULES
 from backlight.session.settings import Settings
 from backlight.store.errors import RunExistsError
 from backlight.store.format.hdf5_filters import Filters
+from backlight.store.maintenance.wait import wait_for_ranks
+from backlight.store.read.run import open_run
 from backlight.store.write.attempt import JOIN_TIMEOUT
 from backlight.store.write.writer import RunWriter
+
+OTHER_RANKS_TIMEOUT_S = 2.0
+"""Seconds that rank 0 waits at most, after the run, for ranks that are about to close their files."""
 
 
 def open_writer(
@@ -30,7 +36,7 @@ def open_writer(
     RunExistsError
         If the folder cannot take this run. RunWriteError and RunFormatError pass through as well.
     """
-    rank, size = place()
+    rank, size = rank_and_size()
     problem = world().problem if size == 1 else ""
     given: dict[str, Any] = {
         "name": path.name,
@@ -78,6 +84,30 @@ def join_timeout() -> float:
     except ValueError:
         return JOIN_TIMEOUT
     return seconds if 0.0 <= seconds < float("inf") else JOIN_TIMEOUT
+
+
+def final_findings(writer: RunWriter, *, failed: bool) -> list[Finding]:
+    """Evaluate the rules on a run whose training is over, and store the findings; on other ranks than 0 none.
+
+    A stored finding stays, so that it must not be made of what the first rank to finish happens to see of the
+    others: their last second of rows may not have been written yet.
+
+    Parameters
+    ----------
+    writer:
+        The writer of this rank, flushed and still open.
+    failed:
+        An exception ended the run. Then there is no waiting: the others may be waiting for this rank.
+    """
+    if writer.lost is not None or writer.rank != 0:
+        return []
+    complete = wait_for_ranks(writer.path, 0.0 if failed else OTHER_RANKS_TIMEOUT_S)
+    findings = evaluate_rules(open_run(writer.path), made=Made.LIVE)
+    if complete:  # else a reader makes them of the whole
+        for finding in findings:
+            if not RULES[finding.rule].restates:  # else it is stored already
+                writer.finding(finding)
+    return findings
 
 
 def _options(settings: Settings, size: int) -> dict[str, Any]:

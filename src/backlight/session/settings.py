@@ -23,10 +23,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from backlight.findings.limits import declared, merge_overrides
 from backlight.monitors.grokking.model.measures import Measures
 from backlight.monitors.spectra.model.options import Catching
-from backlight.monitors.stalls.instrument.trace_option import traced_kinds
-from backlight.session.probes import DEFAULT_MONITORS
+from backlight.monitors.stalls.trace_monitor import traced_kinds
 from backlight.session.trackers.base import chosen
 from backlight.text import did_you_mean
+
+DEFAULT_MONITORS = ("health", "stalls", "steptime")
 
 FOLDERS = frozenset(
     {"out", "output", "outdir", "path", "dir", "folder", "log_dir", "logdir", "run_dir", "save_dir"}

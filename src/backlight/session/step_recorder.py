@@ -1,193 +1,270 @@
-"""The step's path: takes what the tracker finds, starts the measurements, hands them over.
+"""The step's path: from the step tracker over the monitors to the queue of the writer thread.
 
-Nothing here waits for a device, reads a number or touches a file.
+Nothing here waits for a device, reads a number or touches a file: a record holds references, and results that
+may still be on a device. Host numbers and arrays are made by the thread that writes.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
-from backlight.capture.steps import StepSummary
-from backlight.records import Layout
-from backlight.session.step_record import Draft, Part
+from backlight.capture.steps import StepSink, StepSummary
+from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch
+from backlight.monitor import Gradients
+from backlight.records import Layout, ParameterRecord
+from backlight.store.format.schema import SERIES
 
 if TYPE_CHECKING:
     from backlight.capture.scope import Scope
-    from backlight.monitors.grokking.instrument.geometry import Geometry
-    from backlight.monitors.spectra.instrument.replicates import Replicating
-    from backlight.session.probes import Active, Plan
+    from backlight.notifier import Notifier
+    from backlight.session.monitor_set import MonitorSet
     from backlight.session.sampling import Cadence
 
-QUEUE = 512
-"""Drafts that may wait for a slow disk before the oldest is dropped."""
+MAX_QUEUED_STEPS = 512
+"""Records that may wait for a slow disk before the oldest is dropped."""
 
-TWICE = 2
-"""Steps in a row with gradients and without a backward, from which on that is said."""
+STEPS_WITHOUT_BACKWARD = 2
+"""Steps in a row with gradients and without a backward after which that is recorded."""
 
 NO_BACKWARD = (
     "gradients were there at the step, but no backward pass was seen: they came from torch.autograd.grad, "
     "torch.func, or a backward inside a compiled function; loss and time of backward are not recorded"
 )
-"""What is said where gradients come by a way that has no hooks."""
+"""Why loss and backward are not measured where gradients come by a way that has no hooks."""
 
 
-class Recorder:
-    """Turns tracker calls into drafts; implements :class:`backlight.capture.steps.StepSink`.
+@dataclass
+class Part:
+    """What one monitor measured of some rows of the parameter table."""
+
+    series: str
+    rows: list[int]
+    pending: Any
+    part: int = 0
+
+
+@dataclass
+class StepRecord:
+    """One recorded step, in progress or on its way to the store.
+
+    Attributes
+    ----------
+    step, number:
+        Number of the step, and how many were recorded before it.
+    parameters:
+        The rows of the parameter table.
+    in_detail:
+        Whether an alarm asked for this step, so that more than usual may be measured.
+    scalars:
+        Numbers, and tensors of one number, by name; see :meth:`add_scalars`.
+    transfer:
+        Takes tables of numbers from a device to the host, all of a step in one copy.
+    """
+
+    step: int
+    number: int
+    parameters: tuple[ParameterRecord, ...]
+    in_detail: bool = False
+    scalars: dict[str, Any] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+    clips: list[tuple[str, float, Any]] = field(default_factory=list)
+    scale: Any = None
+    skipped: Any = None
+    transfer: TransferBatch = field(default_factory=TransferBatch)
+
+    def add(self, series: str, rows: list[int], pending: Any, part: int = 0) -> None:
+        """Add what was measured of ``rows``, as a pending result of a per-parameter series."""
+        self.parts.append(Part(series, rows, pending, part))
+
+    def add_scalars(self, values: Mapping[str, Any]) -> None:
+        """Add numbers, or tensors with one element, which are read off the step's path.
+
+        Raises
+        ------
+        TypeError
+            If a value is neither; ValueError for a text that is no number.
+        """
+        checked: dict[str, Any] = {}
+        for name, value in values.items():
+            if not hasattr(value, "numel"):
+                checked[name] = float(value)
+            elif value.numel() != 1:
+                raise TypeError(f"{name}: expected one number, got {value.numel()}")
+            else:
+                checked[name] = value.detach()
+        self.scalars.update(checked)
+
+    def send(self) -> None:
+        """Start the copy of everything the step has measured, tensors among the scalars included."""
+        self.scalars = {name: self._enqueued(value) for name, value in self.scalars.items()}
+        self.clips = [(kind, limit, self._enqueued(norm)) for kind, limit, norm in self.clips]
+        self.scale = self._enqueued(self.scale)
+        self.skipped = self._enqueued(self.skipped)
+        self.transfer.start()
+
+    def _enqueued(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.detach().reshape(-1)[:1]
+        return self.transfer.add((value.real if value.is_complex() else value).to(torch.float64))
+
+    def ready(self) -> bool:
+        """Return whether every result has arrived on the host, so that nothing would wait."""
+        single = (*self.scalars.values(), *(norm for _, _, norm in self.clips), self.scale, self.skipped)
+        return all(part.pending.ready() for part in self.parts) and all(
+            value.done() for value in single if isinstance(value, (AsyncCopy, Slot))
+        )
+
+    def arrays(self) -> dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]:
+        """Return float64 and int64 blobs ``[P, k]`` by series and part; unmeasured rows are 0."""
+        blobs: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+        for part in self.parts:
+            schema = SERIES[part.series]
+            key = (part.series, part.part)
+            if key not in blobs:
+                count = len(self.parameters)
+                blobs[key] = (
+                    np.zeros((count, len(schema.floats))),
+                    np.zeros((count, len(schema.integers)), dtype=np.int64),
+                )
+            floats, integers = part.pending.arrays()
+            blobs[key][0][part.rows] = floats
+            blobs[key][1][part.rows] = integers
+        return blobs
+
+
+class StepRecorder(StepSink):
+    """Turns what the tracker finds into step records.
 
     Parameters
     ----------
-    scope, plan, cadence:
-        What is watched, what is measured, and at which steps.
-    notice:
-        Called as ``notice(kind, payload, step)`` for events.
-    at_step:
-        Called with the number of each step when it opens, recorded or not.
+    scope, cadence:
+        What is watched, and which steps are recorded.
+    monitors:
+        What measures.
+    notifier:
+        Takes events.
+    spent:
+        Returns the seconds that the watch has taken so far.
+
+    Attributes
+    ----------
+    queue, logged:
+        Complete records, and scalars of the user by step, for the writer thread.
+    dropped:
+        Records that were dropped because the disk was too slow.
     """
 
     def __init__(
         self,
         scope: Scope,
-        plan: Plan,
         cadence: Cadence,
-        notice: Callable[[str, dict[str, Any], int | None], None],
-        at_step: Callable[[int], None] = lambda _step: None,
+        monitors: MonitorSet,
+        notifier: Notifier,
+        spent: Callable[[], float],
     ) -> None:
-        self._scope = scope
-        self._plan = plan
-        self._cadence = cadence
-        self._notice = notice
-        self._at_step = at_step
-        self._draft: Draft | None = None
+        self._scope, self._cadence = scope, cadence
+        self._monitors, self._notifier = monitors, notifier
+        self._spent = spent
+        self._record: StepRecord | None = None
         self._started = time.perf_counter()
-        self._told_by_hand = False
+        self._step = self._recorded = 0
+        self._spent_before = 0.0
         self._has_gradients = False
         self._without_backward = 0
-        self._told_missing: set[int] = set()
-        self._sampled: list[int] = []
-        self._updating: list[Active] = []
-        self._recorded = 0
-        self._step = 0
-        self._spent = 0.0
-        self.queue: deque[Draft] = deque()
-        self.user: deque[tuple[int, dict[str, Any]]] = deque()
+        self._reported_by_hand = False
+        self._reported_missing: set[int] = set()
+        self.queue: deque[StepRecord] = deque()
+        self.logged: deque[tuple[int, dict[str, Any]]] = deque()
         self.dropped = 0
-        self.geometry: Geometry | None = None
-        self.replicating: Replicating | None = None
-        self.spent: Callable[[], float] = lambda: 0.0
 
     def step_opens(self, index: int) -> bool:
-        """Decide about a step by the cadence."""
+        """Decide whether a step is recorded: by the cadence, or because a monitor needs it."""
         self._step = index
-        self._draft = None
-        self._at_step(index)
-        spacing = self._cadence.review(index, self.spent(), time.perf_counter() - self._started)
+        self._record = None
+        self._monitors.call("on_step_start", index)
+        spacing = self._cadence.review(index, self._spent(), time.perf_counter() - self._started)
         if spacing is not None:
             reason = "the budget of time for measuring"
-            self._notice("cadence", {"every": spacing, "reason": reason}, index)
-        caught = self.replicating is not None and self.replicating.opens(index)
-        measured = self.geometry is not None and self.geometry.wants(index)
-        return self._cadence.wants(index) or measured or caught
+            self._notifier.event("cadence", {"every": spacing, "reason": reason}, index)
+        wanted = any(self._monitors.call("wants_step", index))
+        return self._cadence.wants(index) or wanted
 
-    def _current(self) -> Draft:
-        records = self._scope.table.records
-        if self._draft is None:
-            self._draft = Draft(self._step, records)
-        elif len(self._draft.records) != len(records):
-            # The table changed inside the step: what was measured by the old one is let go.
-            self._draft = Draft(self._step, records, scalars=self._draft.scalars)
-        return self._draft
+    def _current(self) -> StepRecord:
+        rows = self._scope.table.records
+        if self._record is None or len(self._record.parameters) != len(rows):
+            # Where the table changed inside the step, what was measured by the old one is dropped.
+            scalars = self._record.scalars if self._record is not None else {}
+            in_detail = self._cadence.in_detail(self._step)
+            self._record = StepRecord(self._step, self._recorded, rows, in_detail, scalars)
+        return self._record
 
     def parameters_changed(self) -> None:
-        """Say so, unless this is the first table."""
-        if self._step or self._draft is not None:
+        """Record it, unless this is the first table."""
+        if self._step or self._record is not None:
             count = len(self._scope.table.records)
-            self._notice("parameters_changed", {"parameters": count}, self._step)
+            self._notifier.event("parameters_changed", {"parameters": count}, self._step)
 
-    def _measure(
-        self, probes: Sequence[Active], parameters: Sequence[torch.Tensor], scale: Any, part: int = 0
-    ) -> None:
-        rows, grads, moved = [], [], False
+    def _gradients(self, parameters: Sequence[torch.Tensor], scale: Any) -> Gradients:
         table = self._scope.table
+        found, moved = Gradients([], [], [], scale, table), False
         for parameter in parameters:
             row = table.row(parameter)
             if row is not None:
-                grad = parameter.grad
-                rows.append(row)
-                grads.append(None if grad is None else local(grad))
-                if grad is not None and grads[-1] is not grad:
-                    moved = table.place_gradient(row, grad) or moved
-        draft = self._current()
+                gradient = parameter.grad
+                part = None if gradient is None else local(gradient)
+                found.rows.append(row)
+                found.parameters.append(parameter)
+                found.tensors.append(part)
+                if gradient is not None and part is not gradient:
+                    moved = table.place_gradient(row, gradient) or moved
         if moved:
-            draft.records = table.records
-            self._tell_partial()
-        for active in probes:
-            pending = active.measuring.measure(grads, scale, draft.transfer)
-            if not active.probe.series:
-                draft.scalars.update(pending)
-                continue
-            draft.parts.append(Part(active.probe.series, rows, pending, part))
+            self._current().parameters = table.records
+            self._report_partial()
+        return found
 
     def collect(
         self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None, moment: str
     ) -> None:
         """Measure gradients as backward left them."""
-        probes = self._plan.gradients
-        if self._cadence.in_detail(self._step):
-            probes = (*probes, *self._plan.detailed)
-        self._measure(probes, parameters, scale)
+        record = self._current()
+        self._monitors.call("on_gradients_ready", self._gradients(parameters, scale), record)
         if not HUB.backward_depth:
             self._has_gradients = self._has_gradients or any(p.grad is not None for p in parameters)
-        if self.geometry is not None:
-            self.geometry.collect(self._step, self._scope.table, parameters, scale)
-        if self.replicating is not None:
-            self.replicating.collect()
 
     def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:
         """Measure the gradients accumulated so far, as part ``index + 1`` of the step."""
-        self._measure(self._plan.gradients[:1], parameters, None, index + 1)
+        record = self._current()
+        self._monitors.call("on_backward_end", self._gradients(parameters, None), index + 1, record)
 
     def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Keep a sample of the weights, at the steps at which updates are measured."""
-        if self.replicating is not None:
-            self.replicating.update_begins()
-        detail = self._cadence.in_detail(self._step)
-        self._updating = [a for a in self._plan.weights if detail or self._recorded % a.spacing == 0]
-        if self._updating:
-            rows = [(row, p) for p in parameters if (row := self._scope.table.row(p)) is not None]
-            self._sampled = [row for row, _ in rows]
-            tensors = [p for _, p in rows]
-            for active in self._updating:
-                active.measuring.before(tensors)
+        """Let monitors look at the weights before the step."""
+        self._monitors.call("on_before_optimizer_step", parameters, self._current())
 
     def update_ends(self) -> None:
-        """Compare the sample with the weights after the step."""
-        draft = self._current()
-        for active in self._updating:
-            pending = active.measuring.after(draft.transfer)
-            if pending is not None:
-                draft.parts.append(Part(active.probe.series, self._sampled, pending))
+        """Let monitors look at the weights after the step."""
+        self._monitors.call("on_after_optimizer_step", self._current())
 
     def step_closes(self, summary: StepSummary) -> None:
-        """Complete the draft and hand it to the thread that writes."""
-        if self.geometry is not None:
-            self.geometry.close(self._step)
-        if self.replicating is not None:
-            self.replicating.close(summary)
-        draft = self._current()
-        scalars = draft.scalars
+        """Complete the record and hand it to the writer thread."""
+        record = self._current()
+        self._monitors.call("on_step_end", summary, record)
+        scalars = record.scalars
         scalars["time"] = time.time()
         scalars["backwards"] = summary.backwards
         scalars["backwards_seen"] = summary.backwards_seen
-        spent = self.spent()
-        scalars["cost"] = spent - self._spent
-        self._spent = spent
+        spent = self._spent()
+        scalars["cost"] = spent - self._spent_before
+        self._spent_before = spent
         if summary.loss is not None:
             scalars["loss"] = summary.loss
         if summary.batch is not None:
@@ -195,36 +272,35 @@ class Recorder:
         scalars.update(summary.rates)
         if summary.changed_by_hand:
             scalars["clip/by_hand"] = summary.changed_by_hand
-            self._tell_by_hand(summary.changed_by_hand)
-        draft.clips = summary.clips
-        draft.scale = summary.scale
-        draft.skipped = summary.skipped
-        for active in self._plan.steps:
-            scalars.update(active.measuring.measure(summary))
-        draft.depart()
-        self._tell_missing(summary.without_gradient)
-        self._tell_without_backward(summary.backwards)
-        if len(self.queue) >= QUEUE:
+            self._report_by_hand(summary.changed_by_hand)
+        record.clips = summary.clips
+        record.scale = summary.scale
+        record.skipped = summary.skipped
+        record.send()
+        self._report_missing(summary.without_gradient)
+        self._report_without_backward(summary.backwards)
+        if len(self.queue) >= MAX_QUEUED_STEPS:
             self.queue.popleft()
             self.dropped += 1
-        self.queue.append(draft)
+        self.queue.append(record)
         self._recorded += 1
-        self._draft = None
+        self._record = None
 
-    def _tell_without_backward(self, backwards: int) -> None:
-        # The first of all steps may have had its backward before anybody watched.
+    def _report_without_backward(self, backwards: int) -> None:
+        # The first of all steps may have had its backward before the watch began.
         alone, self._has_gradients = self._has_gradients and not backwards, False
-        if self._without_backward < TWICE:
+        if self._without_backward < STEPS_WITHOUT_BACKWARD:
             self._without_backward = self._without_backward + 1 if alone else 0
-            if self._without_backward == TWICE:
-                self._notice("unmeasured", {"what": "loss and backward", "reason": NO_BACKWARD}, self._step)
+            if self._without_backward == STEPS_WITHOUT_BACKWARD:
+                payload = {"what": "loss and backward", "reason": NO_BACKWARD}
+                self._notifier.event("unmeasured", payload, self._step)
 
-    def _tell_by_hand(self, count: int) -> None:
-        if not self._told_by_hand:
-            self._told_by_hand = True
-            self._notice("clip_by_hand", {"parameters": count}, self._step)
+    def _report_by_hand(self, count: int) -> None:
+        if not self._reported_by_hand:
+            self._reported_by_hand = True
+            self._notifier.event("clip_by_hand", {"parameters": count}, self._step)
 
-    def _tell_partial(self) -> None:
+    def _report_partial(self) -> None:
         partial = [
             record.name
             for record in self._scope.table.records
@@ -236,13 +312,13 @@ class Recorder:
                 "optimizer begins: the norm of their sum cannot be had without a collective"
             )
             what = f"gradients of {', '.join(partial)} over all ranks"
-            self._notice("unmeasured", {"what": what, "reason": reason}, self._step)
+            self._notifier.event("unmeasured", {"what": what, "reason": reason}, self._step)
 
-    def _tell_missing(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _report_missing(self, parameters: Sequence[torch.Tensor]) -> None:
         table = self._scope.table
         rows = [row for p in parameters if (row := table.row(p)) is not None and table.records[row].numel]
-        fresh = [row for row in rows if row not in self._told_missing and table.records[row].requires_grad]
+        fresh = [r for r in rows if r not in self._reported_missing and table.records[r].requires_grad]
         if fresh:
-            self._told_missing.update(fresh)
+            self._reported_missing.update(fresh)
             names = [table.records[row].name for row in fresh]
-            self._notice("no_grad_at_step", {"parameters": names}, self._step)
+            self._notifier.event("no_grad_at_step", {"parameters": names}, self._step)

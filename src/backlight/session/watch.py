@@ -1,4 +1,4 @@
-"""``watch``: attach the monitors to a training, record it in a run directory, take everything off again."""
+"""``watch``: attach the monitors to a training run, and record it in a run directory."""
 
 from __future__ import annotations
 
@@ -10,36 +10,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from backlight.capture.fingerprint import take_fingerprint
-from backlight.capture.forward_scope import Following
+from backlight.capture.forward import ScopeForwards
 from backlight.capture.hooks.optimizers import underlying
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import build_table
-from backlight.capture.process_group import launch_id, place
 from backlight.capture.scope import Scope
-from backlight.capture.step_limit import LimitedTracker, StopTraining
+from backlight.capture.steps import StepTracker, StopTraining
+from backlight.distributed import launch_id, rank_and_size
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.health.model.groups import GroupError, members
-from backlight.monitors.stalls.instrument.trace_option import start_tracing
-from backlight.monitors.stalls.instrument.watchdog_client import Stalling
-from backlight.monitors.steptime.instrument.runtime_info import (
-    CIRCUMSTANCES,
-    CoreWait,
-    Pauses,
-    circumstances,
-    ways_of,
-)
+from backlight.monitor import RunContext, Samples, check_monitors
 from backlight.notifier import Notifier
 from backlight.records import Finding, Made, RunStatus
-from backlight.session.distributed_norm import Reducing
-from backlight.session.finalize import final_findings
-from backlight.session.probes import make_plan
-from backlight.session.run_directory import open_writer
+from backlight.session.monitor_set import MonitorSet, requested_monitors
+from backlight.session.run_directory import final_findings, open_writer
 from backlight.session.sampling import Cadence
 from backlight.session.settings import Settings
-from backlight.session.step_recorder import Recorder
-from backlight.session.trackers.thread import Tracking
-from backlight.session.writer_thread import Drain
+from backlight.session.step_recorder import StepRecorder
+from backlight.session.writer_thread import ResultQueue, WriterThread
 from backlight.store.default_path import default_path
 from backlight.store.read.run import open_run
 
@@ -47,14 +34,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from backlight.monitors.grokking.instrument.geometry import Samples
-    from backlight.monitors.spectra.instrument.replicates import Replicating
-    from backlight.monitors.stalls.instrument.backward_trace import Tracer
     from backlight.store.write.writer import RunWriter
+
+__all__ = ["StopTraining", "Watch", "watch"]
 
 
 class Watch:
-    """One watched training; made by :func:`watch`, used as a context manager.
+    """One watched training run; made by :func:`watch`, used as a context manager.
 
     Attributes
     ----------
@@ -74,55 +60,57 @@ class Watch:
         samples: Samples | None = None,
     ) -> None:
         self.settings = settings
-        self._samples = samples
         self.path = Path(run) if run is not None else default_path(script, _shared_launch())
+        self._samples = samples
+        self._is_script = bool(script)
         self._script = script or (sys.argv[0] if sys.argv else "")
         self._arguments = arguments if script else tuple(sys.argv[1:])
-        self._models = list(models)
-        self._optimizers = list(optimizers)
+        self._models, self._optimizers = list(models), list(optimizers)
         self._depth = 0
         self._abandoned = False
         self._notifier = Notifier(self.path)
-        self._reducing = Reducing(settings, self._notifier, launched=bool(script))
-        self._fingerprinted = False
         self._writer: RunWriter | None = None
-        self._following: Following | None = None
-        self._stalling: Stalling | None = None
-        self._tracing: Tracer | None = None
-        self._pauses: Pauses | None = None
-        self._ways: list[dict[str, Any]] = []
-        self._waiting: CoreWait | None = None
+        self._published: dict[str, tuple[int, float]] = {}
         # Everything that can be refused is refused here, before anything is attached or written.
-        exact = settings.exact_updates
-        probes = {"update": {"per_tensor": None, "spacing": exact}} if exact is not None else {}
-        self._plan = make_plan(
-            settings.monitors, {"histogram"} if settings.histogram else (), probes, self._notifier.left_out
-        )
-        self._cadence = Cadence(settings.every)
+        Cadence(settings.every)
+        check_monitors(settings.monitors)
+        monitors = requested_monitors(settings)
+        if samples is not None and not any(monitor.uses_samples for monitor in monitors):
+            raise ValueError(
+                f"watch: samples are for the monitor grokking, and for spectra={{'split': R}}, but "
+                f"monitors={settings.monitors}; add 'grokking', or 'spectra' with a split"
+            )
         if self._models:
             table = build_table(self._models, self._optimizers, HUB.seen)
-            for pattern in settings.groups.values():
-                members([record.name for record in table.records], pattern)
-            if "spectra" in settings.monitors:
-                from backlight.monitors.spectra.instrument.layer_selection import selected  # noqa: PLC0415 - others need not pay for it
-
-                selected(settings.spectra, table)
+            for monitor in monitors:
+                monitor.check_models(self._models, table)
 
     # Life
 
     def __enter__(self) -> Self:
         """Open the run and attach; entering a watch that is entered already does nothing more."""
         self._depth += 1
-        if self._depth == 1:
-            try:
-                self._open()  # what this refuses is an error, before anything is attached
-            except BaseException:
-                self._depth = 0
-                raise
-            try:
-                self._attach()
-            except Exception as error:  # noqa: BLE001 - a fault of ours must not cost anybody a training
-                self._abandon(error)
+        if self._depth > 1:
+            return self
+        try:  # what is refused here is an error, before anything is attached
+            monitors = MonitorSet(requested_monitors(self.settings), self._notifier)
+            for monitor in monitors:
+                monitor.check_process(is_script=self._is_script)
+            self._writer = writer = open_writer(
+                self.path, self.settings, self._notifier, script=self._script, arguments=self._arguments
+            )
+        except BaseException:
+            self._depth = 0
+            raise
+        self.path = writer.path
+        self._stack = contextlib.ExitStack()
+        try:
+            self._attach(writer, monitors, self._stack)
+        except Exception as error:  # noqa: BLE001 - a fault of backlight must not cost a training run
+            self._error, self._abandoned = error, True
+            self._notifier.trouble(error, "this training, which is not watched")
+            self._stack.close()
+            self._writer = None
         return self
 
     def __exit__(
@@ -131,164 +119,120 @@ class Watch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Take everything off, judge the run and close it; an exception goes on its way."""
+        """Detach everything, evaluate the rules and close the run; an exception passes through."""
         self._depth -= 1
-        if self._depth:
+        # A forked child inherits the watch, but neither its threads nor its files.
+        if self._depth or self._writer is None or os.getpid() != self._pid:
             return
-        failed = error if error is not None and not _clean(error) else None
-        self._end(failed)
+        self._error = error if error is not None and not _is_clean_exit(error) else None
+        with self._notifier.shield():
+            self._stack.close()
 
-    def _open(self) -> None:
-        self._reducing.check()
-        self._writer = open_writer(
-            self.path, self.settings, self._notifier, script=self._script, arguments=self._arguments
-        )
-        self.path = self._writer.path
-
-    def _attach(self) -> None:
-        assert self._writer is not None
-        settings = self.settings
-        self._scope = Scope(self._models, self._optimizers)
-        self._recorder = Recorder(self._scope, self._plan, self._cadence, self._notifier.event, self._at_step)
-        if "grokking" in settings.monitors:
-            from backlight.monitors.grokking.instrument.geometry import Geometry  # noqa: PLC0415 - others need not pay for it
-
-            self._recorder.geometry = Geometry(
-                settings.measures, self._samples, self._models, self.path, self._notifier
-            )
-        self._replicating: Replicating | None = None
-        if "spectra" in settings.monitors:
-            from backlight.monitors.spectra.instrument.replicates import Replicating  # noqa: PLC0415 - others need not pay for it
-
-            self._replicating = Replicating(
-                settings.spectra, settings.every, self._samples, self._scope, self._notifier
-            )
-            self._recorder.replicating = self._replicating
-        self._drain = Drain(
-            self._recorder, self._writer, settings.flush_interval, self._alarm, self._notifier.trouble
-        )
-        self._drain.reducing = self._reducing
-        self._drain.tracking = self._tracking = Tracking(settings, self._writer, self._notifier)
-        self._tracker = LimitedTracker(self._scope, self._recorder, per_backward=settings.per_backward)
-        self._tracker.check_limit, self._tracker.trouble = self.check_limit, self._trouble
-        self._recorder.spent = lambda: (
-            self._tracker.spent
-            + self._drain.spent
-            + (self._following.spent if self._following is not None else 0.0)
-            + (self._stalling.spent if self._stalling is not None else 0.0)
-        )
+    def _attach(self, writer: RunWriter, monitors: MonitorSet, stack: contextlib.ExitStack) -> None:
+        """Compose the parts of a watch; they are taken apart in reverse order."""
+        settings, notifier = self.settings, self._notifier
         self._pid = os.getpid()
+        self._error: BaseException | None = None
         self._alarmed = -1
-        self._fingerprinted = False
-        HUB.add(self._tracker)
-        if self._replicating is not None:
-            # After the tracker, which closes the step before.
-            self._replicating.start()
-            HUB.add(self._replicating.listener)
+        self._published.clear()
+        self._monitors, self._cadence = monitors, Cadence(settings.every)
+        self._scope = Scope(self._models, self._optimizers)
+        self._recorder = StepRecorder(self._scope, self._cadence, monitors, notifier, self._spent)
+        self._tracker = StepTracker(
+            self._scope, self._recorder, per_backward=settings.per_backward, max_steps=settings.steps
+        )
+        self._forwards = ScopeForwards(self._scope)
+        results = ResultQueue()
+        self._thread = WriterThread(
+            self._recorder, results, monitors, writer, settings.flush_interval, notifier.trouble
+        )
+
+        def on_exit(*calls: Any) -> None:
+            def leave() -> None:
+                for call in calls:
+                    with notifier.shield():
+                        call()
+
+            stack.callback(leave)
+
+        # Last: the file is closed when nothing writes to it any more.
+        on_exit(lambda: self._finish(writer))
+        # Before the end is evaluated, every step that was handed over has to be in the store.
+        self._thread.start()
+        on_exit(self._thread.stop)
+        # First in the hub: at an event that ends a step, the tracker closes it before any monitor counts the
+        # event to the next one.
+        HUB.add(self._tracker, notifier.trouble)
+        on_exit(lambda: HUB.remove(self._tracker))
         if not self._optimizers:
             HUB.optimizers.scan()
-        self._drain.start()
-        if {"stalls", "steptime"} & set(settings.monitors):
-            self._following = Following(self._scope, self._forwards_lost)
-            with self._notifier.shield():
-                self._following.start()
-        if "stalls" in settings.monitors:
-            self._stalling = Stalling(
-                self._writer,
-                self._scope,
-                stall=settings.stall,
-                thresholds=settings.thresholds.get("stalls", {}),
-                notice=self._notifier.event,
-                parameters_changed=self._recorder.parameters_changed,
-                names_known=self._early_fingerprint,
-            )
-            with self._notifier.shield():
-                self._stalling.start()
-        self._ways, self._waiting = [], None
-        if "steptime" in settings.monitors:
-            self._pauses = Pauses(self._notifier.event, lambda: self._tracker.index)
-            self._pauses.start()
-        if settings.trace:
-            with self._notifier.shield():
-                self._tracing = start_tracing(settings.trace, self._writer, lambda: self._tracker.index)
+        on_exit(self._forwards.stop)
+        # While the writer thread runs: what a monitor has left is stored by it.
+        on_exit(lambda: monitors.detach(self._error))
+        monitors.attach(self._context(writer, results))
+        # Monitors are told of step 0, and of the end of the last one: the tracker starts after them and stops
+        # first.
+        on_exit(self._tracker.finish)
+        self._tracker.start()
 
-    def _abandon(self, error: Exception) -> None:
-        """Take off what was attached before ``error``, and let the training go on unwatched."""
-        self._notifier.trouble(error, "this training, which is not watched")
-        for name in ("_tracker", "_replicating"):
-            part = getattr(self, name, None)
-            if part is not None:
-                HUB.remove(getattr(part, "listener", part))
-        for name in ("_following", "_pauses", "_drain"):
-            with contextlib.suppress(Exception):
-                if (part := getattr(self, name, None)) is not None:
-                    part.stop()
-        with contextlib.suppress(Exception):
-            if self._stalling is not None:
-                self._stalling.stop(error)
-        with contextlib.suppress(Exception):
-            if self._writer is not None:
-                self._writer.close(RunStatus.FAILED)
-        self._writer, self._abandoned = None, True
+    def _context(self, writer: RunWriter, results: ResultQueue) -> RunContext:
+        _, size = rank_and_size()
 
-    def _end(self, error: BaseException | None) -> None:
-        writer = self._writer
-        if writer is None or os.getpid() != self._pid:
+        def unbound(*_: object) -> None:
+            raise RuntimeError("bound to each monitor when it is attached")
+
+        return RunContext(
+            settings=self.settings,
+            arguments=self._arguments,
+            samples=self._samples,
+            scope=self._scope,
+            hub=HUB,
+            clock=self._tracker,
+            recorder=results,
+            writer=writer,
+            notifier=self._notifier,
+            path=writer.path,
+            rank=writer.rank,
+            world_size=size,
+            listen=unbound,
+            disable=unbound,
+            follow_forwards=lambda: self._forwards.start(
+                lambda error: self._notifier.trouble(error, "when a forward begins and ends")
+            ),
+            alarm=self._alarm,
+            publish=self._publish,
+        )
+
+    def _finish(self, writer: RunWriter) -> None:
+        """Evaluate the rules on what is stored, and close the run."""
+        if self._abandoned:
+            writer.close(RunStatus.FAILED)
             return
-        findings: list[Finding] = []
-        if self._stalling is not None:
-            with self._notifier.shield():
-                self._stalling.stop(error)
-        if self._tracing is not None:
-            with self._notifier.shield():
-                self._tracing.stop()
+        failed, findings = self._error is not None, []
         with self._notifier.shield():
-            self._tracker.finish()
-        HUB.remove(self._tracker)
-        if self._following is not None:
-            self._following.stop()
-        if self._replicating is not None:
-            HUB.remove(self._replicating.listener)
-            with self._notifier.shield():
-                self._replicating.stop(failed=error is not None)
-        if self._pauses is not None:
-            with self._notifier.shield():
-                self._pauses.stop()
-                facts = circumstances(self._ways, self._waiting)
-                self._notifier.event(CIRCUMSTANCES, facts, max(self._tracker.done - 1, 0))
-        with self._notifier.shield():
-            self._drain.stop()
-            self._reducing.stop(failed=error is not None)
-            self._take_fingerprint()
-            self._say_if_nothing()
-            if error is not None:
-                writer.event(
-                    self._tracker.index,
-                    "exception",
-                    {"type": type(error).__name__, "message": str(error)[:2000]},
-                )
+            self._monitors.call("on_all_stored", failed=failed)
+            self._report_nothing()
+            if self._error is not None:
+                payload = {"type": type(self._error).__name__, "message": str(self._error)[:2000]}
+                writer.event(self._tracker.index, "exception", payload)
             writer.flush()
-            findings = final_findings(writer, failed=error is not None)
-        self._tracking.end(findings, self._tracker.done - 1, failed=error is not None)
-        with self._notifier.shield():
-            writer.close(RunStatus.FINISHED if error is None else RunStatus.FAILED)
+            findings = final_findings(writer, failed=failed)
+        self._monitors.call("on_run_end", findings, failed=failed)
+        writer.close(RunStatus.FAILED if failed else RunStatus.FINISHED)
 
-    def _forwards_lost(self, error: Exception) -> None:
-        self._notifier.trouble(error, "when a forward begins and ends")
-
-    def _say_if_nothing(self) -> None:
+    def _report_nothing(self) -> None:
         if self._tracker.done:
             return
-        seen = self._tracker.backwards
+        count = self._tracker.backwards
         reason = (
-            f"{seen} backward passes were seen, but no step of a torch.optim optimizer that holds the "
+            f"{count} backward passes were seen, but no step of a torch.optim optimizer that holds the "
             "model: in a loop that updates by hand, call backlight.collect"
-            if seen
+            if count
             else "neither a backward pass nor an optimizer step was seen"
         )
         self._notifier.unmeasured("gradients", reason)
 
-    # What the user calls
+    # Public
 
     def log(self, step: int | None = None, **scalars: Any) -> None:
         """Record scalars of your own at the current step.
@@ -314,106 +258,61 @@ class Watch:
                 "watch.log: this watch is not entered; call it inside `with backlight.watch(...)`"
             )
         values = {name: _loggable(name, value) for name, value in scalars.items()}
-        done = self._tracker.done
-        at = max(done - 1, 0)
         if step is not None:
             values["step"] = float(step)
-        self._recorder.user.append((at, values))
+        self._recorder.logged.append((max(self._tracker.done - 1, 0), values))
 
     @property
     def notifier(self) -> Notifier:
-        """What says what this watch has to say, for an integration that has more of it."""
+        """The notifier of this watch, for integrations."""
         return self._notifier
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps seen so far."""
+        """Number of completed optimizer steps."""
         return self._tracker.done if self._writer is not None else 0
 
     @property
     def total_norm(self) -> tuple[int, float] | None:
         """Step and total norm over all ranks that ``reduce=True`` joined last; None on other ranks than 0."""
-        return self._reducing.latest
+        return self._published.get("total_norm")
 
     @property
     def findings(self) -> list[Finding]:
-        """What the rules say of the run as it stands; while it runs, of what has been flushed."""
+        """Findings of the run so far; while it runs, of what has been flushed."""
         if self._writer is None:
             return []
         if self._depth:
-            self._drain.settle()
-        run = open_run(self.path)
-        return evaluate_rules(run, made=Made.LIVE)
-
-    # What happens on the way
-
-    def _trouble(self, error: Exception) -> None:
-        if self._replicating is not None:
-            self._replicating.off()
-        self._notifier.trouble(error)
+            self._thread.settle()
+        return evaluate_rules(open_run(self.path), made=Made.LIVE)
 
     def check_limit(self) -> None:
-        """Check whether the training may go on.
+        """Raise :class:`StopTraining` once the requested steps are done."""
+        self._tracker.check_limit()
 
-        Raises
-        ------
-        StopTraining
-            Once the steps that were asked for are done.
-        """
-        limit = self.settings.steps
-        if limit is not None and self._tracker.done >= limit:
-            raise StopTraining(0)
+    # While it runs
 
-    def _at_step(self, index: int) -> None:
-        if self._pauses is not None:
-            self._pauses.tell()
-        self._tracking.meet()
-        if index:
-            self._take_fingerprint()
-            self._reducing.begin()  # every rank comes here when its first step is over
+    def _spent(self) -> float:
+        """Return the seconds that the watch has taken: on the training thread, and in threads next to it."""
+        on_path = self._tracker.spent + self._forwards.spent  # the hooks of monitors are inside the tracker
+        return on_path + self._monitors.spent_outside_hooks() + self._thread.spent
 
-    def _take_fingerprint(self) -> None:
-        if self._writer is not None and self._scope.table.records and not self._fingerprinted:
-            self._fingerprinted = True
-            try:
-                self._writer.fingerprint(take_fingerprint(self._scope, self._arguments))
-                self._waiting = CoreWait()
-                self._ways = [way for optimizer in self._scope.optimizers() for way in ways_of(optimizer)]
-                self._unmeasured()
-            except Exception as error:  # noqa: BLE001 - the rest of the run is worth having without it
-                self._notifier.trouble(error, "the fingerprint")
-
-    def _early_fingerprint(self) -> None:
-        """Say what this run is before its first backward, which may never return."""
-        if self._writer is not None and not self._fingerprinted:
-            with self._notifier.shield():
-                self._writer.fingerprint(take_fingerprint(self._scope, self._arguments))
-
-    def _unmeasured(self) -> None:
-        names = [record.name for record in self._scope.table.records]
-        for group, pattern in self.settings.groups.items():
-            try:
-                members(names, pattern)
-            except GroupError as error:
-                self._notifier.unmeasured(f"group {group}", str(error))
-                self._notifier.warn(f"group {group}", f"the group {group!r} is not measured: {error}")
-        devices = {record.device.split(":")[0] for record in self._scope.table.records} - {"cpu"}
-        if devices and "steptime" in self.settings.monitors:
-            reason = "phases are host times; what the device does meanwhile is not separated"
-            self._notifier.unmeasured(f"device time on {', '.join(sorted(devices))}", reason)
+    def _publish(self, name: str, step: int, value: float) -> None:
+        self._published[name] = (step, value)
 
     def _alarm(self, step: int, cause: str) -> None:
         if step > self._alarmed:
             self._alarmed = step + self.settings.detail
             self._cadence.detail(self._tracker.index, self.settings.detail)
             self._notifier.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
+        self._monitors.call("on_alarm", step, cause)
 
 
 def _shared_launch() -> str | None:
-    return launch_id() if place()[1] > 1 else None
+    return launch_id() if rank_and_size()[1] > 1 else None
 
 
-def _clean(error: BaseException) -> bool:
+def _is_clean_exit(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in {None, 0}
 
 
@@ -473,21 +372,27 @@ def watch(
     given = _listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
     optimizers = [inner for outer in given for inner in underlying(outer)]
     if samples is not None:
-        from backlight.monitors.grokking.instrument.geometry import check_samples  # noqa: PLC0415 - others need not pay for it
-
-        check_samples(samples, models)
+        _check_samples(samples, models)
     checked = Settings.of(settings)
-    splits = "spectra" in checked.monitors and checked.spectra.split > 0
-    if samples is not None and "grokking" not in checked.monitors and not splits:
-        raise ValueError(
-            f"watch: samples are for the monitor grokking, and for spectra={{'split': R}}, but "
-            f"monitors={checked.monitors}; add 'grokking', or 'spectra' with a split"
-        )
-    if samples is None and splits:
+    if samples is None and "spectra" in checked.monitors and checked.spectra.split:
         raise ValueError(
             f"watch: spectra.split={checked.spectra.split} needs samples=(loss_fn, batch) to split"
         )
     return Watch(models, optimizers, checked, run, samples=samples)
+
+
+def _check_samples(samples: Any, models: Sequence[Any]) -> None:
+    """Refuse samples that are no pair of a loss function and a batch, or not of a single model."""
+    if not isinstance(samples, tuple) or len(samples) != 2 or not callable(samples[0]):
+        raise ValueError(
+            "watch: samples must be (loss_fn, batch): loss_fn(model, batch) returns the loss summed over "
+            "the samples, batch is a fixed probe batch or a callable that gives one; got "
+            f"{type(samples).__name__}"
+        )
+    if len(models) != 1:
+        raise ValueError(
+            f"watch: samples are of one model, got {len(models)}; call watch(model, optimizer, ...)"
+        )
 
 
 def _listed(given: Any, what: str, expected: str, attribute: str) -> list[Any]:

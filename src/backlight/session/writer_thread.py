@@ -1,7 +1,4 @@
-"""The thread that takes finished steps to the store, and looks at them for what needs detail.
-
-It is the only one that reads results; the training never waits for it.
-"""
+"""Background thread that writes completed steps and results of monitors; nothing waits for it."""
 
 from __future__ import annotations
 
@@ -9,78 +6,113 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from backlight.measure.transfer import AsyncCopy, Slot
-from backlight.session.step_record import Draft
-from backlight.store.format.schema import GRADIENT
+from backlight.monitor import StoredStep
+from backlight.session.step_recorder import StepRecord
 
 if TYPE_CHECKING:
-    from backlight.session.distributed_norm import Reducing
-    from backlight.session.step_recorder import Recorder
-    from backlight.session.trackers.thread import Tracking
+    from backlight.session.monitor_set import MonitorSet
+    from backlight.session.step_recorder import StepRecorder
     from backlight.store.write.writer import RunWriter
 
-_NORM = GRADIENT.floats.index("norm")
-_MEASURED, _NAN, _INF = (GRADIENT.integers.index(name) for name in ("measured", "nan", "inf"))
-_HISTORY = 64
-_SPIKE = 20.0
+STOP_TIMEOUT_S = 30.0
+"""Seconds that the end of a run waits for the thread."""
 
 
-class Drain:
-    """Writes drafts of a recorder in the background.
+class ResultQueue:
+    """Keeps results of monitors, from any thread, until the writer thread stores them."""
+
+    def __init__(self) -> None:
+        self.held: deque[tuple[str, tuple[Any, ...], dict[str, Any]]] = deque()
+
+    def scalars(self, step: int, values: Mapping[str, float], source: str = "backlight") -> None:
+        """Keep scalars of one step."""
+        self.held.append(("scalars", (step, dict(values), source), {}))
+
+    def array(
+        self,
+        name: str,
+        step: int,
+        values: Any,
+        *,
+        dims: tuple[str, ...] = (),
+        unit: str = "1",
+        encoding: str = "plain",
+    ) -> None:
+        """Keep one array."""
+        self.held.append(("array", (name, step, values), {"dims": dims, "unit": unit, "encoding": encoding}))
+
+    def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
+        """Keep one event."""
+        self.held.append(("event", (step, kind, payload), {}))
+
+    def write(self, writer: RunWriter) -> None:
+        """Hand everything over to ``writer``, in order."""
+        methods = {"scalars": writer.scalars, "array": writer.array, "event": writer.event}
+        while self.held:
+            method, arguments, named = self.held.popleft()
+            methods[method](*arguments, **named)
+
+
+class WriterThread:
+    """Writes the records of a step recorder, and what monitors have measured off the step's path.
 
     Parameters
     ----------
-    recorder, writer:
-        Where drafts come from and where they go.
+    recorder, results:
+        Where step records and other results come from.
+    monitors:
+        Are shown each step before it is stored.
+    writer:
+        Where all of it goes.
     interval:
         Seconds between two flushes; what a kill can lose.
-    on_alarm:
-        Called as ``on_alarm(step, cause)`` when a step is worth detail.
     on_error:
         Called once with an exception that ended the thread's work.
+
+    Attributes
+    ----------
+    spent:
+        Processor seconds that the thread has taken.
     """
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: StepRecorder,
+        results: ResultQueue,
+        monitors: MonitorSet,
         writer: RunWriter,
         interval: float,
-        on_alarm: Callable[[int, str], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        self._recorder = recorder
-        self._writer = writer
+        self._recorder, self._results = recorder, results
+        self._monitors, self._writer = monitors, writer
         self._interval = interval
-        self._on_alarm = on_alarm
         self._on_error = on_error
         self._stop = False
         self._wake = threading.Event()
         self._settled = threading.Event()
-        self._totals: deque[float] = deque(maxlen=_HISTORY)
         self._tables: dict[int, tuple[Any, int]] = {}
         self._dropped = 0
         self.spent = 0.0
-        self.reducing: Reducing | None = None
-        self.tracking: Tracking | None = None
-        self._thread = threading.Thread(target=self._run, name="backlight-drain", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="backlight-writer", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self, timeout: float = 30.0) -> None:
+    def stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
         """Write what is left and end the thread; gives up after ``timeout`` seconds."""
         self._stop = True
         self._wake.set()
         self._thread.join(timeout)
 
-    def settle(self, timeout: float = 30.0) -> None:
+    def settle(self, timeout: float = STOP_TIMEOUT_S) -> None:
         """Wait until everything handed over so far is in the store."""
         self._settled.clear()
         self._wake.set()
@@ -97,8 +129,7 @@ class Drain:
                     self._wake.clear()
                 self._write(wait=asked)
                 self._writer.flush()
-                if self.tracking is not None:
-                    self.tracking.flushed()
+                self._monitors.call("on_flush")
             except Exception as error:  # noqa: BLE001 - never break the user's training
                 self._on_error(error)
                 return
@@ -112,79 +143,46 @@ class Drain:
         queue = self._recorder.queue
         while queue and (wait or queue[0].ready()):
             self._store(queue.popleft())
-        logged = self._recorder.user
+        logged = self._recorder.logged
         while logged:
             step, values = logged.popleft()
-            numbers = {n: _number(v) for n, v in values.items()}
+            numbers = {name: _number(value) for name, value in values.items()}
             self._writer.scalars(step, numbers, source="user")
-            if self.tracking is not None:
-                self.tracking.logged(step, numbers)
-        if self.tracking is not None:
-            self.tracking.release()
-        for monitor in (self._recorder.geometry, self._recorder.replicating):
-            if monitor is not None:
-                monitor.queue.write(self._writer)
+            self._monitors.call("on_scalars_logged", step, numbers)
+        self._results.write(self._writer)
         dropped = self._recorder.dropped
         if dropped > self._dropped:
-            self._writer.event(
-                None, "dropped", {"steps": dropped - self._dropped, "reason": "the disk is too slow"}
-            )
+            payload = {"steps": dropped - self._dropped, "reason": "the disk is too slow"}
+            self._writer.event(None, "dropped", payload)
             self._dropped = dropped
 
-    def _table(self, draft: Draft) -> int:
-        key = id(draft.records)
+    def _table(self, record: StepRecord) -> int:
+        key = id(record.parameters)
         known = self._tables.get(key)
-        if known is None or known[0] is not draft.records:
-            # The records are kept beside the id, so that the id cannot be taken over.
-            known = (draft.records, self._writer.parameter_table(draft.records))
+        if known is None or known[0] is not record.parameters:
+            # The records are kept with the id, so that no other object can get that id.
+            known = (record.parameters, self._writer.parameter_table(record.parameters))
             self._tables[key] = known
         return known[1]
 
-    def _store(self, draft: Draft) -> None:
-        scalars = {name: _number(value) for name, value in draft.scalars.items()}
-        blobs = draft.arrays()
+    def _store(self, record: StepRecord) -> None:
+        scalars = {name: _number(value) for name, value in record.scalars.items()}
+        blobs = record.arrays()
         if blobs:
-            table = self._table(draft)
+            table = self._table(record)
             for (series, part), (floats, integers) in blobs.items():
-                self._writer.append(series, draft.step, table, floats, integers, part=part)
-        scale = None if draft.scale is None else _number(draft.scale)
+                self._writer.append(series, record.step, table, floats, integers, part=part)
+        scale = None if record.scale is None else _number(record.scale)
         if scale is not None:
             scalars["scaler/scale"] = scale
-        if draft.skipped is not None:
-            scalars["scaler/skipped"] = float(bool(_number(draft.skipped)))
+        if record.skipped is not None:
+            scalars["scaler/skipped"] = float(bool(_number(record.skipped)))
             if scalars["scaler/skipped"]:
-                self._writer.event(draft.step, "scaler_skip", {"scale": scale})
-        scalars.update(_clipping(draft))
-        if ("gradient", 0) in blobs:
-            self._look(draft.step, *blobs["gradient", 0], scalars)
-            if self.reducing is not None:
-                place = scalars.get("backwards_seen", math.nan)
-                self.reducing.submit(draft.step, draft.records, *blobs["gradient", 0], place)
-        self._writer.scalars(draft.step, scalars)
-        if self.tracking is not None:
-            self.tracking.stored(draft.step, draft.records, scalars, blobs)
-
-    def _look(self, step: int, floats: np.ndarray, integers: np.ndarray, scalars: dict[str, float]) -> None:
-        measured = integers[:, _MEASURED] > 0
-        if not measured.any():
-            return
-        total = float(np.sqrt(np.sum(np.square(floats[measured, _NORM]))))
-        scalars["total_norm"] = total
-        bad = int(integers[measured][:, [_NAN, _INF]].sum())
-        if bad:
-            # A skipped step is how a loss scale finds its size, not an alarm.
-            if not scalars.get("scaler/skipped"):
-                self._alarm(step, "non_finite")
-            return
-        if len(self._totals) >= _HISTORY // 4 and total > _SPIKE * float(np.median(self._totals)):
-            self._alarm(step, "spike")
-        if math.isfinite(total):
-            self._totals.append(total)
-
-    def _alarm(self, step: int, cause: str) -> None:
-        self._on_alarm(step, cause)
-        if self.tracking is not None:
-            self.tracking.alarmed(step, cause)
+                self._writer.event(record.step, "scaler_skip", {"scale": scale})
+        scalars.update(_clipping(record))
+        # Before the scalars are written: monitors add some of their own.
+        self._monitors.call("on_step_stored", StoredStep(record.step, record.parameters, scalars, blobs))
+        self._writer.scalars(record.step, scalars)
 
 
 def _number(value: Any) -> float:
@@ -196,10 +194,10 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _clipping(draft: Draft) -> dict[str, float]:
+def _clipping(record: StepRecord) -> dict[str, float]:
     """Return limit, norm before and factor of each clipping of the step; the first has no number."""
     scalars: dict[str, float] = {}
-    for number, (kind, limit, norm) in enumerate(draft.clips):
+    for number, (kind, limit, norm) in enumerate(record.clips):
         suffix = f"/{number}" if number else ""
         if math.isfinite(limit):
             scalars[f"clip/limit{suffix}"] = limit

@@ -21,7 +21,7 @@ from torch import nn
 
 import backlight
 from backlight.records import Finding, Severity, Subject
-from backlight.session.trackers import TRACKERS, Tracked, TrackerError
+from backlight.session.trackers.base import TRACKERS, Tracked, TrackerError
 from backlight.session.trackers.replay import send
 from backlight.store.read.run import open_run
 

@@ -28,9 +28,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No second process: what is tested here is written by the training itself."""
-    monkeypatch.setattr(
-        "backlight.monitors.stalls.instrument.watchdog_client.Stalling._start_sidecar", lambda _self: None
-    )
+    monkeypatch.setattr("backlight.monitors.stalls.monitor.StallMonitor._start_watchdog", lambda _self: None)
 
 
 def board(place: Path) -> StateSnapshot:

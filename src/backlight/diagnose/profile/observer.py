@@ -7,7 +7,7 @@ share of them comes from the second, whose overhead is known from both.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from backlight.capture.forward import TrainedModels
 from backlight.capture.hub import HUB
 from backlight.capture.scope import Scope
-from backlight.capture.steps import StepSummary, StepTracker
+from backlight.capture.steps import StepSummaries, StepSummary, StepTracker
 from backlight.diagnose.profile.device_phases import DevicePhases
 from backlight.diagnose.profile.optimizations import Live, look
 from backlight.diagnose.profile.ranges import ModuleRanges, PhaseRanges, compiled, is_compiled
@@ -74,36 +74,6 @@ LONGER = 4
 
 WORTH = 1 + 2 * WINDOW
 """Steps from which it is worth going on for a steady part; who asks for fewer gets those."""
-
-
-class Sink:
-    """Sends the end of each step to the observer, and asks for no gradients."""
-
-    def __init__(self, closes: Callable[[StepSummary], None]) -> None:
-        self._closes = closes
-
-    def step_opens(self, index: int) -> bool:
-        """Every step counts."""
-        return True
-
-    def step_closes(self, summary: StepSummary) -> None:
-        """Pass the summary on."""
-        self._closes(summary)
-
-    def collect(self, parameters: Sequence[torch.Tensor], scale: Any, moment: str) -> None:
-        """Gradients are not looked at."""
-
-    def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Nor are updates."""
-
-    def update_ends(self) -> None:
-        """Nor are updates."""
-
-    def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:
-        """Nor are single backwards."""
-
-    def parameters_changed(self) -> None:
-        """The scope follows by itself."""
 
 
 class _Tracker(StepTracker):
@@ -180,14 +150,14 @@ class Observer(AbstractContextManager["Observer"]):
         self._dropped = False
         self._exported = False
         self._device = DevicePhases() if torch.cuda.is_available() else None
-        self._tracker = _Tracker(self._scope, Sink(self._closes))
+        self._tracker = _Tracker(self._scope, StepSummaries(self._closes))
         self._tracker.found = self.trained.of_scope
         self._tracker.made = self.trained.of_optimizer
         self._tracker.trouble = self._lost
 
     def __enter__(self) -> Observer:
         """Attach the clock."""
-        HUB.add(self._tracker)
+        self._tracker.start()
         if self._device is not None:
             HUB.add(self._device)
         return self
@@ -200,7 +170,6 @@ class Observer(AbstractContextManager["Observer"]):
         if self.observed.live is None and self.observed.steps:
             self._look()
         self._end_trace()
-        HUB.remove(self._tracker)
         self._end_device()
         self.trained.leave()
 

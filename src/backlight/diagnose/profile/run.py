@@ -24,8 +24,9 @@ from backlight.diagnose.profile.step_summary import StepProfile, summarize_steps
 from backlight.diagnose.profile.throughput import Throughput, peak_of, throughput
 from backlight.distributed import world
 from backlight.launch.observe import end_script, explain
-from backlight.monitors.steptime.instrument.runtime_info import CoreWait, Pauses, circumstances, ways_of
+from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
 from backlight.monitors.steptime.model.steady_state import SeriesError
+from backlight.monitors.steptime.monitor import GarbagePauses
 from backlight.records import Fingerprint, ParameterRecord
 from backlight.trace.errors import TraceError
 from backlight.trace.module_times import Attribution, attribute
@@ -155,7 +156,7 @@ def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = Fal
         describe = functools.partial(_describe, arguments=tuple(arguments), waiting=CoreWait())
         observer = Observer(end_script, plan.steps, plan.traced, path, stacks=plan.stacks, describe=describe)
         pauses: list[tuple[int, dict[str, Any]]] = []
-        collector = Pauses(
+        collector = GarbagePauses(
             lambda _kind, payload, step: pauses.append((step or 0, payload)),
             lambda: len(observer.observed.steps),
         )
@@ -216,8 +217,8 @@ class Description:
 
 
 def _describe(scope: Scope, arguments: tuple[str, ...], waiting: CoreWait) -> Description:
-    ways = [way for optimizer in scope.optimizers() for way in ways_of(optimizer)]
-    facts = circumstances(ways, waiting)
+    groups = [group for optimizer in scope.optimizers() for group in optimizer_groups(optimizer)]
+    facts = runtime_info(groups, waiting)
     return Description(take_fingerprint(scope, arguments), tuple(scope.table.records), facts)
 
 

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from backlight.capture.process_group import launch_id
 from backlight.diagnose.profile.document import document
 from backlight.diagnose.profile.run import Profile
-from backlight.distributed import world
+from backlight.distributed import launch_id, world
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.steptime.instrument.phases import REMAINDER
 from backlight.monitors.steptime.model.wording import CIRCUMSTANCES
+from backlight.monitors.steptime.monitor import REMAINDER
 from backlight.monitors.steptime.rules.outlier_steps import COLLECTION
 from backlight.records import Finding, Made, Phase, RunStatus
 from backlight.store.errors import RunWriteError

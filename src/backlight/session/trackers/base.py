@@ -95,7 +95,9 @@ class Tracker:
             raise TypeError(f"tracker {self.name!r}: open and active must be callable")
 
 
-TRACKERS: Registry[Tracker] = Registry("tracker", part="trackers", group="backlight.trackers", holds=Tracker)
+TRACKERS: Registry[Tracker] = Registry(
+    "tracker", modules=("session/trackers/*.py",), group="backlight.trackers", holds=Tracker
+)
 
 
 def tracker(

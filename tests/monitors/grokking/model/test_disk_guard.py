@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backlight.monitors.grokking.instrument.geometry import Queue
 from backlight.monitors.grokking.model.disk_guard import DiskWatch, free_bytes
 from backlight.monitors.grokking.model.measures import Measures, at_tier
+from backlight.session.writer_thread import ResultQueue
 
 
 def test_each_look_at_a_full_disk_takes_one_tier(tmp_path: Path) -> None:
-    free, sink = [5000], Queue()
+    free, sink = [5000], ResultQueue()
     watch = DiskWatch(tmp_path, 1000, sink, spacing=2, free=lambda _path: free[0])
     measures = Measures(every=1)
     assert watch.look(0, measures) is measures

@@ -18,7 +18,7 @@ from torch import nn
 
 import backlight
 from backlight.monitors.stalls.instrument.backward_trace import Tracer
-from backlight.monitors.stalls.instrument.trace_option import traced_kinds
+from backlight.monitors.stalls.trace_monitor import traced_kinds
 from backlight.session.settings import Settings
 from cases import CASES, build
 from thinning import thinned

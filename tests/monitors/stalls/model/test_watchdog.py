@@ -17,7 +17,7 @@ import torch
 import backlight
 from backlight import processes
 from backlight.cli.app import main
-from backlight.monitors.stalls.instrument import watchdog_client
+from backlight.monitors.stalls import monitor
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.attach import ProcessNotFoundError, attach
 from backlight.monitors.stalls.model.shared_state import State, read_state
@@ -95,7 +95,7 @@ def test_watching_changes_no_weight(tmp_path: Path, place: Path) -> None:
 def test_a_killed_sidecar_is_noted_and_the_training_goes_on(
     tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog_client, "_CHECK_EVERY", 1)
+    monkeypatch.setattr(monitor, "_CHECK_PERIODS", 1)
     plain = train(30)
     with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         pid = watchdog_pid(place)

@@ -14,7 +14,8 @@ from torch import nn
 
 import backlight
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.steptime.instrument.runtime_info import Pauses, compilation, ways_of
+from backlight.monitors.steptime.instrument.runtime_info import compilation, optimizer_groups
+from backlight.monitors.steptime.monitor import GarbagePauses
 
 
 def train(path: Path, steps: int = 40, **optimizer: Any) -> backlight.Run:
@@ -45,26 +46,26 @@ def test_a_loop_over_parameters_is_found_and_a_fused_optimizer_is_not(tmp_path: 
     assert "slow_optimizer" not in rules(fused)
 
 
-def test_ways_of_optimizers_without_a_choice_claim_nothing() -> None:
+def test_nothing_is_claimed_of_optimizers_without_a_choice() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
-    assert ways_of(torch.optim.LBFGS(parameters))[0]["foreach"] is True
-    assert ways_of(torch.optim.SGD(parameters))[0] == {
+    assert optimizer_groups(torch.optim.LBFGS(parameters))[0]["foreach"] is True
+    assert optimizer_groups(torch.optim.SGD(parameters))[0] == {
         "type": "SGD", "tensors": 1, "fused": False, "foreach": False
     }  # fmt: skip
 
 
 def test_pauses_are_kept_until_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[str, dict[str, Any], int | None]] = []
-    monkeypatch.setattr("backlight.monitors.steptime.instrument.runtime_info.PAUSE", 0.0)
-    pauses = Pauses(lambda *given: heard.append(given), lambda: 7)
+    monkeypatch.setattr("backlight.monitors.steptime.monitor.MIN_PAUSE_S", 0.0)
+    pauses = GarbagePauses(lambda *given: heard.append(given), lambda: 7)
     pauses.start()
     try:
         gc.collect()
         assert heard == []
-        pauses.tell()
+        pauses.flush()
     finally:
         pauses.stop()
-    assert pauses._hear not in gc.callbacks
+    assert pauses._on_collection not in gc.callbacks
     kind, payload, step = heard[0]
     assert (kind, step) == ("garbage_collection", 7)
     assert payload["seconds"] > 0
@@ -130,7 +131,7 @@ def test_a_pause_while_the_writer_is_locked_does_not_lock_up() -> None:
         with lock:
             pass
 
-    pauses = Pauses(notice, lambda: 0)
+    pauses = GarbagePauses(notice, lambda: 0)
     pauses.start()
     try:
         with lock:  # as when a collection runs inside the writer

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
     from backlight.capture.parameters import ParameterTable
     from backlight.capture.scope import Scope
+    from backlight.monitor import Recorder
     from backlight.monitors.spectra.instrument.rank_exchange import Exchange
     from backlight.monitors.spectra.model.options import Catching
     from backlight.notifier import Notifier
-    from backlight.store.write.queue import Queue
 
 MOMENTA = ("exp_avg", "momentum_buffer")
 """Names under which optimizers keep the momentum of a parameter."""
@@ -53,7 +53,7 @@ class Targets:
         What is wanted.
     scope
         What is watched.
-    queue
+    recorder
         Takes what is written of layers.
     notifier
         Tells the user.
@@ -72,8 +72,8 @@ class Targets:
         Bytes of the copies of weights and momenta.
     """
 
-    def __init__(self, catching: Catching, scope: Scope, queue: Queue, notifier: Notifier) -> None:
-        self._catching, self._scope, self._queue, self._notifier = catching, scope, queue, notifier
+    def __init__(self, catching: Catching, scope: Scope, recorder: Recorder, notifier: Notifier) -> None:
+        self._catching, self._scope, self._recorder, self._notifier = catching, scope, recorder, notifier
         self._table: ParameterTable | None = None
         self._whole: dict[int, torch.Tensor] = {}
         self._lent: set[int] = set()
@@ -162,12 +162,12 @@ class Targets:
             for layer in target.layers:
                 if layer.parameter not in self._described:
                     self._described.add(layer.parameter)
-                    describe(self._queue, layer)
+                    describe(self._recorder, layer)
         fresh = {name: reason for name, reason in left_out.items() if self._told.get(name) != reason}
         self._told.update(fresh)
         for name, reason in fresh.items():
             if told_here or "spectra.memory" in reason:
-                leave_out(self._queue, name, reason)
+                leave_out(self._recorder, name, reason)
         unfit = [name for name, reason in fresh.items() if "spectra.memory" in reason]
         if unfit:
             more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""

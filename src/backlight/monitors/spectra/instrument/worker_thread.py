@@ -19,11 +19,11 @@ from backlight.monitors.spectra.instrument.shared_step import joined, offered
 from backlight.monitors.spectra.instrument.step_measurement import Measuring, Report, refused, scale_of
 
 if TYPE_CHECKING:
+    from backlight.monitor import Recorder
     from backlight.monitors.spectra.instrument.layer_selection import Targets
     from backlight.monitors.spectra.instrument.rank_exchange import Exchange
     from backlight.monitors.spectra.model.options import Catching
     from backlight.notifier import Notifier
-    from backlight.store.write.queue import Queue
 
 BACKLOG = 8
 """Steps that may wait to be measured."""
@@ -31,10 +31,10 @@ BACKLOG = 8
 _NICE = 10
 
 
-class Beside:
+class WorkerThread:
     """Measures steps that were caught.
 
-    See :class:`backlight.monitors.spectra.instrument.replicates.Replicating`.
+    See :class:`backlight.monitors.spectra.instrument.replicates.ReplicateMonitor`.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Beside:
     """
 
     def __init__(
-        self, catching: Catching, results: Queue, notifier: Notifier, exchange: Exchange | None
+        self, catching: Catching, results: Recorder, notifier: Notifier, exchange: Exchange | None
     ) -> None:
         self._catching, self._results, self._notifier = catching, results, notifier
         self._exchange = exchange

@@ -1,8 +1,7 @@
-"""How a training was run, recorded at its end: ways of the optimizers, compiler, threads, memory, pauses.
+"""How a run was executed: optimizer implementations, compiler, threads and memory.
 
-Rules on time need these facts; none of them shows in a gradient. They are read once, when a run ends,
-except for pauses by Python's garbage collector, which are events of their own. What torch keeps under
-private names is looked for in one place each; where it is gone, the fact is None, not zero.
+Rules on time need these facts; none of them shows in a gradient. They are read once, when a run ends. What
+torch keeps under private names is read in one place each; where it is gone, the fact is None, not zero.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import os
 import resource
 import sys
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,77 +20,16 @@ import torch
 
 import backlight
 from backlight.distributed import world
-from backlight.monitors.steptime.model.wording import CIRCUMSTANCES
-from backlight.monitors.steptime.rules.outlier_steps import COLLECTION
 from backlight.processes import available_cores
 
-__all__ = ["CIRCUMSTANCES", "Pauses", "circumstances"]
-
-PAUSE = 1e-3
-"""Seconds from which a pause by the garbage collector is recorded."""
-
-PAUSES = 500
-"""Pauses that a run records; what comes after them is counted in no event."""
-
-REASONS = 20
+MAX_REASONS = 20
 """Reasons of graph breaks, and functions that were compiled again, that are kept."""
 
 _OWN = str(Path(backlight.__file__).parent) + os.sep
 
 
-class Pauses:
-    """Listens to Python's garbage collector, from :meth:`start` to :meth:`stop`.
-
-    The collector runs wherever an object is made, also while a lock of the writer is held: what was heard
-    is only kept, until :meth:`tell` is called from a place of our choice.
-
-    Parameters
-    ----------
-    notice:
-        Called as ``notice(kind, payload, step)``.
-    step:
-        Returns the number of the step that is under way.
-    """
-
-    def __init__(
-        self, notice: Callable[[str, dict[str, Any], int | None], None], step: Callable[[], int]
-    ) -> None:
-        self._notice = notice
-        self._step = step
-        self._began = 0.0
-        self._left = PAUSES
-        self._heard: deque[tuple[int, dict[str, Any]]] = deque()
-
-    def start(self) -> None:
-        """Begin to listen."""
-        gc.callbacks.append(self._hear)
-
-    def stop(self) -> None:
-        """Listen no more, and tell what is left."""
-        if self._hear in gc.callbacks:
-            gc.callbacks.remove(self._hear)
-        self.tell()
-
-    def tell(self) -> None:
-        """Record as events what was heard since the last call."""
-        while self._heard:
-            step, payload = self._heard.popleft()
-            self._notice(COLLECTION, payload, step)
-
-    def _hear(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = time.perf_counter()
-            return
-        seconds = time.perf_counter() - self._began
-        if seconds < PAUSE or self._left <= 0:
-            return
-        self._left -= 1
-        payload = {"seconds": seconds, "generation": info["generation"], "collected": info["collected"]}
-        self._heard.append((self._step(), payload))
-
-
 class CoreWait:
-    """How long the thread that trains was ready and had no core to run on, from the making of this.
+    """Run-queue delay of the training thread since construction.
 
     Linux counts it for every thread (``/proc/thread-self/schedstat``); elsewhere it is not known.
     """
@@ -115,32 +53,32 @@ def _waited() -> float | None:
         return None
 
 
-def circumstances(ways: Sequence[dict[str, Any]], waiting: CoreWait | None = None) -> dict[str, Any]:
-    """Return the facts as JSON types; ``ways`` are those of the optimizers, which may be gone by now."""
+def runtime_info(optimizers: Sequence[dict[str, Any]], waiting: CoreWait | None = None) -> dict[str, Any]:
+    """Return the facts as JSON types; ``optimizers`` are their parameter groups, read while they existed."""
     return {
         "core_wait": waiting.share() if waiting is not None else None,
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "local_ranks": world().local_size,
         "workers": _workers(),
-        "optimizers": list(ways),
+        "optimizers": list(optimizers),
         "memory": memory(),
         "compilation": compilation(),
     }
 
 
-def ways_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return type, number of tensors, and whether the fused or foreach way is in use, of each group.
 
     Without a choice torch takes foreach where every tensor is a plain one on an accelerator.
     """
-    ways = []
+    groups = []
     for group in optimizer.param_groups:
         tensors = [p for p in group["params"] if isinstance(p, torch.Tensor)]
         fused, foreach = group.get("fused"), group.get("foreach")
         if foreach is None and not fused and "foreach" in group:
             foreach = bool(tensors) and all(p.device.type != "cpu" for p in tensors)
-        ways.append(
+        groups.append(
             {
                 "type": type(optimizer).__name__,
                 "tensors": len(tensors),
@@ -149,7 +87,7 @@ def ways_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
                 "foreach": bool(foreach) or ("foreach" not in group and "fused" not in group),
             }
         )
-    return ways
+    return groups
 
 
 def memory() -> dict[str, Any]:
@@ -212,7 +150,7 @@ def _breaks(counted: dict[str, int]) -> dict[str, int]:
     breaks: dict[str, int] = defaultdict(int)
     for reason, count in counted.items():
         breaks[_first(reason)] += int(count)
-    most = sorted(breaks, key=lambda reason: -breaks[reason])[:REASONS]
+    most = sorted(breaks, key=lambda reason: -breaks[reason])[:MAX_REASONS]
     return {reason: breaks[reason] for reason in most}
 
 
@@ -230,7 +168,7 @@ def _recompiled(rows: list[Any]) -> list[dict[str, Any]]:
         entry["count"] += 1
         entry["seconds"] += float(getattr(row, "entire_frame_compile_time_s", None) or 0.0)
         entry["reason"] = _first(str(reason))  # the last one: the first is usual
-    return sorted(found.values(), key=lambda entry: -int(entry["count"]))[:REASONS]
+    return sorted(found.values(), key=lambda entry: -int(entry["count"]))[:MAX_REASONS]
 
 
 def _first(text: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backlight.records import Layout, ParameterRecord, Placement
-from backlight.session import finalize
+from backlight.session import run_directory
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 
@@ -39,7 +39,7 @@ def test_rows_that_another_rank_is_about_to_write_are_waited_for(tmp_path: Path)
     first, second = ranks(tmp_path / "run")
     later = threading.Timer(0.3, second.close)
     later.start()
-    assert not finalize.final_findings(first, failed=False)
+    assert not run_directory.final_findings(first, failed=False)
     later.join()
     first.close()
     assert open_run(tmp_path / "run").frame("gradient", "norm").measured.all()
@@ -48,10 +48,10 @@ def test_rows_that_another_rank_is_about_to_write_are_waited_for(tmp_path: Path)
 def test_what_is_seen_of_ranks_that_still_write_is_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finalize, "PATIENCE", 0.0)
+    monkeypatch.setattr(run_directory, "OTHER_RANKS_TIMEOUT_S", 0.0)
     first, second = ranks(tmp_path / "run")
     # A shard of "w" alone has a gradient all the same; of "late" nothing is known here.
-    (found,) = finalize.final_findings(first, failed=False)
+    (found,) = run_directory.final_findings(first, failed=False)
     assert (found.rule, found.subject.parameter) == ("no_gradient", "late")
     second.close()
     first.close()
@@ -61,7 +61,7 @@ def test_what_is_seen_of_ranks_that_still_write_is_not_stored(
 def test_what_is_found_in_the_whole_run_is_stored(tmp_path: Path) -> None:
     first, second = ranks(tmp_path / "run", trains=None)
     second.close()
-    found = finalize.final_findings(first, failed=False)
+    found = run_directory.final_findings(first, failed=False)
     assert [(f.rule, f.subject.parameter) for f in found] == [("no_gradient", "late")]
     first.close()
     assert open_run(tmp_path / "run").stored_findings() == tuple(found)
@@ -69,6 +69,6 @@ def test_what_is_found_in_the_whole_run_is_stored(tmp_path: Path) -> None:
 
 def test_other_ranks_judge_nothing(tmp_path: Path) -> None:
     first, second = ranks(tmp_path / "run")
-    assert finalize.final_findings(second, failed=False) == []
+    assert run_directory.final_findings(second, failed=False) == []
     for writer in (first, second):
         writer.close()

@@ -1,10 +1,10 @@
-"""A live training's numbers on their way to trackers: off the step's path, one thread for each tracker.
+"""Sends the numbers of a live run to trackers: off the step's path, one thread for each tracker.
 
-The thread that writes the run hands over what it has just stored. A tracker that is slow loses the oldest
-points; one that raises is named once and left out. The training never waits for one.
+The writer thread hands over each step that it stores. A tracker that is slow loses the oldest points; one
+that raises is named once and left out. The training run never waits for one.
 
-What the thread that stores is alarmed about (a gradient that is not finite, a spike) is judged at once by the
-rule of that name, on one more thread, so that the finding is sent while the training runs.
+An alarm (a gradient that is not finite, a spike) is evaluated at once by the rule of that name, on one more
+thread, so that the finding is sent while the run goes on.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from backlight.findings.evaluate import evaluate_rules
+from backlight.monitor import Monitor, RunContext, StoredStep
 from backlight.records import Finding, Made, ParameterRecord
 from backlight.registry import RULES
 from backlight.session.trackers.base import Point, Sink, Tracked, Tracker, chosen
@@ -27,19 +28,18 @@ from backlight.store.read.run import open_run
 if TYPE_CHECKING:
     from backlight.notifier import Notifier
     from backlight.session.settings import Settings
-    from backlight.store.write.writer import RunWriter
 
-WAITING = 2048
+MAX_QUEUED_POINTS = 2048
 """Points that may wait for a slow tracker before the oldest is dropped."""
 
-INTERVAL = 1.0
+DELIVERY_PERIOD_S = 1.0
 """Seconds between two deliveries."""
 
-PATIENCE = 30.0
+END_TIMEOUT_S = 30.0
 """Seconds that the end of a training waits for its trackers, all of them together."""
 
-REST = 100.0
-"""Times what a judgement took that pass before the next: a hundredth of the time goes into it."""
+REST_FACTOR = 100.0
+"""Times what an evaluation took that pass before the next: a hundredth of the time goes into it."""
 
 
 class Feed:
@@ -49,7 +49,7 @@ class Feed:
         self.name = tracker.name
         self._tracker, self._target, self._run, self._notifier = tracker, target, run, notifier
         self._active: Any = None
-        self._points: deque[Point] = deque(maxlen=WAITING)
+        self._points: deque[Point] = deque(maxlen=MAX_QUEUED_POINTS)
         self._findings: tuple[Sequence[Finding], int] | None = None
         self._wake = threading.Event()
         self._stopping = False
@@ -58,8 +58,8 @@ class Feed:
         self._sink: Sink | None = None
         self._thread = threading.Thread(target=self._work, name=f"backlight-{tracker.name}", daemon=True)
 
-    def meet(self) -> None:
-        """Look for what the user has open, on their thread, and begin."""
+    def connect(self) -> None:
+        """Look up what the user has open, on the training thread, and start."""
         try:
             self._active = self._tracker.active()
         except Exception as error:  # noqa: BLE001 - third-party code; never break the user's training
@@ -69,7 +69,7 @@ class Feed:
 
     def take(self, point: Point) -> None:
         """Keep a point until it is sent."""
-        if len(self._points) == WAITING:
+        if len(self._points) == MAX_QUEUED_POINTS:
             self.dropped += 1
         self._points.append(point)
 
@@ -89,7 +89,7 @@ class Feed:
         self._thread.join(seconds)
         if self._thread.is_alive():
             lack = f"{len(self._points)} steps were not handed over" if self._points else "its end is open"
-            reason = f"did not come to an end within {PATIENCE:.0f} s; {lack}"
+            reason = f"did not come to an end within {END_TIMEOUT_S:.0f} s; {lack}"
         elif self.dropped:
             reason = f"was too slow: {self.dropped} steps were not sent"
         else:
@@ -101,7 +101,7 @@ class Feed:
         try:
             self._sink = self._tracker.open(self._target, self._run, self._active)
             while True:
-                self._wake.wait(INTERVAL)
+                self._wake.wait(DELIVERY_PERIOD_S)
                 stopping = self._stopping
                 self._send(self._sink)
                 if stopping:
@@ -134,54 +134,55 @@ class Feed:
             self._notifier.unmeasured(f"tracker {self.name}", reason)
 
 
-class Tracking:
-    """The trackers of one watch; none where none was asked for, and on every rank but the first.
+class TrackerMonitor(Monitor):
+    """Feeds the trackers of one run; on rank 0 only."""
 
-    Parameters
-    ----------
-    settings:
-        Names the trackers and the groups of parameters.
-    writer:
-        The run that is tracked.
-    notifier:
-        Where trouble is told.
-    """
+    name = "trackers"
+    requested_by = None
+    records = "what trackers get"
+    order = 20  # last: a point holds what the other monitors have added
 
-    def __init__(self, settings: Settings, writer: RunWriter, notifier: Notifier) -> None:
-        run = Tracked(writer.path.name, writer.path, live=True)
-        given = settings.trackers if writer.rank == 0 else ()
-        self._feeds = [Feed(*chosen(name), run, notifier) for name in given]
-        self._offset = writer.step_offset
-        self._groups = settings.groups
-        self._notifier = notifier
+    def __init__(self, given: Sequence[str], groups: Mapping[str, str]) -> None:
+        self._given = given
+        self._groups = groups
+        self._feeds: list[Feed] = []
         self._naming: tuple[Sequence[ParameterRecord], Naming] | None = None
         self._held: dict[int, Point] = {}
-        self._met = False
-        self._path = writer.path
         self._alarms: dict[str, int] = {}
-        self._told: dict[str, list[Finding]] = {}
-        self._judging: threading.Thread | None = None
-        self._resting = 0.0
+        self._reported: dict[str, list[Finding]] = {}
+        self._evaluation: threading.Thread | None = None
+        self._resting_until = 0.0
         self._ended = False
         self._lock = threading.Lock()
 
-    def meet(self) -> None:
-        """Begin, at the first recorded step; called on the training's thread."""
-        if not self._met:
-            self._met = True
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self | None:
+        """Return the monitor where trackers are named."""
+        return cls(settings.trackers, settings.groups) if settings.trackers else None
+
+    def attach(self, run: RunContext) -> None:
+        """Make one feed per tracker."""
+        self._run, self._notifier = run, run.notifier
+        self._offset = run.writer.step_offset
+        tracked = Tracked(run.path.name, run.path, live=True)
+        given = self._given if run.rank == 0 else ()
+        self._feeds = [Feed(*chosen(name), tracked, run.notifier) for name in given]
+        self._ended = False
+
+    def on_step_start(self, step: int) -> None:
+        """Connect at the first step."""
+        if not step:
             for feed in self._feeds:
-                feed.meet()
+                feed.connect()
 
-    def stored(
-        self, step: int, records: Sequence[ParameterRecord], scalars: Mapping[str, float], blobs: Any
-    ) -> None:
-        """Take what was just stored of a step; called, as the next two, on the thread that stores."""
-        if not self._feeds:
-            return
-        point = point_of_blobs(self._names(records), step + self._offset, scalars, blobs)
-        self._held[step] = point
+    def on_step_stored(self, step: StoredStep) -> None:
+        """Take what is being stored of a step."""
+        if self._feeds:
+            naming = self._names(step.parameters)
+            at = step.step + self._offset
+            self._held[step.step] = point_of_blobs(naming, at, step.scalars, step.blobs)
 
-    def logged(self, step: int, values: Mapping[str, float]) -> None:
+    def on_scalars_logged(self, step: int, values: Mapping[str, float]) -> None:
         """Take what the user logged at a step."""
         if not self._feeds:
             return
@@ -190,55 +191,52 @@ class Tracking:
         shown = int(values["step"]) if "step" in values else held.step
         self._held[step] = replace(held, step=shown, values={**held.values, **own})
 
-    def release(self) -> None:
-        """Let all steps go but the last, of which the user may yet log something."""
-        if self._held:
-            self._release(before=max(self._held))
-
-    def alarmed(self, step: int, cause: str) -> None:
-        """Note what is to be judged once it is stored; called, as the next, on the thread that stores."""
+    def on_alarm(self, step: int, cause: str) -> None:
+        """Note what is to be evaluated once it is on disk."""
         if self._feeds and cause in RULES:
             self._alarms[cause] = step
 
-    def flushed(self) -> None:
-        """Judge what was alarming, now that a reader can see it; on a thread of its own."""
-        busy = self._judging is not None and self._judging.is_alive()
-        if self._alarms and not busy and time.monotonic() >= self._resting:
+    def on_flush(self) -> None:
+        """Release all steps but the last, of which the user may yet log something; evaluate alarms."""
+        if self._held:
+            self._release(before=max(self._held))
+        busy = self._evaluation is not None and self._evaluation.is_alive()
+        if self._alarms and not busy and time.monotonic() >= self._resting_until:
             alarms, self._alarms = self._alarms, {}
-            self._judging = threading.Thread(
-                target=self._judge, args=(alarms,), name="backlight-judge", daemon=True
+            self._evaluation = threading.Thread(
+                target=self._evaluate, args=(alarms,), name="backlight-evaluation", daemon=True
             )
-            self._judging.start()
+            self._evaluation.start()
 
-    def _judge(self, alarms: Mapping[str, int]) -> None:
-        """Send what the rules of ``alarms`` say; each later sending repeats what was said before it."""
+    def _evaluate(self, alarms: Mapping[str, int]) -> None:
+        """Send the findings of the rules of ``alarms``; each later call repeats those before it."""
         begin = time.monotonic()
         try:
-            fresh = evaluate_rules(open_run(self._path), made=Made.LIVE, only=alarms)
-        except Exception as error:  # noqa: BLE001 - never break the user's training
+            fresh = evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=alarms)
+        except Exception as error:  # noqa: BLE001 - a thread of its own: the training run goes on
             self._notifier.trouble(error, "findings for trackers before the training ends")
             return
-        self._resting = time.monotonic() + REST * (time.monotonic() - begin)
-        before = _subjects(self._told)
-        self._told |= {rule: [f for f in fresh if f.rule == rule] for rule in alarms}
-        told = [finding for findings in self._told.values() for finding in findings]
+        self._resting_until = time.monotonic() + REST_FACTOR * (time.monotonic() - begin)
+        before = _subjects(self._reported)
+        self._reported |= {rule: [f for f in fresh if f.rule == rule] for rule in alarms}
+        reported = [finding for findings in self._reported.values() for finding in findings]
         with self._lock:
-            if not self._ended and _subjects(self._told) != before:
+            if not self._ended and _subjects(self._reported) != before:
                 for feed in self._feeds:
-                    feed.findings(told, max(alarms.values()) + self._offset)
+                    feed.findings(reported, max(alarms.values()) + self._offset)
 
-    def end(self, findings: Sequence[Finding], step: int, *, failed: bool) -> None:
-        """Send what is left, and what the rules say; waits for the trackers, but not for ever."""
+    def on_run_end(self, findings: Sequence[Finding], *, failed: bool) -> None:
+        """Send what is left, and the findings; waits for the trackers, up to a limit."""
         with self._lock:
             self._ended = True
-        with self._notifier.shield():
-            self._release(before=None)
-            for feed in self._feeds:
-                feed.findings(findings, max(step, 0) + self._offset)
-                feed.ask_to_stop(failed=failed)
-            until = time.monotonic() + PATIENCE
-            for feed in self._feeds:
-                feed.wait(max(until - time.monotonic(), 0.0))
+        self._release(before=None)
+        step = max(self._run.clock.done - 1, 0) + self._offset
+        for feed in self._feeds:
+            feed.findings(findings, step)
+            feed.ask_to_stop(failed=failed)
+        until = time.monotonic() + END_TIMEOUT_S
+        for feed in self._feeds:
+            feed.wait(max(until - time.monotonic(), 0.0))
 
     def _names(self, records: Sequence[ParameterRecord]) -> Naming:
         if self._naming is None or self._naming[0] is not records:
@@ -262,5 +260,5 @@ class Tracking:
                     feed.take(replace(point, values=values))
 
 
-def _subjects(told: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Any]]:
-    return [(rule, finding.subject) for rule, findings in told.items() for finding in findings]
+def _subjects(reported: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Any]]:
+    return [(rule, finding.subject) for rule, findings in reported.items() for finding in findings]

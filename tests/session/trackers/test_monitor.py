@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 import backlight
+from backlight.monitor import StoredStep
 from backlight.notifier import Notifier
 from backlight.records import Finding, Layout, ParameterRecord, Placement
 from backlight.session.settings import Settings
-from backlight.session.trackers import TRACKERS, Point, Tracked, Tracker, TrackerError, thread
+from backlight.session.trackers import monitor
+from backlight.session.trackers.base import TRACKERS, Point, Tracked, Tracker, TrackerError
 from backlight.session.trackers.metrics import MOST_GROUPS, Naming, groups_of, is_split
 from backlight.session.trackers.replay import points_of, send
 from backlight.store.read.run import open_run
@@ -192,7 +194,7 @@ def test_an_alarm_that_cannot_be_judged_leaves_the_training_unharmed(
         tried.set()
         raise OSError("gone")
 
-    monkeypatch.setattr(thread, "open_run", broken)
+    monkeypatch.setattr(monitor, "open_run", broken)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.warns(RuntimeWarning, match="not measured: findings for trackers before .* OSError: gone"):
@@ -276,9 +278,9 @@ def test_warnings_that_are_errors_do_not_end_the_training(
 def test_a_tracker_that_hangs_is_waited_for_but_not_for_ever(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread, "PATIENCE", 0.2)
-    monkeypatch.setattr(thread, "WAITING", 4)
-    monkeypatch.setattr(thread, "INTERVAL", 0.01)
+    monkeypatch.setattr(monitor, "END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(monitor, "MAX_QUEUED_POINTS", 4)
+    monkeypatch.setattr(monitor, "DELIVERY_PERIOD_S", 0.01)
     free = threading.Event()
     register("stuck", lambda *_: free.wait(60) and Kept())
     try:
@@ -294,15 +296,15 @@ def test_a_tracker_that_hangs_is_waited_for_but_not_for_ever(
 def test_a_slow_tracker_loses_the_oldest_and_it_is_said(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread, "WAITING", 4)
+    monkeypatch.setattr(monitor, "MAX_QUEUED_POINTS", 4)
     kept, free = Kept(), threading.Event()
-    stopped = thread.Feed.ask_to_stop
+    stopped = monitor.Feed.ask_to_stop
 
     def ask(feed: Any, *, failed: bool) -> None:
         stopped(feed, failed=failed)
         free.set()
 
-    monkeypatch.setattr(thread.Feed, "ask_to_stop", ask)
+    monkeypatch.setattr(monitor.Feed, "ask_to_stop", ask)
     register("slow", lambda *_: free.wait(60) and kept)
     with pytest.warns(RuntimeWarning, match="'slow' was too slow: 5 steps were not sent"):
         train(tmp_path / "run", ["slow"], steps=9)
@@ -320,11 +322,18 @@ def test_only_the_first_rank_has_trackers(register: Callable[..., None]) -> None
     register("kept", lambda *_: Kept(), lambda: asked.append(1))
     settings = Settings.of({"trackers": ["kept"]})
     for rank in (1, 0):
-        writer: Any = SimpleNamespace(path=Path("run"), rank=rank, step_offset=0)
-        several = thread.Tracking(settings, writer, Notifier(Path("run")))
-        several.meet()
-        several.stored(0, (), {"loss": 1.0}, {})
-        several.end([], 0, failed=False)
+        run: Any = SimpleNamespace(
+            path=Path("run"),
+            rank=rank,
+            writer=SimpleNamespace(step_offset=0),
+            notifier=Notifier(Path("run")),
+            clock=SimpleNamespace(done=1),
+        )
+        several = monitor.TrackerMonitor(settings.trackers, settings.groups)
+        several.attach(run)
+        several.on_step_start(0)
+        several.on_step_stored(StoredStep(0, (), {"loss": 1.0}, {}))
+        several.on_run_end([], failed=False)
         assert len(asked) == 1 - rank
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from backlight.session.distributed_norm import Reducing
+from backlight.monitor import StoredStep
+from backlight.session.rank_norm_monitor import RankNormMonitor
 from backlight.session.settings import Settings
 
 
@@ -19,7 +20,9 @@ from backlight.session.settings import Settings
 def test_a_destroyed_group_is_told_as_such(monkeypatch: pytest.MonkeyPatch, up: bool, words: str) -> None:
     told: list[str] = []
     notifier: Any = SimpleNamespace(trouble=lambda error, what: told.append(f"{what}: {error}"))
-    reducing = Reducing(Settings.of({"reduce": True, "every": 2}), notifier, launched=True)
+    reducing = RankNormMonitor.from_settings(Settings.of({"reduce": True, "every": 2}))
+    assert reducing is not None
+    reducing.attach(SimpleNamespace(notifier=notifier))
 
     def gather(*args: object, **more: object) -> None:
         raise ValueError("injected")
@@ -27,9 +30,10 @@ def test_a_destroyed_group_is_told_as_such(monkeypatch: pytest.MonkeyPatch, up: 
     monkeypatch.setattr(dist, "gather_object", gather)
     monkeypatch.setattr(dist, "is_initialized", lambda: up)
     reducing._size, reducing._rank, reducing._group = 2, 0, object()
-    reducing.submit(3, (), np.zeros((1, 8)), np.zeros((1, 8)), 1.0)  # no rank joins an odd step
-    reducing.submit(4, (), np.zeros((1, 8)), np.zeros((1, 8)), 1.0)
-    reducing._run()
+    blobs = {("gradient", 0): (np.zeros((1, 8)), np.zeros((1, 8)))}
+    reducing.on_step_stored(StoredStep(3, (), {"backwards_seen": 1.0}, blobs))  # no rank joins an odd step
+    reducing.on_step_stored(StoredStep(4, (), {"backwards_seen": 1.0}, blobs))
+    reducing._work()
     (said,) = told
     assert said.startswith("the norm over all ranks while the training runs: ")
     assert words in said

@@ -1,0 +1,302 @@
+"""The interface of everything that attaches to a live run, and the registry of its implementations. No torch.
+
+A monitor is one class: it validates the settings that request it, attaches to a run, and implements the hooks
+that it needs. :class:`backlight.session.monitor_set.MonitorSet` calls the hooks; see ``docs/extending.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from backlight.registry import Registry
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    import torch
+    from torch import nn
+
+    from backlight.capture.events import Listener
+    from backlight.capture.hub import Hub
+    from backlight.capture.parameters import ParameterTable
+    from backlight.capture.scope import Scope
+    from backlight.capture.steps import StepSummary
+    from backlight.notifier import Notifier
+    from backlight.records import Finding, ParameterRecord
+    from backlight.session.settings import Settings
+    from backlight.session.step_recorder import StepRecord
+    from backlight.store.write.writer import RunWriter
+
+Samples = tuple[Callable[[Any, Any], Any], Any]
+"""``(loss_fn, batch)``: ``loss_fn(model, batch)`` is the loss summed over the samples; ``batch`` is a fixed
+probe batch or a callable that returns one."""
+
+
+class StepClock(Protocol):
+    """The position of a run, in optimizer steps."""
+
+    @property
+    def index(self) -> int:
+        """Number of the step in progress, from 0."""
+
+    @property
+    def done(self) -> int:
+        """Number of completed steps."""
+
+
+class Recorder(Protocol):
+    """Takes results from any thread; the writer thread stores them, so that training never waits for it."""
+
+    def scalars(self, step: int, values: Mapping[str, float], source: str = "backlight") -> None:
+        """Store scalars of one step."""
+
+    def array(
+        self,
+        name: str,
+        step: int,
+        values: Any,
+        *,
+        dims: tuple[str, ...] = (),
+        unit: str = "1",
+        encoding: str = "plain",
+    ) -> None:
+        """Store one array."""
+
+    def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
+        """Store one event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Gradients of some parameters as backward left them: before clipping, and before the optimizer's step.
+
+    Attributes
+    ----------
+    rows:
+        Row of each parameter in ``table``.
+    parameters:
+        The parameters, in the same order.
+    tensors:
+        The part of each gradient that this rank holds; None where there is none.
+    scale:
+        Factor of a gradient scaler that the gradients still contain; None for 1.
+    table:
+        The parameter table of the run.
+    """
+
+    rows: list[int]
+    parameters: list[torch.Tensor]
+    tensors: list[torch.Tensor | None]
+    scale: torch.Tensor | float | None
+    table: ParameterTable
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStep:
+    """A recorded step with its values on the host, as the writer thread is about to store them.
+
+    Attributes
+    ----------
+    step, parameters:
+        Number of the step, and the rows of its parameter table.
+    scalars:
+        Scalars by name; what a monitor adds here is stored with the step.
+    blobs:
+        float64 ``[P, F]`` and int64 ``[P, I]`` by series and part; unmeasured rows are 0.
+    """
+
+    step: int
+    parameters: tuple[ParameterRecord, ...]
+    scalars: dict[str, float]
+    blobs: Mapping[tuple[str, int], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a monitor may use of the run that it is attached to.
+
+    Attributes
+    ----------
+    settings, arguments:
+        Settings of the watch, and the arguments of the script.
+    samples:
+        ``(loss_fn, batch)`` as given to ``watch``, None otherwise.
+    scope:
+        The watched models and optimizers, and their parameter table.
+    hub:
+        The source of raw events, such as the begin of a backward pass.
+    clock:
+        The step in progress.
+    recorder:
+        Takes scalars, arrays and events; the writer thread stores them.
+    writer:
+        The run of this rank, for what must be on disk at once.
+    notifier:
+        Warns the user, and records what is not measured.
+    path, rank, world_size:
+        The run directory, and the position of this process among all ranks.
+    listen:
+        ``listen(listener)`` delivers raw events to a listener of this monitor until it is detached.
+    disable:
+        ``disable(error)`` detaches this monitor after an error outside of its hooks.
+    follow_forwards:
+        Requests ``forward_begin`` and ``forward_end`` events of the outermost modules.
+    alarm:
+        ``alarm(step, cause)`` requests that the next steps are recorded in detail.
+    publish:
+        ``publish(name, step, value)`` makes a number available on the ``Watch`` while the run goes on.
+    """
+
+    settings: Settings
+    arguments: tuple[str, ...]
+    samples: Samples | None
+    scope: Scope
+    hub: Hub
+    clock: StepClock
+    recorder: Recorder
+    writer: RunWriter
+    notifier: Notifier
+    path: Path
+    rank: int
+    world_size: int
+    listen: Callable[[Listener], None]
+    disable: Callable[[Exception], None]
+    follow_forwards: Callable[[], None]
+    alarm: Callable[[int, str], None]
+    publish: Callable[[str, int, float], None]
+
+
+class Monitor:
+    """Measures one aspect of a watched run.
+
+    Hooks run on the training thread and must neither block nor synchronise a device, except those documented
+    to run on the writer thread. An exception disables this monitor only; the run continues.
+
+    Attributes
+    ----------
+    name:
+        Unique name; also the prefix of its scalars where it is a third-party monitor.
+    requested_by:
+        Name in ``Settings.monitors`` that requests it: its own where empty. None where another setting does.
+    records:
+        What is no longer recorded when it is disabled, for the warning; ``name`` where empty.
+    order:
+        Monitors with a lower number are called first, attached first and detached first; then by name.
+    uses_samples:
+        Whether it makes use of ``watch(samples=...)``.
+    """
+
+    name: ClassVar[str]
+    requested_by: ClassVar[str | None] = ""
+    records: ClassVar[str] = ""
+    order: ClassVar[int] = 0
+    uses_samples: bool = False
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Monitor | None:
+        """Return an instance if the settings request one, else None; raise ValueError for bad settings."""
+        return cls() if (cls.requested_by or cls.name) in settings.monitors else None
+
+    def check_models(self, models: Sequence[nn.Module], table: ParameterTable) -> None:
+        """Raise ValueError where the models given to ``watch`` cannot be measured as requested."""
+
+    def check_process(self, *, is_script: bool) -> None:
+        """Raise where this process cannot be measured as requested; called before the run is opened.
+
+        ``is_script`` says that the script has yet to run, inside the watch.
+        """
+
+    def attach(self, run: RunContext) -> None:
+        """Start to observe ``run``; step 0 has not begun."""
+
+    def detach(self, error: BaseException | None) -> None:
+        """Remove everything that was attached; ``error`` is what ended the run, None if it finished."""
+
+    @property
+    def background_seconds(self) -> float:
+        """Seconds that the monitor's own threads have taken next to the training thread."""
+        return 0.0
+
+    # On the training thread
+
+    def on_step_start(self, step: int) -> None:
+        """A step begins; it may or may not be recorded."""
+
+    def wants_step(self, step: int) -> bool:
+        """Return whether this step must be recorded; called after :meth:`on_step_start`."""
+        return False
+
+    def on_backward_end(self, gradients: Gradients, part: int, record: StepRecord) -> None:
+        """Backward number ``part``, from 1, of a recorded step is over; only with ``per_backward=True``."""
+
+    def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
+        """Gradients of a recorded step are final; called once per optimizer, or per clipping before it."""
+
+    def on_before_optimizer_step(self, parameters: Sequence[torch.Tensor], record: StepRecord) -> None:
+        """An optimizer is about to update ``parameters`` in a recorded step."""
+
+    def on_after_optimizer_step(self, record: StepRecord) -> None:
+        """That optimizer has updated them."""
+
+    def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
+        """A recorded step ends; scalars added to ``record`` are stored with it."""
+
+    # On the writer thread
+
+    def on_step_stored(self, step: StoredStep) -> None:
+        """A recorded step is on the host and about to be stored."""
+
+    def on_scalars_logged(self, step: int, values: Mapping[str, float]) -> None:
+        """The user logged ``values`` at ``step``."""
+
+    def on_alarm(self, step: int, cause: str) -> None:
+        """A monitor raised an alarm about a step, such as a gradient that is not finite."""
+
+    def on_flush(self) -> None:
+        """Everything so far is on disk, where a reader sees it."""
+
+    # At the end, on the training thread; all monitors are detached and the writer thread has ended
+
+    def on_all_stored(self, *, failed: bool) -> None:
+        """The last step has been stored; ``failed`` says that an exception ended the training run."""
+
+    def on_run_end(self, findings: Sequence[Finding], *, failed: bool) -> None:
+        """The rules have been evaluated on the complete run; it is about to be closed."""
+
+
+MONITORS: Registry[type[Monitor]] = Registry(
+    "monitor",
+    modules=(
+        "monitors/*/monitor.py",
+        "monitors/*/*_monitor.py",
+        "session/*_monitor.py",
+        "session/*/monitor.py",
+        "integrations/*_monitor.py",
+    ),
+    group="backlight.monitors",
+    holds=Monitor,
+)
+"""Every monitor class, by name: those of backlight, then those of other distributions."""
+
+
+def monitor_names() -> tuple[str, ...]:
+    """Return the names that ``Settings.monitors`` may hold."""
+    classes = (cls for _, cls in MONITORS.items())
+    return tuple(sorted({cls.requested_by or cls.name for cls in classes if cls.requested_by is not None}))
+
+
+def check_monitors(names: Sequence[str]) -> None:
+    """Refuse names that no monitor has.
+
+    Raises
+    ------
+    ValueError
+        If one of ``names`` does not exist.
+    """
+    known = monitor_names()
+    for name in names:
+        if name not in known:
+            raise ValueError(f"no monitor is called {name!r}; expected some of: {', '.join(known)}")

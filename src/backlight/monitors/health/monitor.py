@@ -1,0 +1,176 @@
+"""Gradient statistics, histograms, updates and alarms of a live run."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from backlight.capture.parameters import local
+from backlight.measure.stats.histogram import histogram
+from backlight.measure.stats.statistics import statistics
+from backlight.measure.stats.update import WeightSample
+from backlight.monitor import Gradients, Monitor, RunContext, StoredStep
+from backlight.store.format.schema import GRADIENT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from backlight.session.settings import Settings
+    from backlight.session.step_recorder import StepRecord
+
+UPDATE_SPACING = 4
+"""Recorded steps from one measured update to the next."""
+
+SAMPLED_WEIGHTS = 1024
+"""Weights of a tensor that an update is measured over, unless ``exact_updates`` asks for all."""
+
+HISTORY_STEPS = 64
+"""Recorded steps whose median norm a spike is compared with."""
+
+SPIKE_FACTOR = 20.0
+"""Total norm over that median from which on a step is recorded in detail."""
+
+_NORM = GRADIENT.floats.index("norm")
+_MEASURED, _NAN, _INF = (GRADIENT.integers.index(name) for name in ("measured", "nan", "inf"))
+
+
+class GradientMonitor(Monitor):
+    """Norm, largest value, sum and counts of every gradient; see ``docs/formulas.md``, section 1."""
+
+    name = "health"
+    records = "gradient statistics"
+
+    def on_backward_end(self, gradients: Gradients, part: int, record: StepRecord) -> None:
+        """Measure what has accumulated after one backward of several."""
+        self._measure(gradients, record, part)
+
+    def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
+        """Measure the gradients that the optimizer, or clipping, is about to take."""
+        self._measure(gradients, record, 0)
+
+    def _measure(self, gradients: Gradients, record: StepRecord, part: int) -> None:
+        pending = statistics(gradients.tensors, scale=gradients.scale, transfer=record.transfer)
+        record.add("gradient", gradients.rows, pending, part)
+
+    def on_step_stored(self, step: StoredStep) -> None:
+        """Add the total norm: the root of the sum of squares over measured parameters."""
+        if ("gradient", 0) in step.blobs:
+            floats, integers = step.blobs["gradient", 0]
+            measured = integers[:, _MEASURED] > 0
+            if measured.any():
+                step.scalars["total_norm"] = float(np.sqrt(np.sum(np.square(floats[measured, _NORM]))))
+
+
+class HistogramMonitor(Monitor):
+    """Exponent histograms of gradients: on request at every recorded step, else at those in detail."""
+
+    name = "histogram"
+    requested_by = "health"
+    records = "histograms of gradients"
+
+    def __init__(self, *, always: bool = False) -> None:
+        self._always = always
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self | None:
+        """Return the monitor with what ``histogram`` says."""
+        return cls(always=settings.histogram) if "health" in settings.monitors else None
+
+    def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
+        """Count the values of each gradient per power of two."""
+        if self._always or record.in_detail:
+            pending = histogram(gradients.tensors, scale=gradients.scale, transfer=record.transfer)
+            record.add("histogram", gradients.rows, pending)
+
+
+class UpdateMonitor(Monitor):
+    """Norm of the step that an optimizer really took, and of the weights before it.
+
+    Parameters
+    ----------
+    per_tensor:
+        Weights sampled per tensor at most; None for all of them.
+    spacing:
+        Recorded steps from one measured update to the next; all of them while steps are recorded in detail.
+    """
+
+    name = "update"
+    requested_by = "health"
+    records = "updates of weights"
+
+    def __init__(self, per_tensor: int | None = SAMPLED_WEIGHTS, spacing: int = UPDATE_SPACING) -> None:
+        self._per_tensor, self._spacing = per_tensor, spacing
+        self._sample: WeightSample | None = None
+        self._ids: tuple[int, ...] = ()
+        self._rows: list[int] = []
+        self._due = False
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self | None:
+        """Return the monitor; ``exact_updates`` asks for all weights, and says how often."""
+        if "health" not in settings.monitors:
+            return None
+        return cls() if settings.exact_updates is None else cls(None, settings.exact_updates)
+
+    def attach(self, run: RunContext) -> None:
+        """Remember where the parameter table is."""
+        self._scope = run.scope
+
+    def on_before_optimizer_step(self, parameters: Sequence[Tensor], record: StepRecord) -> None:
+        """Keep the sampled weights as they are before the step."""
+        self._due = record.in_detail or record.number % self._spacing == 0
+        if not self._due:
+            return
+        rows = [(row, p) for p in parameters if (row := self._scope.table.row(p)) is not None]
+        self._rows = [row for row, _ in rows]
+        ids = tuple(id(p) for _, p in rows)
+        if self._sample is None or ids != self._ids:
+            self._sample = WeightSample([p for _, p in rows], per_tensor=self._per_tensor, local=_local)
+            self._ids = ids
+        self._sample.before()
+
+    def on_after_optimizer_step(self, record: StepRecord) -> None:
+        """Compare with the same weights after the step."""
+        if self._due and self._sample is not None:
+            record.add("update", self._rows, self._sample.after(record.transfer))
+
+
+class AlarmMonitor(Monitor):
+    """Requests detail where gradients are not finite, or their total norm leaps."""
+
+    name = "alarms"
+    requested_by = "health"
+    records = "alarms about single steps"
+    order = 10  # after the gradients, whose total norm it reads
+
+    def __init__(self) -> None:
+        self._totals: deque[float] = deque(maxlen=HISTORY_STEPS)
+
+    def attach(self, run: RunContext) -> None:
+        """Remember where alarms go."""
+        self._alarm = run.alarm
+
+    def on_step_stored(self, step: StoredStep) -> None:
+        """Look for NaN, infinities and a spike of the total norm."""
+        total = step.scalars.get("total_norm")
+        if total is None or ("gradient", 0) not in step.blobs:
+            return
+        _, integers = step.blobs["gradient", 0]
+        if integers[integers[:, _MEASURED] > 0][:, [_NAN, _INF]].any():
+            # A skipped step is how a loss scale finds its size, not an alarm.
+            if not step.scalars.get("scaler/skipped"):
+                self._alarm(step.step, "non_finite")
+            return
+        enough = len(self._totals) >= HISTORY_STEPS // 4
+        if enough and total > SPIKE_FACTOR * float(np.median(self._totals)):
+            self._alarm(step.step, "spike")
+        if math.isfinite(total):
+            self._totals.append(total)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return local(parameter.detach())

@@ -1,0 +1,26 @@
+"""Singular values of the gradient over replicates, of a live run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from backlight.monitor import Monitor
+
+if TYPE_CHECKING:
+    from backlight.session.settings import Settings
+
+
+class SpectraMonitor(Monitor):
+    """Declares the monitor; what measures is imported only where it is requested."""
+
+    name = "spectra"
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Monitor | None:
+        """Return the monitor with ``spectra`` of the settings."""
+        if cls.name not in settings.monitors:
+            return None
+        # Imports scipy, which takes a second that other runs need not spend.
+        from backlight.monitors.spectra.instrument.replicates import ReplicateMonitor  # noqa: PLC0415
+
+        return ReplicateMonitor(settings.spectra, settings.every)

@@ -1,0 +1,282 @@
+"""The watchdog of a live run: shared state, heartbeats, a stack sampler, and the watchdog process.
+
+What the system refuses of it (no shared memory, no second process) is left out with a notice; a training run
+is never refused or disturbed for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+import backlight
+from backlight import processes
+from backlight.capture.fingerprint import take_fingerprint
+from backlight.distributed import launch_id, local_rank
+from backlight.monitor import Monitor, RunContext
+from backlight.monitors.stalls.instrument.collectives import Collectives
+from backlight.monitors.stalls.instrument.ddp_buckets import assignment, wrappers
+from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
+from backlight.monitors.stalls.instrument.ptrace import allow_tracing
+from backlight.monitors.stalls.instrument.stack_sampler import StackSampler
+from backlight.monitors.stalls.model import runtime_dir
+from backlight.monitors.stalls.model.exit_reason import describe
+from backlight.monitors.stalls.model.shared_state import SharedState, State
+from backlight.monitors.stalls.model.stack_dumps import SIGNAL
+from backlight.monitors.stalls.model.thresholds import Thresholds
+from backlight.store.write.watchdog import host_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from backlight.session.settings import Settings
+
+_CHECK_PERIODS = 20
+"""Periods of the stack sampler between two looks whether the watchdog process lives."""
+
+BUCKET_BACKWARDS = 8
+"""Backwards at whose begin the buckets of DDP are read: they are final after the second one that reduces."""
+
+WATCHDOG_START_S = 3.0
+"""Seconds that the end of a run waits, at most, for a watchdog process that is just starting."""
+
+
+class StallMonitor(Monitor):
+    """Publishes the progress of this rank, and starts the watchdog process that reads it.
+
+    Parameters
+    ----------
+    stall_s:
+        Seconds without progress that the user allows, None to follow the run.
+    thresholds:
+        Overrides of the monitor's thresholds.
+    """
+
+    name = "stalls"
+    records = "stalls"
+    # Detached first: what other monitors wait for at the end of a run is not a stall.
+    order = -10
+
+    def __init__(self, stall_s: float | None = None, thresholds: Mapping[str, float] | None = None) -> None:
+        self._stall_s = stall_s
+        self._thresholds = dict(thresholds or {})
+        self._names: tuple[Any, tuple[str, ...]] = ((), ())
+        self._groups: dict[int, list[int]] = {}
+        self._dump: IO[bytes] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._watchdog_pid = 0
+        self._periods = 0
+        self._bucket_reads = 0
+        self._buckets: list[list[int]] = []
+        self.heartbeats: Heartbeat | None = None
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self | None:
+        """Return the monitor with ``stall`` and the thresholds of the settings."""
+        if "stalls" not in settings.monitors:
+            return None
+        return cls(settings.stall, settings.thresholds.get("stalls", {}))
+
+    def attach(self, run: RunContext) -> None:
+        """Create the shared state and start the threads; what the system refuses is recorded and left out."""
+        self._run, self._scope = run, run.scope
+        self._writer = run.writer
+        self._first_on_host = local_rank() == 0
+        launch = f"{launch_id() or os.getpid()}@{host_name()}"
+        self._place = runtime_dir.runtime_directory(run.writer.path, run.writer.attempt, launch)
+        run.follow_forwards()
+        try:
+            runtime_dir.prepare(self._place)
+            board = SharedState(runtime_dir.state_path(self._place, run.rank))
+        except OSError as error:
+            self._unmeasured("stalls", f"no board in {self._place}: {error.strerror or error}")
+            if self._first_on_host:
+                runtime_dir.leave(self._place)
+            return
+        main = threading.main_thread()
+        self.heartbeats = Heartbeat(
+            board, self._parameters, self._store_names, run.disable, self._store_buckets
+        )
+        self._collectives = Collectives(board, self._store_group)
+        self._register_dump()
+        self._sampler = StackSampler(
+            self.heartbeats,
+            board.path,
+            Thresholds().override(self._thresholds),
+            self._document("stacks"),
+            self._document("graph"),
+            self._chores,
+        )
+        board.open(
+            rank=run.rank,
+            world=run.world_size,
+            main_ident=main.ident or 0,
+            main_tid=main.native_id or 0,
+            stall=self._stall_s,
+        )
+        self.resume()
+        self._sampler.start()
+
+    def detach(self, error: BaseException | None) -> None:
+        """Remove everything, and leave the watchdog process word of how this rank has ended."""
+        if self.heartbeats is None:
+            return
+        if error is not None:
+            # A third-party exception may fail to be printed.
+            with contextlib.suppress(Exception):
+                runtime_dir.write_document(self._document("ended"), describe(error))
+        self.pause()
+        self._sampler.stop()
+        self.heartbeats.board.close(State.FINISHED if error is None else State.FAILED)
+        if self._dump is not None:
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                faulthandler.unregister(SIGNAL)
+            self._dump.close()
+            self._dump = None
+        if self._watchdog is not None:
+            # Its first half exits as soon as the second is there; a run that is so short waits for it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._watchdog.wait(WATCHDOG_START_S)
+            self._watchdog = None
+        if self._first_on_host and not self._watchdog_lives():
+            runtime_dir.leave(self._place)
+
+    @property
+    def background_seconds(self) -> float:
+        """Seconds of the stack sampler."""
+        return self._sampler.spent if self.heartbeats is not None else 0.0
+
+    def resume(self) -> None:
+        """Install the hooks of the heartbeat."""
+        if self.heartbeats is not None:
+            self._run.listen(self.heartbeats)
+            self.heartbeats.attach()
+            self._collectives.attach()
+
+    def pause(self) -> None:
+        """Remove the hooks of the heartbeat; the threads go on."""
+        if self.heartbeats is not None:
+            self._run.hub.remove(self.heartbeats)
+            self.heartbeats.detach()
+            self._names = ((), ())
+            self._collectives.detach()
+
+    def _unmeasured(self, what: str, reason: str) -> None:
+        self._run.notifier.unmeasured(what, reason)
+
+    # What the heartbeats ask for
+
+    def _parameters(self) -> tuple[tuple[str, ...], Sequence[torch.Tensor | None]]:
+        table = self._scope.table
+        if not table.records and self._scope.refresh():
+            table = self._scope.table
+        if self._names[0] is not table:
+            self._names = (table, tuple(record.name for record in table.records))
+        return self._names[1], [table.tensor(row) for row in range(len(table))]
+
+    def _store_names(self, names: tuple[str, ...]) -> None:
+        with contextlib.suppress(OSError):
+            runtime_dir.write_document(self._document("names"), list(names))
+        # The first backward may never return: what this run is has to be on disk before it.
+        self._writer.fingerprint(take_fingerprint(self._scope, self._run.arguments))
+
+    def _store_buckets(self) -> bool:
+        """Write which parameters DDP reduces together, while that may change; return whether to ask again."""
+        self._bucket_reads += 1
+        if self._run.world_size == 1 or self._bucket_reads > BUCKET_BACKWARDS:
+            return False
+        models = wrappers(self._scope.models or self._run.hub.seen.roots())
+        table = self._scope.table
+        rows = {id(tensor): row for row in range(len(table)) if (tensor := table.tensor(row)) is not None}
+        found = [[rows[key] for key in bucket if key in rows] for m in models for bucket in assignment(m).ids]
+        if found != self._buckets:
+            self._buckets = found
+            with contextlib.suppress(OSError):
+                runtime_dir.write_document(self._document("buckets"), found)
+        return True
+
+    def _store_group(self, key: int, ranks: list[int]) -> None:
+        self._groups[key] = ranks
+        with contextlib.suppress(OSError):
+            runtime_dir.write_document(self._document("groups"), self._groups)
+
+    def _document(self, kind: str) -> Path:
+        return runtime_dir.document_path(self._place, self._run.rank, kind)
+
+    # The other process
+
+    def _register_dump(self) -> None:
+        """Let Python's C handler write all stacks on backlight's signal, unless it is in use."""
+        if not SIGNAL:
+            return
+        try:
+            import signal  # noqa: PLC0415 - only where there are signals
+
+            if signal.getsignal(SIGNAL) not in {signal.SIG_DFL, None}:
+                self._unmeasured("stacks by signal", f"signal {SIGNAL} has a handler already")
+                return
+            path = runtime_dir.dump_path(self._place, self._run.rank)
+            self._dump = path.open("ab", buffering=0)
+            faulthandler.register(SIGNAL, file=self._dump, all_threads=True, chain=False)
+        except (OSError, ValueError, RuntimeError) as error:
+            self._unmeasured("stacks by signal", str(error))
+
+    def _chores(self) -> None:
+        """In the stack sampler's thread: start the watchdog process, and check now and then that it lives."""
+        if self._periods == 0 and self._first_on_host:
+            self._start_watchdog()
+        self._periods += 1
+        if self._watchdog is not None and self._watchdog.poll() is not None:
+            self._watchdog = None
+        if not self._watchdog_pid:
+            found = runtime_dir.read_document(self._place / "sidecar.json")
+            if found:
+                self._watchdog_pid = int(found["pid"])
+                allow_tracing(self._watchdog_pid)
+        elif (
+            self._watchdog_pid > 0
+            and self._periods % _CHECK_PERIODS == 0
+            and not processes.alive(self._watchdog_pid)
+        ):
+            self._watchdog_pid = -1
+            self._unmeasured("stalls", "the watchdog process has ended; a stall is no longer detected")
+
+    def _watchdog_lives(self) -> bool:
+        """Return whether a watchdog process is there to tidy up."""
+        found = runtime_dir.read_document(self._place / "sidecar.json")
+        return bool(found) and processes.alive(int(found["pid"]))
+
+    def _start_watchdog(self) -> None:
+        source = Path(backlight.__file__).parents[1]
+        paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        folder = self._writer.path.absolute() / f"attempt-{self._writer.attempt:03d}"
+        try:
+            # It forks once more and exits, so that it is no child of this process: a script that waits for
+            # its children would wait for it.
+            self._watchdog = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "backlight.monitors.stalls.model.watchdog",
+                    str(self._place),
+                    str(self._writer.path.absolute()),
+                    str(folder),
+                    str(self._writer.step_offset),
+                    json.dumps(self._thresholds),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=environment,
+            )
+        except OSError as error:
+            self._unmeasured("stalls", f"no watchdog process: {error}")

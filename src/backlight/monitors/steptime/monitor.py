@@ -1,0 +1,131 @@
+"""Host time per phase of a step, pauses by the garbage collector, and how the run was executed."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from backlight.monitor import Monitor, RunContext
+from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
+from backlight.monitors.steptime.model.wording import CIRCUMSTANCES
+from backlight.monitors.steptime.rules.outlier_steps import COLLECTION
+from backlight.records import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from backlight.capture.steps import StepSummary
+    from backlight.session.step_recorder import StepRecord
+
+REMAINDER = "between"
+"""Name of the time between the phases where forward and loss are not separated from it."""
+
+MIN_PAUSE_S = 1e-3
+"""Pauses by the garbage collector that are shorter are not recorded."""
+
+MAX_PAUSES = 500
+"""Pauses that a run records; later ones leave no event."""
+
+DEVICE_TIME = "phases are host times; what the device does meanwhile is not separated"
+
+
+class StepTimeMonitor(Monitor):
+    """Seconds per phase, which add up to the step; pauses; threads, memory and compiler at the end.
+
+    What no hook separates is one remainder that still counts in the sum: ``other`` where the forward is
+    known, and ``between`` where forward and loss are a part of it. See ``docs/formulas.md``, section 6.
+    """
+
+    name = "steptime"
+    records = "times of phases"
+
+    def attach(self, run: RunContext) -> None:
+        """Follow forwards, and the garbage collector."""
+        self._run = run
+        self._optimizers: list[dict[str, Any]] = []
+        self._core_wait: CoreWait | None = None
+        self._pauses = GarbagePauses(run.notifier.event, lambda: run.clock.index)
+        run.follow_forwards()
+        self._pauses.start()
+
+    def detach(self, error: BaseException | None) -> None:
+        """Record the runtime info."""
+        self._pauses.stop()
+        self._start()
+        info = runtime_info(self._optimizers, self._core_wait)
+        self._run.notifier.event(CIRCUMSTANCES, info, max(self._run.clock.done - 1, 0))
+
+    def on_step_start(self, step: int) -> None:
+        """Record pauses since the last step; read the optimizers once the first step is over."""
+        self._pauses.flush()
+        if step:
+            self._start()
+
+    def _start(self) -> None:
+        records = self._run.scope.table.records
+        if self._core_wait is None and records:
+            self._core_wait = CoreWait()
+            # Read now: they may be gone when the run ends.
+            self._optimizers = [g for o in self._run.scope.optimizers() for g in optimizer_groups(o)]
+            devices = {record.device.split(":")[0] for record in records} - {"cpu"}
+            if devices:
+                self._run.notifier.unmeasured(f"device time on {', '.join(sorted(devices))}", DEVICE_TIME)
+
+    def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
+        """Add one scalar per phase."""
+        record.scalars.update({f"phase/{phase}": seconds for phase, seconds in summary.phases.items()})
+        rest = summary.seconds - sum(summary.phases.values())
+        record.scalars[f"phase/{Phase.OTHER if summary.separated else REMAINDER}"] = max(rest, 0.0)
+
+
+class GarbagePauses:
+    """Records pauses by Python's garbage collector as events.
+
+    The collector runs wherever an object is made, also while a lock of the writer is held: a pause is only
+    kept until :meth:`flush` is called at a safe point.
+
+    Parameters
+    ----------
+    record:
+        Called as ``record(kind, payload, step)``.
+    step:
+        Returns the number of the step in progress.
+    """
+
+    def __init__(
+        self, record: Callable[[str, dict[str, Any], int | None], None], step: Callable[[], int]
+    ) -> None:
+        self._record = record
+        self._step = step
+        self._began = 0.0
+        self._left = MAX_PAUSES
+        self._kept: deque[tuple[int, dict[str, Any]]] = deque()
+
+    def start(self) -> None:
+        """Register with the garbage collector."""
+        gc.callbacks.append(self._on_collection)
+
+    def stop(self) -> None:
+        """Unregister, and record what is left."""
+        if self._on_collection in gc.callbacks:
+            gc.callbacks.remove(self._on_collection)
+        self.flush()
+
+    def flush(self) -> None:
+        """Record the pauses since the last call."""
+        while self._kept:
+            step, payload = self._kept.popleft()
+            self._record(COLLECTION, payload, step)
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+            return
+        seconds = time.perf_counter() - self._began
+        if seconds < MIN_PAUSE_S or self._left <= 0:
+            return
+        self._left -= 1
+        payload = {"seconds": seconds, "generation": info["generation"], "collected": info["collected"]}
+        self._kept.append((self._step(), payload))

@@ -1,0 +1,149 @@
+"""The monitors of one run: their hooks are called, timed and shielded here, and nowhere else."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from backlight.capture.hub import HUB
+from backlight.monitor import MONITORS, Monitor, RunContext
+from backlight.registry import warn
+
+if TYPE_CHECKING:
+    from backlight.capture.events import Listener
+    from backlight.notifier import Notifier
+    from backlight.session.settings import Settings
+
+HOOKS = ("wants_step", *(name for name in vars(Monitor) if name.startswith("on_")))
+
+
+def requested_monitors(settings: Settings) -> list[Monitor]:
+    """Return an instance of every monitor class that the settings request.
+
+    Raises
+    ------
+    ValueError
+        If a monitor refuses the settings.
+    """
+    found = []
+    for name, cls in MONITORS.items():
+        try:
+            monitor = cls.from_settings(settings)
+        except ValueError:
+            raise
+        except Exception as error:
+            if MONITORS.origin(name) is None:
+                raise
+            warn(f"backlight: the monitor {name!r} is left out: {type(error).__name__}: {error}")
+        else:
+            found += [] if monitor is None else [monitor]
+    return sorted(found, key=lambda monitor: (monitor.order, monitor.name))
+
+
+class MonitorSet:
+    """Calls the hooks of monitors, in their order.
+
+    A monitor that raises is detached alone: one warning says what is no longer recorded, and the run
+    continues.
+
+    Parameters
+    ----------
+    monitors:
+        In the order in which they are called.
+    notifier:
+        Warns the user.
+
+    Attributes
+    ----------
+    seconds:
+        Seconds that the hooks of each monitor have taken, by name, on whatever thread they ran.
+    """
+
+    def __init__(self, monitors: Iterable[Monitor], notifier: Notifier) -> None:
+        self._monitors = tuple(monitors)
+        self._notifier = notifier
+        self._listeners: dict[str, list[Listener]] = {monitor.name: [] for monitor in self._monitors}
+        self._attached: tuple[Monitor, ...] = ()
+        self._disabled: list[Monitor] = []
+        self._lock = threading.Lock()
+        self._calls: dict[str, tuple[tuple[Monitor, Callable[..., Any]], ...]] = {}
+        self.seconds = {monitor.name: 0.0 for monitor in self._monitors}
+
+    def __iter__(self) -> Iterator[Monitor]:
+        return iter(self._monitors)
+
+    def attach(self, run: RunContext) -> None:
+        """Attach every monitor; what one of them listens to is removed with it."""
+        for monitor in self._monitors:
+            own = replace(run, listen=partial(self._listen, monitor), disable=partial(self._disable, monitor))
+            self._attached = (*self._attached, monitor)
+            self._guarded(monitor, monitor.attach, own)
+        self._find_hooks()
+
+    def detach(self, error: BaseException | None) -> None:
+        """Detach every monitor; those of lower order first."""
+        attached, self._attached = self._attached, ()
+        for monitor in attached:
+            self._remove(monitor)
+            with self._notifier.shield():
+                monitor.detach(error)
+
+    def call(self, hook: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a hook of every monitor that implements it; return what they returned."""
+        return [
+            self._guarded(monitor, bound, *args, **kwargs) for monitor, bound in self._calls.get(hook, ())
+        ]
+
+    def spent_outside_hooks(self) -> float:
+        """Return the seconds that listeners and own threads of the monitors have taken."""
+        heard = sum(one.spent for listeners in self._listeners.values() for one in listeners)
+        return heard + sum(monitor.background_seconds for monitor in self._attached)
+
+    def _guarded(self, monitor: Monitor, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a monitor: the only stopwatch and the only guard around its hooks."""
+        begin = time.perf_counter()
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - never break the user's training
+            self._disable(monitor, error)
+            return None
+        finally:
+            self.seconds[monitor.name] += time.perf_counter() - begin
+
+    def _listen(self, monitor: Monitor, listener: Listener) -> None:
+        self._listeners[monitor.name].append(listener)
+        HUB.add(listener, on_error=partial(self._disable, monitor))
+
+    def _disable(self, monitor: Monitor, error: Exception) -> None:
+        with self._lock:  # hooks run on two threads
+            if monitor in self._disabled:
+                return
+            self._disabled.append(monitor)
+            self._find_hooks()
+        self._remove(monitor)
+        if monitor in self._attached:
+            self._attached = tuple(other for other in self._attached if other is not monitor)
+            with contextlib.suppress(Exception):
+                monitor.detach(None)
+        self._notifier.trouble(error, f"{monitor.records or monitor.name} from here on")
+
+    def _remove(self, monitor: Monitor) -> None:
+        for listener in self._listeners[monitor.name]:
+            HUB.remove(listener)
+
+    def _find_hooks(self) -> None:
+        # Only hooks that a monitor overrides: a step calls nothing that does nothing. Monitors that were
+        # detached at the regular end of the run keep theirs, since the final hooks come later.
+        calls: dict[str, list[tuple[Monitor, Callable[..., Any]]]] = {hook: [] for hook in HOOKS}
+        for monitor in self._monitors:
+            if monitor in self._disabled:
+                continue
+            for hook in HOOKS:
+                if getattr(type(monitor), hook) is not vars(Monitor)[hook]:
+                    calls[hook].append((monitor, getattr(monitor, hook)))
+        self._calls = {hook: tuple(found) for hook, found in calls.items()}
