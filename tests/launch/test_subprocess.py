@@ -1,27 +1,32 @@
-"""A command in a session of its own ends whole."""
+"""A command ends with all that it started, and no other process is ever ended."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from backlight.launch.subprocess import run_in_own_session
+from backlight.launch.subprocess import MARK, ProcessTree, run_in_own_session, send
 
 CHILD = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-IS', '-c', {CHILD!r}, sys.argv[1]])"
 
 
-def test_what_it_said_and_how_it_ended() -> None:
-    said = "import sys; print('out'); print('err', file=sys.stderr); print(sys.stdin.read()); sys.exit(3)"
-    done = run_in_own_session([sys.executable, "-c", said], limit=30, stdout=-1, stderr=-1)
+def test_output_and_exit_code_are_returned() -> None:
+    code = "import sys; print('out'); print('err', file=sys.stderr); print(sys.stdin.read()); sys.exit(3)"
+    done = run_in_own_session([sys.executable, "-c", code], limit=30, stdout=-1, stderr=-1)
     assert (done.returncode, done.stdout, done.stderr) == (3, "out\n\n", "err\n")
 
 
-def test_what_takes_too_long_is_ended_with_what_it_started(tmp_path: Path) -> None:
+def test_a_timeout_ends_the_whole_tree(tmp_path: Path) -> None:
     noted = tmp_path / "pid"
     with pytest.raises(subprocess.TimeoutExpired):
         run_in_own_session(
@@ -42,4 +47,95 @@ def _runs(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"  # one that nobody has waited for is over as well
+    return state != "Z"  # a zombie has ended as well
+
+
+MARKED = f"of-{uuid.uuid4().hex}"
+SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started = []
+
+    def run(code: str, *, mark: str = MARKED) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, MARK: mark},
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+LEADER = """
+import subprocess, sys, time
+apart = dict(start_new_session=True, stdout=subprocess.DEVNULL)
+child = subprocess.Popen([sys.executable, 'child.py'], **apart)
+between = subprocess.run([sys.executable, 'between.py'], stdout=subprocess.PIPE, text=True)
+print(child.pid, between.stdout, flush=True)
+time.sleep(60)
+"""
+
+BETWEEN = """
+import subprocess, sys
+apart = dict(start_new_session=True, stdout=subprocess.DEVNULL)
+print(subprocess.Popen([sys.executable, 'child.py'], **apart).pid)
+"""
+
+
+def test_every_descendant_is_found_and_only_those_are_ended(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "child.py").write_text(SLEEPER)
+    (tmp_path / "between.py").write_text(BETWEEN)
+    bystander = start(SLEEPER, mark=f"not-{MARKED}")
+    # A child in a session of its own, and a grandchild whose parent is gone at once.
+    leader = start(LEADER)
+    assert bystander.stdout.readline() == "up\n"
+    child, orphan = (int(word) for word in leader.stdout.readline().split())
+    tree = ProcessTree(leader.pid, MARKED)
+    found = [p.pid for p in tree.find()]
+    assert found[0] == leader.pid
+    assert set(found) == {leader.pid, child, orphan}
+    sent = tree.end(grace=3)
+    leader.wait(5)
+    assert sent == (f"SIGTERM to {', '.join(str(pid) for pid in found)}",)
+    assert tree.find() == []
+    assert bystander.poll() is None
+
+
+def test_what_ignores_the_first_signal_gets_the_second(start: Start) -> None:
+    leader = start(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPER}")
+    assert leader.stdout.readline() == "up\n"
+    sent = ProcessTree(leader.pid, MARKED).end(grace=0.3)
+    assert sent == (f"SIGTERM to {leader.pid}", f"SIGKILL to {leader.pid}")
+    assert leader.wait(5) == -signal.SIGKILL
+
+
+def test_a_stopped_process_is_ended(start: Start) -> None:
+    leader = start(SLEEPER)
+    assert leader.stdout.readline() == "up\n"
+    os.kill(leader.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 5
+    while psutil.Process(leader.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ProcessTree(leader.pid, MARKED).end(grace=3) == (f"SIGTERM to {leader.pid}",)
+    assert leader.wait(5) == -signal.SIGTERM
+
+
+def test_a_signal_never_reaches_another_process_with_the_pid(start: Start) -> None:
+    leader = start(SLEEPER)
+    assert leader.stdout.readline() == "up\n"
+    earlier = psutil.Process(leader.pid)
+    earlier._ident = (earlier.pid, 1.0)  # as if it had started long ago
+    assert not send(earlier, signal.SIGKILL)
+    assert leader.poll() is None

@@ -1,174 +1,254 @@
-"""What evidence supports which verdict; time alone supports none."""
+"""What evidence supports which verdict (time alone supports none), and a case against its control."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
-from backlight.diagnose.matrix.evaluation import judge, read_verdicts
-from backlight.diagnose.matrix.observations import (
-    Ended,
-    Observation,
-    Place,
-    ProcessSeen,
-    Progress,
-    Stack,
-    StallSeen,
-    Window,
+from backlight.diagnose.matrix.case_run import read_stalls, steps_at
+from backlight.diagnose.matrix.cases import Case, Launch
+from backlight.diagnose.matrix.evaluation import (
+    Effect,
+    Evaluation,
+    Finished,
+    compare,
+    evaluate,
+    read_verdicts,
 )
-from backlight.records import DiagnosisKind, to_json
+from backlight.diagnose.matrix.results import Attempt, Observation, ProcessSample, Progress, Stall, Window
+from backlight.records import Fingerprint, Verdict
+from backlight.store.write.writer import RunWriter
 
-LOCK = Place("wait", "/home/me/ops.py", 22)
-TOP = Place("<module>", "/home/me/train.py", 9)
-NATIVE = Place("PyThread_acquire_lock_timed", "/usr/lib/libpython3.11.so.1.0", 0, native=True)
-
-
-def dumps(*inner: Place, holds_lock: bool = False, last: tuple[Place, ...] = ()) -> tuple[Stack, ...]:
-    found = [
-        Stack("py-spy", i, 7, "MainThread", (place, TOP), active=holds_lock, holds_lock=holds_lock, main=True)
-        for i, place in enumerate(inner)
-    ]
-    found[-1] = replace(found[-1], frames=(*last, *found[-1].frames))
-    return tuple(found)
+LINE = "/home/me/ops.py:22"
+IDLE = ProcessSample(
+    7, "python train.py", True, 0.0, verdict=Verdict.BLOCKED, line=LINE,
+    claim="BLOCKED: the main thread waits for a lock at ops.py:22 in wait",
+)  # fmt: skip
+BUSY = replace(IDLE, cpu=1.0, verdict=Verdict.UNKNOWN, claim="UNKNOWN: it computes at ops.py:22 in f")
+SPINNING = replace(BUSY, spins=True)
 
 
 def over(
-    *,
-    cpu: float = 0.0,
-    delay: float = 0.0,
-    progress: tuple[Progress, ...] = (),
-    stacks: tuple[Stack, ...] = (),
+    sample: ProcessSample = IDLE,
+    *progress: Progress,
     printed: int = 0,
-    state: str = "S",
-    stalls: tuple[StallSeen, ...] = (),
     seconds: float = 4.0,
+    stalls: tuple[Stall, ...] = (),
 ) -> Observation:
-    return Observation(
-        Ended.OVER, 12.0, 12.0, window=Window(seconds, cpu, printed, progress),
-        processes=(ProcessSeen(7, 1, "python train.py", state, 1, cpu, delay),), stacks=stacks, stalls=stalls,
-    )  # fmt: skip
+    window = Window(seconds, sample.cpu, printed, progress)
+    return Observation(12.0, 12.0, window=window, processes=(sample,), stalls=stalls)
 
 
-def steps(before: int, middle: int, after: int, total: int = 0) -> tuple[Progress, ...]:
-    return (Progress("said in the output", before, middle, after, total),)
+def steps(before: int, middle: int, after: int, total: int = 0) -> Progress:
+    return Progress("in the output", before, middle, after, total)
 
 
 def test_a_wait_without_cpu_on_one_line_is_blocked() -> None:
-    said = judge(over(stacks=dumps(LOCK, LOCK, LOCK, last=(NATIVE,))))
-    assert (said.verdict, said.line, said.confidence) == (
-        DiagnosisKind.BLOCKED,
-        "/home/me/ops.py:22",
-        "medium",
-    )
-    assert said.claim == "blocked: thread MainThread waits in wait, ops.py:22 for a lock; CPU 0 % over 2.0 s"
-    assert said.alternatives
-    assert "3 dumps show the same line (py-spy)" in said.because
-    sure = judge(over(stacks=dumps(LOCK, LOCK, LOCK), progress=steps(3, 3, 3)))
-    assert (sure.verdict, sure.confidence, sure.alternatives) == (DiagnosisKind.BLOCKED, "high", ())
+    found = evaluate(over())
+    assert (found.verdict, found.line, found.confidence) == (Verdict.BLOCKED, LINE, "medium")
+    assert "waits for a lock at ops.py:22" in found.claim
+    assert found.alternatives
+    sure = evaluate(over(IDLE, steps(3, 3, 3)))
+    assert (sure.verdict, sure.confidence, sure.alternatives) == (Verdict.BLOCKED, "high", ())
+
+
+def test_a_worker_explains_more_than_its_launcher() -> None:
+    launcher = replace(IDLE, pid=3, leaf=False, line="/lib/api.py:1")
+    assert evaluate(replace(over(), processes=(launcher, IDLE))).line == LINE
 
 
 @pytest.mark.parametrize(
     "seen",
     [
-        over(stacks=dumps(LOCK, LOCK), cpu=0.3),
-        over(stacks=dumps(LOCK, LOCK), printed=1),
-        over(stacks=dumps(LOCK, TOP)),
-        over(stacks=dumps(LOCK)),
-        over(stacks=dumps(LOCK, LOCK), progress=steps(1, 1, 2)),
-        over(stacks=dumps(LOCK, LOCK, LOCK), cpu=1.0),
-        over(stacks=dumps(LOCK, TOP, LOCK, holds_lock=True), cpu=1.0),
-        over(stacks=dumps(LOCK, LOCK, LOCK, holds_lock=True), cpu=1.0, progress=steps(1, 1, 2)),
-        over(stacks=dumps(LOCK, LOCK, LOCK, holds_lock=True), cpu=0.5),
-        over(stacks=dumps(LOCK, LOCK, LOCK), delay=0.5),
+        over(replace(IDLE, cpu=0.3)),
+        over(replace(IDLE, delay=0.5)),
+        over(printed=1),
+        over(replace(IDLE, verdict=Verdict.UNKNOWN)),
+        over(IDLE, steps(1, 1, 2)),
+        over(BUSY),
+        over(replace(BUSY, verdict=Verdict.LONG_OP)),
+        over(SPINNING, steps(1, 1, 2)),
+        over(replace(SPINNING, cpu=0.5)),
     ],
 )
-def test_what_does_not_decide_is_unknown(seen: Observation) -> None:
-    said = judge(seen)
-    assert said.verdict is DiagnosisKind.UNKNOWN
-    assert "did not finish in 12 s" in said.claim
-    assert "it is slow and would finish" in said.alternatives
+def test_evidence_that_does_not_decide_is_unknown(seen: Observation) -> None:
+    found = evaluate(seen)
+    assert found.verdict is Verdict.UNKNOWN
+    assert "it is slow and would finish" in found.alternatives
 
 
-def test_time_alone_says_only_that_it_did_not_finish() -> None:
+def test_time_alone_decides_nothing() -> None:
     for seen in (
-        over(),
-        over(cpu=1.0),
-        over(stacks=dumps(LOCK, LOCK), seconds=0.5),
+        over(replace(IDLE, verdict=Verdict.UNKNOWN, claim="")),
+        over(replace(BUSY, claim="")),
+        over(seconds=0.5),
         replace(over(), window=None),
     ):
-        said = judge(seen)
-        assert said.verdict is DiagnosisKind.DID_NOT_FINISH
-        assert said.claim == "did not finish in 12 seconds"
-        assert said.confidence == "none"
+        found = evaluate(seen)
+        assert (found.verdict, found.confidence) == (Verdict.DID_NOT_FINISH, "none")
 
 
-def test_a_loop_that_holds_the_interpreter_lock_on_one_line_spins() -> None:
-    said = judge(over(stacks=dumps(LOCK, LOCK, LOCK, holds_lock=True), cpu=0.99, progress=steps(3, 3, 3)))
-    assert (said.verdict, said.line, said.confidence) == (DiagnosisKind.SPIN, "/home/me/ops.py:22", "high")
-    crowded = judge(over(stacks=dumps(LOCK, LOCK, LOCK, holds_lock=True), cpu=0.5, delay=0.45))
-    assert crowded.verdict is DiagnosisKind.SPIN
-    assert said.claim == "spins in wait, ops.py:22: CPU 99 %, the same line in every dump"
+def test_a_process_that_holds_the_gil_on_one_line_spins() -> None:
+    found = evaluate(over(SPINNING, steps(3, 3, 3)))
+    assert (found.verdict, found.line, found.confidence) == (Verdict.SPIN, LINE, "high")
+    # On a crowded machine it queues for a core for part of the time.
+    assert evaluate(over(replace(SPINNING, cpu=0.5, delay=0.45))).verdict is Verdict.SPIN
 
 
-def test_a_native_operation_without_progress_is_a_long_operation() -> None:
-    kernel = Place("gemm_kernel", "/site-packages/torch/lib/libtorch_cpu.so", 0, native=True)
-    stacks = dumps(LOCK, LOCK, LOCK, last=(kernel,))
-    assert judge(over(stacks=stacks, cpu=1.0, progress=steps(3, 3, 3))).verdict is DiagnosisKind.LONG_OP
-    # Without a count, one line that calls a kernel is what a training at work looks like.
-    assert judge(over(stacks=stacks, cpu=1.0)).verdict is DiagnosisKind.UNKNOWN
+def test_a_long_operation_needs_progress_that_does_not_move() -> None:
+    assert evaluate(over(replace(BUSY, verdict=Verdict.LONG_OP), steps(3, 3, 3))).verdict is Verdict.LONG_OP
 
 
 def test_progress_in_both_halves_of_the_window_is_slow() -> None:
-    said = judge(over(progress=steps(10, 14, 18, 100), stacks=dumps(LOCK, LOCK), cpu=0.0))
-    assert said.verdict is DiagnosisKind.SLOW
-    assert said.claim == "slow, not hung: 18 of 100 (said in the output), 2/s over the last 4.0 s, ETA 41 s"
-    # It moved, and hangs since: that is not slow.
-    assert judge(over(progress=steps(10, 14, 14), stacks=dumps(LOCK, LOCK))).verdict is DiagnosisKind.BLOCKED
+    found = evaluate(over(IDLE, steps(10, 14, 18, 100)))
+    assert found.verdict is Verdict.SLOW
+    assert "18 of 100" in found.claim
+    assert "2/s over the last 4.0 s, ETA 41 s" in found.claim
+    # It moved, and is hung since: that is not slow.
+    assert evaluate(over(IDLE, steps(10, 14, 14))).verdict is Verdict.BLOCKED
 
 
-def test_the_sidecars_finding_is_taken_over_unless_it_is_over() -> None:
-    stall = StallSeen(
-        "MISMATCH", "ranks differ at sequence 4", phase="backward", line="a.py:3", path="cases/x/000/run"
-    )
-    said = judge(over(stalls=(stall,), cpu=1.0))
-    assert (said.verdict, said.claim, said.phase, said.line) == (
-        DiagnosisKind.MISMATCH,
-        stall.claim,
-        "backward",
-        "a.py:3",
-    )
-    assert "finding of rule stall in cases/x/000/run" in said.because
-    assert judge(over(stalls=(replace(stall, over=True),), cpu=1.0)).verdict is DiagnosisKind.DID_NOT_FINISH
-    assert judge(over(stalls=(stall,), progress=steps(1, 2, 3))).verdict is DiagnosisKind.SLOW
+def test_a_stall_finding_is_the_verdict_unless_progress_resumed() -> None:
+    stall = Stall("MISMATCH", "ranks differ at sequence 4", "backward", "a.py:3", path="cases/x/000/run")
+    found = evaluate(over(BUSY, stalls=(stall,)))
+    assert (found.verdict, found.phase, found.line) == (Verdict.MISMATCH, "backward", "a.py:3")
+    assert found.because[0] == "finding of rule stall in cases/x/000/run"
+    assert evaluate(over(BUSY, stalls=(replace(stall, over=True),))).verdict is Verdict.UNKNOWN
+    assert evaluate(over(BUSY, steps(1, 2, 3), stalls=(stall,))).verdict is Verdict.SLOW
 
 
 def test_a_stopped_process_is_stopped() -> None:
-    assert judge(over(state="T", stacks=dumps(LOCK, LOCK))).verdict is DiagnosisKind.STOPPED
+    assert evaluate(over(replace(IDLE, verdict=Verdict.STOPPED))).verdict is Verdict.STOPPED
 
 
-def test_an_exit_is_judged_by_its_code_and_its_word() -> None:
-    done = Observation(Ended.EXITED, 2.0, 12.0, 0)
-    assert judge(done).verdict is DiagnosisKind.PASS
-    assert judge(replace(done, success=True)).verdict is DiagnosisKind.PASS
-    assert judge(replace(done, success=False)).verdict is DiagnosisKind.UNKNOWN
-    failed = judge(replace(done, exit_code=1, error="ValueError: injected", error_line="/home/me/a.py:3"))
-    assert (failed.verdict, failed.line) == (DiagnosisKind.CRASH, "/home/me/a.py:3")
-    assert failed.claim == "left with exit code 1 after 2.0 s: ValueError: injected"
-    killed = judge(replace(done, exit_code=-9))
-    assert killed.claim == "was ended by SIGKILL after 2.0 s"
-    assert killed.alternatives == ("another process killed it (out of memory, a batch system)",)
-    assert judge(Observation(Ended.NOT_STARTED, 0.0, 12.0, reason="gone")).verdict is DiagnosisKind.UNKNOWN
+def test_an_exit_is_evaluated_by_its_code_and_its_output() -> None:
+    done = Observation(2.0, 12.0, 0)
+    assert evaluate(done).verdict is Verdict.PASS
+    assert evaluate(replace(done, success=True)).verdict is Verdict.PASS
+    assert evaluate(replace(done, success=False)).verdict is Verdict.UNKNOWN
+    failed = evaluate(replace(done, exit_code=1, error="ValueError: injected", error_line="/home/me/a.py:3"))
+    assert (failed.verdict, failed.line) == (Verdict.CRASH, "/home/me/a.py:3")
+    assert "ValueError: injected" in failed.claim
+    killed = evaluate(replace(done, exit_code=-9))
+    assert (killed.verdict, len(killed.alternatives)) == (Verdict.CRASH, 1)
+    assert "SIGKILL" in killed.claim
+    assert evaluate(Observation(0.0, 12.0, problem="gone")).verdict is Verdict.UNKNOWN
 
 
-def test_an_observation_survives_its_file() -> None:
-    seen = over(
-        stacks=dumps(LOCK, LOCK, last=(NATIVE,)), progress=steps(1, 2, 3), stalls=(StallSeen("SLOW", "x"),)
-    )
-    assert Observation.from_json(to_json(seen)) == seen
+def test_an_observation_is_read_back() -> None:
+    observations = TypeAdapter(Observation)
+    seen = over(IDLE, steps(1, 2, 3), stalls=(Stall("SLOW", "x"),))
+    assert observations.validate_json(observations.dump_json(seen)) == seen
 
 
 def test_verdicts_are_read_from_a_list() -> None:
-    assert read_verdicts("blocked, CRASH") == (DiagnosisKind.BLOCKED, DiagnosisKind.CRASH)
+    assert read_verdicts("blocked, CRASH") == (Verdict.BLOCKED, Verdict.CRASH)
     with pytest.raises(ValueError, match=r"no verdict is called 'BLOKED'; did you mean 'BLOCKED'\?"):
         read_verdicts("BLOKED")
+
+
+FINGERPRINT = Fingerprint(
+    script="train.py", arguments=("--checkpoint",), modules=(("", "Net"),), parameter_count=10
+)
+
+
+def finished(
+    root: Path, name: str, verdict: Verdict = Verdict.PASS, *, output: str = "", shows: tuple[str, ...] = (),
+    fingerprint: Fingerprint | None = None, losses: tuple[float, ...] = (),
+) -> Finished:  # fmt: skip
+    attempt = Attempt(root, root / "cases" / name / "000")
+    attempt.path.mkdir(parents=True)
+    attempt.outputs[0].write_text(output)
+    if fingerprint is not None:
+        writer = RunWriter.create(attempt.run, name=name)
+        writer.fingerprint(fingerprint)
+        for step, loss in enumerate(losses):
+            writer.scalars(step, {"loss": loss, "time": 100.0 + step, "cost": 0.1 * (1 + len(name))})
+        writer.close()
+    launch = Launch(("python", "train.py"), str(root), 10.0)
+    case = Case(name, launch, "" if name == "base" else "base", "checkpointing", shows=shows)
+    return Finished(case, attempt, Observation(1.0, 10.0, 0), Evaluation(verdict, ""))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome"),
+    [
+        ("PASS", "BLOCKED", "causes"),
+        ("SPIN", "PASS", "cures"),
+        ("BLOCKED", "CRASH", "changes"),
+        ("SLOW", "SLOW", "none"),
+    ],
+)
+def test_the_outcome_follows_the_two_verdicts(before: str, after: str, outcome: str, tmp_path: Path) -> None:
+    control = finished(tmp_path, "base", Verdict(before), output="checkpointing off\n")
+    case = finished(tmp_path, "other", Verdict(after), output="checkpointing on\n")
+    found = compare(case, control)
+    assert (found.outcome, found.effect) == (outcome, Effect.OBSERVED)
+    assert f"({before} -> {after})" in found.claim
+
+
+def test_without_an_effect_the_factor_is_not_cleared(tmp_path: Path) -> None:
+    runs = {"fingerprint": FINGERPRINT, "losses": (1.0, 0.5), "output": "done\n"}
+    control = finished(tmp_path, "base", **runs)
+    # Requested arguments, and times, are no effect.
+    other = replace(FINGERPRINT, arguments=(), script="other.py", host="elsewhere")
+    found = compare(finished(tmp_path, "other", **{**runs, "fingerprint": other}), control)
+    assert (found.outcome, found.effect, found.differences) == ("", Effect.NONE, ())
+    assert found.compared == ("the fingerprints and first steps of the runs", "the outputs")
+
+
+def test_a_different_fingerprint_is_an_effect(tmp_path: Path) -> None:
+    control = finished(tmp_path, "base", fingerprint=FINGERPRINT, losses=(1.0,))
+    changed = replace(FINGERPRINT, flags={"tf32": "True"}, world_size=2)
+    found = compare(finished(tmp_path, "other", fingerprint=changed), control)
+    assert (found.outcome, found.effect) == ("none", Effect.OBSERVED)
+    assert set(found.differences) == {
+        "fingerprint flags: tf32 none and True", "fingerprint world_size: 1 and 2",
+    }  # fmt: skip
+
+
+def test_losses_may_differ_by_chance(tmp_path: Path) -> None:
+    control = finished(tmp_path, "base", fingerprint=FINGERPRINT, losses=(1.0, 0.5))
+    case = finished(tmp_path, "other", fingerprint=FINGERPRINT, losses=(1.0, 0.25))
+    found = compare(case, control)
+    assert (found.outcome, found.effect) == ("", Effect.POSSIBLE)
+    assert found.differences[0].startswith("loss at step 1: 0.5 and 0.25")
+    # A verdict that changed decides more than a loss.
+    crashed = replace(case, evaluation=Evaluation(Verdict.CRASH, ""))
+    assert compare(crashed, control).outcome == "causes"
+
+
+def test_the_declared_output_decides(tmp_path: Path) -> None:
+    control = finished(tmp_path, "base", output="checkpointing: off\n")
+    case = finished(tmp_path, "other", output="checkpointing: off\n", shows=("checkpointing: on",))
+    found = compare(case, control)
+    assert (found.effect, found.outcome) == (Effect.NONE, "")
+    assert "lacks 'checkpointing: on'" in found.why
+    case = finished(tmp_path, "third", output="checkpointing: on\n", shows=("checkpointing: on",))
+    assert compare(case, control).outcome == "none"
+
+
+def test_cases_that_were_cut_short_may_still_differ(tmp_path: Path) -> None:
+    control = finished(tmp_path, "base", Verdict.BLOCKED, output="starting\nst")
+    found = compare(finished(tmp_path, "other", Verdict.BLOCKED, output="starting\n"), control)
+    assert (found.effect, found.outcome) == (Effect.UNKNOWN, "")
+    assert "shows = " in found.why
+
+
+@pytest.mark.parametrize("verdict", [Verdict.UNKNOWN, Verdict.DID_NOT_FINISH])
+def test_an_undecided_verdict_decides_nothing(verdict: Verdict, tmp_path: Path) -> None:
+    control = finished(tmp_path, "base", output="off\n")
+    case = finished(tmp_path, "other", verdict, output="on\n")
+    assert compare(case, control).outcome == ""
+    assert compare(case, control).why == f"the verdict of the case is {verdict.value}"
+    assert compare(replace(control, case=case.case), replace(case, case=control.case)).outcome == ""
+
+
+def test_steps_count_by_the_recorded_times(tmp_path: Path) -> None:
+    one = finished(tmp_path, "base", fingerprint=FINGERPRINT, losses=(1.0, 0.5, 0.25))
+    assert steps_at(one.attempt.run, [99.0, 100.0, 101.5, 200.0]) == (0, 1, 2, 3)
+    assert steps_at(tmp_path, [1.0]) is None
+    assert read_stalls(one.attempt.run, "run") == ()

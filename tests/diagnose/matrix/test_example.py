@@ -1,4 +1,4 @@
-"""The example of the docs: real trainings under ``backlight run``, one of which hangs in backward."""
+"""The example of the docs: runs under ``backlight run``, one of which hangs in backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from backlight.diagnose.matrix.report import MatrixReport
 from backlight.diagnose.matrix.runner import execute, prepare
-from backlight.records import DiagnosisKind
+from backlight.records import Verdict
 
 pytestmark = pytest.mark.alone
 
@@ -26,7 +26,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MatrixReport]:
     folder = tmp_path_factory.mktemp("example")
     (folder / "train.py").write_bytes((EXAMPLES / "train.py").read_bytes())
     plan = folder / "recompute.toml"
-    # A watched training says of itself what it waits for; the plan as it is leaves it more time.
+    # The watchdog reports sooner than the time limit of the plan requires.
     text = (EXAMPLES / "recompute.toml").read_text()
     text = text.replace("time_limit = 15.0", "time_limit = 12.0")
     plan.write_text(text.replace("[base]\n", '[base]\nrun_options = ["--stall", "1.5"]\n'))
@@ -35,12 +35,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MatrixReport]:
 
 def test_the_example_finds_its_fault(done: tuple[Path, MatrixReport]) -> None:
     _, report = done
-    verdicts = {case.name: case.judgement.verdict for case in report.cases}
-    assert verdicts == {
-        "base": DiagnosisKind.PASS,
-        "checkpointing": DiagnosisKind.BLOCKED,
-        "lock": DiagnosisKind.PASS,
-    }
+    verdicts = {case.name: case.evaluation.verdict for case in report.cases}
+    assert verdicts == {"base": Verdict.PASS, "checkpointing": Verdict.BLOCKED, "lock": Verdict.PASS}
     assert {c.case: (c.factor, c.outcome) for c in report.comparisons} == {
         "checkpointing": ("checkpointing", "causes"),
         "lock": ("lock", "cures"),
@@ -48,24 +44,22 @@ def test_the_example_finds_its_fault(done: tuple[Path, MatrixReport]) -> None:
     assert report.headline == "recomputation takes a lock that the forward it runs takes again"
     lines = (EXAMPLES / "train.py").read_text().splitlines()
     blocked = report.cases[1]
-    line = int(blocked.judgement.line.rpartition(":")[2])
+    line = int(blocked.evaluation.line.rpartition(":")[2])
     assert "with LOCK" in lines[line - 1]
     assert int(report.actions[0].at.rpartition(":")[2]) == 1 + next(
         i for i, text in enumerate(lines) if "with LOCK, torch" in text
     )
 
 
-def test_the_sidecars_finding_is_the_verdict(done: tuple[Path, MatrixReport]) -> None:
+def test_the_finding_of_the_watchdog_is_the_verdict(done: tuple[Path, MatrixReport]) -> None:
     out, report = done
-    blocked = report.cases[1].judgement
+    blocked = report.cases[1].evaluation
     assert blocked.because[0] == "finding of rule stall in cases/checkpointing/000/run"
     assert blocked.phase == "backward"
     assert "Block.forward, train.py:" in blocked.claim
-    names = [Path(kept.path).name for kept in report.cases[1].files]
-    signalled = next(name for name in names if name.startswith("stacks-signal-"))
-    stacks = (out / "cases/checkpointing/000/evidence" / signalled).read_text()
-    assert "in backward" in stacks
-    # The deaths of its end are no findings: the sidecar was ended first.
+    kept = next(out / note.what for note in report.cases[1].files if "/stacks-" in note.what)
+    assert "Block.forward" in kept.read_text()
+    # The kills at its end are no findings: the watchdog process was ended first.
     findings = subprocess.run(
         [sys.executable, "-m", "backlight", "findings", str(out / "cases/checkpointing/000/run"), "--json"],
         capture_output=True, text=True, check=True,
@@ -93,16 +87,16 @@ def test_two_ranks_show_the_same_fault(tmp_path: Path) -> None:
         '[factors.checkpointing]\noff = {}\non = { arguments = ["--checkpoint"] }\n'
     )  # fmt: skip
     report = execute(prepare(tmp_path / "plan.toml"), tmp_path / "out")
-    verdicts = {case.name: case.judgement.verdict for case in report.cases}
+    verdicts = {case.name: case.evaluation.verdict for case in report.cases}
     assert verdicts == {
-        "base": DiagnosisKind.PASS,
-        "checkpointing=on": DiagnosisKind.BLOCKED,
-        "ranks=two": DiagnosisKind.PASS,
-        "ranks=two,checkpointing=on": DiagnosisKind.BLOCKED,
+        "base": Verdict.PASS,
+        "checkpointing=on": Verdict.BLOCKED,
+        "ranks=two": Verdict.PASS,
+        "ranks=two,checkpointing=on": Verdict.BLOCKED,
     }
     ranks = next(c for c in report.comparisons if c.case == "ranks=two")
     assert ranks.outcome == "none"
-    assert any("ranks: 2" in text or "world_size" in text for text in ranks.seen)
+    assert any("ranks: 2" in text or "world_size" in text for text in ranks.differences)
 
 
 def test_the_options_are_frozen() -> None:

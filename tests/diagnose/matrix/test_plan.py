@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from backlight.diagnose.matrix.cases import cases_of, options
-from backlight.diagnose.matrix.plan import read_plan
-from backlight.diagnose.matrix.plan_errors import PlanError
+from backlight.diagnose.matrix.cases import cases_of, split_options
+from backlight.diagnose.matrix.decision_tree import check_tree
+from backlight.diagnose.matrix.plan import PlanError, read_plan
 from backlight.diagnose.matrix.runner import prepare
-from backlight.diagnose.matrix.tree import check_tree
 
 Writer = Callable[..., Path]
 
@@ -79,7 +78,7 @@ PAIR = "[cases.base]\n[cases.other]\ncontrol = 'base'\n"
         ),
         (
             "[cases.base]\nedits = [{ file = 'job.py', find = 'no such text', replace = '' }]\n",
-            r"'no such text' stands 0 times in job.py",
+            r"'no such text' occurs 0 times in job.py",
         ),
         (
             JSON + "[{ file = 'c.json', key = 'net.dpth', value = 3 }]\n",
@@ -87,7 +86,7 @@ PAIR = "[cases.base]\n[cases.other]\ncontrol = 'base'\n"
         ),
         (
             JSON + "[{ file = 'c.json', key = 'net.depth', value = 2 }]\n",
-            r"the edit of c.json changes nothing; 'net.depth' is so already",
+            r"the edit of c.json changes nothing; 'net.depth' is set already",
         ),
         (
             "[cases.base]\nedits = [{ file = 'c.json', key = 'net.depth', value = 3 }]\n",
@@ -185,7 +184,7 @@ def test_a_level_may_bundle_what_only_makes_sense_together(plan: Writer) -> None
 
 
 def test_options_are_split_as_scripts_read_them() -> None:
-    assert options(("x", "--a", "1", "--b=2", "-3", "--flag")) == [
+    assert split_options(("x", "--a", "1", "--b=2", "-3", "--flag")) == [
         ("positional", ("x",)),
         ("--a", ("1",)),
         ("--b", ("2", "-3")),
@@ -195,7 +194,7 @@ def test_options_are_split_as_scripts_read_them() -> None:
 
 def test_the_root_of_a_tree_is_found(plan: Writer) -> None:
     path = plan("[cases.base]\n[tree.z]\nconclusion = 'x'\n[tree.a]\ncase = 'base'\non = { PASS = 'z' }\n")
-    assert check_tree(read_plan(path), {"base": ""}, path) == "a"
+    assert check_tree(read_plan(path), {"base": ""}, path) == ("a", "z")
 
 
 def test_init_writes_a_plan_that_is_ready_to_be_fitted(
@@ -219,7 +218,7 @@ def test_init_writes_a_plan_that_is_ready_to_be_fitted(
         "ranks=two",
         "checkpointing=on",
     ]
-    assert check_tree(read, {c.name: c.control for c in cases}, folder / "mine.toml") == "base"
+    assert check_tree(read, {c.name: c.control for c in cases}, folder / "mine.toml")[0] == "base"
     code, _, err = command("matrix", "--init", "mine.toml")
     assert code == 2
     assert "mine.toml: exists already" in err
@@ -243,4 +242,4 @@ print(len(names))
 def test_a_matrix_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED_TORCH], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 20
+    assert int(done.stdout) >= 8

@@ -1,4 +1,4 @@
-"""A whole matrix over processes that end, hang, spin, crawl and fail: judged, resumed, rendered."""
+"""A whole matrix over processes that end, hang, spin, crawl and fail: evaluated, resumed, rendered."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+import psutil
 import pytest
 
-from backlight.diagnose.matrix import processes
-from backlight.diagnose.matrix.comparison import Effect
-from backlight.diagnose.matrix.directory import MatrixFolderError, is_matrix
-from backlight.diagnose.matrix.plan_errors import PlanError
-from backlight.diagnose.matrix.rendering.bundle import write_bundle
-from backlight.diagnose.matrix.rendering.markdown import render_markdown
-from backlight.diagnose.matrix.rendering.page import render_html
-from backlight.diagnose.matrix.report import MatrixReport, read_report
+from backlight.diagnose.matrix.decision_tree import Status
+from backlight.diagnose.matrix.evaluation import Effect
+from backlight.diagnose.matrix.plan import PlanError
+from backlight.diagnose.matrix.report import (
+    MatrixReport,
+    as_markdown,
+    is_matrix,
+    page,
+    read_report,
+    write_bundle,
+)
+from backlight.diagnose.matrix.results import MatrixDirectoryError
 from backlight.diagnose.matrix.runner import execute, prepare
-from backlight.diagnose.matrix.tree import Standing
-from backlight.records import DiagnosisKind
+from backlight.launch import subprocess as processes
+from backlight.records import Verdict
 
 Writer = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
@@ -82,17 +87,17 @@ def done(tmp_path_factory: pytest.TempPathFactory, script: str) -> tuple[Path, M
 @alone
 def test_every_case_has_its_verdict(done: tuple[Path, MatrixReport]) -> None:
     _, report = done
-    verdicts = {case.name: case.judgement.verdict for case in report.cases}
+    verdicts = {case.name: case.evaluation.verdict for case in report.cases}
     assert verdicts == {
-        "base": DiagnosisKind.PASS,
-        "fails": DiagnosisKind.CRASH,
-        "waits": DiagnosisKind.BLOCKED,
-        "spins": DiagnosisKind.SPIN,
-        "crawls": DiagnosisKind.SLOW,
-        "nothing": DiagnosisKind.PASS,
-        "gone": DiagnosisKind.UNKNOWN,  # it exits with 0 and says nothing of what the plan calls success
+        "base": Verdict.PASS,
+        "fails": Verdict.CRASH,
+        "waits": Verdict.BLOCKED,
+        "spins": Verdict.SPIN,
+        "crawls": Verdict.SLOW,
+        "nothing": Verdict.PASS,
+        "gone": Verdict.UNKNOWN,  # it exits with 0 and does not print what the plan calls success
     }
-    lines = {case.name: case.judgement.line.rpartition("/")[2] for case in report.cases}
+    lines = {case.name: case.evaluation.line.rpartition("/")[2] for case in report.cases}
     assert lines["waits"] == "job.py:7"
     assert lines["spins"] in {"job.py:10", "job.py:11"}
     assert lines["fails"] == "job.py:19"
@@ -100,11 +105,11 @@ def test_every_case_has_its_verdict(done: tuple[Path, MatrixReport]) -> None:
 
 
 @alone
-def test_no_process_is_left_and_what_ended_them_is_said(done: tuple[Path, MatrixReport]) -> None:
+def test_no_process_is_left(done: tuple[Path, MatrixReport]) -> None:
     folder, report = done
     marks = {json.loads(start.read_text())["mark"] for start in folder.glob("out/cases/*/*/start.json")}
     assert len(marks) == len(report.cases)
-    assert not [p for p in processes.table() if processes.environment_of(p).get(processes.MARK) in marks]
+    assert not [p for p in psutil.process_iter() if processes.mark_of(p) in marks]
     ended = {case.name: case.ended_by for case in report.cases}
     assert ended["base"] == ()
     assert ended["waits"][0].startswith("SIGTERM to ")
@@ -114,36 +119,36 @@ def test_no_process_is_left_and_what_ended_them_is_said(done: tuple[Path, Matrix
 def test_evidence_was_collected_before_the_end(done: tuple[Path, MatrixReport]) -> None:
     folder, report = done
     waits = next(case for case in report.cases if case.name == "waits")
-    files = {Path(kept.path).name.split("-")[0] for kept in waits.files}
-    assert {"processes.txt", "tail.txt", "proc", "stacks", "stdout.txt", "start.json"} <= files
+    files = {Path(kept.what).name.split("-")[0] for kept in waits.files}
+    assert {"processes.txt", "tail.txt", "stacks", "stdout.txt", "start.json"} <= files
     for case in report.cases:
         for kept in case.files:
-            assert (folder / "out" / kept.path).exists(), kept
-    # The process was alive when it was looked at: the kernel said that its main thread sleeps.
-    state = next(k for k in waits.files if "processes.txt" in k.path)
-    assert " S " in (folder / "out" / state.path).read_text()
+            assert (folder / "out" / kept.what).exists(), kept
+    # The process was alive when it was sampled: its main thread sleeps.
+    state = next(k for k in waits.files if "processes.txt" in k.what)
+    assert " S " in (folder / "out" / state.what).read_text()
     assert any("stdout: mode: wait" in line for line in waits.tail)
 
 
 @alone
-def test_cases_are_held_against_their_controls(done: tuple[Path, MatrixReport]) -> None:
+def test_cases_are_compared_with_their_controls(done: tuple[Path, MatrixReport]) -> None:
     _, report = done
     said = {c.case: c for c in report.comparisons}
     assert {name: c.outcome for name, c in said.items()} == {
         "fails": "causes", "waits": "causes", "spins": "causes", "crawls": "causes", "nothing": "",
     }  # fmt: skip
-    assert said["waits"].effect is Effect.SEEN
+    assert said["waits"].effect is Effect.OBSERVED
     assert said["waits"].factor == "argument positional"
     assert said["nothing"].effect is Effect.NONE
-    assert said["nothing"].claim.endswith("(PASS -> PASS): the knob had no effect that shows in the outputs")
-    assert any("NOTHING_READS_THIS reaches the training" in action.do for action in report.actions)
+    assert said["nothing"].why == "the factor had no effect that shows in the outputs"
+    assert any("NOTHING_READS_THIS reaches the training script" in action.do for action in report.actions)
 
 
 @alone
 def test_the_tree_is_walked_and_actions_are_ordered(done: tuple[Path, MatrixReport]) -> None:
     _, report = done
-    assert {b.name: b.standing for b in report.branches} == {
-        "start": Standing.SUPPORTED, "it-does": Standing.SUPPORTED, "it-does-not": Standing.REFUTED,
+    assert {b.name: b.status for b in report.branches} == {
+        "start": Status.SUPPORTED, "it-does": Status.SUPPORTED, "it-does-not": Status.REFUTED,
     }  # fmt: skip
     assert report.headline == "the wait"
     first, *others = report.actions
@@ -153,23 +158,23 @@ def test_the_tree_is_walked_and_actions_are_ordered(done: tuple[Path, MatrixRepo
 
 
 @alone
-def test_the_report_survives_its_file_and_every_form_shows_it(done: tuple[Path, MatrixReport]) -> None:
+def test_the_report_is_read_back_and_rendered(done: tuple[Path, MatrixReport]) -> None:
     folder, report = done
     out = folder / "out"
     assert is_matrix(out)
     assert not is_matrix(folder)
     assert read_report(out) == report
-    text = render_markdown(out)
+    text = as_markdown(read_report(out))
     wanted = ("# a &lt;b>matrix", "Environment", "Left open", "Evidence that could not be collected")
     wanted += ("What to do, in this order", "Commands to verify", "`job.py:7`", "BLOCKED")
     for part in wanted:
         assert part in text, part
-    page = render_html(out)
-    assert "a &lt;b&gt;matrix&lt;/b&gt;" in page
-    assert "<b>" not in page
-    assert "default-src 'none'" in page
+    html = page(read_report(out))
+    assert "a &lt;b&gt;matrix&lt;/b&gt;" in html
+    assert "<b>" not in html
+    assert "default-src 'none'" in html
     links = _Links()
-    links.feed(page)
+    links.feed(html)
     assert links.scripts == 0
     assert links.found
     for link in links.found:
@@ -203,7 +208,7 @@ def test_everything_goes_into_one_archive(done: tuple[Path, MatrixReport], tmp_p
         write_bundle(out, tmp_path / "all.rar")
 
 
-def test_what_has_a_result_does_not_run_again(folder: Path, plan: Writer) -> None:
+def test_a_case_with_a_result_does_not_run_again(folder: Path, plan: Writer) -> None:
     path = plan("[cases.a]\n[cases.b]\narguments = ['fail']\n")
     started: list[str] = []
 
@@ -227,7 +232,7 @@ def test_what_has_a_result_does_not_run_again(folder: Path, plan: Writer) -> Non
     run()
     assert started == ["a", "b"]
     # An attempt that was cut short has no result, and the next one does not touch it.
-    (folder / "out/cases/a/001/result.json").write_text('{"format": 1, "dig')
+    (folder / "out/cases/a/001/result.json").write_text('{"format": 2, "dig')
     report = run()
     assert started == ["a"]
     assert report.cases[0].attempt == "cases/a/002"
@@ -235,18 +240,23 @@ def test_what_has_a_result_does_not_run_again(folder: Path, plan: Writer) -> Non
         run(only=["c"])
 
 
-def test_a_folder_of_something_else_is_left_alone(folder: Path, plan: Writer) -> None:
+def test_another_directory_is_left_alone(folder: Path, plan: Writer) -> None:
     (folder / "out").mkdir()
     (folder / "out" / "mine.txt").write_text("mine")
     with pytest.raises(
-        MatrixFolderError, match=r"out: holds something that is no matrix; choose another --out"
+        MatrixDirectoryError, match=r"out: holds something that is no matrix; choose another --out"
     ):
         execute(prepare(plan("[cases.a]\n")), folder / "out")
     assert [p.name for p in (folder / "out").iterdir()] == ["mine.txt"]
     with pytest.raises(
-        MatrixFolderError, match=r"matrix.json: cannot be read: No such file.*is .* a matrix\?"
+        MatrixDirectoryError,
+        match=r"matrix.json: cannot be read: No such file.*is .* the directory of a matrix\?",
     ):
         read_report(folder / "out")
+
+
+def runs(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def cli(folder: Path) -> subprocess.Popen[str]:
@@ -256,23 +266,23 @@ def cli(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def marked(folder: Path) -> tuple[str, int]:
-    """Wait for the first case of the matrix, and return its mark and the pid of its process."""
+def first_process(folder: Path) -> psutil.Process:
+    """Wait for the first case of the matrix, and return its process."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         for start in folder.glob("out/cases/*/*/start.json"):
             mark = json.loads(start.read_text())["mark"]
-            for pid in processes.table():
-                if processes.environment_of(pid).get(processes.MARK) == mark:
-                    return mark, pid
+            for process in psutil.process_iter():
+                if processes.mark_of(process) == mark:
+                    return process
         time.sleep(0.05)
     raise AssertionError("no case was started")
 
 
-def test_an_interrupt_ends_the_case_and_the_next_call_goes_on(folder: Path, plan: Writer) -> None:
+def test_an_interrupted_matrix_resumes(folder: Path, plan: Writer) -> None:
     plan("[cases.a]\narguments = ['wait']\n", top="time_limit = 60")
     process = cli(folder)
-    mark, pid = marked(folder)
+    of_case = first_process(folder)
     other = subprocess.run(
         [sys.executable, "-m", "backlight", "matrix", "plan.toml", "--out", "out"],
         cwd=folder, capture_output=True, text=True, check=False,
@@ -282,23 +292,23 @@ def test_an_interrupt_ends_the_case_and_the_next_call_goes_on(folder: Path, plan
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert process.returncode == 130
-    assert processes.environment_of(pid).get(processes.MARK) != mark
+    assert not runs(of_case)
     assert not (folder / "out/cases/a/000/result.json").exists()
     plan("[cases.a]\n", top="time_limit = 60")
     report = execute(prepare(folder / "plan.toml"), folder / "out")
-    assert [(c.attempt, c.judgement.verdict) for c in report.cases] == [("cases/a/001", DiagnosisKind.PASS)]
+    assert [(c.attempt, c.evaluation.verdict) for c in report.cases] == [("cases/a/001", Verdict.PASS)]
 
 
-def test_what_a_killed_matrix_left_running_is_ended_by_the_next(folder: Path, plan: Writer) -> None:
+def test_leftovers_of_a_killed_matrix_are_ended(folder: Path, plan: Writer) -> None:
     plan("[cases.a]\narguments = ['wait']\n", top="time_limit = 60")
     process = cli(folder)
-    mark, pid = marked(folder)
+    of_case = first_process(folder)
     process.kill()
     process.communicate(timeout=30)
-    assert processes.environment_of(pid).get(processes.MARK) == mark
+    assert runs(of_case)
     plan("[cases.a]\n", top="time_limit = 60")
     execute(prepare(folder / "plan.toml"), folder / "out")
-    assert processes.environment_of(pid).get(processes.MARK) != mark
+    assert not runs(of_case)
 
 
 def test_a_variable_that_a_wrapper_drops_had_no_effect(folder: Path, plan: Writer) -> None:
@@ -309,10 +319,7 @@ def test_a_variable_that_a_wrapper_drops_had_no_effect(folder: Path, plan: Write
     report = execute(prepare(path), folder / "out")
     (said,) = report.comparisons
     assert said.effect is Effect.NONE
-    assert (
-        said.why == "the knob had no effect that shows in environment KNOB, "
-        "which did not arrive where the work is done"
-    )
+    assert "environment KNOB, which did not reach the process that does the work" in said.why
 
 
 def test_edits_are_made_in_copies(folder: Path, plan: Writer) -> None:
@@ -341,7 +348,7 @@ def test_edits_are_made_in_copies(folder: Path, plan: Writer) -> None:
     assert (folder / "c.json").read_text() == '{"net": {"depth": 2}}'
     assert (folder / "c.txt").read_text() == "depth = 2\n"
     # Only a number differs in what was printed, which by itself could be chance.
-    assert {c.case: c.effect for c in report.comparisons} == {"text": Effect.PERHAPS, "key": Effect.PERHAPS}
+    assert {c.case: c.effect for c in report.comparisons} == {"text": Effect.POSSIBLE, "key": Effect.POSSIBLE}
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -369,10 +376,10 @@ def test_a_branch_runs_from_a_copy_of_its_files(folder: Path, plan: Writer) -> N
     assert subprocess.run(
         ["git", "status", "--porcelain", "--", "job.py"], cwd=folder, capture_output=True, check=True
     ).stdout in status  # fmt: skip
-    assert report.comparisons[0].effect is Effect.SEEN
+    assert report.comparisons[0].effect is Effect.OBSERVED
 
 
-def test_secrets_stay_out(folder: Path, plan: Writer) -> None:
+def test_secrets_are_hidden(folder: Path, plan: Writer) -> None:
     path = plan("[cases.a]\nenvironment = { HUB_TOKEN = 'sesame', PLAIN = 'x' }\n")
     report = execute(prepare(path), folder / "out")
     assert report.cases[0].environment == {"HUB_TOKEN": "(hidden)", "PLAIN": "x"}
@@ -391,9 +398,9 @@ def test_an_interpreter_of_its_own(folder: Path, plan: Writer) -> None:
     (environment / "bin" / "python").write_text(f'#!/bin/sh\necho "the other"\nexec {sys.executable} "$@"\n')
     (environment / "bin" / "python").chmod(0o755)
     prepared = prepare(plan("[cases.a]\n[cases.b]\ncontrol = 'a'\ninterpreter = 'other'\n"))
-    assert {i.path for i in prepared.interpreters} == {sys.executable, str(environment / "bin" / "python")}
+    assert set(prepared.interpreters) == {sys.executable, str(environment / "bin" / "python")}
     report = execute(prepared, folder / "out")
-    assert (report.comparisons[0].factor, report.comparisons[0].effect) == ("interpreter", Effect.SEEN)
+    assert (report.comparisons[0].factor, report.comparisons[0].effect) == ("interpreter", Effect.OBSERVED)
 
 
 def test_the_command_line(folder: Path, plan: Writer, command: Command) -> None:
@@ -418,7 +425,7 @@ def test_the_command_line(folder: Path, plan: Writer, command: Command) -> None:
     code, out, err = command("matrix", "plan.toml", "--json", "--bundle", "x.zip", "--fail-on", "CRASH")
     assert code == 1
     report = json.loads(out)
-    assert [c["judgement"]["verdict"] for c in report["cases"]] == ["PASS", "CRASH"]
+    assert [c["evaluation"]["verdict"] for c in report["cases"]] == ["PASS", "CRASH"]
     assert "CRASH" in err
     assert (folder / "x.zip").is_file()
     assert (folder / "runs/matrix-plan/report.html").is_file()
@@ -428,7 +435,7 @@ def test_the_command_line(folder: Path, plan: Writer, command: Command) -> None:
     assert os.path.join("runs", "matrix-plan", "report.html") in out  # noqa: PTH118 - text, not a path
 
 
-def test_hostile_text_acts_nowhere(folder: Path, plan: Writer, command: Command) -> None:
+def test_hostile_text_is_escaped(folder: Path, plan: Writer, command: Command) -> None:
     (folder / "job.py").write_text(
         "print('\\x1b[31m<script>alert(1)</script> | `code` @someone')\nraise SystemExit(3)\n"
     )
@@ -437,8 +444,8 @@ def test_hostile_text_acts_nowhere(folder: Path, plan: Writer, command: Command)
     assert code == 0
     assert "\x1b[31m" not in out
     folder_out = folder / "runs" / "matrix-plan"
-    page, text = render_html(folder_out), render_markdown(folder_out)
-    assert "<script" not in page
-    assert "<img" not in page + text
+    html, text = page(read_report(folder_out)), as_markdown(read_report(folder_out))
+    assert "<script" not in html
+    assert "<img" not in html + text
     assert "\\[link\\]" in text
     assert "http:" not in text.replace("h&#8203;ttp", "")

@@ -1,8 +1,7 @@
-"""``backlight matrix``: run a matrix of controlled cases and judge them."""
+"""``backlight matrix``: run a matrix of controlled cases and evaluate them."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -36,22 +35,30 @@ def matrix(
         str | None, typer.Option("--fail-on", help="Exit 1 if a case has one of these verdicts, by commas.")
     ] = None,
 ) -> int:
-    """Run a matrix of cases, collect evidence before ending what runs over, and judge each.
+    """Run controlled cases, collect evidence and evaluate each one.
 
-    Goes on where it stopped when called again. With --init it writes a plan:
+    An interrupted matrix resumes. With --init it writes a plan:
     backlight matrix --init PLAN.toml -- train.py --lr 3
+
+    Raises
+    ------
+    PlanError
+        If a script is given without --init.
     """
+    from backlight.cli.render.matrix import print_cases, print_report, result_line
     from backlight.diagnose.matrix.evaluation import read_verdicts
-    from backlight.diagnose.matrix.rendering.bundle import write_bundle, write_reports
-    from backlight.diagnose.matrix.rendering.terminal import one_line, print_cases, print_report
+    from backlight.diagnose.matrix.plan import PlanError, write_plan
+    from backlight.diagnose.matrix.report import REPORTS, write_bundle, write_reports
     from backlight.diagnose.matrix.runner import execute, prepare
-    from backlight.diagnose.matrix.template import refuse_script, write_plan
     from backlight.store.export.archive import check_archive
 
     if init:
         print(write_plan(plan, context.args))
         return 0
-    refuse_script(context.args)
+    if context.args:
+        raise PlanError(
+            f"unexpected {context.args[0]!r}: a script is only taken with --init, the plan names its own"
+        )
     failing = read_verdicts(fail_on) if fail_on is not None else ()
     if bundle is not None:
         check_archive(bundle)
@@ -67,21 +74,17 @@ def matrix(
         only=only or (),
         again=again or (),
         on_start=lambda case: console.print(f"{case.name} ...", markup=False, highlight=False, style="dim"),
-        on_end=lambda seen: console.print(
-            one_line(seen.case.name, seen.observation.seconds, seen.judgement), soft_wrap=True
-        ),
+        on_end=lambda one: console.print(result_line(one), soft_wrap=True),
     )
     _, page = write_reports(folder)
     if as_json:
-        from backlight.records import to_json
-
-        print(json.dumps(to_json(report), indent=2))
+        print(REPORTS.dump_json(report, indent=2).decode())
     else:
         print_report(report, console)
-        console.print(f"\nreport: {page}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
     if bundle is not None:
         print(write_bundle(folder, bundle), file=sys.stderr if as_json else sys.stdout)
-    return int(any(case.judgement.verdict in failing for case in report.cases))
+    return int(any(case.evaluation.verdict in failing for case in report.cases))
 
 
 def add_to(app: typer.Typer) -> None:

@@ -65,22 +65,20 @@ def _written(
         raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
     if bundle is not None:
         from backlight.analysis.bundle import bundle as bundle_run
-        from backlight.diagnose.matrix.directory import is_matrix
-        from backlight.diagnose.matrix.rendering.bundle import write_bundle
+        from backlight.diagnose.matrix.report import is_matrix, write_bundle
 
         if out is not None:
             raise ValueError(f"report: --out {out} and --bundle {bundle} exclude each other; give one")
         print(write_bundle(path, bundle) if is_matrix(path) else bundle_run(path, bundle))
         return
     from backlight.analysis.report import write_html, write_markdown, write_pictures
-    from backlight.diagnose.matrix.directory import is_matrix
-    from backlight.diagnose.matrix.rendering.bundle import write_form
+    from backlight.diagnose.matrix.report import is_matrix, write_report
 
     target = out if out is not None else path / f"report.{form.value}"
     if is_matrix(path):
         if plots is not None:
             raise ValueError(f"report: {path} is a matrix, which has no pictures; leave out --plots")
-        print(write_form(path, target, as_html=form is Format.HTML))
+        print(write_report(path, target, as_html=form is Format.HTML))
         return
     if plots is not None:
         pictures = write_pictures(path, plots, animate=animate)

@@ -1,29 +1,66 @@
-"""From a plan to cases: what each one starts, and the one factor in which it differs from its control."""
+"""The cases of a plan: what each one starts, and the one factor in which it differs from its control."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import json
+import re
+import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from backlight.diagnose.matrix.launch_spec import Launch, launch_of
-from backlight.diagnose.matrix.plan import CaseTable, Change, Plan
-from backlight.diagnose.matrix.plan_errors import PlanError, near
-from backlight.records import to_json
+from pydantic import TypeAdapter
+
+from backlight.diagnose.matrix.plan import CaseTable, Change, Edit, Plan, PlanError
+from backlight.text import did_you_mean
 
 BASE = "base"
-"""Name of the case in which every factor stands at its first level."""
+"""Name of the case in which every factor is at its first level."""
 
+PLACEHOLDERS = ("python", "run", "case", "ranks")
+"""Allowed in braces in a command: the interpreter, the run directory, the case's directory, the ranks."""
+
+_BRACES = re.compile(r"\{([a-z_]+)\}")
 _SINGLE = ("interpreter", "directory", "branch", "ranks", "script", "module", "command")
 
 
 @dataclass(frozen=True, slots=True)
+class Launch:
+    """A command that can be started. ``argv`` still holds ``{run}`` and ``{case}``.
+
+    ``source`` is the script, relative to ``directory``, empty where not known. ``inputs`` are digests of the
+    script and of the files that arguments name: a stored result is stale where they changed.
+    """
+
+    argv: tuple[str, ...]
+    directory: str
+    time_limit: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()
+    edits: tuple[Edit, ...] = ()
+    interpreter: str = ""
+    branch: str = ""
+    ranks: int = 1
+    source: str = ""
+    watched: bool = False
+    progress: str = ""
+    success: str = ""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+
+    def fill(self, run: Path, case: Path) -> tuple[str, ...]:
+        """Return the command with the directories of one attempt."""
+        return tuple(_fill(part, {"run": str(run), "case": str(case)}) for part in self.argv)
+
+    def variables(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of the case."""
+        return {k: v for k, v in {**inherited, **self.environment}.items() if k not in self.unset}
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to start. ``factor`` is what tells it from ``control``; both are empty without one."""
+    """One case. ``factor`` is the difference from ``control``; both are empty without a control."""
 
     name: str
     launch: Launch
@@ -34,55 +71,45 @@ class Case:
 
     @property
     def digest(self) -> str:
-        """Names what is started: a stored result counts for a case only where this agrees."""
-        return hashlib.sha256(json.dumps(to_json(self.launch), sort_keys=True).encode()).hexdigest()[:16]
+        """Identity of what is started: a stored result counts only where it agrees."""
+        return hashlib.sha256(TypeAdapter(Launch).dump_json(self.launch)).hexdigest()[:16]
 
 
 def cases_of(plan: Plan, path: Path) -> tuple[Case, ...]:
-    """Return the cases of a plan in the order in which they run; controls of a design come first.
-
-    Parameters
-    ----------
-    plan:
-        What the file says.
-    path:
-        The file, for messages and because directories are relative to its folder.
+    """Return the cases of the plan in the file ``path``, in the order in which they run.
 
     Raises
     ------
     PlanError
         If a control is unknown or equal to its case, if the two differ in more than one factor, or
-        if a case cannot be put together.
+        if a command is not valid.
     """
-    tables = dict(_designed(plan))
+    tables = dict(_design(plan))
     for name, table in plan.cases.items():
         if name in tables:
             raise PlanError(f"{path}: [cases.{name}]: the design makes a case of that name; choose another")
         tables[name] = table
-    resolved = {name: _resolve(plan, name, table, path) for name, table in tables.items()}
-    distributed = any((merged["ranks"] or 1) > 1 for merged in resolved.values())
-    cases: dict[str, Case] = {}
+    merged = {name: _merge(plan, name, table, path) for name, table in tables.items()}
+    # One rank is started by the same launcher as several: the launcher would be a second factor.
+    distributed = any((change["ranks"] or 1) > 1 for change in merged.values())
+    cases = {}
     for name, table in tables.items():
-        merged = resolved[name]
-        limit = table.time_limit if table.time_limit is not None else plan.time_limit
         try:
-            launch = launch_of(plan.base, merged, path.parent, limit, distributed=distributed)
+            launch = _launch(plan, merged[name], path.parent, distributed=distributed)
         except ValueError as error:
             raise PlanError(f"{path}: case {name!r}: {error}") from None
-        cases[name] = Case(name, launch, levels=_levels(plan, table), shows=merged["shows"])
-    return tuple(_controlled(case, tables, cases, path) for case in cases.values())
+        launch = replace(launch, time_limit=table.time_limit or plan.time_limit)
+        cases[name] = Case(name, launch, levels=_levels(plan, table), shows=merged[name]["shows"])
+    return tuple(_with_control(case, tables, cases, path) for case in cases.values())
 
 
-def _designed(plan: Plan) -> Iterator[tuple[str, CaseTable]]:
-    if plan.design == "listed":
-        return
-    names = list(plan.factors)
-    every = [list(levels) for levels in plan.factors.values()]
-    for chosen in itertools.product(*every):
-        moved = {f: level for f, level, of in zip(names, chosen, every, strict=True) if level != of[0]}
+def _design(plan: Plan) -> Iterator[tuple[str, CaseTable]]:
+    levels = [list(factor) for factor in plan.factors.values()]
+    for chosen in itertools.product(*levels) if plan.design != "listed" else ():
+        moved = {f: c for f, c, of in zip(plan.factors, chosen, levels, strict=True) if c != of[0]}
         if plan.design == "one-at-a-time" and len(moved) > 1:
             continue
-        # The control takes the last moved factor back, so that each step of the product is one knob.
+        # The control resets the last factor, so that each step of the product changes one.
         control = _product_name(dict(list(moved.items())[:-1])) if moved else None
         yield _product_name(moved), CaseTable.model_validate({"control": control, "levels": moved})
 
@@ -95,70 +122,104 @@ def _levels(plan: Plan, table: CaseTable) -> dict[str, str]:
     return {factor: table.levels.get(factor, next(iter(levels))) for factor, levels in plan.factors.items()}
 
 
-def _resolve(plan: Plan, name: str, table: CaseTable, path: Path) -> dict[str, Any]:
+def _merge(plan: Plan, name: str, table: CaseTable, path: Path) -> dict[str, Any]:
+    where = f"{path}: [cases.{name}]: levels"
     for factor, level in table.levels.items():
-        where = f"{path}: [cases.{name}]: levels"
         if factor not in plan.factors:
-            raise PlanError(f"{where}: no factor is called {factor!r}{near(factor, plan.factors)}")
+            raise PlanError(f"{where}: no factor is called {factor!r}{did_you_mean(factor, plan.factors)}")
         if level not in plan.factors[factor]:
-            raise PlanError(f"{where}: {factor} has no level {level!r}{near(level, plan.factors[factor])}")
-    parts: list[tuple[str, Change]] = [("base", plan.base)]
-    parts += [(f"factors.{f}.{level}", plan.factors[f][level]) for f, level in _levels(plan, table).items()]
-    parts.append((f"cases.{name}", table))
-    _refuse_conflicts(parts[1:-1], path)
+            hint = did_you_mean(level, plan.factors[factor])
+            raise PlanError(f"{where}: {factor} has no level {level!r}{hint}")
+    levels = {f"factors.{f}.{level}": plan.factors[f][level] for f, level in _levels(plan, table).items()}
+    # Two factors that set the same thing are not two factors: the later one would win silently.
+    setters: dict[str, str] = {}
+    for level, change in levels.items():
+        keys = [key for key in _SINGLE if getattr(change, key) is not None]
+        for key in (*keys, *(f"environment {n}" for n in (*change.environment, *change.unset))):
+            if key in setters:
+                raise PlanError(f"{path}: {setters[key]} and {level} both set {key}; only one factor may")
+            setters[key] = level
     merged: dict[str, Any] = dict.fromkeys(_SINGLE)
     merged |= {"arguments": (), "environment": {}, "unset": (), "edits": (), "shows": ()}
-    for _, change in parts:
-        _apply(merged, change)
+    for change in (plan.base, *levels.values(), table):
+        if change.script or change.module or change.command:
+            merged.update(script=None, module=None, command=None)
+        merged |= {key: getattr(change, key) for key in _SINGLE if getattr(change, key) is not None}
+        kept = {k: v for k, v in merged["environment"].items() if k not in change.unset}
+        merged["environment"] = kept | change.environment
+        unset = (*merged["unset"], *change.unset)
+        merged["unset"] = tuple(n for n in unset if n not in merged["environment"])
+        merged["arguments"] += change.arguments
+        merged["edits"] += change.edits
+        merged["shows"] += (change.shows,) if change.shows else ()
     return merged
 
 
-def _apply(merged: dict[str, Any], change: Change) -> None:
-    if change.script or change.module or change.command:
-        merged.update(script=None, module=None, command=None)
-    for key in _SINGLE:
-        value = getattr(change, key)
-        if value is not None:
-            merged[key] = value
-    merged["arguments"] += change.arguments
-    merged["edits"] += change.edits
-    merged["environment"] = {k: v for k, v in merged["environment"].items() if k not in change.unset}
-    merged["environment"].update(change.environment)
-    merged["unset"] = tuple(n for n in (*merged["unset"], *change.unset) if n not in merged["environment"])
-    merged["shows"] += (change.shows,) if change.shows else ()
+def _launch(plan: Plan, merged: Mapping[str, Any], folder: Path, *, distributed: bool) -> Launch:
+    base, ranks, command = plan.base, merged["ranks"] or 1, merged["command"]
+    interpreter = _interpreter(merged["interpreter"], folder)
+    values = {"python": interpreter, "ranks": str(ranks)}
+    for name in _BRACES.findall(" ".join(command or ())):
+        if name not in PLACEHOLDERS:
+            raise ValueError(f"command: unknown placeholder {{{name}}}{did_you_mean(name, PLACEHOLDERS)}")
+    if command is not None:
+        if merged["ranks"] is not None and not any("{ranks}" in part for part in command):
+            raise ValueError("ranks is given, but command has no {ranks} where it would go")
+        argv = command
+    else:
+        target = ("-m", merged["module"]) if merged["module"] else (merged["script"],)
+        watch = ("-m", "backlight", "run", "--out", "{run}", *base.run_options) if base.watch else ()
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+        argv = (interpreter, *(torchrun if distributed else ()), *watch, *target)
+    return Launch(
+        argv=tuple(_fill(part, values) for part in (*argv, *merged["arguments"])),
+        directory=str((folder / (merged["directory"] or ".")).resolve()),
+        time_limit=plan.time_limit,
+        environment=dict(sorted(merged["environment"].items())),
+        unset=tuple(sorted(set(merged["unset"]))),
+        edits=merged["edits"],
+        interpreter=interpreter,
+        branch=merged["branch"] or "",
+        ranks=ranks,
+        source=merged["script"] or "",
+        watched=base.watch if command is None else any("{run}" in part for part in command),
+        progress=base.progress or "",
+        success=base.success or "",
+    )
 
 
-def _refuse_conflicts(parts: list[tuple[str, Change]], path: Path) -> None:
-    # Two factors that set the same thing are not two factors: the later one would win unseen.
-    setters: dict[str, str] = {}
-    for name, change in parts:
-        keys = [key for key in _SINGLE if getattr(change, key) is not None]
-        keys += [f"environment {n}" for n in (*change.environment, *change.unset)]
-        for key in keys:
-            if key in setters:
-                raise PlanError(f"{path}: {setters[key]} and {name} both set {key}; only one factor may")
-            setters[key] = name
+def _interpreter(given: str | None, folder: Path) -> str:
+    path = Path(given or sys.executable).expanduser()
+    if given is None or not ("/" in given or path.is_dir()):
+        return given or sys.executable
+    # A virtual environment may be given by its directory. Links are kept: they are what makes it one.
+    path = folder / path
+    return str((path / "bin" / "python" if path.is_dir() else path).absolute())
 
 
-def _controlled(case: Case, tables: Mapping[str, CaseTable], cases: Mapping[str, Case], path: Path) -> Case:
+def _fill(part: str, values: Mapping[str, str]) -> str:
+    return _BRACES.sub(lambda match: values.get(match[1], match[0]), part)
+
+
+def _with_control(case: Case, tables: Mapping[str, CaseTable], cases: Mapping[str, Case], path: Path) -> Case:
     control = tables[case.name].control
     if control is None:
         return case
     where = f"{path}: case {case.name!r}"
     if control not in cases:
-        raise PlanError(f"{where}: unknown control {control!r}{near(control, cases)}")
-    other = cases[control]
+        raise PlanError(f"{where}: unknown control {control!r}{did_you_mean(control, cases)}")
     if control == case.name:
         raise PlanError(f"{where} is its own control; name the case that it differs from in one factor")
-    moved = [f"factor {f}" for f in case.levels if case.levels[f] != other.levels[f]]
-    mine, its = _atoms(tables[case.name]), _atoms(tables[control])
-    moved += sorted(key for key in mine.keys() | its.keys() if mine.get(key) != its.get(key))
-    if case.launch.time_limit != other.launch.time_limit:
+    other = cases[control]
+    limits = case.launch.time_limit, other.launch.time_limit
+    if limits[0] != limits[1]:
         raise PlanError(
-            f"{where} has {case.launch.time_limit:g} s, its control {control!r} has "
-            f"{other.launch.time_limit:g} s; "
-            "with unlike limits a verdict says nothing of the factor: give both the same time_limit"
+            f"{where} has {limits[0]:g} s, its control {control!r} has {limits[1]:g} s; a verdict is only "
+            "comparable under the same limit: give both the same time_limit"
         )
+    moved = [f"factor {f}" for f in case.levels if case.levels[f] != other.levels[f]]
+    one, two = _settings(tables[case.name]), _settings(tables[control])
+    moved += sorted(key for key in one.keys() | two.keys() if one.get(key) != two.get(key))
     if not moved or case.digest == other.digest:
         by = f" ({moved[0]} changes nothing of what is started)" if moved else ""
         raise PlanError(
@@ -167,30 +228,26 @@ def _controlled(case: Case, tables: Mapping[str, CaseTable], cases: Mapping[str,
     if len(moved) > 1:
         raise PlanError(
             f"{where} differs from its control {control!r} in {len(moved)} factors: {', '.join(moved)}; "
-            "expected one. Take a nearer control, or, where they only make sense together, "
-            "declare them as one level: [factors.NAME.LEVEL]"
+            "expected one. Take a nearer control, or declare them as one level: [factors.NAME.LEVEL]"
         )
-    return Case(case.name, case.launch, control, moved[0].removeprefix("factor "), case.levels, case.shows)
+    return replace(case, control=control, factor=moved[0].removeprefix("factor "))
 
 
-def _atoms(change: Change) -> dict[str, object]:
-    """Split what a case itself changes into single knobs, by name."""
-    atoms: dict[str, object] = {}
+def _settings(change: Change) -> dict[str, object]:
+    """Split what a case itself changes into single settings, by name."""
+    found: dict[str, object] = {}
     for key in _SINGLE:
-        value = getattr(change, key)
-        if value is not None:
-            atoms["command" if key in {"script", "module"} else key] = (key, value)
-    atoms |= {f"environment {name}": value for name, value in change.environment.items()}
-    atoms |= {f"environment {name}": None for name in change.unset if name not in change.environment}
+        if (value := getattr(change, key)) is not None:
+            found["command" if key in {"script", "module"} else key] = (key, value)
+    found |= {f"environment {name}": None for name in change.unset}
+    found |= {f"environment {name}": value for name, value in change.environment.items()}
     for edit in change.edits:
-        atoms[f"edit {edit.file}: {edit.key or edit.find}"] = edit.value if edit.key else edit.replace
-    for option, values in options(change.arguments):
-        atoms[f"argument {option}"] = values
-    return atoms
+        found[f"edit {edit.file}: {edit.key or edit.find}"] = edit.value if edit.key else edit.replace
+    return found | {f"argument {name}": values for name, values in split_options(change.arguments)}
 
 
-def options(arguments: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
-    """Split arguments into options with their values; what stands before the first is ``positional``.
+def split_options(arguments: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
+    """Split arguments into options with their values; what comes before the first is ``positional``.
 
     ``--a 1 --b=2 -3`` is ``--a`` with ``1`` and ``--b`` with ``2`` and ``-3``.
     """

@@ -1,53 +1,62 @@
-"""From what was seen of one case to a verdict that states its evidence; pure, so it can be redone.
-
-The order: how the case ended; then a finding of the sidecar in its run directory; then progress, CPU time
-and stacks of the window before the limit. Time alone says no more than that the case did not finish.
-"""
+"""The verdict on one case, from its observation alone, and the comparison of a case with its control."""
 
 from __future__ import annotations
 
+import enum
+import re
 import signal
-from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 
-from backlight.diagnose.matrix import stacks
-from backlight.diagnose.matrix.observations import Ended, Observation, Place, ProcessSeen, Stack, StallSeen
-from backlight.diagnose.matrix.plan_errors import near
-from backlight.records import DiagnosisKind
+import numpy as np
 
-IDLE = 0.05
-"""Cores per process below which it does nothing; launchers that poll stay under it."""
+from backlight.diagnose.matrix.cases import Case
+from backlight.diagnose.matrix.plan import UNDECIDED
+from backlight.diagnose.matrix.results import Attempt, Observation, ProcessSample
+from backlight.monitors.stalls.model import stacks
+from backlight.records import Verdict, to_json
+from backlight.store.errors import StoreError
+from backlight.store.read.run import Run, open_run
+from backlight.text import did_you_mean
 
-BUSY = 0.8
-"""Cores above which a thread works without a pause; time waiting for a processor counts."""
+IDLE_CORES = 0.05
+"""Cores below which a process does nothing; launchers that poll stay below it."""
 
-WAITING = 0.2
-"""Cores above which a thread works without a pause; waiting for a processor counts."""
+BUSY_CORES = 0.8
+"""Cores above which a process computes without a pause; time in the queue for a core counts."""
 
-SHORTEST = 1.0
-"""Seconds of window below which nothing is judged by CPU time, which the kernel counts in 0.01 s."""
+QUEUED_CORES = 0.2
+"""Cores queued for, above which a process is starved rather than idle."""
+
+MIN_WINDOW_S = 1.0
+"""Window below which CPU time, which the kernel counts in 0.01 s, decides nothing."""
+
+COMPARED_STEPS = 5
+MAX_DIFFERENCES = 4
+_NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """What is said of a case: a verdict, in a sentence, what it rests on, and what would refute it.
+class Evaluation:
+    """A verdict, what it rests on, what would refute it, and what else the evidence allows.
 
-    ``line`` is ``file:line`` of the user's code where one is known. ``alternatives`` are explanations
-    that the evidence leaves open.
+    ``line`` is ``file:line`` of the user's code where it is known.
     """
 
-    verdict: DiagnosisKind
+    verdict: Verdict
     claim: str
-    confidence: str
-    because: tuple[str, ...]
-    refuted_if: str
+    confidence: str = "high"
+    because: tuple[str, ...] = ()
+    refuted_if: str = ""
     line: str = ""
     phase: str = ""
     alternatives: tuple[str, ...] = ()
 
 
-def read_verdicts(text: str) -> tuple[DiagnosisKind, ...]:
-    """Read verdicts that are separated by commas.
+def read_verdicts(text: str) -> tuple[Verdict, ...]:
+    """Return the verdicts in a list separated by commas.
 
     Raises
     ------
@@ -56,296 +65,317 @@ def read_verdicts(text: str) -> tuple[DiagnosisKind, ...]:
     """
     words = [word.strip().upper() for word in text.split(",") if word.strip()]
     for word in words:
-        if word not in set(DiagnosisKind):
-            raise ValueError(f"no verdict is called {word!r}{near(word, [v.value for v in DiagnosisKind])}")
-    return tuple(DiagnosisKind(word) for word in words)
+        if word not in set(Verdict):
+            raise ValueError(f"no verdict is called {word!r}{did_you_mean(word, [v.value for v in Verdict])}")
+    return tuple(Verdict(word) for word in words)
 
 
-def judge(seen: Observation) -> Judgement:
-    """Return the verdict on one case."""
-    if seen.ended is Ended.NOT_STARTED:
-        return Judgement(
-            DiagnosisKind.UNKNOWN,
-            f"could not be started: {seen.reason}",
-            "none",
-            (),
-            "it starts when run again",
-        )
-    if seen.ended is Ended.EXITED:
-        return _exited(seen)
-    if seen.window is not None:
-        for decide in (_moving, _told, _stopped, _idle, _busy):
-            said = decide(seen)
-            if said is not None:
-                return said
-    return _undecided(seen)
+def evaluate(seen: Observation) -> Evaluation:
+    """Return the verdict on one case; time alone supports none."""
+    if seen.problem:
+        return Evaluation(Verdict.UNKNOWN, f"could not be started: {seen.problem}", "none")
+    if seen.exit_code is not None:
+        return _exited(seen, seen.exit_code)
+    rules = (_moving, _stall, _stopped, _blocked, _busy) if seen.window is not None else ()
+    return next((found for rule in rules if (found := rule(seen)) is not None), _undecided(seen))
 
 
-def _exited(seen: Observation) -> Judgement:
-    code = seen.exit_code or 0
+def _exited(seen: Observation, code: int) -> Evaluation:
+    after = f"after {seen.seconds:.1f} s"
+    stalls = tuple(f"stall finding: {stall.claim}" for stall in seen.stalls)
     if code:
-        how = f"was ended by {_signal_name(-code)}" if code < 0 else f"left with exit code {code}"
-        error = f": {seen.error}" if seen.error else ""
-        stall = _last_stall(seen)
-        because = [f"exit code {code}", *([seen.error] if seen.error else [])]
-        because += [f"stall finding before: {stall.verdict}: {stall.claim}"] if stall else []
-        alternatives = ("another process killed it (out of memory, a batch system)",) if code == -9 else ()
-        return Judgement(
-            DiagnosisKind.CRASH, f"{how} after {seen.seconds:.1f} s{error}", "high", tuple(because),
-            "the same command run again exits with 0", seen.error_line, alternatives=alternatives,
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        how = f"was ended by {name}" if code < 0 else f"left with exit code {code}"
+        return Evaluation(
+            Verdict.CRASH, f"{how} {after}{': ' if seen.error else ''}{seen.error}",
+            because=(f"exit code {code}", *stalls),
+            refuted_if="the same command exits with 0 when run again", line=seen.error_line,
+            alternatives=("another process killed it (out of memory, a batch system)",) if code == -9 else (),
         )  # fmt: skip
     if seen.success is False:
-        return Judgement(
-            DiagnosisKind.UNKNOWN,
-            f"exited with 0 after {seen.seconds:.1f} s, but its output lacks what the plan calls success",
-            "none",
-            ("exit code 0", "the pattern of success does not match"),
-            "the pattern of success stands in the output of another attempt",
+        return Evaluation(
+            Verdict.UNKNOWN, f"exited with 0 {after}, but the pattern of success is not in its output",
+            "none", ("exit code 0",), "another attempt prints what the pattern of success matches",
             alternatives=("it ended early without an error", "the pattern is wrong"),
-        )
-    proof = ["exit code 0"] if seen.success is None else ["exit code 0", "the pattern of success matches"]
-    proof += [f"meanwhile the run had a stall finding: {stall.claim}" for stall in seen.stalls]
-    return Judgement(
-        DiagnosisKind.PASS,
-        f"finished in {seen.seconds:.1f} s",
-        "high",
-        tuple(proof),
-        "it does not finish when run again",
-    )
-
-
-def _moving(seen: Observation) -> Judgement | None:
-    window = seen.window
-    if window is None:
-        return None
-    for progress in window.progress:
-        # A case that moved in the first half only may hang since.
-        if not progress.before < progress.middle < progress.after:
-            continue
-        rate = (progress.after - progress.before) / window.seconds
-        eta = (
-            f", ETA {(progress.total - progress.after) / rate:.0f} s"
-            if progress.total > progress.after
-            else ""
-        )
-        total = f" of {progress.total}" if progress.total else ""
-        return Judgement(
-            DiagnosisKind.SLOW,
-            f"slow, not hung: {progress.after}{total} ({progress.by}), {rate:.3g}/s over the last "
-            f"{window.seconds:.1f} s{eta}",
-            "high",
-            (f"{progress.by}: {progress.before}, {progress.middle}, {progress.after}",),
-            "the count stands still in a longer window",
-        )
-    return None
-
-
-def _told(seen: Observation) -> Judgement | None:
-    stall = _last_stall(seen)
-    if stall is None:
-        return None
-    try:
-        verdict = DiagnosisKind(stall.verdict)
-    except ValueError:
-        return None
-    return Judgement(
-        verdict, stall.claim, "as the finding says", (f"finding of rule stall in {stall.path}", *_cpu(seen)),
-        stall.refuted_if, stall.line or _line(_held(seen)), stall.phase,
-    )  # fmt: skip
-
-
-def _stopped(seen: Observation) -> Judgement | None:
-    stopped = [p for p in seen.processes if p.state == "T"]
-    if not stopped:
-        return None
-    who = ", ".join(str(p.pid) for p in stopped)
-    return Judgement(
-        DiagnosisKind.STOPPED, f"process {who} is stopped by a signal (state T)", "high",
-        (f"state T of {who}",), "the process table shows another state",
-        alternatives=("a debugger or job control stopped it",),
-    )  # fmt: skip
-
-
-def _idle(seen: Observation) -> Judgement | None:
-    window = seen.window
-    if window is None or window.seconds < SHORTEST or not seen.processes:
-        return None
-    if (
-        any(p.cpu >= IDLE or p.delay >= WAITING for p in seen.processes)
-        or window.output_bytes > 0
-        or _came_on(seen)
-    ):
-        return None
-    held = _held(seen)
-    if held is None:
-        return None
-    stack, place = held
-    where = _where(stack, place)
-    waits = _native_wait(seen, stack)
-    return Judgement(
-        DiagnosisKind.BLOCKED,
-        f"blocked: thread {stack.thread} waits in {where}{waits}; CPU {100 * window.cpu:.0f} % over "
-        f"{window.seconds / 2:.1f} s",
-        "high" if window.progress else "medium",
-        (
-            *_cpu(seen),
-            f"{_dumps(seen, stack)} dumps show the same line ({stack.source})",
-            "nothing was printed and nothing moved" if window.progress else "nothing was printed",
-        ),
-        "a later dump shows another line, or the process uses CPU time again",
-        _line(held),
-        alternatives=() if window.progress else ("it waits for something that would have come later",),
-    )
-
-
-def _busy(seen: Observation) -> Judgement | None:
-    window = seen.window
-    if window is None or window.seconds < SHORTEST or _came_on(seen):
-        return None
-    for stack, place in _all_held(seen):
-        process = next((p for p in seen.processes if p.pid == stack.pid), None)
-        if process is None or process.cpu + process.delay < BUSY or process.cpu < IDLE:
-            continue
-        same = [s for s in _dumps_of(seen, stack) if s.source == "py-spy"]
-        native = {stacks.native_top(s) for s in same if s.frames and any(f.native for f in s.frames)}
-        holding = bool(same) and all(s.holds_lock for s in same)
-        operation = next(iter(native), "") if len(native) == 1 else ""
-        # A training at work shows one line, too: without a count that stands still, only a thread
-        # that holds the interpreter lock on one line in every dump is more than work.
-        if holding and not operation:
-            return _spin(seen, process, stack, place)
-        if operation and window.progress:
-            return Judgement(
-                DiagnosisKind.LONG_OP,
-                f"inside the native operation {operation}, called at {_where(stack, place)}", "medium",
-                (*_cpu(seen), f"{len(same)} dumps show the same line", f"native frame {operation}"),
-                "a later dump shows another operation, or progress moves", _line((stack, place)),
-                alternatives=("the operation is slow and will end",),
-            )  # fmt: skip
-    return None
-
-
-def _spin(seen: Observation, process: ProcessSeen, stack: Stack, place: Place) -> Judgement:
-    return Judgement(
-        DiagnosisKind.SPIN,
-        f"spins in {_where(stack, place)}: CPU {100 * process.cpu:.0f} %, the same line in every dump",
-        "high" if seen.window is not None and seen.window.progress else "medium",
-        (*_cpu(seen), f"{_dumps(seen, stack)} dumps show the same line, holding the interpreter lock"),
-        "a later dump shows another line, or progress moves",
-        _line((stack, place)),
-        alternatives=("a single long call from that line",),
-    )
-
-
-def _undecided(seen: Observation) -> Judgement:
-    because = [f"{seen.seconds:.1f} s passed, the limit was {seen.limit:g} s", *_cpu(seen)]
-    alternatives = ("it is slow and would finish", "it hangs")
-    if seen.stacks and seen.window is not None and seen.window.seconds >= SHORTEST:
-        held = _held(seen)
-        where = f"; the dumps agree on {_where(*held)}" if held else "; the dumps show different lines"
-        return Judgement(
-            DiagnosisKind.UNKNOWN, f"did not finish in {seen.limit:g} s{where}, which decides nothing",
-            "none", tuple(because), "does not apply", _line(held),
-            alternatives=(*alternatives, "say how progress shows: progress = 'regular expression' in [base]"),
         )  # fmt: skip
-    return Judgement(
-        DiagnosisKind.DID_NOT_FINISH, f"did not finish in {seen.limit:g} seconds", "none", tuple(because),
-        "it finishes with a longer limit", alternatives=alternatives,
+    proof = ("exit code 0", "the pattern of success matches") if seen.success else ("exit code 0",)
+    return Evaluation(
+        Verdict.PASS, f"finished in {seen.seconds:.1f} s", because=proof + stalls,
+        refuted_if="it does not finish when run again",
     )  # fmt: skip
 
 
-def _came_on(seen: Observation) -> bool:
-    """Tell whether anything counted moved in the second half of the window."""
-    return seen.window is not None and any(p.after > p.middle for p in seen.window.progress)
+def _moving(seen: Observation) -> Evaluation | None:
+    for p in seen.window.progress if seen.window else ():
+        # A case that moved in the first half only may be hung since.
+        if seen.window and p.before < p.middle < p.after:
+            rate = (p.after - p.before) / seen.window.seconds
+            eta = f", ETA {(p.total - p.after) / rate:.0f} s" if p.total > p.after else ""
+            total = f" of {p.total}" if p.total else ""
+            return Evaluation(
+                Verdict.SLOW,
+                f"slow, not hung: {p.after}{total} ({p.source}), {rate:.3g}/s over the last "
+                f"{seen.window.seconds:.1f} s{eta}",
+                because=(f"{p.source}: {p.before}, {p.middle}, {p.after}",),
+                refuted_if="the count does not change over a longer window",
+            )
+    return None
 
 
-def _last_stall(seen: Observation) -> StallSeen | None:
-    return seen.stalls[-1] if seen.stalls and not seen.stalls[-1].over else None
+def _stall(seen: Observation) -> Evaluation | None:
+    if not seen.stalls or seen.stalls[-1].over or seen.stalls[-1].verdict not in set(Verdict):
+        return None
+    stall = seen.stalls[-1]
+    because = (f"finding of rule stall in {stall.path}", *_cpu(seen))
+    line = stall.line or next((sample.line for sample in _ranked(seen) if sample.line), "")
+    verdict = Verdict(stall.verdict)
+    return Evaluation(verdict, stall.claim, "as the finding", because, stall.refuted_if, line, stall.phase)
 
 
-def _by_dump(seen: Observation) -> dict[tuple[int, str], list[Stack]]:
-    """Return the thread at work in each dump, by process and source."""
-    dumps: dict[tuple[int, str, int], list[Stack]] = defaultdict(list)
-    for stack in seen.stacks:
-        dumps[stack.pid, stack.source, stack.sample].append(stack)
-    found: dict[tuple[int, str], list[Stack]] = defaultdict(list)
-    for (pid, source, _), group in dumps.items():
-        working = stacks.at_work(group)
-        if working is not None:
-            found[pid, source].append(working)
-    return found
+def _stopped(seen: Observation) -> Evaluation | None:
+    stopped = [sample for sample in seen.processes if sample.verdict is Verdict.STOPPED]
+    return _from_sample(seen, stopped[0], Verdict.STOPPED, "high") if stopped else None
 
 
-def _all_held(seen: Observation) -> list[tuple[Stack, Place]]:
-    """Return for each process the stack and place that two or more of its dumps agree on."""
-    held = {}
-    parents = {p.parent for p in seen.processes}
-    for (pid, source), found in sorted(_by_dump(seen).items(), key=lambda item: item[0][1] != "py-spy"):
-        if len(found) < 2 or any(_signature(s) != _signature(found[0]) for s in found):
-            continue
-        place = stacks.users_place(found[0]) or stacks.innermost(found[0])
-        if place is not None and pid not in held:
-            # The last dump is the one with native frames.
-            held[pid] = (next(s for s in reversed(found) if s.source == source), place)
-    # What the user's code does in a process without children explains more than a launcher that waits.
-    return sorted(held.values(), key=lambda h: (not stacks.is_users(h[1]), h[0].pid in parents, h[0].pid))
-
-
-def _signature(stack: Stack) -> tuple[tuple[str, int], ...]:
-    return tuple((place.file, place.line) for place in stack.frames if not place.native)
-
-
-def _held(seen: Observation) -> tuple[Stack, Place] | None:
-    held = _all_held(seen)
-    return held[0] if held else None
-
-
-def _dumps_of(seen: Observation, stack: Stack) -> list[Stack]:
-    return _by_dump(seen).get((stack.pid, stack.source), [])
-
-
-def _dumps(seen: Observation, stack: Stack) -> int:
-    return len(_dumps_of(seen, stack))
-
-
-def _where(stack: Stack, place: Place) -> str:
-    inner = stacks.innermost(stack)
-    deeper = (
-        f" (through {inner.function}, {stacks.short(inner)})" if inner is not None and inner != place else ""
+def _blocked(seen: Observation) -> Evaluation | None:
+    idle = all(s.cpu < IDLE_CORES and s.delay < QUEUED_CORES for s in seen.processes)
+    if not idle or _moved(seen) or (seen.window and seen.window.output_bytes):
+        return None
+    known = bool(seen.window and seen.window.progress)
+    blocked = next((s for s in _ranked(seen) if s.verdict is Verdict.BLOCKED), None)
+    why = () if known else ("it waits for something that would have come later",)
+    return (
+        None
+        if blocked is None
+        else _from_sample(seen, blocked, Verdict.BLOCKED, "high" if known else "medium", why)
     )
-    return f"{place.function}, {stacks.short(place)}{deeper}"
 
 
-def _native_wait(seen: Observation, stack: Stack) -> str:
-    """Say what the thread waits for, as far as native frames tell."""
-    names = [f.function for s in _dumps_of(seen, stack) for f in s.frames if f.native]
-    return next((f" for {what}" for part, what in _WAITS if any(part in name for name in names)), "")
+def _busy(seen: Observation) -> Evaluation | None:
+    known = bool(seen.window and seen.window.progress)
+    for sample in () if _moved(seen) else _ranked(seen):
+        if sample.cpu + sample.delay < BUSY_CORES or sample.cpu < IDLE_CORES:
+            continue
+        # A run at work shows one line, too: without a known count, only the lock held on one line decides.
+        if sample.spins or sample.verdict is Verdict.SPIN:
+            why = ("a single long call from that line",)
+            return _from_sample(seen, sample, Verdict.SPIN, "high" if known else "medium", why)
+        if known and sample.verdict is Verdict.LONG_OP:
+            return _from_sample(
+                seen, sample, Verdict.LONG_OP, "medium", ("the operation is slow and will end",)
+            )
+    return None
 
 
-_WAITS = (
-    ("acquire_lock", "a lock"),
-    ("nanosleep", "the end of a sleep"),
-    ("waitpid", "a child"),
-    ("wait4", "a child"),
-    ("recv", "input"),
-    ("select", "input"),
-    ("poll", "input"),
-)
+def _from_sample(
+    seen: Observation, sample: ProcessSample, verdict: Verdict, confidence: str, why: tuple[str, ...] = ()
+) -> Evaluation:
+    claim = sample.claim.partition(": ")[2] or sample.claim
+    if verdict is Verdict.SPIN:
+        claim = f"it computes on one line, {stacks.Frame(*_split(sample.line), '').place}; {claim}"
+    return Evaluation(
+        verdict, f"{verdict.value}: {claim}", confidence,
+        (*_cpu(seen), f"every sample of process {sample.pid} shows the same line"),
+        "a later sample shows another line, or progress moves", sample.line, sample.phase, why,
+    )  # fmt: skip
 
 
-def _line(held: tuple[Stack, Place] | None) -> str:
-    return f"{held[1].file}:{held[1].line}" if held is not None else ""
+def _undecided(seen: Observation) -> Evaluation:
+    because = (f"{seen.seconds:.1f} s passed, the limit was {seen.limit:g} s", *_cpu(seen))
+    alternatives = ("it is slow and would finish", "it hangs")
+    sampled = any(sample.claim for sample in seen.processes)
+    if not sampled or seen.window is None or seen.window.seconds < MIN_WINDOW_S:
+        return Evaluation(
+            Verdict.DID_NOT_FINISH, f"did not finish in {seen.limit:g} seconds", "none", because,
+            "it finishes with a longer limit", alternatives=alternatives,
+        )  # fmt: skip
+    first = _ranked(seen)[0]
+    return Evaluation(
+        Verdict.UNKNOWN, f"did not finish in {seen.limit:g} s; {first.claim}, which decides nothing", "none",
+        because, "does not apply", first.line,
+        alternatives=(*alternatives, "set progress = 'regular expression' in [base] to decide"),
+    )  # fmt: skip
+
+
+def _moved(seen: Observation) -> bool:
+    """Return whether a count moved in the second half of the window, or the window is too short to tell."""
+    window = seen.window
+    return window is None or window.seconds < MIN_WINDOW_S or any(p.after > p.middle for p in window.progress)
+
+
+def _ranked(seen: Observation) -> list[ProcessSample]:
+    # A process without children explains more than the launcher that waits for it.
+    return sorted(seen.processes, key=lambda sample: (not sample.line, not sample.leaf, sample.pid))
+
+
+def _split(line: str) -> tuple[str, int]:
+    file, _, number = line.rpartition(":")
+    return file, int(number) if number.isdigit() else 0
 
 
 def _cpu(seen: Observation) -> tuple[str, ...]:
-    if seen.window is None:
-        return ()
-    each = ", ".join(f"{p.pid}: {100 * p.cpu:.0f} %" for p in seen.processes)
-    return (f"CPU over the last {seen.window.seconds / 2:.1f} s: {each or 'no process'}",)
+    each = ", ".join(f"{p.pid}: {100 * p.cpu:.0f} %" for p in seen.processes) or "no process"
+    return (f"CPU over the last {seen.window.seconds / 2:.1f} s: {each}",) if seen.window else ()
 
 
-def _signal_name(number: int) -> str:
+class Effect(enum.StrEnum):
+    """Whether the factor changed anything besides the verdict."""
+
+    OBSERVED = "observed"
+    POSSIBLE = "possible"
+    NONE = "none"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A case and its control. ``outcome`` is an answer of the plan's tree; empty if undecided."""
+
+    case: str
+    control: str
+    factor: str
+    effect: Effect
+    differences: tuple[str, ...]
+    compared: tuple[str, ...]
+    outcome: str
+    claim: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A case that has run, with its evaluation."""
+
+    case: Case
+    attempt: Attempt
+    observation: Observation
+    evaluation: Evaluation
+
+
+def compare(one: Finished, control: Finished) -> Comparison:
+    """Compare a case with its control; a factor without an observed effect is not cleared."""
+    effect, differences, compared = _effect(one, control)
+    verdict, before, factor = one.evaluation.verdict, control.evaluation.verdict, one.case.factor
+    outcome = why = ""
+    undecided = [n for n, v in (("the case", verdict), ("the control", before)) if v in UNDECIDED]
+    if undecided:
+        why = f"the verdict of {undecided[0]} is {(verdict if undecided[0] == 'the case' else before).value}"
+    elif effect is Effect.NONE:
+        why = f"the factor had no effect that shows in {', '.join(compared)}"
+    elif verdict is not before:
+        outcome = "causes" if before is Verdict.PASS else "cures" if verdict is Verdict.PASS else "changes"
+    elif effect is Effect.OBSERVED:
+        outcome = "none"
+    else:
+        why = "no evidence that the factor changed anything; add shows = 'regular expression'"
+    words = {"causes": "causes it", "cures": "cures it", "changes": "changes it", "": f"undecided: {why}"}
+    claim = f"{factor} {words.get(outcome, 'makes no difference to the verdict')}"
+    claim += f" ({before.value} -> {verdict.value})"
+    names = one.case.name, control.case.name, factor
+    return Comparison(*names, effect, tuple(differences), tuple(compared), outcome, claim, why)
+
+
+def _effect(one: Finished, control: Finished) -> tuple[Effect, list[str], list[str]]:
+    given, before = one.case.launch, control.case.launch
+    moved = {n for n in given.environment if given.environment[n] != before.environment.get(n)}
+    moved |= set(given.unset) ^ set(before.unset)
+    dropped = [name for name in sorted(moved) if one.observation.arrived.get(name) is False]
+    if dropped:
+        return (
+            Effect.NONE,
+            [],
+            [f"environment {dropped[0]}, which did not reach the process that does the work"],
+        )
+    certain: list[str] = []
+    chance: list[str] = []
+    compared: list[str] = []
+    text, control_text = ("\n".join(_text(p) for p in each.attempt.outputs) for each in (one, control))
+    for pattern in set(one.case.shows) - set(control.case.shows):
+        here, there = (re.search(pattern, each, re.MULTILINE) for each in (text, control_text))
+        if here is None:
+            return Effect.NONE, [], [f"its output, which lacks {pattern!r}"]
+        compared.append(f"{pattern!r} in the outputs")
+        certain += [] if there else [f"output shows {here[0]!r}, its control's does not"]
+    finished = one.evaluation.verdict is control.evaluation.verdict is Verdict.PASS
+    runs = _open(one.attempt.run), _open(control.attempt.run)
+    if runs[0] is not None and runs[1] is not None:
+        for sure, difference in _run_differences(runs[0], runs[1]):
+            (certain if sure else chance).append(difference)
+        compared.append("the fingerprints and first steps of the runs")
+    if text.strip() and control_text.strip():
+        for sure, difference in _output_differences(one.attempt, control.attempt, whole=finished):
+            (certain if sure else chance).append(difference)
+        compared.append("the outputs")
+    if certain:
+        return Effect.OBSERVED, certain[:MAX_DIFFERENCES], compared
+    if chance:
+        notes = [f"{each} (chance, if training is not seeded)" for each in chance[:MAX_DIFFERENCES]]
+        return Effect.POSSIBLE, notes, compared
+    # What a case that was cut short did not reach may still differ.
+    return Effect.NONE if compared and finished else Effect.UNKNOWN, [], compared
+
+
+def _run_differences(run: Run, control: Run) -> Iterator[tuple[bool, str]]:
+    """Return what differs for certain (True), and what may differ by chance, between two runs."""
+    fingerprints = run.fingerprint(), control.fingerprint()
+    if fingerprints[0] and fingerprints[1]:
+        here, there = (to_json(fingerprint) for fingerprint in fingerprints)
+        # Requested settings and the host are no effect; the module hash repeats the module table.
+        for key in here.keys() - {"script", "arguments", "host", "module_hash"}:
+            if here[key] != there[key]:
+                yield True, f"fingerprint {key}: {_change(there[key], here[key])}"
+    tables = (
+        [(p.name, p.shape, p.dtype, p.device, p.requires_grad) for p in r.parameters()]
+        for r in (run, control)
+    )
+    first, second = tables
+    if first and second and first != second:
+        yield True, "the table of parameters"
+    names = set(run.scalar_names("backlight")) & set(control.scalar_names("backlight"))
+    for name in sorted(n for n in names if n.split("/")[0] not in {"cost", "time", "phase"}):
+        values = [run.scalar(name), control.scalar(name)]
+        now, before = (
+            dict(zip(v.steps[:COMPARED_STEPS], v.values[:COMPARED_STEPS], strict=True)) for v in values
+        )
+        for step in sorted(now.keys() & before.keys()):
+            if not np.array_equal(now[step], before[step], equal_nan=True):
+                sure = step == 0 and (name == "backwards" or name.startswith("lr/"))
+                yield sure, f"{name} at step {step}: {before[step]:.6g} and {now[step]:.6g}"
+                break
+
+
+def _change(before: object, after: object) -> str:
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys = sorted(key for key in after.keys() | before.keys() if before.get(key) != after.get(key))
+        return ", ".join(f"{key} {before.get(key, 'none')} and {after.get(key, 'none')}" for key in keys)
+    if isinstance(before, Sequence) and isinstance(after, Sequence) and not isinstance(before, str):
+        return f"{len(before)} and {len(after)} entries"
+    return f"{before} and {after}"
+
+
+def _output_differences(one: Attempt, control: Attempt, *, whole: bool) -> Iterator[tuple[bool, str]]:
+    """Compare the outputs line by line: words differ for certain, numbers may differ by chance."""
+    lines, others = _lines(one), _lines(control)
+    pairs = zip_longest(lines, others, fillvalue="") if whole else zip(lines, others, strict=False)
+    for here, there in pairs:
+        if here != there:
+            sure = _NUMBER.sub("#", here) != _NUMBER.sub("#", there)
+            yield sure, f"output {here.strip()[:80]!r} where its control has {there.strip()[:80]!r}"
+
+
+def _lines(attempt: Attempt) -> list[str]:
+    text = _text(attempt.outputs[0])
+    complete = text[: text.rfind("\n") + 1]  # the last line of a case that was ended may be cut
+    # Paths of the attempt and addresses always differ.
+    return re.sub(r"0x[0-9a-fA-F]+", "0x", complete.replace(str(attempt.path), "{case}")).splitlines()
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _open(path: Path) -> Run | None:
     try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        return open_run(path)
+    except (StoreError, OSError):
+        return None

@@ -1,33 +1,77 @@
-"""The plan of a matrix as it stands in a TOML file: what each key may hold.
-
-What a case amounts to (its command, what it shares with its control) is worked out in
-:mod:`backlight.diagnose.matrix.cases`; here only the words of the file are checked.
-"""
+"""The plan of a matrix: what each key of its TOML file may hold, and the plan that ``--init`` writes."""
 
 from __future__ import annotations
 
-import math
+import json
+import os
 import re
+import string
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from backlight.diagnose.matrix.plan_errors import PlanError, sentence
-from backlight.records import DiagnosisKind
+from backlight.records import Verdict
+from backlight.text import did_you_mean
 
-LONGEST = 7 * 24 * 3600.0
-"""Seconds beyond which a time limit is taken for a mistake."""
-
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,119}")
-"""Names of cases become names of folders."""
-
-UNDECIDED = (DiagnosisKind.DID_NOT_FINISH, DiagnosisKind.UNKNOWN)
-"""Verdicts that decide no question: they say that the evidence did not suffice."""
+MAX_TIME_LIMIT_S = 7 * 24 * 3600.0
+UNDECIDED = (Verdict.DID_NOT_FINISH, Verdict.UNKNOWN)
+"""Verdicts that answer no question: the evidence did not suffice."""
 
 OUTCOMES = ("causes", "cures", "changes", "none")
-"""What a case can say against its control; see :func:`backlight.diagnose.matrix.comparison.compare`."""
+"""Answers of a case against its control; see :func:`backlight.diagnose.matrix.comparison.compare`."""
+
+# Names of cases become names of directories.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,119}")
+_TEMPLATE = Path(__file__).with_name("plan_template.toml")
+
+
+class PlanError(ValueError):
+    """A plan that cannot be run; the message names the position, what is wrong and the fix."""
+
+
+def _check_limit(value: float) -> float:
+    if not 0 < value <= MAX_TIME_LIMIT_S:
+        raise ValueError(
+            f"time_limit = {value:g}: expected seconds, above 0 and at most {MAX_TIME_LIMIT_S:.0f} (7 days)"
+        )
+    return value
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return pattern
+
+
+def _check_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name: expected letters, digits and . _ = , + - (at most 120)")
+    return name
+
+
+def _number_as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
+Strings = Annotated[tuple[str, ...], Field(strict=False)]
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
+Seconds = Annotated[float, Field(strict=False), AfterValidator(_check_limit)]
+Name = Annotated[str, AfterValidator(_check_name)]
+Variables = dict[str, Annotated[str, BeforeValidator(_number_as_text)]]
 
 
 class _Table(BaseModel):
@@ -44,64 +88,40 @@ class Edit(_Table):
     value: Any = None
 
     @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        by_text = self.find is not None and self.replace is not None
+    def _check(self) -> Self:
+        by_text = bool(self.find) and self.replace is not None
         by_key = self.key is not None and "value" in self.model_fields_set
         if by_text == by_key or (self.find is None) != (self.replace is None):
             raise ValueError("an edit takes either find and replace, or key and value")
         if by_key and not self.file.endswith(".json"):
             raise ValueError(f"key and value edit JSON files; for {self.file!r} use find and replace")
-        if self.find == "":
-            raise ValueError("find is empty; expected the text to replace")
         return self
 
 
 class Change(_Table):
     """What a level of a factor, or a case, changes of the base."""
 
-    arguments: tuple[str, ...] = Field((), strict=False)
-    environment: dict[str, str] = {}
-    unset: tuple[str, ...] = Field((), strict=False)
-    edits: tuple[Edit, ...] = Field((), strict=False)
+    arguments: Strings = ()
+    environment: Variables = {}
+    unset: Strings = ()
+    edits: Annotated[tuple[Edit, ...], Field(strict=False)] = ()
     interpreter: str | None = None
     directory: str | None = None
     branch: str | None = None
     ranks: int | None = Field(None, ge=1, le=4096)
     script: str | None = None
     module: str | None = None
-    command: tuple[str, ...] | None = Field(None, strict=False)
-    shows: str | None = None
-
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _as_text(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {
-            k: str(v) if isinstance(v, (int, float)) and not isinstance(v, bool) else v
-            for k, v in given.items()
-        }
-
-    @field_validator("environment")
-    @classmethod
-    def _names(cls, given: dict[str, str]) -> dict[str, str]:
-        for name, value in given.items():
-            if not name or "=" in name or "\0" in name + value:
-                raise ValueError(f"environment: {name!r} cannot be set; a name holds no '=' and no NUL")
-        return given
-
-    @field_validator("shows")
-    @classmethod
-    def _pattern(cls, given: str | None) -> str | None:
-        return _compiles(given)
+    command: Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = None
+    shows: Pattern | None = None
 
     @model_validator(mode="after")
-    def _one_command(self) -> Self:
-        named = [name for name in ("script", "module", "command") if getattr(self, name) is not None]
-        if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} are both given; expected one of script, module, command")
-        if self.command is not None and not self.command:
-            raise ValueError("command is empty; expected a program and its arguments")
+    def _check(self) -> Self:
+        for name, value in self.environment.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(f"environment: {name!r} cannot be set; a name holds no '=' and no NUL")
+        given = [name for name in ("script", "module", "command") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given; expected one of script, module, command")
         return self
 
 
@@ -109,27 +129,17 @@ class Base(Change):
     """What all cases share."""
 
     watch: bool = True
-    run_options: tuple[str, ...] = Field((), strict=False)
-    progress: str | None = None
-    success: str | None = None
-
-    @field_validator("progress", "success")
-    @classmethod
-    def _patterns(cls, given: str | None) -> str | None:
-        return _compiles(given)
+    run_options: Strings = ()
+    progress: Pattern | None = None
+    success: Pattern | None = None
 
 
 class CaseTable(Change):
-    """A case that is written out; ``levels`` names a level for each factor that is not at its first."""
+    """A case; ``levels`` names a level for each factor that is not at its first."""
 
     control: str | None = None
     levels: dict[str, str] = {}
-    time_limit: float | None = Field(None, strict=False)
-
-    @field_validator("time_limit")
-    @classmethod
-    def _limit(cls, given: float | None) -> float | None:
-        return given if given is None else _limit(given)
+    time_limit: Seconds | None = None
 
 
 class Action(_Table):
@@ -148,63 +158,60 @@ class Node(_Table):
     compare: str | None = None
     on: dict[str, str] = {}
     conclusion: str = ""
-    actions: tuple[Action, ...] = Field((), strict=False)
+    actions: Annotated[tuple[Action, ...], Field(strict=False)] = ()
+
+    @property
+    def edges(self) -> list[tuple[str, str]]:
+        """Each answer with the node that it leads to: ``"BLOCKED|SPIN"`` gives two."""
+        return [(word.strip(), target) for words, target in self.on.items() for word in words.split("|")]
 
     @model_validator(mode="after")
-    def _one_kind(self) -> Self:
+    def _check(self) -> Self:
         asks = (self.case is not None) + (self.compare is not None)
         if asks > 1:
             raise ValueError("a question asks about one case, or compares one; it has both case and compare")
         if bool(asks) == bool(self.conclusion):
             raise ValueError("expected a question (case or compare, with on) or a conclusion")
-        if asks and not self.on:
-            raise ValueError("the question leads nowhere: expected on = { answer = node }")
-        if self.conclusion and self.on:
-            raise ValueError("a conclusion ends the tree; it takes no on")
-        for answers in self.on:
-            for answer in answers.split("|"):
-                _check_answer(answer.strip(), compares=self.compare is not None)
+        if bool(asks) != bool(self.on):
+            raise ValueError(
+                "the question leads nowhere: expected on = { answer = node }" if asks
+                else "a conclusion ends the tree; it takes no on"
+            )  # fmt: skip
+        known = OUTCOMES if self.compare is not None else [v.value for v in Verdict if v not in UNDECIDED]
+        for answer, _ in self.edges:
+            if answer in known:
+                continue
+            if self.case is not None and answer in set(UNDECIDED):
+                raise ValueError(f"on: {answer} decides nothing, it leaves every branch open; remove it")
+            raise ValueError(f"on: unknown answer {answer!r}; expected one of {', '.join(known)}")
         return self
 
 
 class Plan(_Table):
-    """A whole plan. ``window`` is the time before the limit over which a case is judged, in seconds."""
+    """A whole plan. ``window`` is the time before the limit over which a case is evaluated, in seconds."""
 
     name: str = ""
-    time_limit: float = Field(60.0, strict=False)
+    time_limit: Seconds = 60.0
     window: float | None = Field(None, strict=False, gt=0)
     grace: float = Field(3.0, strict=False, ge=0, le=600)
     design: Literal["listed", "one-at-a-time", "product"] = "listed"
     base: Base
-    factors: dict[str, dict[str, Change]] = {}
-    cases: dict[str, CaseTable] = {}
+    factors: dict[Name, Annotated[dict[Name, Change], Field(min_length=1)]] = {}
+    cases: dict[Name, CaseTable] = {}
     tree: dict[str, Node] = {}
 
-    @field_validator("time_limit")
+    @field_validator("factors")
     @classmethod
-    def _limits(cls, given: float) -> float:
-        return _limit(given)
-
-    @field_validator("cases", "factors")
-    @classmethod
-    def _case_names(cls, given: dict[str, Any]) -> dict[str, Any]:
-        for name in given:
-            if not NAME.fullmatch(name):
-                raise ValueError(
-                    f"{name!r} is no name: expected letters, digits and . _ = , + - (at most 120)"
-                )
-        return given
-
-    @model_validator(mode="after")
-    def _enough(self) -> Self:
-        if self.base.script is None and self.base.module is None and self.base.command is None:
-            raise ValueError("base: expected one of script, module, command")
-        for factor, levels in self.factors.items():
+    def _check_levels(cls, factors: dict[str, dict[str, Change]]) -> dict[str, dict[str, Change]]:
+        for factor, levels in factors.items():
             if len(levels) < 2:
                 raise ValueError(f"factors.{factor}: has {len(levels)} level; expected two or more")
-            for level in levels:
-                if not NAME.fullmatch(level):
-                    raise ValueError(f"factors.{factor}: {level!r} is no name of a level")
+        return factors
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.base.script is None and self.base.module is None and self.base.command is None:
+            raise ValueError("base: expected one of script, module, command")
         if self.design == "listed" and not self.cases:
             raise ValueError('no cases: write [cases.NAME], or design = "one-at-a-time" with factors')
         if self.design != "listed" and not self.factors:
@@ -213,49 +220,71 @@ class Plan(_Table):
 
 
 def read_plan(path: Path) -> Plan:
-    """Read and check a plan.
+    """Return the plan in a file.
 
     Raises
     ------
     PlanError
-        If the file cannot be read, is not TOML, or holds something that a plan cannot hold.
+        If the file cannot be read, is not TOML, or holds what a plan cannot hold.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return Plan.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
         raise PlanError(
-            f"{path}: cannot be read: {reason}; `backlight matrix --init {path}` writes a plan"
+            f"{path}: cannot be read: {error.strerror}; `backlight matrix --init {path}` writes a plan"
         ) from None
-    try:
-        return Plan.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"{path}: not valid TOML: {error}") from None
     except ValidationError as error:
-        raise PlanError(f"{path}: {sentence(error, Plan)}") from None
+        raise PlanError(f"{path}: {_first_problem(error)}") from None
+    except ValueError as error:
+        raise PlanError(f"{path}: not valid TOML: {error}") from None
 
 
-def _limit(given: float) -> float:
-    if not math.isfinite(given) or not 0 < given <= LONGEST:
-        raise ValueError(
-            f"time_limit = {given:g}: expected seconds, above 0 and at most {LONGEST:.0f} (7 days)"
-        )
-    return given
+def _first_problem(error: ValidationError) -> str:
+    # An unknown key explains a missing one that it was meant to be, so it comes first.
+    first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    path = [str(part) for part in first["loc"] if part != "[key]"]
+    if first["type"] == "extra_forbidden":
+        section: type[BaseModel] | None = {
+            "base": Base,
+            "cases": CaseTable,
+            "factors": Change,
+            "tree": Node,
+        }.get(path[0])
+        table: type[BaseModel] = Plan if section is None or len(path) == 1 else section
+        table = Edit if "edits" in path else Action if "actions" in path else table
+        where = f"[{'.'.join(path[:-1])}]: " if len(path) > 1 else ""
+        return f"{where}unknown key {path[-1]!r}{did_you_mean(path[-1], table.model_fields)}"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] not in {"missing", "value_error"}:
+        got = repr(first["input"])
+        message += f", got {got if len(got) <= 60 else got[:57] + '...'}"
+    return f"{'.'.join(path)}: {message}" if path else message
 
 
-def _compiles(pattern: str | None) -> str | None:
-    if pattern is not None:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-    return pattern
+def write_plan(path: Path, command: Sequence[str] = ()) -> Path:
+    """Write a plan for ``command`` (a script and its arguments), to be adapted by hand.
 
-
-def _check_answer(answer: str, *, compares: bool) -> None:
-    known = list(OUTCOMES) if compares else [v.value for v in DiagnosisKind if v not in UNDECIDED]
-    if answer in known:
-        return
-    if not compares and answer in set(UNDECIDED):
-        raise ValueError(f"on: {answer} decides nothing, it leaves every branch open; remove it")
-    raise ValueError(f"on: unknown answer {answer!r}; expected one of {', '.join(known)}")
+    Raises
+    ------
+    PlanError
+        If the file exists already, or cannot be written.
+    """
+    words = [word for word in command if word != "--"]
+    if words and Path(words[0]).name.startswith("python"):
+        words = words[1:]
+    script, *arguments = words or ["train.py"]
+    text = string.Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        file=path.name,
+        script=script.replace('"', "'"),
+        script_text=json.dumps(os.path.relpath(script, path.absolute().parent) if words else script),
+        arguments=json.dumps(arguments),
+        verdicts=", ".join(v.value for v in Verdict if v not in UNDECIDED),
+    )
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise PlanError(f"{path}: exists already; --init overwrites nothing, choose another name") from None
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be written: {error.strerror}") from None
+    return path

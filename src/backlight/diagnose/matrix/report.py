@@ -1,26 +1,49 @@
-"""The report of a matrix as one frozen record, which ``matrix.json`` holds and every form is made from."""
+"""The report of a matrix: what ``matrix.json`` holds, and Markdown, from which HTML and terminal follow."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import typing
-from collections.abc import Mapping
+import base64
+import hashlib
+import re
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from urllib.parse import quote
 
-from backlight.diagnose.matrix.comparison import Comparison, Effect
-from backlight.diagnose.matrix.directory import FORMAT, REPORT, MatrixFolderError
-from backlight.diagnose.matrix.evaluation import Judgement
-from backlight.diagnose.matrix.observations import Kept, Missing
-from backlight.diagnose.matrix.tree import Branch, Standing
-from backlight.records import DiagnosisKind
+from markdown_it import MarkdownIt
+from pydantic import TypeAdapter, ValidationError
+
+from backlight.diagnose.matrix.decision_tree import Branch, Status
+from backlight.diagnose.matrix.evaluation import Comparison, Effect, Evaluation, Finished
+from backlight.diagnose.matrix.plan import UNDECIDED, Plan
+from backlight.diagnose.matrix.results import FORMAT, REPORT, MatrixDirectoryError, Note, write_whole
+from backlight.records import Verdict
+from backlight.store.export.archive import check_archive, write_archive
+from backlight.text import visible
+
+_FIXES = {
+    Verdict.BLOCKED: "find out what should end this wait",
+    Verdict.SPIN: "find out why this loop does not end",
+    Verdict.LONG_OP: "measure this operation alone on its shapes",
+    Verdict.CRASH: "read the error that comes from this line",
+    Verdict.SLOW: "profile from this line",
+}
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|KEY", re.IGNORECASE)
+_LINKED = re.compile(r"(?i)\b(https?|ftp)(?=:)|\bwww(?=\.)|@|#(?=\d)")
+_BREAK = "&#8203;"
+_STYLE = """
+:root{color-scheme:light dark}
+body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem;border-bottom:1px solid #8886}h3{font-size:1rem}
+table{border-collapse:collapse;width:100%}th,td{text-align:left;vertical-align:top;padding:.3rem .6rem;
+border-bottom:1px solid #8884}code{font:13px/1.4 ui-monospace,monospace;overflow-wrap:break-word}
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class CaseReport:
-    """One case: what was started, what is said of it, and where its evidence lies."""
+    """One case: what was started, its evaluation, and where its evidence is."""
 
     name: str
     control: str
@@ -32,9 +55,9 @@ class CaseReport:
     seconds: float
     limit: float
     attempt: str
-    judgement: Judgement
-    files: tuple[Kept, ...]
-    missing: tuple[Missing, ...]
+    evaluation: Evaluation
+    files: tuple[Note, ...]
+    missing: tuple[Note, ...]
     tail: tuple[str, ...]
     ended_by: tuple[str, ...] = ()
 
@@ -51,11 +74,11 @@ class Todo:
 
 @dataclass(frozen=True, slots=True)
 class MatrixReport:
-    """Everything that a reader of a matrix is told. ``not_run`` names cases without a result."""
+    """The whole report. ``not_run`` names cases without a result, ``open`` what is not decided."""
 
     name: str
     plan: str
-    made: str
+    created: str
     environment: Mapping[str, str]
     cases: tuple[CaseReport, ...]
     comparisons: tuple[Comparison, ...]
@@ -68,55 +91,233 @@ class MatrixReport:
 
     @property
     def headline(self) -> str:
-        """The conclusions that the evidence supports, or how many cases have which verdict."""
-        supported = [b.conclusion for b in self.branches if b.conclusion and b.standing is Standing.SUPPORTED]
-        if supported:
-            return "; ".join(supported)
-        counts: dict[str, int] = {}
-        for case in self.cases:
-            counts[case.judgement.verdict.value] = counts.get(case.judgement.verdict.value, 0) + 1
-        told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no case has run"
-        return f"{told}; no conclusion of the plan's tree is supported" if self.branches else told
+        """The supported conclusions, or how many cases have which verdict."""
+        supported = [b.conclusion for b in self.branches if b.conclusion and b.status is Status.SUPPORTED]
+        verdicts = [case.evaluation.verdict.value for case in self.cases]
+        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)) or "no case has run"
+        tail = "; no conclusion of the plan's tree is supported" if self.branches else ""
+        return "; ".join(supported) or counts + tail
 
 
-def read_report(folder: Path) -> MatrixReport:
-    """Read the report that stands in the folder of a matrix.
+REPORTS = TypeAdapter(MatrixReport)
+
+
+def is_matrix(path: Path) -> bool:
+    """Return whether ``path`` is the directory of a matrix that has a report."""
+    return (path / REPORT).is_file() and (path / "plan.toml").is_file()
+
+
+def read_report(root: Path) -> MatrixReport:
+    """Return the report in the directory of a matrix.
 
     Raises
     ------
-    MatrixFolderError
+    MatrixDirectoryError
         If there is none, or it cannot be read.
     """
-    path = folder / REPORT
+    path = root / REPORT
     try:
-        document = json.loads(path.read_bytes())
-        found = document["format"]
-        report = _build(MatrixReport, document) if found == FORMAT else None
+        return REPORTS.validate_json(path.read_bytes())
     except OSError as error:
-        raise MatrixFolderError(f"{path}: cannot be read: {error.strerror}; is {folder} a matrix?") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise MatrixFolderError(f"{path}: is damaged or no report of a matrix: {error!r}") from None
-    if report is None:
-        raise MatrixFolderError(f"{path}: format {found}, this release reads {FORMAT}; upgrade backlight")
-    return typing.cast(MatrixReport, report)
+        raise MatrixDirectoryError(
+            f"{path}: cannot be read: {error.strerror}; is {root} the directory of a matrix?"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise MatrixDirectoryError(
+            f"{path}: is damaged, or of another release (this one reads format {FORMAT}): "
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None
 
 
-_ENUMERATIONS = (DiagnosisKind, Effect, Standing)
+def hide_secrets(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return variables without the values of those whose names look secret."""
+    return {k: "(hidden)" if _SECRET.search(k) else v for k, v in variables.items()}
 
 
-def _build(kind: Any, value: Any) -> Any:
-    """Turn plain JSON into the records that the annotations of ``kind`` name."""
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = typing.get_type_hints(kind)
-        return kind(
-            **{
-                f.name: _build(hints[f.name], value[f.name])
-                for f in dataclasses.fields(kind)
-                if f.name in value
-            }
-        )
-    if kind in _ENUMERATIONS:
-        return kind(value)
-    if typing.get_origin(kind) is tuple:
-        return tuple(_build(typing.get_args(kind)[0], entry) for entry in value)
-    return value
+def case_report(one: Finished) -> CaseReport:
+    """Return what the report holds of one case."""
+    case, launch, seen = one.case, one.case.launch, one.observation
+    return CaseReport(
+        case.name, case.control, case.factor, shlex.join(launch.fill(one.attempt.run, one.attempt.path)),
+        launch.directory, hide_secrets(launch.environment) | dict.fromkeys(launch.unset, "(unset)"),
+        launch.branch, seen.seconds, launch.time_limit, one.attempt.relative(one.attempt.path),
+        one.evaluation, seen.files, seen.missing, seen.tail, seen.ended_by,
+    )  # fmt: skip
+
+
+def open_questions(
+    finished: Mapping[str, Finished], branches: tuple[Branch, ...], comparisons: Mapping[str, Comparison]
+) -> Iterator[str]:
+    """Return what the evidence does not decide."""
+    for branch in branches:
+        if branch.status is Status.OPEN and branch.conclusion:
+            yield f"{branch.conclusion} ({branch.why})"
+        elif branch.status is Status.SUPPORTED and branch.answer and not branch.leads:
+            yield f"{branch.ask or branch.name}: the answer, {branch.answer}, leads nowhere in the tree"
+    for each in comparisons.values():
+        if not each.outcome:
+            yield f"{each.case} against {each.control}: {each.why}"
+    for name, one in finished.items():
+        yield from (f"{name}: {alternative}" for alternative in one.evaluation.alternatives)
+
+
+def next_actions(
+    plan: Plan, finished: Mapping[str, Finished], branches: tuple[Branch, ...],
+    comparisons: Mapping[str, Comparison], rerun: str,
+) -> Iterator[Todo]:  # fmt: skip
+    """Return actions of supported conclusions, then the lines found, then what would decide more."""
+
+    def again(name: str) -> str:
+        return f"{rerun} --again {shlex.quote(name)}"
+
+    for branch in branches:
+        for action in plan.tree[branch.name].actions if branch.status is Status.SUPPORTED else ():
+            yield Todo(action.do, action.at, branch.conclusion, action.verify or rerun)
+    lines: dict[str, list[str]] = {}
+    for name, one in finished.items():
+        if one.evaluation.line and one.evaluation.verdict not in {*UNDECIDED, Verdict.PASS}:
+            lines.setdefault(one.evaluation.line, []).append(name)
+    for line, names in lines.items():
+        found = finished[names[0]].evaluation
+        fix = _FIXES.get(found.verdict, "look at this line")
+        yield Todo(fix, line, f"{', '.join(names)}: {found.claim}", again(names[0]))
+    for each in comparisons.values():
+        if each.effect in {Effect.NONE, Effect.UNKNOWN} and not each.outcome:
+            do = f"make sure that {each.factor} reaches the training script, and declare its output (shows)"
+            yield Todo(do, "", f"{each.case}: {each.why}", again(each.case))
+    for name, one in finished.items():
+        if one.evaluation.verdict in UNDECIDED:
+            more = f"raise time_limit above {one.observation.limit:g} s, or declare its output (progress)"
+            do = more if one.observation.window else "read its output"
+            yield Todo(do, "", f"{name}: {one.evaluation.claim}", again(name))
+
+
+def as_text(text: object) -> str:
+    """Return ``text`` as Markdown that shows it literally, without links, mentions or HTML."""
+    shown = visible(text).replace("&", "&amp;").replace("<", "&lt;")
+    shown = re.sub(r"([\\`*_{}\[\]!|~$^])", r"\\\1", shown)
+    # These are only markup at the begin of a line.
+    shown = re.sub(r"^(?=[-+=#>])|^(\d+)(?=[.)](?:\s|$))", r"\1\\", shown)
+    # Ticket systems link mentions, tickets and addresses anywhere: a space of no width prevents it.
+    return _LINKED.sub(lambda match: match[0][0] + _BREAK + match[0][1:], shown)
+
+
+def as_code(text: object) -> str:
+    """Return ``text`` as a Markdown code span, whatever backticks it holds."""
+    shown = visible(text)
+    fence = "`" * (max((len(run) for run in re.findall(r"`+", shown)), default=0) + 1)
+    pad = " " if shown.startswith("`") or shown.endswith("`") or not shown else ""
+    return f"{fence}{pad}{shown}{pad}{fence}"
+
+
+def as_markdown(report: MatrixReport, *, full: bool = True) -> str:
+    """Return the report as Markdown; not ``full`` leaves out the evidence of each case."""
+    return "\n".join(_lines(report, full=full)) + "\n"
+
+
+def _lines(report: MatrixReport, *, full: bool) -> Iterator[str]:
+    yield f"# {as_text(report.name)}: {as_text(report.headline)}\n"
+    yield f"Plan {as_code(report.plan)}, {as_text(report.created)}.\n\n## Cases\n"
+    yield "| case | verdict | seconds | control | factor | claim |\n|---|---|---|---|---|---|"
+    for case in report.cases:
+        found = case.evaluation
+        times = f"{case.seconds:.1f} of {case.limit:g}"
+        claim = f"{found.claim} [{found.line}]" if found.line else found.claim
+        cells = (case.name, found.verdict.value, times, case.control, case.factor, claim)
+        yield f"| {' | '.join(as_text(cell) for cell in cells)} |"
+    missing = [
+        f"{as_code(c.name)}: {as_text(m.what)}: {as_text(m.text)}" for c in report.cases for m in c.missing
+    ]
+    sections = {
+        "Not run": [as_code(name) for name in report.not_run],
+        "Cases against their controls": [_comparison(each) for each in report.comparisons],
+        "Decision tree": [f"**{b.label}**: {as_text(b.text)} ({as_text(b.why)})" for b in report.branches],
+        "What to do, in this order": [
+            f"{as_text(todo.do)}{f' at {as_code(todo.at)}' if todo.at else ''}: {as_text(todo.why)}. "
+            f"Verify: {as_code(todo.verify)}"
+            for todo in report.actions
+        ],
+        "Left open": [as_text(text) for text in report.open],
+        "Evidence that could not be collected": missing,
+    }
+    if full:
+        sections["Commands to verify"] = [as_code(command) for command in report.verify]
+        sections["Environment"] = [f"{as_text(k)}: {as_text(v)}" for k, v in report.environment.items()]
+    for title, items in sections.items():
+        if items or full:
+            yield f"\n## {title}\n"
+            mark = "1." if title.startswith("What to do") else "-"
+            yield from [f"{mark} {item}" for item in items] or ["None."]
+    for case in report.cases if full else ():
+        yield from _evidence(case)
+
+
+def _comparison(each: Comparison) -> str:
+    differences = "; ".join(as_text(text) for text in each.differences) or "nothing"
+    compared = as_text(", ".join(each.compared)) or "nothing"
+    against = f"{as_code(each.case)} against {as_code(each.control)}: {as_text(each.claim)}"
+    effect = f"effect of the factor: {each.effect.value}"
+    return f"{against}\n  - {effect}; differs: {differences}; compared: {compared}"
+
+
+def _evidence(case: CaseReport) -> Iterator[str]:
+    found = case.evaluation
+    yield f"\n## Evidence of {as_text(case.name)}: {found.verdict.value}\n"
+    yield f"- command: {as_code(case.command)}"
+    yield f"- directory: {as_code(case.directory)}" + (f", branch {as_code(case.branch)}" * bool(case.branch))
+    if case.environment:
+        yield f"- environment: {as_code(' '.join(f'{k}={v}' for k, v in case.environment.items()))}"
+    yield f"- claim: {as_text(found.claim)} (confidence: {as_text(found.confidence)})"
+    yield from (f"- because: {as_text(reason)}" for reason in found.because)
+    yield f"- refuted if: {as_text(found.refuted_if)}"
+    yield from (f"- ended by: {as_text(text)}" for text in case.ended_by)
+    yield from (f"- file: [{as_text(f.what)}](<{quote(f.what)}>): {as_text(f.text)}" for f in case.files)
+    if case.tail:
+        yield "- end of its output:\n"
+        yield from (f"      {visible(line)}" for line in case.tail)
+
+
+def page(report: MatrixReport) -> str:
+    """Return the report as one page that works offline: no script, no external resource."""
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(
+        as_markdown(report).replace(_BREAK, "")
+    )  # fmt: skip
+    digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>backlight matrix</title><style>{_STYLE}</style></head><body>\n{body}</body></html>\n"
+    )
+
+
+def as_terminal(report: MatrixReport) -> str:
+    """Return the short report as Markdown for rich; nothing of a case or a plan acts on the terminal."""
+    return as_markdown(report, full=False).replace(_BREAK, "")
+
+
+def write_report(root: Path, target: Path, *, as_html: bool) -> Path:
+    """Write the report of the matrix in ``root`` to ``target`` and return it."""
+    report = read_report(root)
+    text = page(report) if as_html else as_markdown(report)
+    write_whole(target, text.encode(errors="backslashreplace"))
+    return target
+
+
+def write_reports(root: Path) -> tuple[Path, Path]:
+    """Write ``report.md`` and ``report.html`` into the directory of a matrix and return their paths."""
+    text = write_report(root, root / "report.md", as_html=False)
+    return text, write_report(root, root / "report.html", as_html=True)
+
+
+def write_bundle(root: Path, target: Path) -> Path:
+    """Pack the directory of a matrix into ``target``, whole or not at all; links are left out."""
+    check_archive(target)
+    write_reports(root)
+    files = (
+        p for p in sorted(root.rglob("*")) if p.is_file() and not p.is_symlink() and p != target.absolute()
+    )
+    kept = (path for path in files if path.name != ".lock" and path.suffix != ".tmp")
+    return write_archive(target, ((path.relative_to(root).as_posix(), path) for path in kept))

@@ -1,10 +1,11 @@
-"""Text of cases and plans is shown in every form and acts in none."""
+"""Text of cases and plans is shown in every format and acts in none."""
 
 from __future__ import annotations
 
 import pytest
+from markdown_it import MarkdownIt
 
-from backlight.diagnose.matrix.rendering.escape import code, markdown, markup, visible
+from backlight.diagnose.matrix.report import as_code, as_text
 
 
 @pytest.mark.parametrize(
@@ -27,15 +28,15 @@ from backlight.diagnose.matrix.rendering.escape import code, markdown, markup, v
     ],
 )
 def test_markdown_shows_text_as_it_is(text: str, shown: str) -> None:
-    assert markdown(text) == shown
+    assert as_text(text) == shown
 
 
 def test_code_spans_hold_backticks() -> None:
-    assert code("a") == "`a`"
-    assert code("a`b``c") == "```a`b``c```"
-    assert code("`") == "`` ` ``"
+    assert as_code("a") == "`a`"
+    assert as_code("a`b``c") == "```a`b``c```"
+    assert as_code("`") == "`` ` ``"
 
 
-def test_html_and_terminal() -> None:
-    assert markup("<a href='x'>&\"") == "&lt;a href=&#x27;x&#x27;&gt;&amp;&quot;"
-    assert visible("a\tb\rc") == "a\\tb\\rc"
+def test_html_shows_text_literally() -> None:
+    html = MarkdownIt("commonmark", {"html": False}).render(as_text("<a href='x'>*a*&[b](c)\t"))
+    assert html == "<p>&lt;a href='x'&gt;*a*&amp;[b](c)\\t</p>\n"

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from backlight.diagnose.matrix.comparison import Comparison, Effect
-from backlight.diagnose.matrix.evaluation import Judgement
-from backlight.diagnose.matrix.plan import read_plan
-from backlight.diagnose.matrix.tree import Standing, walk
-from backlight.records import DiagnosisKind
+from backlight.diagnose.matrix.decision_tree import Status, check_tree, walk
+from backlight.diagnose.matrix.evaluation import Comparison, Effect, Evaluation
+from backlight.diagnose.matrix.plan import Plan, read_plan
+from backlight.records import Verdict
 
 TREE = """
 [cases.base]
@@ -36,15 +35,19 @@ conclusion = "the knob"
 conclusion = "something else"
 """
 
-YES, NO, OPEN = Standing.SUPPORTED, Standing.REFUTED, Standing.OPEN
+YES, NO, OPEN = Status.SUPPORTED, Status.REFUTED, Status.OPEN
 
 
-def judgement(verdict: DiagnosisKind) -> Judgement:
-    return Judgement(verdict, "", "high", (), "")
+def evaluation(verdict: Verdict) -> Evaluation:
+    return Evaluation(verdict, "")
+
+
+def order(plan: Plan) -> tuple[str, ...]:
+    return check_tree(plan, {"base": "", "knob": "base", "other": ""}, Path("plan.toml"))
 
 
 def comparison(outcome: str, why: str = "") -> Comparison:
-    return Comparison("knob", "base", "argument", Effect.SEEN, (), (), outcome, "", why)
+    return Comparison("knob", "base", "argument", Effect.OBSERVED, (), (), outcome, "", why)
 
 
 @pytest.mark.parametrize(
@@ -67,14 +70,14 @@ def comparison(outcome: str, why: str = "") -> Comparison:
         ("CRASH", "", {"fine": NO, "slow": NO, "hangs": NO, "the-knob": NO, "something-else": NO}),
     ],
 )
-def test_the_standing_of_every_branch(
-    base: str, outcome: str, expected: dict[str, Standing], plan: Callable[..., Path]
+def test_the_status_of_every_branch(
+    base: str, outcome: str, expected: dict[str, Status], plan: Callable[..., Path]
 ) -> None:
     read = read_plan(plan(TREE))
     branches = walk(
-        read, "start", {"base": judgement(DiagnosisKind(base))}, {"knob": comparison(outcome, "no effect")}
+        read, order(read), {"base": evaluation(Verdict(base))}, {"knob": comparison(outcome, "no effect")}
     )
-    assert {b.name: b.standing for b in branches} == {"start": YES} | expected
+    assert {b.name: b.status for b in branches} == {"start": YES} | expected
     start = next(b for b in branches if b.name == "start")
     assert start.answer == ("" if base in {"UNKNOWN", "DID_NOT_FINISH"} else base)
     if outcome == "" and base == "BLOCKED":
@@ -84,12 +87,13 @@ def test_the_standing_of_every_branch(
 
 
 def test_a_case_that_has_not_run_leaves_everything_open(plan: Callable[..., Path]) -> None:
-    branches = walk(read_plan(plan(TREE)), "start", {}, {})
-    assert {b.standing for b in branches if b.name != "start"} == {OPEN}
-    assert branches[1].why == "start: case base has not run"
+    read = read_plan(plan(TREE))
+    branches = walk(read, order(read), {}, {})
+    assert {b.status for b in branches if b.name != "start"} == {OPEN}
+    assert next(b for b in branches if b.name == "hangs").why == "start: case base has not run"
 
 
-def test_two_ways_to_one_conclusion_take_the_better(plan: Callable[..., Path]) -> None:
+def test_of_two_paths_to_a_conclusion_the_better_counts(plan: Callable[..., Path]) -> None:
     tree = """
     [cases.base]
     [cases.other]
@@ -105,6 +109,7 @@ def test_two_ways_to_one_conclusion_take_the_better(plan: Callable[..., Path]) -
     [tree.no]
     conclusion = "y"
     """
-    judged = {"base": judgement(DiagnosisKind.PASS), "other": judgement(DiagnosisKind.PASS)}
-    branches = {b.name: b.standing for b in walk(read_plan(plan(tree)), "a", judged, {})}
+    evaluations = {"base": evaluation(Verdict.PASS), "other": evaluation(Verdict.PASS)}
+    read = read_plan(plan(tree))
+    branches = {b.name: b.status for b in walk(read, order(read), evaluations, {})}
     assert branches == {"a": YES, "b": YES, "end": YES, "no": NO}

@@ -1,0 +1,51 @@
+"""Prints a matrix: its cases before they run, the result of each, and the report."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+from rich.text import Text
+
+from backlight.records import Verdict
+from backlight.text import visible
+
+if TYPE_CHECKING:
+    from backlight.diagnose.matrix.cases import Case
+    from backlight.diagnose.matrix.evaluation import Finished
+    from backlight.diagnose.matrix.report import MatrixReport
+
+_COLOURS = {Verdict.PASS: "green"} | dict.fromkeys(
+    (Verdict.UNKNOWN, Verdict.DID_NOT_FINISH, Verdict.SLOW), "yellow"
+)
+
+
+def result_line(one: Finished) -> Text:
+    """Return the line for a finished case: ``BLOCKED  case  12.0 s  claim``."""
+    found = one.evaluation
+    text = Text(f"{found.verdict.value:<15}", style=_COLOURS.get(found.verdict, "red"))
+    words = f"{visible(one.case.name)}  {one.observation.seconds:.1f} s  {visible(found.claim)}"
+    return text.append(words, style="default")
+
+
+def print_report(report: MatrixReport, console: Console) -> None:
+    """Print the short report; no text of a case or a plan acts on the terminal."""
+    from backlight.diagnose.matrix.report import as_terminal
+
+    console.print(Markdown(as_terminal(report), hyperlinks=False))
+
+
+def print_cases(cases: Sequence[Case], console: Console) -> None:
+    """Print what a plan would run, and in which factor each case differs from its control."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("case", "control", "differs in", "limit", "command"):
+        table.add_column(column, overflow="fold")
+    for case in cases:
+        limit = f"{case.launch.time_limit:g} s"
+        words = (case.name, case.control, case.factor, limit, shlex.join(case.launch.argv))
+        table.add_row(*(Text(visible(word)) for word in words))
+    console.print(table)

@@ -1,0 +1,49 @@
+"""Progress and errors in the output of a case."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from backlight.diagnose.matrix.case_run import count_progress, last_error
+
+LAUNCHER = (
+    "Traceback (most recent call last):\n"
+    '  File "<frozen runpy>", line 198, in _run_module_as_main\n'
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+)
+WORKER = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 9, in <module>\nKeyError: 3\n'
+
+
+def test_progress_is_read_from_the_last_match() -> None:
+    assert count_progress(r"step (\d+)/(\d+)", "step 1/9\nstep 2/9\n") == (2, 9)
+    assert count_progress(r"step (\d+)", "step 1\nstep 2\n") == (2, 0)
+    assert count_progress(r"epoch (\w+)", "epoch one\nepoch two\n") == (2, 0)
+    assert count_progress("x", "") == (0, 0)
+
+
+def test_the_last_error_and_its_line() -> None:
+    library = str(Path(threading.__file__))
+    text = (
+        "step 1\nTraceback (most recent call last):\n"
+        '  File "/home/me/train.py", line 9, in <module>\n    main()\n'
+        f'  File "{library}", line 4, in run\n    self.f()\n'
+        "ValueError: injected\n"
+    )
+    assert last_error(text) == ("ValueError: injected", "/home/me/train.py:9")
+    assert last_error("all is well\n") == ("", "")
+    fatal = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f (most recent call first):\n"
+        f'  File "{library}", line 1 in f\n  File "/home/me/train.py", line 5 in <module>\n'
+    )
+    assert last_error(fatal) == ("Fatal Python error: Segmentation fault", "/home/me/train.py:5")
+
+
+def test_the_report_of_a_launcher_is_not_the_error() -> None:
+    assert last_error(WORKER + LAUNCHER) == ("KeyError: 3", "/home/me/train.py:9")
+    refused = "train.py: error: unrecognized arguments: --backend math"
+    assert last_error(f"usage: train.py\n{refused}\n{LAUNCHER}") == (refused, "")
+    assert last_error(LAUNCHER)[1] == ""
+    chained = WORKER + "\nDuring handling of the above exception, another exception occurred:\n\n"
+    last = WORKER.replace("line 9", "line 11").replace("KeyError: 3", "OSError: full")
+    assert last_error(chained + last) == ("OSError: full", "/home/me/train.py:11")
