@@ -17,8 +17,7 @@ def wait():
     lock.acquire()
 
 def spin():
-    while True:
-        pass
+    while True: pass  # on one line, so that every sample shows the same
 
 def crawl():
     for step in range(10**6):

@@ -10,7 +10,7 @@ import pytest
 from backlight.diagnose.matrix.decision_tree import Status, check_tree, walk
 from backlight.diagnose.matrix.evaluation import Comparison, Effect, Evaluation
 from backlight.diagnose.matrix.plan import Plan, read_plan
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 
 TREE = """
 [cases.base]
@@ -38,7 +38,7 @@ conclusion = "something else"
 YES, NO, OPEN = Status.SUPPORTED, Status.REFUTED, Status.OPEN
 
 
-def evaluation(verdict: Verdict) -> Evaluation:
+def evaluation(verdict: DiagnosisKind) -> Evaluation:
     return Evaluation(verdict, "")
 
 
@@ -75,7 +75,10 @@ def test_the_status_of_every_branch(
 ) -> None:
     read = read_plan(plan(TREE))
     branches = walk(
-        read, order(read), {"base": evaluation(Verdict(base))}, {"knob": comparison(outcome, "no effect")}
+        read,
+        order(read),
+        {"base": evaluation(DiagnosisKind(base))},
+        {"knob": comparison(outcome, "no effect")},
     )
     assert {b.name: b.status for b in branches} == {"start": YES} | expected
     start = next(b for b in branches if b.name == "start")
@@ -109,7 +112,7 @@ def test_of_two_paths_to_a_conclusion_the_better_counts(plan: Callable[..., Path
     [tree.no]
     conclusion = "y"
     """
-    evaluations = {"base": evaluation(Verdict.PASS), "other": evaluation(Verdict.PASS)}
+    evaluations = {"base": evaluation(DiagnosisKind.PASS), "other": evaluation(DiagnosisKind.PASS)}
     read = read_plan(plan(tree))
     branches = {b.name: b.status for b in walk(read, order(read), evaluations, {})}
     assert branches == {"a": YES, "b": YES, "end": YES, "no": NO}

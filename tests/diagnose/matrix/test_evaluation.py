@@ -19,15 +19,15 @@ from backlight.diagnose.matrix.evaluation import (
     read_verdicts,
 )
 from backlight.diagnose.matrix.results import Attempt, Observation, ProcessSample, Progress, Stall, Window
-from backlight.records import Fingerprint, Verdict
+from backlight.records import DiagnosisKind, Fingerprint
 from backlight.store.write.writer import RunWriter
 
 LINE = "/home/me/ops.py:22"
 IDLE = ProcessSample(
-    7, "python train.py", True, 0.0, verdict=Verdict.BLOCKED, line=LINE,
+    7, "python train.py", True, 0.0, verdict=DiagnosisKind.BLOCKED, line=LINE,
     claim="BLOCKED: the main thread waits for a lock at ops.py:22 in wait",
 )  # fmt: skip
-BUSY = replace(IDLE, cpu=1.0, verdict=Verdict.UNKNOWN, claim="UNKNOWN: it computes at ops.py:22 in f")
+BUSY = replace(IDLE, cpu=1.0, verdict=DiagnosisKind.UNKNOWN, claim="UNKNOWN: it computes at ops.py:22 in f")
 SPINNING = replace(BUSY, spins=True)
 
 
@@ -48,11 +48,11 @@ def steps(before: int, middle: int, after: int, total: int = 0) -> Progress:
 
 def test_a_wait_without_cpu_on_one_line_is_blocked() -> None:
     found = evaluate(over())
-    assert (found.verdict, found.line, found.confidence) == (Verdict.BLOCKED, LINE, "medium")
+    assert (found.verdict, found.line, found.confidence) == (DiagnosisKind.BLOCKED, LINE, "medium")
     assert "waits for a lock at ops.py:22" in found.claim
     assert found.alternatives
     sure = evaluate(over(IDLE, steps(3, 3, 3)))
-    assert (sure.verdict, sure.confidence, sure.alternatives) == (Verdict.BLOCKED, "high", ())
+    assert (sure.verdict, sure.confidence, sure.alternatives) == (DiagnosisKind.BLOCKED, "high", ())
 
 
 def test_a_worker_explains_more_than_its_launcher() -> None:
@@ -66,76 +66,79 @@ def test_a_worker_explains_more_than_its_launcher() -> None:
         over(replace(IDLE, cpu=0.3)),
         over(replace(IDLE, delay=0.5)),
         over(printed=1),
-        over(replace(IDLE, verdict=Verdict.UNKNOWN)),
+        over(replace(IDLE, verdict=DiagnosisKind.UNKNOWN)),
         over(IDLE, steps(1, 1, 2)),
         over(BUSY),
-        over(replace(BUSY, verdict=Verdict.LONG_OP)),
+        over(replace(BUSY, verdict=DiagnosisKind.LONG_OP)),
         over(SPINNING, steps(1, 1, 2)),
         over(replace(SPINNING, cpu=0.5)),
     ],
 )
 def test_evidence_that_does_not_decide_is_unknown(seen: Observation) -> None:
     found = evaluate(seen)
-    assert found.verdict is Verdict.UNKNOWN
+    assert found.verdict is DiagnosisKind.UNKNOWN
     assert "it is slow and would finish" in found.alternatives
 
 
 def test_time_alone_decides_nothing() -> None:
     for seen in (
-        over(replace(IDLE, verdict=Verdict.UNKNOWN, claim="")),
+        over(replace(IDLE, verdict=DiagnosisKind.UNKNOWN, claim="")),
         over(replace(BUSY, claim="")),
         over(seconds=0.5),
         replace(over(), window=None),
     ):
         found = evaluate(seen)
-        assert (found.verdict, found.confidence) == (Verdict.DID_NOT_FINISH, "none")
+        assert (found.verdict, found.confidence) == (DiagnosisKind.DID_NOT_FINISH, "none")
 
 
 def test_a_process_that_holds_the_gil_on_one_line_spins() -> None:
     found = evaluate(over(SPINNING, steps(3, 3, 3)))
-    assert (found.verdict, found.line, found.confidence) == (Verdict.SPIN, LINE, "high")
+    assert (found.verdict, found.line, found.confidence) == (DiagnosisKind.SPIN, LINE, "high")
     # On a crowded machine it queues for a core for part of the time.
-    assert evaluate(over(replace(SPINNING, cpu=0.5, delay=0.45))).verdict is Verdict.SPIN
+    assert evaluate(over(replace(SPINNING, cpu=0.5, delay=0.45))).verdict is DiagnosisKind.SPIN
 
 
 def test_a_long_operation_needs_progress_that_does_not_move() -> None:
-    assert evaluate(over(replace(BUSY, verdict=Verdict.LONG_OP), steps(3, 3, 3))).verdict is Verdict.LONG_OP
+    assert (
+        evaluate(over(replace(BUSY, verdict=DiagnosisKind.LONG_OP), steps(3, 3, 3))).verdict
+        is DiagnosisKind.LONG_OP
+    )
 
 
 def test_progress_in_both_halves_of_the_window_is_slow() -> None:
     found = evaluate(over(IDLE, steps(10, 14, 18, 100)))
-    assert found.verdict is Verdict.SLOW
+    assert found.verdict is DiagnosisKind.SLOW
     assert "18 of 100" in found.claim
     assert "2/s over the last 4.0 s, ETA 41 s" in found.claim
     # It moved, and is hung since: that is not slow.
-    assert evaluate(over(IDLE, steps(10, 14, 14))).verdict is Verdict.BLOCKED
+    assert evaluate(over(IDLE, steps(10, 14, 14))).verdict is DiagnosisKind.BLOCKED
 
 
 def test_a_stall_finding_is_the_verdict_unless_progress_resumed() -> None:
     stall = Stall("MISMATCH", "ranks differ at sequence 4", "backward", "a.py:3", path="cases/x/000/run")
     found = evaluate(over(BUSY, stalls=(stall,)))
-    assert (found.verdict, found.phase, found.line) == (Verdict.MISMATCH, "backward", "a.py:3")
+    assert (found.verdict, found.phase, found.line) == (DiagnosisKind.MISMATCH, "backward", "a.py:3")
     assert found.because[0] == "finding of rule stall in cases/x/000/run"
-    assert evaluate(over(BUSY, stalls=(replace(stall, over=True),))).verdict is Verdict.UNKNOWN
-    assert evaluate(over(BUSY, steps(1, 2, 3), stalls=(stall,))).verdict is Verdict.SLOW
+    assert evaluate(over(BUSY, stalls=(replace(stall, over=True),))).verdict is DiagnosisKind.UNKNOWN
+    assert evaluate(over(BUSY, steps(1, 2, 3), stalls=(stall,))).verdict is DiagnosisKind.SLOW
 
 
 def test_a_stopped_process_is_stopped() -> None:
-    assert evaluate(over(replace(IDLE, verdict=Verdict.STOPPED))).verdict is Verdict.STOPPED
+    assert evaluate(over(replace(IDLE, verdict=DiagnosisKind.STOPPED))).verdict is DiagnosisKind.STOPPED
 
 
 def test_an_exit_is_evaluated_by_its_code_and_its_output() -> None:
     done = Observation(2.0, 12.0, 0)
-    assert evaluate(done).verdict is Verdict.PASS
-    assert evaluate(replace(done, success=True)).verdict is Verdict.PASS
-    assert evaluate(replace(done, success=False)).verdict is Verdict.UNKNOWN
+    assert evaluate(done).verdict is DiagnosisKind.PASS
+    assert evaluate(replace(done, success=True)).verdict is DiagnosisKind.PASS
+    assert evaluate(replace(done, success=False)).verdict is DiagnosisKind.UNKNOWN
     failed = evaluate(replace(done, exit_code=1, error="ValueError: injected", error_line="/home/me/a.py:3"))
-    assert (failed.verdict, failed.line) == (Verdict.CRASH, "/home/me/a.py:3")
+    assert (failed.verdict, failed.line) == (DiagnosisKind.CRASH, "/home/me/a.py:3")
     assert "ValueError: injected" in failed.claim
     killed = evaluate(replace(done, exit_code=-9))
-    assert (killed.verdict, len(killed.alternatives)) == (Verdict.CRASH, 1)
+    assert (killed.verdict, len(killed.alternatives)) == (DiagnosisKind.CRASH, 1)
     assert "SIGKILL" in killed.claim
-    assert evaluate(Observation(0.0, 12.0, problem="gone")).verdict is Verdict.UNKNOWN
+    assert evaluate(Observation(0.0, 12.0, problem="gone")).verdict is DiagnosisKind.UNKNOWN
 
 
 def test_an_observation_is_read_back() -> None:
@@ -145,7 +148,7 @@ def test_an_observation_is_read_back() -> None:
 
 
 def test_verdicts_are_read_from_a_list() -> None:
-    assert read_verdicts("blocked, CRASH") == (Verdict.BLOCKED, Verdict.CRASH)
+    assert read_verdicts("blocked, CRASH") == (DiagnosisKind.BLOCKED, DiagnosisKind.CRASH)
     with pytest.raises(ValueError, match=r"no verdict is called 'BLOKED'; did you mean 'BLOCKED'\?"):
         read_verdicts("BLOKED")
 
@@ -156,8 +159,8 @@ FINGERPRINT = Fingerprint(
 
 
 def finished(
-    root: Path, name: str, verdict: Verdict = Verdict.PASS, *, output: str = "", shows: tuple[str, ...] = (),
-    fingerprint: Fingerprint | None = None, losses: tuple[float, ...] = (),
+    root: Path, name: str, verdict: DiagnosisKind = DiagnosisKind.PASS, *, output: str = "",
+    shows: tuple[str, ...] = (), fingerprint: Fingerprint | None = None, losses: tuple[float, ...] = (),
 ) -> Finished:  # fmt: skip
     attempt = Attempt(root, root / "cases" / name / "000")
     attempt.path.mkdir(parents=True)
@@ -183,8 +186,8 @@ def finished(
     ],
 )
 def test_the_outcome_follows_the_two_verdicts(before: str, after: str, outcome: str, tmp_path: Path) -> None:
-    control = finished(tmp_path, "base", Verdict(before), output="checkpointing off\n")
-    case = finished(tmp_path, "other", Verdict(after), output="checkpointing on\n")
+    control = finished(tmp_path, "base", DiagnosisKind(before), output="checkpointing off\n")
+    case = finished(tmp_path, "other", DiagnosisKind(after), output="checkpointing on\n")
     found = compare(case, control)
     assert (found.outcome, found.effect) == (outcome, Effect.OBSERVED)
     assert f"({before} -> {after})" in found.claim
@@ -217,7 +220,7 @@ def test_losses_may_differ_by_chance(tmp_path: Path) -> None:
     assert (found.outcome, found.effect) == ("", Effect.POSSIBLE)
     assert found.differences[0].startswith("loss at step 1: 0.5 and 0.25")
     # A verdict that changed decides more than a loss.
-    crashed = replace(case, evaluation=Evaluation(Verdict.CRASH, ""))
+    crashed = replace(case, evaluation=Evaluation(DiagnosisKind.CRASH, ""))
     assert compare(crashed, control).outcome == "causes"
 
 
@@ -232,14 +235,14 @@ def test_the_declared_output_decides(tmp_path: Path) -> None:
 
 
 def test_cases_that_were_cut_short_may_still_differ(tmp_path: Path) -> None:
-    control = finished(tmp_path, "base", Verdict.BLOCKED, output="starting\nst")
-    found = compare(finished(tmp_path, "other", Verdict.BLOCKED, output="starting\n"), control)
+    control = finished(tmp_path, "base", DiagnosisKind.BLOCKED, output="starting\nst")
+    found = compare(finished(tmp_path, "other", DiagnosisKind.BLOCKED, output="starting\n"), control)
     assert (found.effect, found.outcome) == (Effect.UNKNOWN, "")
     assert "shows = " in found.why
 
 
-@pytest.mark.parametrize("verdict", [Verdict.UNKNOWN, Verdict.DID_NOT_FINISH])
-def test_an_undecided_verdict_decides_nothing(verdict: Verdict, tmp_path: Path) -> None:
+@pytest.mark.parametrize("verdict", [DiagnosisKind.UNKNOWN, DiagnosisKind.DID_NOT_FINISH])
+def test_an_undecided_verdict_decides_nothing(verdict: DiagnosisKind, tmp_path: Path) -> None:
     control = finished(tmp_path, "base", output="off\n")
     case = finished(tmp_path, "other", verdict, output="on\n")
     assert compare(case, control).outcome == ""

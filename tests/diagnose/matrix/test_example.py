@@ -12,7 +12,7 @@ import typer
 
 from backlight.diagnose.matrix.report import MatrixReport
 from backlight.diagnose.matrix.runner import execute, prepare
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 
 pytestmark = pytest.mark.alone
 
@@ -36,7 +36,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MatrixReport]:
 def test_the_example_finds_its_fault(done: tuple[Path, MatrixReport]) -> None:
     _, report = done
     verdicts = {case.name: case.evaluation.verdict for case in report.cases}
-    assert verdicts == {"base": Verdict.PASS, "checkpointing": Verdict.BLOCKED, "lock": Verdict.PASS}
+    assert verdicts == {
+        "base": DiagnosisKind.PASS,
+        "checkpointing": DiagnosisKind.BLOCKED,
+        "lock": DiagnosisKind.PASS,
+    }
     assert {c.case: (c.factor, c.outcome) for c in report.comparisons} == {
         "checkpointing": ("checkpointing", "causes"),
         "lock": ("lock", "cures"),
@@ -89,10 +93,10 @@ def test_two_ranks_show_the_same_fault(tmp_path: Path) -> None:
     report = execute(prepare(tmp_path / "plan.toml"), tmp_path / "out")
     verdicts = {case.name: case.evaluation.verdict for case in report.cases}
     assert verdicts == {
-        "base": Verdict.PASS,
-        "checkpointing=on": Verdict.BLOCKED,
-        "ranks=two": Verdict.PASS,
-        "ranks=two,checkpointing=on": Verdict.BLOCKED,
+        "base": DiagnosisKind.PASS,
+        "checkpointing=on": DiagnosisKind.BLOCKED,
+        "ranks=two": DiagnosisKind.PASS,
+        "ranks=two,checkpointing=on": DiagnosisKind.BLOCKED,
     }
     ranks = next(c for c in report.comparisons if c.case == "ranks=two")
     assert ranks.outcome == "none"

@@ -11,7 +11,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 from backlight.text import visible
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from backlight.diagnose.matrix.evaluation import Finished
     from backlight.diagnose.matrix.report import MatrixReport
 
-_COLOURS = {Verdict.PASS: "green"} | dict.fromkeys(
-    (Verdict.UNKNOWN, Verdict.DID_NOT_FINISH, Verdict.SLOW), "yellow"
+_COLOURS = {DiagnosisKind.PASS: "green"} | dict.fromkeys(
+    (DiagnosisKind.UNKNOWN, DiagnosisKind.DID_NOT_FINISH, DiagnosisKind.SLOW), "yellow"
 )
 
 

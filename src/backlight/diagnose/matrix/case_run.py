@@ -196,10 +196,10 @@ class _CaseRun:
             leaf = pid not in parents
             sample = ProcessSample(pid, command, leaf, cpu, delay)
             if found is not None:
-                judged = found.judgement
+                diagnosis = found.diagnosis
                 sample = ProcessSample(
-                    pid, command, leaf, cpu, delay, judged.verdict, judged.claim, judged.line or "",
-                    str(judged.phase), found.spins,
+                    pid, command, leaf, cpu, delay, diagnosis.kind, diagnosis.claim, diagnosis.line or "",
+                    str(diagnosis.phase), found.spins,
                 )  # fmt: skip
             samples.append(sample)
         return tuple(samples)
@@ -215,8 +215,10 @@ class _CaseRun:
             Note(f"{what}: {name}", why or "not observable")
             for name, _, why in (entry.partition(": ") for entry in found.unseen)
         ]
-        if found.looks:
-            self._keep(f"stacks-{pid}.txt", "\n".join(stacks.as_text(look) for look in found.looks), what)
+        if found.samples:
+            self._keep(
+                f"stacks-{pid}.txt", "\n".join(stacks.format_sample(each) for each in found.samples), what
+            )
         return found
 
     def _progress(self, marks: list[_Mark]) -> Iterator[Progress]:
@@ -298,7 +300,7 @@ def read_stalls(path: Path, name: str) -> tuple[Stall, ...]:
         return ()
     over = bool(events) and events[-1].kind == "stall_over"
     return tuple(
-        Stall(str(s.verdict), f.claim, s.phase or "", s.line or "", f.refuted_if, name, over)
+        Stall(str(s.verdict), f.detail, s.phase or "", s.line or "", f.refuted_if, name, over)
         for f, s in subjects
     )
 
@@ -312,8 +314,8 @@ def last_error(text: str) -> tuple[str, str]:
     lines = text.splitlines()
     for index, line in enumerate(lines):
         if line.startswith("Fatal Python"):
-            look = stacks.from_faulthandler("\n".join(lines[index:]), 0)
-            frames = [f for thread in look.threads for f in thread.frames if not stacks.foreign(f.file)]
+            sample = stacks.parse_faulthandler("\n".join(lines[index:]), 0)
+            frames = [f for thread in sample.threads for f in thread.frames if not stacks.is_library(f.file)]
             found.append((line, f"{frames[0].file}:{frames[0].line}" if frames else ""))
         elif line.startswith("Traceback ("):
             found.append(_exception(lines[index + 1 :]))
@@ -327,7 +329,7 @@ def _exception(lines: list[str]) -> tuple[str, str]:
     position = ""
     for line in lines:
         if frame := re.match(r'^ *File "(.+)", line (\d+)(?:, in .*)?$', line):
-            position = position if stacks.foreign(frame[1]) else f"{frame[1]}:{frame[2]}"
+            position = position if stacks.is_library(frame[1]) else f"{frame[1]}:{frame[2]}"
         elif line and not line.startswith(" "):
             return line, position
     return "", position

@@ -16,7 +16,7 @@ from backlight.diagnose.matrix.cases import Case
 from backlight.diagnose.matrix.plan import UNDECIDED
 from backlight.diagnose.matrix.results import Attempt, Observation, ProcessSample
 from backlight.monitors.stalls.model import stacks
-from backlight.records import Verdict, to_json
+from backlight.records import DiagnosisKind, to_json
 from backlight.store.errors import StoreError
 from backlight.store.read.run import Run, open_run
 from backlight.text import did_you_mean
@@ -45,7 +45,7 @@ class Evaluation:
     ``line`` is ``file:line`` of the user's code where it is known.
     """
 
-    verdict: Verdict
+    verdict: DiagnosisKind
     claim: str
     confidence: str = "high"
     because: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Evaluation:
     alternatives: tuple[str, ...] = ()
 
 
-def read_verdicts(text: str) -> tuple[Verdict, ...]:
+def read_verdicts(text: str) -> tuple[DiagnosisKind, ...]:
     """Return the verdicts in a list separated by commas.
 
     Raises
@@ -65,15 +65,17 @@ def read_verdicts(text: str) -> tuple[Verdict, ...]:
     """
     words = [word.strip().upper() for word in text.split(",") if word.strip()]
     for word in words:
-        if word not in set(Verdict):
-            raise ValueError(f"no verdict is called {word!r}{did_you_mean(word, [v.value for v in Verdict])}")
-    return tuple(Verdict(word) for word in words)
+        if word not in set(DiagnosisKind):
+            raise ValueError(
+                f"no verdict is called {word!r}{did_you_mean(word, [v.value for v in DiagnosisKind])}"
+            )
+    return tuple(DiagnosisKind(word) for word in words)
 
 
 def evaluate(seen: Observation) -> Evaluation:
     """Return the verdict on one case; time alone supports none."""
     if seen.problem:
-        return Evaluation(Verdict.UNKNOWN, f"could not be started: {seen.problem}", "none")
+        return Evaluation(DiagnosisKind.UNKNOWN, f"could not be started: {seen.problem}", "none")
     if seen.exit_code is not None:
         return _exited(seen, seen.exit_code)
     rules = (_moving, _stall, _stopped, _blocked, _busy) if seen.window is not None else ()
@@ -87,20 +89,20 @@ def _exited(seen: Observation, code: int) -> Evaluation:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         how = f"was ended by {name}" if code < 0 else f"left with exit code {code}"
         return Evaluation(
-            Verdict.CRASH, f"{how} {after}{': ' if seen.error else ''}{seen.error}",
+            DiagnosisKind.CRASH, f"{how} {after}{': ' if seen.error else ''}{seen.error}",
             because=(f"exit code {code}", *stalls),
             refuted_if="the same command exits with 0 when run again", line=seen.error_line,
             alternatives=("another process killed it (out of memory, a batch system)",) if code == -9 else (),
         )  # fmt: skip
     if seen.success is False:
         return Evaluation(
-            Verdict.UNKNOWN, f"exited with 0 {after}, but the pattern of success is not in its output",
+            DiagnosisKind.UNKNOWN, f"exited with 0 {after}, but the pattern of success is not in its output",
             "none", ("exit code 0",), "another attempt prints what the pattern of success matches",
             alternatives=("it ended early without an error", "the pattern is wrong"),
         )  # fmt: skip
     proof = ("exit code 0", "the pattern of success matches") if seen.success else ("exit code 0",)
     return Evaluation(
-        Verdict.PASS, f"finished in {seen.seconds:.1f} s", because=proof + stalls,
+        DiagnosisKind.PASS, f"finished in {seen.seconds:.1f} s", because=proof + stalls,
         refuted_if="it does not finish when run again",
     )  # fmt: skip
 
@@ -113,7 +115,7 @@ def _moving(seen: Observation) -> Evaluation | None:
             eta = f", ETA {(p.total - p.after) / rate:.0f} s" if p.total > p.after else ""
             total = f" of {p.total}" if p.total else ""
             return Evaluation(
-                Verdict.SLOW,
+                DiagnosisKind.SLOW,
                 f"slow, not hung: {p.after}{total} ({p.source}), {rate:.3g}/s over the last "
                 f"{seen.window.seconds:.1f} s{eta}",
                 because=(f"{p.source}: {p.before}, {p.middle}, {p.after}",),
@@ -123,18 +125,18 @@ def _moving(seen: Observation) -> Evaluation | None:
 
 
 def _stall(seen: Observation) -> Evaluation | None:
-    if not seen.stalls or seen.stalls[-1].over or seen.stalls[-1].verdict not in set(Verdict):
+    if not seen.stalls or seen.stalls[-1].over or seen.stalls[-1].verdict not in set(DiagnosisKind):
         return None
     stall = seen.stalls[-1]
     because = (f"finding of rule stall in {stall.path}", *_cpu(seen))
     line = stall.line or next((sample.line for sample in _ranked(seen) if sample.line), "")
-    verdict = Verdict(stall.verdict)
+    verdict = DiagnosisKind(stall.verdict)
     return Evaluation(verdict, stall.claim, "as the finding", because, stall.refuted_if, line, stall.phase)
 
 
 def _stopped(seen: Observation) -> Evaluation | None:
-    stopped = [sample for sample in seen.processes if sample.verdict is Verdict.STOPPED]
-    return _from_sample(seen, stopped[0], Verdict.STOPPED, "high") if stopped else None
+    stopped = [sample for sample in seen.processes if sample.verdict is DiagnosisKind.STOPPED]
+    return _from_sample(seen, stopped[0], DiagnosisKind.STOPPED, "high") if stopped else None
 
 
 def _blocked(seen: Observation) -> Evaluation | None:
@@ -142,12 +144,12 @@ def _blocked(seen: Observation) -> Evaluation | None:
     if not idle or _moved(seen) or (seen.window and seen.window.output_bytes):
         return None
     known = bool(seen.window and seen.window.progress)
-    blocked = next((s for s in _ranked(seen) if s.verdict is Verdict.BLOCKED), None)
+    blocked = next((s for s in _ranked(seen) if s.verdict is DiagnosisKind.BLOCKED), None)
     why = () if known else ("it waits for something that would have come later",)
     return (
         None
         if blocked is None
-        else _from_sample(seen, blocked, Verdict.BLOCKED, "high" if known else "medium", why)
+        else _from_sample(seen, blocked, DiagnosisKind.BLOCKED, "high" if known else "medium", why)
     )
 
 
@@ -157,21 +159,25 @@ def _busy(seen: Observation) -> Evaluation | None:
         if sample.cpu + sample.delay < BUSY_CORES or sample.cpu < IDLE_CORES:
             continue
         # A run at work shows one line, too: without a known count, only the lock held on one line decides.
-        if sample.spins or sample.verdict is Verdict.SPIN:
+        if sample.spins or sample.verdict is DiagnosisKind.SPIN:
             why = ("a single long call from that line",)
-            return _from_sample(seen, sample, Verdict.SPIN, "high" if known else "medium", why)
-        if known and sample.verdict is Verdict.LONG_OP:
+            return _from_sample(seen, sample, DiagnosisKind.SPIN, "high" if known else "medium", why)
+        if known and sample.verdict is DiagnosisKind.LONG_OP:
             return _from_sample(
-                seen, sample, Verdict.LONG_OP, "medium", ("the operation is slow and will end",)
+                seen, sample, DiagnosisKind.LONG_OP, "medium", ("the operation is slow and will end",)
             )
     return None
 
 
 def _from_sample(
-    seen: Observation, sample: ProcessSample, verdict: Verdict, confidence: str, why: tuple[str, ...] = ()
+    seen: Observation,
+    sample: ProcessSample,
+    verdict: DiagnosisKind,
+    confidence: str,
+    why: tuple[str, ...] = (),
 ) -> Evaluation:
     claim = sample.claim.partition(": ")[2] or sample.claim
-    if verdict is Verdict.SPIN:
+    if verdict is DiagnosisKind.SPIN:
         claim = f"it computes on one line, {stacks.Frame(*_split(sample.line), '').place}; {claim}"
     return Evaluation(
         verdict, f"{verdict.value}: {claim}", confidence,
@@ -186,13 +192,13 @@ def _undecided(seen: Observation) -> Evaluation:
     sampled = any(sample.claim for sample in seen.processes)
     if not sampled or seen.window is None or seen.window.seconds < MIN_WINDOW_S:
         return Evaluation(
-            Verdict.DID_NOT_FINISH, f"did not finish in {seen.limit:g} seconds", "none", because,
+            DiagnosisKind.DID_NOT_FINISH, f"did not finish in {seen.limit:g} seconds", "none", because,
             "it finishes with a longer limit", alternatives=alternatives,
         )  # fmt: skip
     first = _ranked(seen)[0]
     return Evaluation(
-        Verdict.UNKNOWN, f"did not finish in {seen.limit:g} s; {first.claim}, which decides nothing", "none",
-        because, "does not apply", first.line,
+        DiagnosisKind.UNKNOWN, f"did not finish in {seen.limit:g} s; {first.claim}, which decides nothing",
+        "none", because, "does not apply", first.line,
         alternatives=(*alternatives, "set progress = 'regular expression' in [base] to decide"),
     )  # fmt: skip
 
@@ -263,7 +269,13 @@ def compare(one: Finished, control: Finished) -> Comparison:
     elif effect is Effect.NONE:
         why = f"the factor had no effect that shows in {', '.join(compared)}"
     elif verdict is not before:
-        outcome = "causes" if before is Verdict.PASS else "cures" if verdict is Verdict.PASS else "changes"
+        outcome = (
+            "causes"
+            if before is DiagnosisKind.PASS
+            else "cures"
+            if verdict is DiagnosisKind.PASS
+            else "changes"
+        )
     elif effect is Effect.OBSERVED:
         outcome = "none"
     else:
@@ -296,7 +308,7 @@ def _effect(one: Finished, control: Finished) -> tuple[Effect, list[str], list[s
             return Effect.NONE, [], [f"its output, which lacks {pattern!r}"]
         compared.append(f"{pattern!r} in the outputs")
         certain += [] if there else [f"output shows {here[0]!r}, its control's does not"]
-    finished = one.evaluation.verdict is control.evaluation.verdict is Verdict.PASS
+    finished = one.evaluation.verdict is control.evaluation.verdict is DiagnosisKind.PASS
     runs = _open(one.attempt.run), _open(control.attempt.run)
     if runs[0] is not None and runs[1] is not None:
         for sure, difference in _run_differences(runs[0], runs[1]):

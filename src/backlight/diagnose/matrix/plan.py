@@ -22,11 +22,11 @@ from pydantic import (
     model_validator,
 )
 
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 from backlight.text import did_you_mean
 
 MAX_TIME_LIMIT_S = 7 * 24 * 3600.0
-UNDECIDED = (Verdict.DID_NOT_FINISH, Verdict.UNKNOWN)
+UNDECIDED = (DiagnosisKind.DID_NOT_FINISH, DiagnosisKind.UNKNOWN)
 """Verdicts that answer no question: the evidence did not suffice."""
 
 OUTCOMES = ("causes", "cures", "changes", "none")
@@ -177,7 +177,9 @@ class Node(_Table):
                 "the question leads nowhere: expected on = { answer = node }" if asks
                 else "a conclusion ends the tree; it takes no on"
             )  # fmt: skip
-        known = OUTCOMES if self.compare is not None else [v.value for v in Verdict if v not in UNDECIDED]
+        known = (
+            OUTCOMES if self.compare is not None else [v.value for v in DiagnosisKind if v not in UNDECIDED]
+        )
         for answer, _ in self.edges:
             if answer in known:
                 continue
@@ -244,13 +246,10 @@ def _first_problem(error: ValidationError) -> str:
     first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = [str(part) for part in first["loc"] if part != "[key]"]
     if first["type"] == "extra_forbidden":
-        section: type[BaseModel] | None = {
-            "base": Base,
-            "cases": CaseTable,
-            "factors": Change,
-            "tree": Node,
-        }.get(path[0])
-        table: type[BaseModel] = Plan if section is None or len(path) == 1 else section
+        sections: dict[str, type[BaseModel]] = {
+            "base": Base, "cases": CaseTable, "factors": Change, "tree": Node,
+        }  # fmt: skip
+        table = sections.get(path[0], Plan) if len(path) > 1 else Plan
         table = Edit if "edits" in path else Action if "actions" in path else table
         where = f"[{'.'.join(path[:-1])}]: " if len(path) > 1 else ""
         return f"{where}unknown key {path[-1]!r}{did_you_mean(path[-1], table.model_fields)}"
@@ -278,7 +277,7 @@ def write_plan(path: Path, command: Sequence[str] = ()) -> Path:
         script=script.replace('"', "'"),
         script_text=json.dumps(os.path.relpath(script, path.absolute().parent) if words else script),
         arguments=json.dumps(arguments),
-        verdicts=", ".join(v.value for v in Verdict if v not in UNDECIDED),
+        verdicts=", ".join(v.value for v in DiagnosisKind if v not in UNDECIDED),
     )
     try:
         with path.open("x", encoding="utf-8") as file:

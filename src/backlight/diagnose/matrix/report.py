@@ -18,16 +18,16 @@ from backlight.diagnose.matrix.decision_tree import Branch, Status
 from backlight.diagnose.matrix.evaluation import Comparison, Effect, Evaluation, Finished
 from backlight.diagnose.matrix.plan import UNDECIDED, Plan
 from backlight.diagnose.matrix.results import FORMAT, REPORT, MatrixDirectoryError, Note, write_whole
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 from backlight.store.export.archive import check_archive, write_archive
 from backlight.text import visible
 
 _FIXES = {
-    Verdict.BLOCKED: "find out what should end this wait",
-    Verdict.SPIN: "find out why this loop does not end",
-    Verdict.LONG_OP: "measure this operation alone on its shapes",
-    Verdict.CRASH: "read the error that comes from this line",
-    Verdict.SLOW: "profile from this line",
+    DiagnosisKind.BLOCKED: "find out what should end this wait",
+    DiagnosisKind.SPIN: "find out why this loop does not end",
+    DiagnosisKind.LONG_OP: "measure this operation alone on its shapes",
+    DiagnosisKind.CRASH: "read the error that comes from this line",
+    DiagnosisKind.SLOW: "profile from this line",
 }
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|KEY", re.IGNORECASE)
 _LINKED = re.compile(r"(?i)\b(https?|ftp)(?=:)|\bwww(?=\.)|@|#(?=\d)")
@@ -176,7 +176,7 @@ def next_actions(
             yield Todo(action.do, action.at, branch.conclusion, action.verify or rerun)
     lines: dict[str, list[str]] = {}
     for name, one in finished.items():
-        if one.evaluation.line and one.evaluation.verdict not in {*UNDECIDED, Verdict.PASS}:
+        if one.evaluation.line and one.evaluation.verdict not in {*UNDECIDED, DiagnosisKind.PASS}:
             lines.setdefault(one.evaluation.line, []).append(name)
     for line, names in lines.items():
         found = finished[names[0]].evaluation

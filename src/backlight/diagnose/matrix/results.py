@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from backlight.diagnose.matrix.cases import Case
 from backlight.launch.subprocess import end_marked
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 
 FORMAT = 2
 REPORT = "matrix.json"
@@ -46,7 +46,7 @@ class ProcessSample:
     leaf: bool
     cpu: float
     delay: float = 0.0
-    verdict: Verdict = Verdict.UNKNOWN
+    verdict: DiagnosisKind = DiagnosisKind.UNKNOWN
     claim: str = ""
     line: str = ""
     phase: str = ""

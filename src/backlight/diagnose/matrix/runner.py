@@ -30,7 +30,7 @@ from backlight.diagnose.matrix.plan import Plan, PlanError, read_plan
 from backlight.diagnose.matrix.report import REPORTS, MatrixReport
 from backlight.diagnose.matrix.results import REPORT, locked, new_attempt, stored, write_whole
 from backlight.processes import available_cores
-from backlight.records import Verdict
+from backlight.records import DiagnosisKind
 from backlight.text import did_you_mean, size
 
 MAX_WINDOW_S = 10.0
@@ -142,7 +142,7 @@ def _report(
     pairs = {c.name: c.control for c in cases if c.name in finished and c.control in finished}
     comparisons = {name: compare(finished[name], finished[control]) for name, control in pairs.items()}
     branches = walk(plan, prepared.order, {n: f.evaluation for n, f in finished.items()}, comparisons)
-    failed = [name for name, one in finished.items() if one.evaluation.verdict is not Verdict.PASS]
+    failed = [name for name, one in finished.items() if one.evaluation.verdict is not DiagnosisKind.PASS]
     return MatrixReport(
         name=plan.name or prepared.path.stem,
         plan=str(prepared.path),

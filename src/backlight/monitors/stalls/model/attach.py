@@ -98,8 +98,9 @@ def attach(pid: int, seconds: float = SECONDS, *, native: bool = True) -> Attach
     cpu = {tid: (after[tid] - before.get(tid, 0)) / processes.TICK / passed for tid in after}
     diagnosis = judge_outside(pid, tuple(samples), tuple(extra), cpu, processes.waits_for(pid, pid))
     threads = [_main(sample, pid) for sample in samples]
-    lines = {stacks.place(thread) for thread in threads if thread is not None and thread.holds_gil}
-    spins = len(lines) == 1 and len(samples) > 1 and all(t is not None and t.holds_gil for t in threads)
+    # The whole stack: the user's line alone also stays the same throughout a long import.
+    held = {thread.frames if thread is not None and thread.holds_gil else None for thread in threads}
+    spins = len(samples) > 1 and len(held) == 1 and None not in held
     return Attached(
         pid, diagnosis, processes.kernel_stacks(pid), (*samples[-1:], *extra), tuple(unseen), spins=spins
     )
