@@ -7,6 +7,8 @@ commands that stand beside them; a command that fails fails the build.
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import os
 import re
 import shutil
@@ -17,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+from backlight.findings.limits import Limits, declared
+from backlight.registry import RULES
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "build" / "tutorials"
@@ -100,9 +105,50 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let links to example programs and packages lead to their pages."""
+    """Insert what is generated from the rules; let links to example programs lead to their pages."""
+    markdown = generated(markdown, Path(page.file.src_uri).stem)
     to = rf"]({_up(page)}examples/\1.md)"
     return re.sub(r"\]\((?:\.\./)+examples/(\w+)(?:\.py|/README\.md)\)", to, markdown)
+
+
+def generated(markdown: str, rule: str) -> str:
+    """Return the page of a rule with its limits and an example of its finding, from the code.
+
+    ``<!-- limits -->`` becomes the limits of the rule, ``<!-- limits module:Class -->`` those of a class, and
+    ``<!-- example -->`` the finding on the injected fault of the tests.
+    """
+    return re.sub(
+        r"<!-- (limits|example) ?([\w.:]*) -->",
+        lambda found: limits_table(rule, found[2]) if found[1] == "limits" else example(rule),
+        markdown,
+    )
+
+
+def limits_table(rule: str, named: str = "") -> str:
+    """Return the limits of a rule, or of the class ``module:Class``, as a table."""
+    if named:
+        module, _, name = named.partition(":")
+        cls = getattr(importlib.import_module(module), name)
+        names = list(cls.__annotations__)
+        monitor = cls.monitor
+    else:
+        cls, monitor = RULES[rule].limits or Limits, RULES[rule].monitor
+        names = [f.name for f in dataclasses.fields(cls)] or list(RULES[rule].thresholds)
+    known = declared(monitor)
+    rows = [f"Threshold in `[thresholds.{monitor}]` | Default | Reason | Source", "---|---|---|---"]
+    for name in names:
+        of = known[name].metadata
+        rows.append(f"`{name}` | {known[name].default:g} | {of['reason']} | {of['source']}")
+    return "\n".join(f"| {row} |" for row in rows)
+
+
+def example(rule: str) -> str:
+    """Return the finding of a rule on its injected fault, from the snapshot of the tests."""
+    text = (ROOT / "tests" / "snapshots" / "findings.md").read_text()
+    found = re.search(rf"^## {rule}\n\n(\w+: .*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise SystemExit(f"docs/findings/{rule}.md: no such rule in tests/snapshots/findings.md")
+    return f"> **{found[1].strip()}".replace("\n\n", "**\n>\n", 1).replace("\n- ", "\n> - ")
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:

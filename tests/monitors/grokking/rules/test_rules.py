@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from pathlib import Path
 
 import pytest
 
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.grokking.model.reader import control_of, detect_run, stated
-from backlight.monitors.grokking.model.thresholds import Thresholds
 from backlight.records import Severity
 from backlight.registry import RULES
 from backlight.store.read.run import open_run
@@ -128,14 +125,3 @@ def test_without_chance_the_verdict_says_how_to_state_it(tmp_path: Path) -> None
     notes = " ".join(detect_run(open_run(tmp_path / "run")).notes)
     assert "watch.log(chance=...) or backlight grok detect RUN --chance" in notes
     assert "watch.log(test_size=...)" in notes
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_names_each_threshold_with_its_default(name: str) -> None:
-    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-    defaults = {f.name: f.default for f in dataclasses.fields(Thresholds)}
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE))
-    assert {n: float(v) for n, v in rows.items()} == {n: defaults[n] for n in RULES[name].thresholds}
-    assert f"Version of the rule: {RULES[name].version}." in text
-    for threshold in rows:
-        assert len(re.findall(rf"\b{threshold}\b", text)) >= 2, f"{threshold} is in no sentence"

@@ -24,8 +24,7 @@ from backlight.monitors.health.model.history import (
 from backlight.monitors.health.model.score import clip_norms, exploding, health, health_series, total_norms
 from backlight.monitors.health.rules import large_update, no_update, vanishing, zero_gradient
 from backlight.store.read.run import Run
-
-from ..conftest import parameter, write_synthetic
+from health_runs import parameter, write_synthetic
 
 Bools = NDArray[np.bool_]
 

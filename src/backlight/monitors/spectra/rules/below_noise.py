@@ -32,7 +32,7 @@ def below_noise(run: Run, limits: Thresholds) -> Iterator[Finding]:
         start -= 1
     yield Finding(
         severity=Severity.WARNING if len(hits) * 2 > len(known) else Severity.INFO,
-        title=f"No gradient direction of `{name}`{among(len(hits), len(known))} exceeds the noise",
+        title=f"No gradient direction exceeds the noise in {len(hits)} of {len(known)} layers",
         detail=(
             f"No direction of the gradient of {name}{among(len(hits), len(known))} stands above the noise of "
             f"one replicate ({written(first.at['batch'])} samples) at step {first.at.step}, and so since "

@@ -1,0 +1,75 @@
+"""Every rule has its page: sections in order, limits and example generated from the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from backlight.registry import RULES
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = DOCS / "findings"
+NAMES = [name for name in RULES if RULES.origin(name) is None]
+SECTIONS = ["Symptom", "Cause", "Fix", "Refuted if", "When it is reported", "Example", "Known limitations"]
+
+spec = importlib.util.spec_from_file_location("docs_building", DOCS / "building.py")
+assert spec is not None
+assert spec.loader is not None
+building = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = building
+spec.loader.exec_module(building)
+
+
+def page(name: str) -> str:
+    return (PAGES / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_every_rule_has_a_page_and_every_page_a_rule() -> None:
+    assert {path.stem for path in PAGES.glob("*.md")} == {*NAMES, "index"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_has_its_sections(name: str) -> None:
+    text = page(name)
+    sections = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert text.startswith(f"# `{name}`\n")
+    assert sections == [section for section in SECTIONS if section in sections]
+    assert {"Symptom", "Fix", "When it is reported"} <= set(sections)
+    assert "| threshold |" not in text  # limits are generated
+    assert not re.search(r"^(info|warning|error)  \w+$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_shows_and_explains_every_limit_of_its_rule(name: str) -> None:
+    rule, text = RULES[name], page(name)
+    limits = [f.name for f in dataclasses.fields(rule.limits)] if rule.limits else list(rule.thresholds)
+    assert ("<!-- limits -->" in text) == bool(limits)
+    shown = building.generated(text, name)
+    rows = re.findall(r"^\| `(\w+)` \|", shown, re.MULTILINE)
+    assert [row for row in rows if row in limits] == limits
+    for limit in limits:
+        assert re.search(rf"\b{limit}\b", text), f"{limit} is in no sentence of the page"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_example_is_the_finding_on_the_injected_fault(name: str) -> None:
+    if "<!-- example -->" in page(name):
+        assert re.search(r"^> \*\*(info|warning|error): ", building.generated(page(name), name), re.MULTILINE)
+
+
+def test_the_index_links_every_page_and_shows_the_limits_of_the_score() -> None:
+    text = page("index")
+    linked = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.md\)", text, re.MULTILINE)
+    assert {a for a, b in linked if a == b} == set(NAMES)
+    assert "| `penalty_vanishing` | 0.5 |" in building.generated(text, "index")
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    for path in PAGES.glob("*.md"):
+        for test in re.findall(r"`(tests/[\w/]+\.py)`", path.read_text(encoding="utf-8")):
+            assert (DOCS.parent / test).is_file(), f"{path.name} names {test}"

@@ -1,0 +1,180 @@
+"""One injected fault for every rule, as a stored run: what the snapshot of the findings is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backlight.records import Evidence, Finding, Made, ParameterRecord, Severity, Subject
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
+from grokking_runs import write_grokking_run
+from health_runs import write_synthetic
+from monitors.steptime.rules.conftest import write as write_steptime
+from spectra_runs import STRENGTHS, Injected, write_spectra_run
+
+Fault = Callable[[Path], Run]
+GIB = 2**30
+RANDOM = np.random.default_rng(0)
+NORM = RANDOM.lognormal(0, 0.15, 200)
+LEAP = np.where(np.arange(200) == 120, 20 * NORM, NORM)
+ALIVE = {"a.weight": [1e-3] * 40, "b.weight": [1e-3] * 40}
+STILL = {"a.weight": [0.0] * 40, "b.weight": [1e-3] * 40}
+PHASES = {"data": 0.001, "backward": 0.03, "optimizer": 0.002, "between": 0.017}
+STEP = {"step": {"median_ms": 50.0}, "optimizations": []}
+LOOP = {"optimizers": [{"type": "AdamW", "tensors": 148, "fused": False, "foreach": False}]}
+LOGITS = {"shape": [16, 1024, 32000], "dtype": "float32", "itemsize": 4}
+COPY = {
+    "source": "float", "target": "c10::BFloat16", "contiguous": True, "line": "train.py:12 (step)",
+    "calls": 8.0, "host_ms": 3.5, "device_ms": 0.0, "share": 0.07,
+}  # fmt: skip
+BLOCK = {"name": "blocks.0", "calls": 1.0, "forward_ms": 5.0, "backward_ms": 10.0, "recomputed_ms": 6.0}
+
+
+def health(rms: Any, **more: Any) -> Fault:
+    return lambda path: write_synthetic(path, rms, **more)
+
+
+def steptime(phases: Any = None, **more: Any) -> Fault:
+    return lambda path: write_steptime(path, phases, **more)
+
+
+def spectra(**plan: Any) -> Fault:
+    return lambda path: write_spectra_run(path, Injected(**plan))
+
+
+def two_ranks(rms: Any, scalars: Any = (None, None)) -> Fault:
+    def make(path: Path) -> Run:
+        writers = [
+            RunWriter.create(path, rank=rank, world_size=2, run_id="one", monitors=("health",))
+            for rank in (0, 1)
+        ]
+        for rank in (1, 0):  # an attempt ends with its rank 0
+            write_synthetic(path, rms[rank], scalars=scalars[rank], writer=writers[rank])
+        return open_run(path)
+
+    return make
+
+
+def stall(path: Path) -> Run:
+    writer = RunWriter.create(path, monitors=("stalls",))
+    writer.finding(
+        Finding(
+            rule="stall",
+            monitor="stalls",
+            severity=Severity.ERROR,
+            title="BLOCKED: the main thread waits for a lock",
+            detail="BLOCKED: the main thread waits for a lock in forward, train.py:12.",
+            subject=Subject(step=7, rank=0, verdict="BLOCKED", phase="forward"),
+            evidence=(Evidence("events/stall", 7, "confidence high"),),
+            fix="Find the thread that holds the lock.",
+            refuted_if="the step goes on without being touched.",
+            made=Made.LIVE,
+        )
+    )
+    writer.close()
+    return open_run(path)
+
+
+def fp16(name: str) -> ParameterRecord:
+    return ParameterRecord(name, (8, 8), "float16", "cpu", 64, module=name, module_type="Linear")
+
+
+FAULTS: dict[str, Fault] = {
+    "accumulating": health({name: 1e-2 * np.arange(1.0, 31.0) for name in ALIVE}),
+    "always_clipped": health(
+        {"a.weight": [1e-2] * 100},
+        scalars={"clip/factor": [0.02] * 100, "clip/norm": [50.0] * 100, "clip/limit": [1.0] * 100},
+    ),
+    "depth_slope": health({f"blocks.{i}.weight": [1e-2 * 0.4 ** (11 - i)] * 20 for i in range(12)}),
+    "exploding": health(
+        {"a.weight": [1e-3] * 40 + [1e-3 * 4.0**i for i in range(1, 11)], "b.weight": [1e-3] * 50}
+    ),
+    "group_ratio": health(
+        {"host.weight": [1e-2] * 40, "graft.weight": [1e-6] * 40}, groups={"host": "host*", "graft": "graft*"}
+    ),
+    "large_update": health({"a.weight": [1e-3] * 80}, update={"a.weight": [0.2] * 80}),
+    "no_gradient": health(
+        {"a.weight": [1e-2] * 10},
+        extra=[ParameterRecord("unused.weight", (4, 4), "float32", "cpu", 16, group="0/0")],
+    ),
+    "no_update": health(ALIVE, update=STILL),
+    "non_finite": health({"a.weight": [1e-3] * 20, "b.weight": [1e-3] * 20}, nan={("a.weight", 12): 3}),
+    "ranks_out_of_step": two_ranks(
+        [{"a.weight": [1e-3] * 10}] * 2,
+        [{"backwards_seen": np.arange(10) + 1 + rank * (np.arange(10) >= 4)} for rank in (0, 1)],
+    ),
+    "replicas_differ": two_ranks(
+        [{"a.weight": [1e-3 * (1 + rank)] * 10, "b.weight": [1e-3] * 10} for rank in (0, 1)]
+    ),
+    "scaler_skips": health(
+        {"a.weight": [1e-2] * 150},
+        scalars={"scaler/skipped": (np.arange(150) % 8 == 3) * 1.0, "scaler/scale": [1024.0] * 150},
+    ),
+    "spike": health({"a.weight": LEAP / 8}, scalars={"total_norm": LEAP, "batch": {120: 17.0}}),
+    "underflow": health(
+        {"a.weight": [1e-7] * 30}, records={"a.weight": fp16("a.weight")}, zeros={"a.weight": [0.6] * 30}
+    ),
+    "vanishing": health({f"layer{i}.weight": [1e-12 if i < 2 else 1e-3] * 40 for i in range(12)}),
+    "zero_gradient": health({"dead.weight": [0.0] * 40, "b.weight": [1e-3] * 40}),
+    "copy_heavy": steptime(profile=STEP | {"copies": [COPY]}),
+    "cuda_graphs_skipped": steptime(
+        circumstances={"compilation": {"cuda_graph_skips": 2, "cuda_graph_reasons": ["cpu device (arg0)"]}}
+    ),
+    "data_bound": steptime(PHASES | {"data": 0.02}),
+    "exposed_communication": steptime(profile=STEP | {"exposed_communication": 0.23}),
+    "graph_breaks": steptime(
+        circumstances={"compilation": {"graphs": 3, "graph_breaks": {"Tensor.item()": 2}}}
+    ),
+    "launch_bound": steptime(
+        profile=STEP | {"device": {"idle": 0.44, "causes": {"host_bound": 0.7, "data": 0.3}}}
+    ),
+    "logits_materialised": steptime(
+        profile=STEP | {"memory": {"peak": 8 * GIB, "capacity": 16 * GIB}, "logits": LOGITS}
+    ),
+    "memory_fragmentation": steptime(
+        circumstances={"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 3}}
+    ),
+    "outlier_steps": steptime(PHASES, changes={(30, "data"): 0.4, (40, "data"): 0.3}),
+    "recompilations": steptime(
+        circumstances={
+            "compilation": {
+                "recompiled": [
+                    {
+                        "function": "forward",
+                        "line": "model.py:10",
+                        "count": 7,
+                        "seconds": 12.5,
+                        "reason": "size mismatch",
+                    }
+                ]
+            }
+        }
+    ),
+    "recompute_without_need": steptime(
+        profile=STEP | {"memory": {"peak": GIB, "capacity": 16 * GIB}, "modules": [BLOCK]}
+    ),
+    "slow_optimizer": steptime(PHASES | {"optimizer": 0.012}, circumstances=LOOP),
+    "straggler": steptime(
+        ranks=[
+            {
+                "data": 0.012 if rank == 2 else 0.001,
+                "backward": 0.03 if rank == 2 else 0.041,
+                "between": 0.018,
+            }
+            for rank in range(4)
+        ]
+    ),
+    "thread_oversubscription": steptime(
+        circumstances={"cores": 16, "threads": 16, "local_ranks": 8, "workers": 2}
+    ),
+    "grokking": write_grokking_run,
+    "batch_far_from_critical": spectra(steps=(0,), strengths={name: (100.0,) for name in STRENGTHS}),
+    "below_noise": spectra(steps=(0, 10), strengths={[*STRENGTHS][1]: (8.0,)}, decay=0.9),
+    "rank_collapse": spectra(update_ranks=(8.0, 7.0, 1.1)),
+    "stall": stall,
+}
+"""A stored run by rule, in which the rule yields a finding."""
