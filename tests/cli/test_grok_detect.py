@@ -64,7 +64,7 @@ def test_detect_as_json_has_everything(command: Command, runs: Path) -> None:
     assert first["memorised"] == {"after": 30, "by": 40}
     assert first["control"]["verdict"] == "memorised"
     assert len(first["sweep"]) == 12
-    assert {"measure", "correlation", "lead_steps", "control", "says"} <= set(first["following"][0])
+    assert {"measure", "correlation", "lead_steps", "control", "conclusion"} <= set(first["following"][0])
     assert second["facts"]["control"] == "random-labels"
 
 

@@ -112,13 +112,15 @@ def test_settings_are_frozen_documented_sections(name):
 
 
 def test_parameters_of_the_published_models():
-    assert count(EXPERIMENTS["power"].build(power.Settings(), 0, CPU, "").model) == 455_424
-    assert count(EXPERIMENTS["nanda"].build(nanda.Settings(), 0, CPU, "").model) == 226_816
+    assert count(EXPERIMENTS["power"].build(power.PUBLISHED, 0, CPU, "").model) == 455_424
+    assert count(EXPERIMENTS["nanda"].build(nanda.PUBLISHED, 0, CPU, "").model) == 226_816
     assert count(EXPERIMENTS["wang"].build(wang.CI, 0, CPU, "").model) == 107_328
     assert count(oracle.build().model) == 8_832
 
 
-@pytest.mark.parametrize("settings", [wang.Settings(model=wang.Model(layers=1)), wang.CI])
+@pytest.mark.parametrize(
+    "settings", [dataclasses.replace(wang.PUBLISHED, model=wang.Model(layers=1)), wang.CI]
+)
 def test_wang_is_optimized_as_in_the_released_code(settings):
     task = EXPERIMENTS["wang"].build(
         dataclasses.replace(settings, training=dataclasses.replace(settings.training, clip=1e-9)), 0, CPU, ""
@@ -137,7 +139,7 @@ def test_wang_is_optimized_as_in_the_released_code(settings):
 
 
 def test_power_clips_in_its_preset_and_not_as_published():
-    published, preset = power.Settings().training, power.CI.training
+    published, preset = power.PUBLISHED.training, power.CI.training
     assert (published.clip, preset.clip) == (0.0, 3.0)
     experiment = EXPERIMENTS["power"]
     stepped = []
@@ -161,14 +163,14 @@ def test_batches_of_the_preset_of_power_have_one_size():
 
 
 def test_power_reads_permutations_in_the_authors_vocabulary():
-    settings = power.Settings(data=power.Data(operation="s5"))
+    settings = dataclasses.replace(power.PUBLISHED, data=power.Data(operation="s5"))
     task = EXPERIMENTS["power"].build(settings, 0, CPU, "")
     assert task.facts.train_size + task.facts.test_size == 14_400
     assert task.facts.chance == 1 / 120
     assert task.split.train_labels.min() >= 97
     assert task.split.train_labels.max() < 217
     assert count(task.model) == 455_424
-    small = power.Settings(model=power.Model(vocabulary=50))
+    small = dataclasses.replace(power.PUBLISHED, model=power.Model(vocabulary=50))
     with pytest.raises(ValueError, match=r"model.vocabulary is 50, expected at least 100"):
         EXPERIMENTS["power"].build(small, 0, CPU, "")
 
@@ -385,10 +387,10 @@ def test_settings_that_cannot_be_are_refused(name, section, field, value, text):
 
 
 def test_published_decoders_of_the_slingshot_build():
-    task = EXPERIMENTS["thilak"].build(thilak.Settings(), 0, CPU, "")
+    task = EXPERIMENTS["thilak"].build(thilak.PUBLISHED, 0, CPU, "")
     assert task.facts.train_size == 4656
     assert isinstance(task.optimizer, torch.optim.Adam)
     assert task.optimizer.param_groups[0]["weight_decay"] == 0
-    assert count(EXPERIMENTS["doshi"].build(doshi.Settings(), 0, CPU, "").model) == 500 * 3 * 97
-    published = EXPERIMENTS["minegishi"].build(minegishi.Settings(), 0, CPU, "")
+    assert count(EXPERIMENTS["doshi"].build(doshi.PUBLISHED, 0, CPU, "").model) == 500 * 3 * 97
+    published = EXPERIMENTS["minegishi"].build(minegishi.PUBLISHED, 0, CPU, "")
     assert count(published.model) == 2 * 67 * 500 + 2 * 500 * 48

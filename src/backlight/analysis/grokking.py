@@ -9,7 +9,7 @@ from typing import Any
 
 from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.monitors.grokking.model.curves import DetectionError, change_points
-from backlight.monitors.grokking.model.lead_lag import Following, follow
+from backlight.monitors.grokking.model.lead_lag import LeadLag, lead_lags
 from backlight.monitors.grokking.model.reader import (
     TEST,
     Stated,
@@ -40,7 +40,7 @@ class Examined:
     detection: Detection
     control: Run | None
     control_detection: Detection | None
-    following: tuple[Following, ...]
+    following: tuple[LeadLag, ...]
     changes: tuple[int, ...] | None
 
     def as_json(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def examine(
         detection=detection,
         control=found,
         control_detection=theirs,
-        following=follow(run, detection, found, limits),
+        following=lead_lags(run, detection, found, limits),
         changes=change_points(test.steps, test.values),
     )
 

@@ -81,7 +81,12 @@ def learning_of(run: Run) -> Learning | None:
         is_control=bool(found.facts.control),
         following=[
             Followed(
-                f.measure, f.correlation, f.lead_steps if f.lead_logs else 0, f.control, f.levels, f.says
+                f.measure,
+                f.correlation,
+                f.lead_steps if f.lead_logs else 0,
+                f.control,
+                f.levels,
+                f.conclusion,
             )
             for f in found.following
         ],

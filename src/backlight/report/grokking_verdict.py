@@ -30,7 +30,7 @@ class Followed:
     lead: int
     control: float | None
     levels: tuple[float | None, float | None]
-    says: str
+    conclusion: str
 
 
 @dataclass(frozen=True)

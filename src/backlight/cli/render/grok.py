@@ -8,7 +8,7 @@ from rich.text import Text
 
 from backlight.analysis.grokking import Examined
 from backlight.analysis.overlay import Overlaid, value_at
-from backlight.monitors.grokking.model.lead_lag import Following
+from backlight.monitors.grokking.model.lead_lag import LeadLag
 from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.text import number, visible
 
@@ -82,7 +82,7 @@ def _print_control(found: Examined, console: Console) -> None:
     console.print(Text(f"  Control {visible(found.control.path.name)}: {_verdict(theirs)}. {theirs.claim}"))
 
 
-def _print_following(rows: tuple[Following, ...], controlled: bool, console: Console) -> None:
+def _print_following(rows: tuple[LeadLag, ...], controlled: bool, console: Console) -> None:
     if not rows:
         return
     # Without a control every row would say the same, which stands above already.
@@ -95,7 +95,7 @@ def _print_following(rows: tuple[Following, ...], controlled: bool, console: Con
             _signed(row.correlation),
             f"{row.lead_steps:+,}" if row.lead_logs else "0",
             end,
-            *((_signed(row.control), control_ends, Text(row.says)) if controlled else ()),
+            *((_signed(row.control), control_ends, Text(row.conclusion)) if controlled else ()),
         )
     console.print(table)
     console.print(

@@ -1,7 +1,8 @@
-"""What goes with the test accuracy: leads, lags, and the control that shows the same."""
+"""Correlations with the test accuracy: leads, lags, and the comparison with the control."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from scipy.stats import spearmanr
 
 from backlight.analysis.grokking import examine, examined_where_possible
 from backlight.monitors.grokking.model.curves import change_points
-from backlight.monitors.grokking.model.lead_lag import LEAST, follow, rank_correlation
+from backlight.monitors.grokking.model.lead_lag import MIN_LOGS, lead_lags, rank_correlation
 from backlight.monitors.grokking.model.reader import detect_run
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
@@ -33,31 +34,31 @@ def test_rank_correlation_is_that_of_scipy() -> None:
     assert rank_correlation(np.ones(9), np.arange(9.0)) is None
 
 
-def test_a_measure_that_the_control_shows_as_well_is_no_signal(pair: tuple[Run, Run]) -> None:
+def test_a_measure_that_the_control_follows_is_no_signal(pair: tuple[Run, Run]) -> None:
     run, control = pair
-    rows = {row.measure: row for row in follow(run, detect_run(run), control)}
-    assert rows["progress/fourier_ipr"].says == "follows, and the control does not"
-    assert rows["progress/fourier_ipr"].apart
+    rows = {row.measure: row for row in lead_lags(run, detect_run(run), control)}
+    assert rows["progress/fourier_ipr"].conclusion == "follows, and the control does not"
+    assert rows["progress/fourier_ipr"].levels_differ
     norm = rows["progress/weight_norm"]
     assert norm.correlation is not None
     assert norm.correlation < -0.8
     assert norm.control == pytest.approx(norm.correlation, abs=0.05)
-    assert norm.says == "the control shows the same"
-    assert rows["agop/trace"].says == "the control shows the same"
-    assert rows["gram/model/numerical_rank"].says == "does not move"
-    ordered = [abs(row.correlation or 0) for row in follow(run, detect_run(run), control)]
+    assert norm.conclusion == "the control shows the same"
+    assert rows["agop/trace"].conclusion == "the control shows the same"
+    assert rows["gram/model/numerical_rank"].conclusion == "does not move"
+    ordered = [abs(row.correlation or 0) for row in lead_lags(run, detect_run(run), control)]
     assert ordered == sorted(ordered, reverse=True)
 
 
-def test_without_a_control_nothing_is_claimed(pair: tuple[Run, Run]) -> None:
+def test_no_conclusion_without_a_control(pair: tuple[Run, Run]) -> None:
     run, _ = pair
-    strong = [row for row in follow(run, detect_run(run)) if abs(row.correlation or 0) >= 0.7]
+    strong = [row for row in lead_lags(run, detect_run(run)) if abs(row.correlation or 0) >= 0.7]
     assert strong
-    assert {row.says for row in strong} == {"no claim: there is no matched control"}
+    assert {row.conclusion for row in strong} == {"no conclusion: there is no matched control"}
 
 
 @pytest.mark.parametrize(("lead", "found"), [(120, 120), (-60, -60), (0, 0)])
-def test_a_rise_that_comes_first_leads(tmp_path: Path, lead: int, found: int) -> None:
+def test_an_earlier_rise_leads(tmp_path: Path, lead: int, found: int) -> None:
     steps = np.arange(0, 2001, 10)
     rises = {"test_accuracy": sigmoid(steps, 900, 30), "progress/one": sigmoid(steps, 900 - lead, 30)}
     writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
@@ -66,13 +67,13 @@ def test_a_rise_that_comes_first_leads(tmp_path: Path, lead: int, found: int) ->
         writer.scalars(step, {"train_accuracy": 1.0 if step > 30 else 0.1, **logged}, source="user")
     writer.close()
     run = open_run(tmp_path / "run")
-    rows = {row.measure: row for row in follow(run, detect_run(run))}
+    rows = {row.measure: row for row in lead_lags(run, detect_run(run))}
     one = rows["progress/one"]
     assert one.correlation is not None
     assert (one.lead_steps, one.correlation > 0.95) == (found, True)
 
 
-def test_a_peak_that_comes_first_leads(tmp_path: Path) -> None:
+def test_an_earlier_peak_leads(tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
     steps = np.arange(0, 1001, 10)
     wave = np.convolve(draw.normal(size=len(steps) + 20), np.ones(9) / 9, "same")
@@ -87,7 +88,7 @@ def test_a_peak_that_comes_first_leads(tmp_path: Path) -> None:
         writer.scalars(step, values, source="user")
     writer.close()
     run = open_run(tmp_path / "run")
-    rows = {row.measure: row for row in follow(run, detect_run(run))}
+    rows = {row.measure: row for row in lead_lags(run, detect_run(run))}
     assert rows["progress/early"].lead_steps == 60
     assert rows["progress/late"].lead_steps == -40
     late = rows["progress/late"].correlation
@@ -95,11 +96,11 @@ def test_a_peak_that_comes_first_leads(tmp_path: Path) -> None:
     assert late < -0.95
 
 
-def test_too_few_common_logs_are_said(tmp_path: Path) -> None:
+def test_too_few_common_logs_give_no_correlation(tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "run", Grok(steps=300))
-    rows = follow(run, detect_run(run))
-    assert all(row.logs < LEAST for row in rows)
-    assert {row.says for row in rows} == {"too few common logs"}
+    rows = lead_lags(run, detect_run(run))
+    assert all(row.logs < MIN_LOGS for row in rows)
+    assert {row.conclusion for row in rows} == {"too few common logs"}
 
 
 def test_change_points_are_where_the_level_changes() -> None:
@@ -111,12 +112,12 @@ def test_change_points_are_where_the_level_changes() -> None:
     assert change_points(steps, 0.3 + draw.normal(0, 0.01, len(steps))) == ()
 
 
-def test_without_ruptures_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backlight.monitors.grokking.model.curves.available", lambda: False)
+def test_change_points_are_none_without_ruptures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ruptures", None)
     assert change_points(np.arange(50), np.arange(50.0)) is None
 
 
-def test_examining_finds_the_control_beside_the_run(pair: tuple[Run, Run]) -> None:
+def test_examine_finds_the_control_next_to_the_run(pair: tuple[Run, Run]) -> None:
     run, control = pair
     found = examined_where_possible(run)
     assert found is not None

@@ -1,8 +1,10 @@
-"""Accuracies over steps as they were logged: sorted, without gaps filled in, zeros of fillers marked."""
+"""Logged accuracies over steps: sorted, gaps not filled, filler zeros marked; and their change points.
+
+What was not logged is missing and stays missing. Shape: S logs.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import dataclass
 
@@ -17,12 +19,12 @@ WILSON_Z = 1.959963984540054
 
 
 class DetectionError(ValueError):
-    """Curves that no verdict can be given on; the message says what is wrong and the way out."""
+    """Accuracies that allow no verdict; the message gives the problem and the way out."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Finite values ``[S]`` at strictly growing ``steps`` ``[S]``, and in words what was left out."""
+    """Finite values ``[S]`` at strictly increasing ``steps`` ``[S]``; ``notes`` name what was left out."""
 
     steps: Steps
     values: Values
@@ -37,13 +39,13 @@ class Curve:
         return Curve(self.steps[inside], self.values[inside], self.notes)
 
     def without(self, doubted: NDArray[np.bool_]) -> Curve:
-        """Return the curve with the logs that ``doubted`` ``[S]`` marks left out."""
+        """Return the curve without the logs that ``doubted`` ``[S]`` marks."""
         return Curve(self.steps[~doubted], self.values[~doubted], self.notes)
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A time that logs can only bound: later than step ``after``, at step ``by`` at the latest."""
+    """A time bounded by two logs: later than step ``after``, at step ``by`` at the latest."""
 
     after: int
     by: int
@@ -53,22 +55,22 @@ class Interval:
 
 
 def read_curve(steps: ArrayLike, values: ArrayLike, name: str) -> Curve:
-    """Return an accuracy as it was logged, sorted by step.
+    """Return a logged accuracy, sorted by step.
 
     NaN is a log without a measurement and is left out. Of two logs of one step the later one in the
-    arrays counts. Both are said in ``notes``.
+    arrays counts. ``notes`` mention both.
 
     Parameters
     ----------
     steps, values:
         Arrays [S] in any order.
     name:
-        What the curve is called in messages.
+        Name of the curve in messages.
 
     Raises
     ------
     DetectionError
-        If the shapes differ, or a value is no share: infinite, negative, or above 1 (a percentage).
+        If the shapes differ, or a value is not a share: infinite, negative, or above 1 (a percentage).
     """
     at, held = np.asarray(steps), np.asarray(values, dtype=np.float64)
     if at.ndim != 1 or at.shape != held.shape:
@@ -88,7 +90,7 @@ def read_curve(steps: ArrayLike, values: ArrayLike, name: str) -> Curve:
     if odd.any():
         row = int(np.argmax(odd))
         raise DetectionError(
-            f"{name}: {sorted_values[row]:g} at step {sorted_steps[row]} is no share of samples; expected "
+            f"{name}: {sorted_values[row]:g} at step {sorted_steps[row]} is not a share of samples; expected "
             "0 to 1. Log accuracies as shares, not as percentages"
         )
     last_of_step = np.append(np.diff(sorted_steps) > 0, True) if len(sorted_steps) else np.empty(0, bool)
@@ -101,10 +103,7 @@ def read_curve(steps: ArrayLike, values: ArrayLike, name: str) -> Curve:
 
 
 def first_stay(curve: Curve, level: float, logs: int) -> Interval | None:
-    """Return when ``curve`` first reaches ``level`` and holds it for ``logs`` logs; None if it never does.
-
-    Before the first log nothing is known but that training began at step 0.
-    """
+    """Return when ``curve`` first reaches ``level`` and holds it for ``logs`` logs; None if it never does."""
     held = curve.values >= level
     if len(held) < logs:
         return None
@@ -113,18 +112,19 @@ def first_stay(curve: Curve, level: float, logs: int) -> Interval | None:
     if not len(rows):
         return None
     row = int(rows[0])
+    # Before the first log only the start of training at step 0 is known.
     before = int(curve.steps[row - 1]) if row else min(0, int(curve.steps[0]))
     return Interval(before, int(curve.steps[row]))
 
 
 def ends_above(curve: Curve, level: float) -> int:
-    """Return how many logs at the end are at least ``level`` without a break."""
+    """Return the number of logs at the end that are at least ``level`` without interruption."""
     misses = np.flatnonzero(curve.values < level)
     return len(curve) if not len(misses) else len(curve) - 1 - int(misses[-1])
 
 
 def plateau(curve: Curve, logs: int) -> float:
-    """Return the highest running median over ``logs`` logs: a level that was held, not a peak."""
+    """Return the highest running median over ``logs`` logs: a sustained level, not a peak."""
     if not len(curve):
         return math.nan
     width = min(logs, len(curve))
@@ -138,7 +138,10 @@ def ending(curve: Curve, share: float, logs: int) -> Values:
 
 
 def wilson(share: float, size: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share seen in ``size`` samples (Wilson 1927)."""
+    """Return the 95 % interval of a share of ``size`` samples (Wilson 1927).
+
+    ``share * size`` need not be an integer, which ``scipy.stats`` would require.
+    """
     z2 = WILSON_Z**2
     middle = (share + z2 / (2 * size)) / (1 + z2 / size)
     half = WILSON_Z / (1 + z2 / size) * math.sqrt(share * (1 - share) / size + z2 / (4 * size**2))
@@ -146,71 +149,59 @@ def wilson(share: float, size: int) -> tuple[float, float]:
 
 
 def least_size(curve: Curve) -> int:
-    """Return the smallest test set that can have given these values: n samples give n + 1 shares."""
+    """Return the smallest test set that allows these values: n samples give n + 1 shares."""
     return max(0, len(np.unique(curve.values)) - 1)
 
 
 def doubted_zeros(curve: Curve, logs: int, *, plausible: bool, low: float = 0.0) -> NDArray[np.bool_]:
-    """Mark the logs ``[S]`` whose accuracy of exactly 0 looks filled in where nothing was measured.
+    """Return a mask ``[S]`` of the logs whose accuracy of exactly 0 looks like a filler for a missing value.
 
-    A stretch of ``logs`` zeros is doubted unless a net may well hit nothing (``plausible``), or the
-    values next to it are at most ``low``: a net that memorises may fall below chance, by degrees, but an
-    untrained one, at the first log, is at chance. A
-    stretch of any length between two values of at least a quarter is doubted, which no net falls to and
-    leaves at once; and where there are two such falls, every zero is.
+    A stretch of ``logs`` zeros is doubted unless zero hits are likely (``plausible``) or a value next to it
+    is at most ``low``: a net that memorises may fall below chance, but gradually, and an untrained one, at
+    the first log, is at chance. A stretch of any length between two values of at least a quarter is doubted,
+    since no net falls to 0 and leaves it at once; where there are two such falls, every zero is.
     """
     zero = curve.values == 0
     doubted = np.zeros(len(curve), np.bool_)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], zero, [False]]).astype(np.int8)))
     falls = 0
     for start, stop in zip(edges[::2], edges[1::2], strict=True):
-        beside = [float(curve.values[row]) for row in (start - 1, stop) if 0 <= row < len(curve)]
-        fell = len(beside) == 2 and min(beside) >= 0.25
+        neighbours = [float(curve.values[row]) for row in (start - 1, stop) if 0 <= row < len(curve)]
+        fell = len(neighbours) == 2 and min(neighbours) >= 0.25
         falls += fell
-        by_degrees = start > 0 and max(beside) <= low
-        if fell or (stop - start >= logs and not plausible and not by_degrees):
+        gradual = start > 0 and max(neighbours) <= low
+        if fell or (stop - start >= logs and not plausible and not gradual):
             doubted[start:stop] = True
     return zero if falls >= 2 else doubted
 
 
-POINTS = 1000
-"""Most logs that are looked at; of a longer curve evenly spread ones are."""
+MAX_LOGS = 1000
+"""Most logs that are searched; a longer curve is thinned evenly."""
 
-LEAST = 10
-"""Fewest logs of a curve with a change."""
+MIN_LOGS = 10
+"""Fewest logs of a curve with a change point."""
 
 PENALTY = 6.0
-"""Weight of one more change, times log(n) noise variances; the criterion of Schwarz has 2 for two numbers."""
-
-
-def available() -> bool:
-    """Tell whether ``ruptures`` is installed."""
-    return importlib.util.find_spec("ruptures") is not None
+"""Weight of one more change, in log(n) noise variances; Schwarz's criterion has 2 for two parameters."""
 
 
 def change_points(steps: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[int, ...] | None:
-    """Return the first steps ``after`` each change of level, by PELT (Killick et al. 2012).
+    """Return the first step after each change of level, by PELT (Killick et al. 2012).
 
-    Parameters
-    ----------
-    steps, values:
-        Sorted steps [S] and values [S]; what is not finite is left out.
-
-    Returns
-    -------
-    Steps; None where ``ruptures`` is not installed, so that nothing is known.
+    A change point is not a verdict: a slow rise has several. ``steps`` and ``values`` are sorted, ``[S]``;
+    values that are not finite are left out. None if the optional package ``ruptures`` is not installed.
     """
-    if not available():
+    try:
+        import ruptures  # noqa: PLC0415 - an optional package
+    except ModuleNotFoundError:
         return None
-    import ruptures  # noqa: PLC0415 - an optional package, wanted only here
-
     finite = np.isfinite(values)
     steps, values = steps[finite], values[finite]
-    if len(values) < LEAST or np.ptp(values) == 0:
+    if len(values) < MIN_LOGS or np.ptp(values) == 0:
         return ()
-    kept = np.unique(np.linspace(0, len(values) - 1, min(len(values), POINTS)).round().astype(np.int64))
+    kept = np.unique(np.linspace(0, len(values) - 1, min(len(values), MAX_LOGS)).round().astype(np.int64))
     steps, values = steps[kept], values[kept]
-    # Noise from the differences: the median absolute one of white noise is .954 of its deviation.
+    # The median absolute difference of white noise is .954 of its standard deviation.
     noise = float(np.median(np.abs(np.diff(values)))) / 0.954
     scale = max(noise, 1e-2 * float(np.ptp(values)))
     found = ruptures.Pelt(model="l2", min_size=3, jump=1).fit(values[:, None] / scale)

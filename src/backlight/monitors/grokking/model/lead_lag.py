@@ -1,7 +1,7 @@
-"""Which measures follow the test accuracy, with what lead or lag, and whether the control's do as well.
+"""Correlation of measures with the test accuracy, at their lead or lag, compared with the matched control.
 
-A curve that falls for long correlates with any curve that rises for long. That a measure *signals*
-grokking can only be said against a matched control, in which nothing can generalise. No torch.
+A curve that falls for long correlates with any curve that rises for long. Only against a matched control, in
+which nothing can generalise, can a measure be called a signal of grokking (docs/formulas.md, section 4).
 """
 
 from __future__ import annotations
@@ -12,193 +12,193 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from backlight.monitors.grokking.model.reader import TEST
 from backlight.monitors.grokking.model.thresholds import Thresholds
 from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.store.read.run import Run, Scalar
 
-LEAST = 12
+MIN_LOGS = 12
 """Fewest common logs of a measure and the test accuracy."""
 
-PREFER_NONE = 0.005
-"""A lead or lag must be better than none by this much to be reported."""
+LEAD_ADVANTAGE = 0.005
+"""Correlation by which a lead or lag must exceed that of no shift to be reported."""
 
-MEASURES = ("gram/model/", "gradient/", "window/", "agop/", "update/")
-"""Beginnings of the measures of a whole model; those of single layers are too many to compare."""
+MODEL_MEASURES = ("gram/model/", "gradient/", "window/", "agop/", "update/")
+"""Prefixes of the measures of a whole model; those of single layers are too many to compare."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Following:
-    """How one measure goes with the test accuracy after memorisation.
+class LeadLag:
+    """Correlation of one measure with the test accuracy after memorisation; None is not measured.
 
-    ``lead_logs`` is the shift at which the values themselves correlate most (Pearson: the ranks of two
-    curves that saturate agree at many shifts), positive where the measure comes first, and ``lead_steps``
-    the median of that in steps. ``correlation`` is Spearman's at this lead, ``without_lead`` the one at
-    none, ``control`` that of the control's measure with this run's test accuracy at the same lead.
-    ``levels`` are the medians of the measure in the last tenth of the run and of its control, ``apart``
-    tells whether the middle 80 % of the two do not touch there. None is not measured. ``says`` is the
-    conclusion in words.
+    Attributes
+    ----------
+    correlation:
+        Spearman's at ``lead_logs``, the shift at which the values themselves correlate most (by Pearson:
+        the ranks of two curves that saturate agree at many shifts); positive where the measure leads.
+    lead_steps:
+        The median of that shift in steps.
+    without_lead:
+        Spearman's correlation without a shift.
+    control:
+        That of the control's measure with this run's test accuracy at the same lead.
+    levels:
+        Medians of the measure in the last tenth of the run and of its control.
+    levels_differ:
+        Whether the middle 80 % of the two are disjoint there.
     """
 
     measure: str
     logs: int
-    correlation: float | None
-    lead_logs: int
-    lead_steps: int
-    without_lead: float | None
-    control: float | None
-    levels: tuple[float | None, float | None]
-    apart: bool | None
-    says: str
+    conclusion: str
+    correlation: float | None = None
+    lead_logs: int = 0
+    lead_steps: int = 0
+    without_lead: float | None = None
+    control: float | None = None
+    levels: tuple[float | None, float | None] = (None, None)
+    levels_differ: bool | None = None
 
 
 def measures_of(run: Run) -> dict[str, Scalar]:
     """Return the measures of the whole model by name: geometry, and progress measures."""
-    names = [n for n in run.scalar_names("backlight") if n.startswith(MEASURES)]
+    names = [n for n in run.scalar_names("backlight") if n.startswith(MODEL_MEASURES)]
     found = {name: run.scalar(name) for name in sorted(names)}
     progress = sorted(n for n in run.scalar_names("user") if n.startswith("progress/"))
     return found | {name: run.scalar(name, source="user") for name in progress}
 
 
-def follow(
+def lead_lags(
     run: Run, detection: Detection, control: Run | None = None, limits: Thresholds | None = None
-) -> tuple[Following, ...]:
+) -> tuple[LeadLag, ...]:
     """Return every measure of ``run`` with its correlation, the strongest first.
 
     Parameters
     ----------
     run, detection:
-        A run and its verdict; what came before memorisation is left out, since everything moves then.
+        A run and its verdict; logs before memorisation are left out, since everything moves then.
     control:
         The matched run with random labels; without it no conclusion is drawn.
     limits:
-        Thresholds; None takes the defaults.
+        Thresholds; None for the defaults.
     """
     limits = limits or Thresholds()
     test = run.scalar(TEST, source="user")
     start = detection.memorised.by if detection.memorised else -1
-    theirs: Mapping[str, Scalar] = measures_of(control) if control is not None else {}
+    of_control: Mapping[str, Scalar] = measures_of(control) if control is not None else {}
     rows = [
-        _one(name, scalar, test, start, theirs.get(name), limits, control is not None)
+        _correlated(name, scalar, test, start, of_control.get(name), limits, control is not None)
         for name, scalar in measures_of(run).items()
     ]
     return tuple(sorted(rows, key=lambda row: (-abs(row.correlation or 0.0), row.measure)))
 
 
-def _one(
+def _correlated(
     name: str,
-    mine: Scalar,
+    measure: Scalar,
     test: Scalar,
     start: int,
-    theirs: Scalar | None,
+    of_control: Scalar | None,
     limits: Thresholds,
     has_control: bool,
-) -> Following:
-    steps, values, accuracy = _common(mine, test, start)
-    if len(steps) < LEAST:
-        return Following(name, len(steps), None, 0, 0, None, None, (None, None), None, "too few common logs")
-    most = int(limits.lag_share * len(steps))
-    plain = _shifted(values, accuracy, 0)
-    best = _lead(values, accuracy, most)
-    rho = _shifted(values, accuracy, best)
+) -> LeadLag:
+    steps, values, accuracy = _common(measure, test, start)
+    if len(steps) < MIN_LOGS:
+        return LeadLag(name, len(steps), "too few common logs")
+    lead = _lead(values, accuracy, int(limits.lag_share * len(steps)))
+    rho = rank_correlation(*_shifted(values, accuracy, lead))
     if rho is None:
-        return Following(name, len(steps), None, 0, 0, None, None, (None, None), None, "does not move")
-    away = steps[best:] - steps[: len(steps) - best] if best >= 0 else steps[:best] - steps[-best:]
-    other: float | None = None
-    levels: tuple[float | None, float | None] = (_end(values), None)
-    apart: bool | None = None
-    if theirs is not None:
-        at, their_values, their_accuracy = _common(theirs, test, start)
-        if len(at) >= LEAST:
-            other = _shifted(their_values, their_accuracy, best)
-            levels, apart = (_end(values), _end(their_values)), _apart(values, their_values)
-    says = _conclusion(rho, other, apart, theirs is not None, has_control, limits)
-    lead_steps = int(np.median(away)) if best else 0
-    return Following(name, len(steps), rho, best, lead_steps, plain, other, levels, apart, says)
+        return LeadLag(name, len(steps), "does not move")
+    shifts = steps[lead:] - steps[: len(steps) - lead] if lead >= 0 else steps[:lead] - steps[-lead:]
+    control_rho, differ = None, None
+    levels: tuple[float | None, float | None] = (float(np.median(_tail(values))), None)
+    if of_control is not None:
+        control_steps, control_values, control_accuracy = _common(of_control, test, start)
+        if len(control_steps) >= MIN_LOGS:
+            # With the accuracy of this run: that of the control is noise.
+            control_rho = rank_correlation(*_shifted(control_values, control_accuracy, lead))
+            levels = (levels[0], float(np.median(_tail(control_values))))
+            differ = _levels_differ(values, control_values)
+    return LeadLag(
+        measure=name,
+        logs=len(steps),
+        conclusion=_conclusion(rho, control_rho, differ, has_control, limits),
+        correlation=rho,
+        lead_logs=lead,
+        lead_steps=int(np.median(shifts)) if lead else 0,
+        without_lead=rank_correlation(values, accuracy),
+        control=control_rho,
+        levels=levels,
+        levels_differ=differ,
+    )
 
 
 def _conclusion(
-    rho: float,
-    other: float | None,
-    apart: bool | None,
-    measured: bool,
-    has_control: bool,
-    limits: Thresholds,
+    rho: float, control_rho: float | None, differ: bool | None, has_control: bool, limits: Thresholds
 ) -> str:
     if abs(rho) < limits.correlation:
         return "does not follow the test accuracy"
     if not has_control:
-        return "no claim: there is no matched control"
-    if not measured or apart is None:
-        return "no claim: the control did not measure it"
-    alike = other is not None and other * rho > 0 and abs(other) > abs(rho) - limits.correlation_margin
-    if not apart:
-        return "the control shows the same" if alike else "the control ends at the same level"
-    if alike:
-        return "the control moves alike, and ends at another level"
+        return "no conclusion: there is no matched control"
+    if differ is None:
+        return "no conclusion: the control did not measure it"
+    similar = (
+        control_rho is not None
+        and control_rho * rho > 0
+        and abs(control_rho) > abs(rho) - limits.correlation_margin
+    )
+    if not differ:
+        return "the control shows the same" if similar else "the control ends at the same level"
+    if similar:
+        return "the control follows as well, and ends at another level"
     return "follows, and the control does not"
 
 
 def _common(measure: Scalar, test: Scalar, start: int) -> tuple[NDArray[np.int64], Floats, Floats]:
-    steps, mine, theirs = np.intersect1d(measure.steps, test.steps, return_indices=True)
-    values, accuracy = measure.values[mine], test.values[theirs]
+    steps, rows, test_rows = np.intersect1d(measure.steps, test.steps, return_indices=True)
+    values, accuracy = measure.values[rows], test.values[test_rows]
     kept = np.isfinite(values) & np.isfinite(accuracy) & (steps >= start)
     return steps[kept], values[kept], accuracy[kept]
 
 
-def _shifted(values: Floats, accuracy: Floats, lead: int) -> float | None:
-    """Return Spearman's correlation of a measure with the accuracy ``lead`` logs later."""
-    return rank_correlation(*_cut(values, accuracy, lead))
-
-
 def _lead(values: Floats, accuracy: Floats, most: int) -> int:
     """Return the shift of at most ``most`` logs at which the two correlate best; 0 unless it is better."""
-    by_lead = {lead: _linear(*_cut(values, accuracy, lead)) for lead in range(-most, most + 1)}
+    by_lead = {lead: _pearson(*_shifted(values, accuracy, lead)) for lead in range(-most, most + 1)}
     best = max(by_lead, key=lambda lead: (abs(by_lead[lead]), -abs(lead)))
-    # At the edge of what was tried there may be a better one beyond: that is no lead.
-    return best if abs(best) < most and abs(by_lead[best]) >= abs(by_lead[0]) + PREFER_NONE else 0
+    # At the edge of the tried shifts there may be a better one beyond: that is no lead.
+    return best if abs(best) < most and abs(by_lead[best]) >= abs(by_lead[0]) + LEAD_ADVANTAGE else 0
 
 
-def _cut(values: Floats, accuracy: Floats, lead: int) -> tuple[Floats, Floats]:
+def _shifted(values: Floats, accuracy: Floats, lead: int) -> tuple[Floats, Floats]:
+    """Return the measure and the accuracy ``lead`` logs later."""
     if lead > 0:
         return values[:-lead], accuracy[lead:]
     return (values[-lead:], accuracy[:lead]) if lead < 0 else (values, accuracy)
 
 
-def _linear(first: Floats, second: Floats) -> float:
-    """Return Pearson's correlation, 0 where one does not vary."""
+def _pearson(first: Floats, second: Floats) -> float:
+    """Return Pearson's correlation, 0 if one does not vary."""
     one, other = first - first.mean(), second - second.mean()
     size = math.sqrt(float(one @ one) * float(other @ other))
     return float(one @ other) / size if size > 0 else 0.0
 
 
 def rank_correlation(first: Floats, second: Floats) -> float | None:
-    """Return Spearman's rank correlation, ties at their mean rank; None where one does not vary."""
-    if len(first) < 3:
+    """Return Spearman's rank correlation, ties at their mean rank; None if one does not vary."""
+    if len(first) < 3 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
-    if np.ptp(first) == 0 or np.ptp(second) == 0:
-        return None
-    return _linear(_ranks(first), _ranks(second))
-
-
-def _ranks(values: Floats) -> Floats:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[place]
+    return float(stats.spearmanr(first, second).statistic)
 
 
 def _tail(values: Floats) -> Floats:
     return values[-max(5, len(values) // 10) :]
 
 
-def _end(values: Floats) -> float:
-    return float(np.median(_tail(values)))
-
-
-def _apart(mine: Floats, theirs: Floats) -> bool:
-    """Tell whether the middle 80 % of the two at their ends do not touch."""
-    low, high = np.quantile(_tail(mine), (0.1, 0.9))
-    their_low, their_high = np.quantile(_tail(theirs), (0.1, 0.9))
-    return bool(low > their_high or their_low > high)
+def _levels_differ(values: Floats, control_values: Floats) -> bool:
+    low, high = np.quantile(_tail(values), (0.1, 0.9))
+    control_low, control_high = np.quantile(_tail(control_values), (0.1, 0.9))
+    return bool(low > control_high or control_low > high)

@@ -153,7 +153,7 @@ def correlations(source: Source) -> Drawn | NotMeasured:
             f"{row.lead:+,}" if row.lead else "0",
             _signed(row.control),
             *("" if level is None else number(level, 3) for level in row.levels),
-            visible(row.says),
+            visible(row.conclusion),
         ]
         for row in learning.following
     ]
