@@ -18,8 +18,7 @@ from backlight.monitors.grokking.model.reader import (
     has_accuracies,
     stated,
 )
-from backlight.monitors.grokking.model.thresholds import Thresholds
-from backlight.monitors.grokking.model.verdicts import Detection
+from backlight.monitors.grokking.model.verdicts import Detection, LeadLagLimits, VerdictLimits
 from backlight.records import to_json
 from backlight.store.errors import StoreError
 from backlight.store.read.run import Run, open_run
@@ -85,6 +84,7 @@ def examine(
     DetectionError
         If the run did not log both accuracies, or they cannot be judged.
     """
+    overrides = merge_overrides("grokking", run.overrides.get("grokking"))
     limits = limits_of(run)
     detection = detect_run(run, limits, chance=chance, test_size=test_size)
     found = control if control is not None else control_of(run, candidates)
@@ -98,14 +98,14 @@ def examine(
         detection=detection,
         control=found,
         control_detection=theirs,
-        following=lead_lags(run, detection, found, limits),
+        following=lead_lags(run, detection, found, with_overrides(LeadLagLimits, overrides)),
         changes=change_points(test.steps, test.values),
     )
 
 
-def limits_of(run: Run) -> Thresholds:
-    """Return the thresholds of the monitor as the run overrode them."""
-    return with_overrides(Thresholds, merge_overrides("grokking", run.overrides.get("grokking")))
+def limits_of(run: Run) -> VerdictLimits:
+    """Return the limits of the verdict as the run overrode them."""
+    return with_overrides(VerdictLimits, merge_overrides("grokking", run.overrides.get("grokking")))
 
 
 def examined_where_possible(run: Run) -> Examined | None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from backlight.monitors.grokking.model import curves
 from backlight.monitors.grokking.model.curves import DetectionError, Interval
 from backlight.monitors.grokking.model.detection import detect
-from backlight.monitors.grokking.model.thresholds import Thresholds
-from backlight.monitors.grokking.model.verdicts import Detection, GrokkingVerdict
+from backlight.monitors.grokking.model.verdicts import Detection, GrokkingVerdict, VerdictLimits
 
 STEPS = np.arange(0, 5001, 10)
 CHANCE, SIZE = 0.043, 265
@@ -56,8 +55,8 @@ def test_a_delay_below_five_is_not_called_strong() -> None:
     assert 2 <= found.ratio[0] < 5
     near = judged(fitted(410), rise(850, 10))
     assert near.verdict is GrokkingVerdict.GROKKING
-    assert any("near the line of 2 times" in note for note in near.notes)
-    assert not any("near the line" in note for note in found.notes)
+    assert any("near the limit of 2 times" in note for note in near.notes)
+    assert not any("near the limit" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_a_delay_below_five_is_not_called_strong() -> None:
         (fitted(), np.where(STEPS < 60, rise(30, 4), rise(60, 1, 0.9)) * 0.2, "memorised", "at most 0.2"),
         (fitted(), rise(5500, 400), "censored", "while its test accuracy rises"),
         (fitted(1500), rise(1e9, 1), "censored", "too early to say"),
-        (fitted(5020), rise(1e9, 1), "not-fitted", "did not come to 0.99"),
+        (fitted(5020), rise(1e9, 1), "not-fitted", "did not reach 0.99"),
     ],
 )
 def test_every_other_verdict(train: np.ndarray, test: np.ndarray, verdict: str, words: str) -> None:
@@ -81,7 +80,7 @@ def test_a_training_accuracy_that_does_not_last_is_unstable() -> None:
     dips = np.where((STEPS > 100) & (STEPS % 70 == 0), 0.5, fitted())
     found = judged(dips, rise(900, 20))
     assert found.verdict is GrokkingVerdict.UNSTABLE
-    assert "a recovery is no grokking" in found.claim
+    assert "a recovery, not grokking" in found.claim
     never = np.where(STEPS % 40 == 0, 0.5, 1.0)
     assert "never for 5 in a row" in judged(never, rise(900, 20)).claim
 
@@ -156,7 +155,7 @@ def test_recoveries_from_instability_are_not_grokking() -> None:
     test = np.where(STEPS < 200, early, rise(1500, 30, seed=3))
     found = judged(fitted(), test)
     assert found.verdict is GrokkingVerdict.UNSTABLE
-    assert "a recovery is no grokking" in found.claim
+    assert "a recovery, not grokking" in found.claim
 
 
 def test_what_is_lost_at_the_end_was_no_plateau() -> None:
@@ -169,7 +168,7 @@ def test_a_verdict_that_hangs_on_its_lines_is_an_artefact() -> None:
     test = np.where(STEPS < 1200, np.where(STEPS < 100, 0.2, 0.93), 0.999)
     test = np.where((STEPS < 90), 0.2 + STEPS / 1e4, test)
     train = fitted()
-    found = judged(train, test, limits=Thresholds(sweep_test_low=0.9, test_share_memorised=0.6))
+    found = judged(train, test, limits=VerdictLimits(sweep_test_low=0.9, test_share_memorised=0.6))
     assert found.verdict is GrokkingVerdict.THRESHOLD_ARTEFACT
     assert not all(point.grokking for point in found.sweep)
     assert any(point.grokking for point in found.sweep)
@@ -221,10 +220,10 @@ def test_order_repetition_and_nan_do_not_change_the_verdict() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"test": rise(900, 20) * 100}, "test accuracy: .* is no share of samples.*not as percentages"),
+        ({"test": rise(900, 20) * 100}, "test accuracy: .* is not a share of samples.*not as percentages"),
         ({"test": np.full(len(STEPS), np.nan)}, "no test accuracy was logged.*watch.log"),
-        ({"train": np.where(STEPS == 50, -0.5, 1.0)}, "train accuracy: -0.5 at step 50 is no share"),
-        ({"train": np.where(STEPS == 50, np.inf, 1.0)}, "train accuracy: inf at step 50 is no share"),
+        ({"train": np.where(STEPS == 50, -0.5, 1.0)}, "train accuracy: -0.5 at step 50 is not a share"),
+        ({"train": np.where(STEPS == 50, np.inf, 1.0)}, "train accuracy: inf at step 50 is not a share"),
         ({"train": np.ones(3)}, "got steps of shape .501,. and values of shape .3,."),
         ({"chance": 1.5}, "0 <= chance < 1; got 1.5"),
         ({"test_size": 0}, "test_size counts samples and must be at least 1; got 0"),

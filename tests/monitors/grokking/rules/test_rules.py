@@ -1,4 +1,4 @@
-"""The rules of the monitor on injected runs and their controls."""
+"""The rule on synthetic runs and their controls."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ import pytest
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.grokking.model.reader import control_of, detect_run, stated
 from backlight.records import Severity
-from backlight.registry import RULES
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, write_grokking_run
-
-PAGES = Path(__file__).resolve().parents[4] / "docs" / "findings"
-NAMES = [name for name, rule in RULES.items() if rule.monitor == "grokking"]
 
 
 def test_the_verdict_is_a_finding_with_both_times(tmp_path: Path) -> None:
@@ -25,7 +21,7 @@ def test_the_verdict_is_a_finding_with_both_times(tmp_path: Path) -> None:
     assert detection.generalised is not None
     assert (found.rule, found.severity, found.subject.verdict) == ("grokking", Severity.INFO, "grokking")
     assert found.subject.step == detection.generalised.by
-    assert found.detail.startswith("Grokking, strong: ")
+    assert detection.strong
     assert f"{detection.generalised}" in found.detail
     places = {(e.path, e.step) for e in found.evidence}
     assert ("user/test_accuracy", detection.generalised.by) in places
@@ -33,7 +29,7 @@ def test_the_verdict_is_a_finding_with_both_times(tmp_path: Path) -> None:
     assert "control" in found.fix
 
 
-def test_a_control_is_a_remark_that_it_memorised(tmp_path: Path) -> None:
+def test_a_control_is_reported_as_memorised(tmp_path: Path) -> None:
     (found,) = evaluate_rules(
         write_grokking_run(tmp_path / "run", Grok(control="random-labels", control_of="x"))
     )
@@ -84,7 +80,7 @@ def test_a_healthy_run_has_no_finding_but_its_verdict(tmp_path: Path) -> None:
     assert {f.rule for f in evaluate_rules(write_grokking_run(tmp_path / "run"))} == {"grokking"}
 
 
-def test_the_control_is_found_by_what_it_says(tmp_path: Path) -> None:
+def test_the_control_is_found_by_its_event(tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "run")
     mine = write_grokking_run(tmp_path / "a", Grok(control="random-labels", control_of=run.run_id, steps=300))
     other = write_grokking_run(tmp_path / "b", Grok(control="random-labels", control_of="else", steps=300))
@@ -116,7 +112,7 @@ def test_chance_and_sizes_may_be_logged(tmp_path: Path) -> None:
     assert found.subject.verdict == "grokking"
 
 
-def test_without_chance_the_verdict_says_how_to_state_it(tmp_path: Path) -> None:
+def test_a_missing_chance_is_noted_with_the_way_to_state_it(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
     for step in range(0, 400, 10):
         value = 1.0 if step > 20 else 0.3

@@ -1,8 +1,8 @@
-"""The verdict on grokking, from the accuracies of a run and nothing else. No torch.
+"""The verdict on grokking, from the accuracies of a run alone (docs/formulas.md, section 4).
 
-``grokking`` needs a delay that is long against the time to memorise, that begins from a test accuracy
-which is not half way there, that lasts while the training accuracy holds, that many logs show, and that
-is there wherever in .9 to .99 the lines are drawn. Everything else has a verdict of its own.
+``grokking`` needs a delay that is long against the time to memorise, starts from a test accuracy below half
+of the way, persists while the training accuracy holds, is covered by many logs, and exists for every training
+threshold from .9 to .99. Everything else has its own verdict.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ from numpy.typing import ArrayLike
 
 from backlight.monitors.grokking.model import curves
 from backlight.monitors.grokking.model.curves import Curve, DetectionError, Interval
-from backlight.monitors.grokking.model.thresholds import Thresholds
-from backlight.monitors.grokking.model.verdicts import Condition, Detection, GrokkingVerdict, SweepPoint
+from backlight.monitors.grokking.model.verdicts import (
+    Condition,
+    Detection,
+    GrokkingVerdict,
+    SweepPoint,
+    VerdictLimits,
+)
 
 SWEEP_TRAIN = 4
 """Training accuracies of the sweep, from ``sweep_train_low`` to ``train_accuracy``."""
@@ -24,15 +29,15 @@ SWEEP_TEST = 3
 """Shares of the way of the sweep, from ``sweep_test_low`` to ``test_share``."""
 
 NEAR = 1.25
-"""A delay below so many times the line is said to be near it."""
+"""A delay below so many times the limit is noted as near it."""
 
 END_SHARE = 0.1
-"""Share of the logs that is called the end of a run."""
+"""Share of the logs that counts as the end of a run."""
 
 
 @dataclass(frozen=True)
 class _Level:
-    """What the test accuracy is measured against."""
+    """Chance and plateau, between which the test accuracy moves."""
 
     chance: float
     plateau: float
@@ -51,23 +56,21 @@ def detect(
     chance: float | None = None,
     train_size: int | None = None,
     test_size: int | None = None,
-    limits: Thresholds | None = None,
+    limits: VerdictLimits | None = None,
 ) -> Detection:
-    """Judge the accuracies of one run.
+    """Return the verdict on the accuracies of one run.
 
     Parameters
     ----------
     train_steps, train_accuracy, test_steps, test_accuracy:
-        Arrays of one length each: steps and shares of samples, as they were logged, in any order. A NaN
-        is a log without a measurement.
+        Steps and shares of samples, arrays of equal length, in any order. A NaN is a log without a
+        measurement.
     chance:
-        Accuracy of guessing; None where it is not known, and then 0 is taken, which asks for the longest
-        way.
+        Accuracy of guessing; None if unknown: 0 is used, which requires the longest way.
     train_size, test_size:
-        Samples behind an accuracy; None where not known, and then the number of different values says
-        how many there are at least.
+        Samples behind an accuracy; None if unknown: the number of distinct values is a lower bound.
     limits:
-        Thresholds; None takes the defaults.
+        Limits; None for the defaults.
 
     Returns
     -------
@@ -76,15 +79,15 @@ def detect(
     Raises
     ------
     DetectionError
-        If there is nothing to judge, a value is no share of samples, or a size or chance is impossible.
+        If nothing was logged, a value is not a share of samples, or a size or chance is impossible.
     """
-    limits = limits or Thresholds()
+    limits = limits or VerdictLimits()
     train = curves.read_curve(train_steps, train_accuracy, "train accuracy")
     test = curves.read_curve(test_steps, test_accuracy, "test accuracy")
     for name, curve in (("train accuracy", train), ("test accuracy", test)):
         if not len(curve):
             raise DetectionError(
-                f"no {name} was logged, so that there is nothing to judge; log it as a share of samples, "
+                f"no {name} was logged, so there is no verdict; log it as a share of samples, "
                 f"such as watch.log({name.replace(' ', '_')}=0.98)"
             )
     if chance is not None and not 0 <= chance < 1:
@@ -92,11 +95,11 @@ def detect(
     for name, size in (("train_size", train_size), ("test_size", test_size)):
         if size is not None and size < 1:
             raise DetectionError(f"{name} counts samples and must be at least 1; got {size!r}")
-    return _Judge(train, test, chance, train_size, test_size, limits).judge()
+    return _Evaluation(train, test, chance, train_size, test_size, limits).verdict()
 
 
-class _Judge:
-    """The state of one judgement: curves without doubted zeros, the plateau, and what is known of both."""
+class _Evaluation:
+    """One evaluation: curves without doubted zeros, the plateau, and known sizes and chance."""
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class _Judge:
         chance: float | None,
         train_size: int | None,
         test_size: int | None,
-        limits: Thresholds,
+        limits: VerdictLimits,
     ) -> None:
         self.limits, self.known_chance = limits, chance
         self.chance = chance or 0.0
@@ -114,7 +117,7 @@ class _Judge:
         self.size = test_size if test_size is not None else curves.least_size(test)
         if chance is None:
             self.notes.append(
-                "chance is not known and is taken as 0, which asks for the longest way; "
+                "chance is not known and is taken as 0, which requires the longest way; "
                 "watch.log(chance=...) or backlight grok detect RUN --chance states it"
             )
         if test_size is None:
@@ -129,7 +132,7 @@ class _Judge:
         self.logged = (len(train), len(test))
 
     def _trusted(self, curve: Curve, size: int | None, name: str) -> tuple[Curve, Curve]:
-        """Split a curve into what counts and the zeros that look filled in."""
+        """Split a curve into the trusted logs and the zeros that look like fillers."""
         likely = 1.0 if self.known_chance == 0 else 0.0
         if self.known_chance and size:
             likely = (1 - self.known_chance) ** size
@@ -142,12 +145,12 @@ class _Judge:
             )
         return curve.without(doubted), curve.without(~doubted)
 
-    def judge(self) -> Detection:
-        """Return the verdict: each condition in turn, then the sweep."""
+    def verdict(self) -> Detection:
+        """Return the verdict: each condition in order, then the sweep."""
         limits = self.limits
         memorised, generalised = self._times(limits.train_accuracy, limits.test_share)
         if min(map(len, (self.train, self.test))) < limits.stay_logs:
-            return self._say(
+            return self._detection(
                 GrokkingVerdict.INSUFFICIENT_DATA,
                 f"Only {len(self.train)} train and {len(self.test)} test accuracies were logged; "
                 f"{limits.stay_logs} of each are the least.",
@@ -161,14 +164,14 @@ class _Judge:
         return self._both(memorised, generalised)
 
     def _times(self, train_accuracy: float, share: float) -> tuple[Interval | None, Interval | None]:
-        """Return t_memorise and t_generalise; the second only where the plateau is a generalisation."""
+        """Return t_memorise and t_generalise; the second only if the plateau is a generalisation."""
         memorised = curves.first_stay(self.train, train_accuracy, self.limits.stay_logs)
         if not self._learned():
             return memorised, None
         return memorised, curves.first_stay(self.test, self.level.at(share), self.limits.stay_logs)
 
     def _learned(self) -> bool:
-        """Tell whether the plateau of the test accuracy is far enough above chance."""
+        """Return whether the plateau of the test accuracy is far enough above chance."""
         return (self.level.plateau - self.chance) / (1 - self.chance) >= self.limits.plateau_minimum
 
     def _never_memorised(self) -> Detection:
@@ -176,20 +179,20 @@ class _Judge:
         best, where = float(train.values.max()), int(train.steps[int(np.argmax(train.values))])
         reached = int((train.values >= limits.train_accuracy).sum())
         if curves.ends_above(train, limits.train_accuracy):
-            return self._say(
+            return self._detection(
                 GrokkingVerdict.CENSORED,
                 f"The run ends at step {self.last}, less than {limits.stay_logs} logs after the training "
                 f"accuracy reached {limits.train_accuracy:g}.",
             )
         if reached >= limits.stay_logs:
-            return self._say(
+            return self._detection(
                 GrokkingVerdict.UNSTABLE,
                 f"The training accuracy was at {limits.train_accuracy:g} at {reached} logs and never for "
                 f"{limits.stay_logs} in a row.",
             )
-        return self._say(
+        return self._detection(
             GrokkingVerdict.NOT_FITTED,
-            f"The training accuracy did not come to {limits.train_accuracy:g} until step {self.last}; its "
+            f"The training accuracy did not reach {limits.train_accuracy:g} by step {self.last}; its "
             f"highest value is {best:.3g}, at step {where}.",
         )
 
@@ -200,7 +203,7 @@ class _Judge:
         rise = self._rise()
         when = f"by step {memorised.by}"
         if len(self.doubted) and not len(self.test.between(memorised.by, self.last + 1)):
-            return self._say(
+            return self._detection(
                 GrokkingVerdict.INSUFFICIENT_DATA,
                 f"The run memorised {when}; after that every test accuracy is exactly 0, as if it was not "
                 "measured.",
@@ -208,20 +211,20 @@ class _Judge:
             )
         if tail or rise > limits.rising:
             what = "less than enough logs after it generalised" if tail else "while its test accuracy rises"
-            return self._say(
+            return self._detection(
                 GrokkingVerdict.CENSORED,
                 f"The run memorised {when} and ends at step {self.last} {what} (at "
-                f"{float(self.test.values[-1]):.3g}): what would have come is not known.",
+                f"{float(self.test.values[-1]):.3g}): the outcome is unknown.",
                 memorised,
             )
         if self.last < limits.delay_ratio_strong * max(1, memorised.by):
-            return self._say(
+            return self._detection(
                 GrokkingVerdict.CENSORED,
                 f"The run memorised {when} and ends at step {self.last}, before "
                 f"{limits.delay_ratio_strong:g} times that: too early to say that it does not generalise.",
                 memorised,
             )
-        return self._say(
+        return self._detection(
             GrokkingVerdict.MEMORISED,
             f"The run memorised {when} and did not generalise until step {self.last}: its test accuracy "
             f"held at most {best:.3g}.",
@@ -235,7 +238,7 @@ class _Judge:
         return float(np.median(last) - np.median(before)) / (1 - self.chance) if len(before) else 0.0
 
     def _both(self, memorised: Interval, generalised: Interval) -> Detection:
-        """Judge a run that did both, in the order in which a condition makes the next one meaningful."""
+        """Evaluate a run that did both, in the order in which a condition makes the next one meaningful."""
         limits = self.limits
         ratio = _ratio(memorised, generalised)
         conditions, at_memorised = self._conditions(memorised, generalised)
@@ -245,10 +248,9 @@ class _Judge:
             f"{_times(ratio)} the time to memorise."
         )
 
-        def say(verdict: GrokkingVerdict, words: str, strong: bool = False) -> Detection:
-            said = self._say(verdict, f"{words} {both}", memorised, generalised)
+        def result(verdict: GrokkingVerdict, words: str, strong: bool = False) -> Detection:
             return replace(
-                said,
+                self._detection(verdict, f"{words} {both}", memorised, generalised),
                 strong=strong,
                 ratio=ratio,
                 conditions=conditions,
@@ -257,51 +259,55 @@ class _Judge:
             )
 
         if self._lost():
-            return say(GrokkingVerdict.UNSTABLE, "The test accuracy did not keep what it had reached.")
+            return result(
+                GrokkingVerdict.UNSTABLE, "The test accuracy did not stay at the level that it had reached."
+            )
         at_log = generalised.by / max(1, memorised.by)
         if at_log < limits.delay_ratio:
-            return say(GrokkingVerdict.NO_DELAY, "The run generalised about when it memorised.")
+            return result(GrokkingVerdict.NO_DELAY, "The run generalised about when it memorised.")
         if self._recovered(memorised, generalised) or held["training accuracy lasts"] is False:
-            return say(
+            return result(
                 GrokkingVerdict.UNSTABLE,
-                "The run lost between the two times what it had reached before: a recovery is no grokking.",
+                "Between the two times the run lost an accuracy it had reached: a recovery, not grokking.",
             )
         if held["starts from below"] is False:
-            return say(
+            return result(
                 GrokkingVerdict.NO_DELAY,
-                "The run was more than half way to generalising when it memorised: a slow end is no delay.",
+                "The run was more than half way to generalising when it memorised: slow, but no delay.",
             )
         doubt = self._doubt(memorised, generalised, held)
         if doubt:
-            return say(GrokkingVerdict.INSUFFICIENT_DATA, doubt)
+            return result(GrokkingVerdict.INSUFFICIENT_DATA, doubt)
         if self.level.at(1.0) < limits.test_share and self._rise() > limits.rising:
-            return say(GrokkingVerdict.CENSORED, "The test accuracy still rises at the end.")
+            return result(GrokkingVerdict.CENSORED, "The test accuracy still rises at the end.")
         missed = [point for point in self._sweep() if not point.grokking]
         if missed:
-            return say(
+            return result(
                 GrokkingVerdict.THRESHOLD_ARTEFACT,
-                f"It would be grokking by these lines, but not at a training accuracy of "
+                f"Grokking by these thresholds, but not at a training accuracy of "
                 f"{missed[0].train_accuracy:.3g} with {missed[0].test_share:.3g} of the way.",
             )
         if ratio[0] < NEAR * limits.delay_ratio:
             self.notes.append(
-                f"the delay is near the line of {limits.delay_ratio:g} times: another seed may have none"
+                f"the delay is near the limit of {limits.delay_ratio:g} times: another seed may have none"
             )
         strong = ratio[0] >= limits.delay_ratio_strong
-        return say(GrokkingVerdict.GROKKING, f"{'Strong' if strong else 'Delayed'} generalisation.", strong)
+        return result(
+            GrokkingVerdict.GROKKING, f"{'Strong' if strong else 'Delayed'} generalisation.", strong
+        )
 
     def _doubt(self, memorised: Interval, generalised: Interval, held: dict[str, bool | None]) -> str:
-        """Return why the data cannot carry a verdict of grokking; empty if they can."""
+        """Return why the data do not support a verdict of grokking; empty if they do."""
         limits = self.limits
         filled = self.doubted.between(memorised.after - 1, generalised.by)
         between = self.test.between(memorised.by, generalised.by)
         if len(filled):
             return (
                 f"{len(filled)} test accuracies before generalisation are exactly 0, as if filled in where "
-                "nothing was measured: log only what was measured."
+                "nothing was measured: log measured values only."
             )
         if memorised.by <= 0 or memorised.after < 0:
-            return "The run had memorised at its first log: when that was is not known."
+            return "The run had memorised at its first log: the time is unknown."
         if not held["delay"]:
             return "The logs are too far apart to bound the delay."
         if not held["logs between"]:
@@ -311,10 +317,10 @@ class _Judge:
         if len(np.unique(between.values)) == 1:
             return (
                 f"The test accuracy is exactly {between.values[0]:.4g} at every log between the two times: "
-                "it looks filled in."
+                "it looks like a filler."
             )
         if not held["test set"]:
-            return f"The test set is too small to tell (at least {self.size} samples)."
+            return f"The test set is too small for a verdict (at least {self.size} samples)."
         return ""
 
     def _conditions(
@@ -374,8 +380,8 @@ class _Judge:
                 points.append(self._point(moved))
         return tuple(points)
 
-    def _point(self, limits: Thresholds) -> SweepPoint:
-        """Judge with other lines; everything but the lines is as in the verdict itself."""
+    def _point(self, limits: VerdictLimits) -> SweepPoint:
+        """Evaluate with other thresholds; all else is as in the verdict itself."""
         kept, self.limits = self.limits, limits
         try:
             memorised, generalised = self._times(limits.train_accuracy, limits.test_share)
@@ -388,19 +394,19 @@ class _Judge:
         return SweepPoint(limits.train_accuracy, limits.test_share, memorised, generalised, holds)
 
     def _lost(self) -> bool:
-        """Tell whether the end of the run is below half of the way to its own plateau."""
+        """Return whether the end of the run is below half of the way to its own plateau."""
         end = curves.ending(self.test, END_SHARE, self.limits.stay_logs)
         return bool(np.median(end) < self.level.at(0.5))
 
     def _recovered(self, memorised: Interval, generalised: Interval) -> bool:
-        """Tell whether the run was past half of the way without delay and then fell below a quarter."""
+        """Return whether the run was past half of the way without delay and then fell below a quarter."""
         early = self.test.between(-1, generalised.by)
         past = np.flatnonzero(early.values > self.level.at(0.5))
         if not len(past) or early.steps[past[0]] >= self.limits.delay_ratio * max(1, memorised.by):
             return False
         return bool((early.values[past[0] :] < self.level.at(0.25)).any())
 
-    def _say(
+    def _detection(
         self,
         verdict: GrokkingVerdict,
         claim: str,

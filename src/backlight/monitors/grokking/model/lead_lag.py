@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from backlight.monitors.grokking.model.reader import TEST
-from backlight.monitors.grokking.model.thresholds import Thresholds
-from backlight.monitors.grokking.model.verdicts import Detection
+from backlight.monitors.grokking.model.verdicts import Detection, LeadLagLimits
 from backlight.store.read.run import Run, Scalar
 
 MIN_LOGS = 12
@@ -73,7 +72,7 @@ def measures_of(run: Run) -> dict[str, Scalar]:
 
 
 def lead_lags(
-    run: Run, detection: Detection, control: Run | None = None, limits: Thresholds | None = None
+    run: Run, detection: Detection, control: Run | None = None, limits: LeadLagLimits | None = None
 ) -> tuple[LeadLag, ...]:
     """Return every measure of ``run`` with its correlation, the strongest first.
 
@@ -84,9 +83,9 @@ def lead_lags(
     control:
         The matched run with random labels; without it no conclusion is drawn.
     limits:
-        Thresholds; None for the defaults.
+        Limits; None for the defaults.
     """
-    limits = limits or Thresholds()
+    limits = limits or LeadLagLimits()
     test = run.scalar(TEST, source="user")
     start = detection.memorised.by if detection.memorised else -1
     of_control: Mapping[str, Scalar] = measures_of(control) if control is not None else {}
@@ -103,7 +102,7 @@ def _correlated(
     test: Scalar,
     start: int,
     of_control: Scalar | None,
-    limits: Thresholds,
+    limits: LeadLagLimits,
     has_control: bool,
 ) -> LeadLag:
     steps, values, accuracy = _common(measure, test, start)
@@ -138,7 +137,7 @@ def _correlated(
 
 
 def _conclusion(
-    rho: float, control_rho: float | None, differ: bool | None, has_control: bool, limits: Thresholds
+    rho: float, control_rho: float | None, differ: bool | None, has_control: bool, limits: LeadLagLimits
 ) -> str:
     if abs(rho) < limits.correlation:
         return "does not follow the test accuracy"

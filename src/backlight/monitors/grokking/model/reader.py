@@ -1,4 +1,4 @@
-"""What a stored run says about grokking: its accuracies, and what the event ``grokking`` states. No torch."""
+"""A stored run as the grokking monitor reads it: its accuracies, and the facts in the event ``grokking``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from backlight.monitors.grokking.model.curves import DetectionError
 from backlight.monitors.grokking.model.detection import detect
-from backlight.monitors.grokking.model.thresholds import Thresholds
-from backlight.monitors.grokking.model.verdicts import Detection
+from backlight.monitors.grokking.model.verdicts import Detection, VerdictLimits
 from backlight.store.read.run import Run
 
 TRAIN, TEST = "train_accuracy", "test_accuracy"
@@ -18,11 +17,10 @@ TRAIN, TEST = "train_accuracy", "test_accuracy"
 
 @dataclass(frozen=True)
 class Stated:
-    """What the run says of itself; None or empty where it says nothing.
+    """Facts that a run states about itself; None or empty if it does not.
 
-    ``control`` is ``"random-labels"`` in a control run, and ``control_of`` names the run that it is the
-    control of: by run id, by name, or by folder. ``chance`` and both sizes may also have been logged as
-    scalars of the user, as there is no such event in a loop of one's own.
+    ``control`` is ``"random-labels"`` in a control run, and ``control_of`` its run by run id, name or
+    directory. ``chance`` and both sizes may also be scalars that the user logged.
     """
 
     experiment: str = ""
@@ -35,22 +33,22 @@ class Stated:
 
 
 def stated(run: Run) -> Stated:
-    """Return what the newest event ``grokking`` of the run holds, and what the user logged of it."""
+    """Return the facts in the newest event ``grokking`` of the run, and in scalars of the user."""
     events = run.events("grokking")
     logged = {*run.scalar_names("user")} & {"chance", "train_size", "test_size"}
     last = {name: run.scalar(name, source="user").values[-1].item() for name in logged}
-    told: Mapping[str, Any] = {**last, **(events[-1].payload if events else {})}
+    payload: Mapping[str, Any] = {**last, **(events[-1].payload if events else {})}
 
     def number(name: str, kind: type[float] | type[int]) -> Any:
-        value = told.get(name)
+        value = payload.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             return None
         return kind(value)
 
     return Stated(
-        experiment=str(told.get("experiment") or ""),
-        control=str(told.get("control") or ""),
-        control_of=str(told.get("control_of") or ""),
+        experiment=str(payload.get("experiment") or ""),
+        control=str(payload.get("control") or ""),
+        control_of=str(payload.get("control_of") or ""),
         chance=number("chance", float),
         train_size=number("train_size", int),
         test_size=number("test_size", int),
@@ -59,40 +57,40 @@ def stated(run: Run) -> Stated:
 
 
 def has_accuracies(run: Run) -> bool:
-    """Tell whether both accuracies were logged at all."""
+    """Return whether both accuracies were logged."""
     names = set(run.scalar_names("user"))
     return {TRAIN, TEST} <= names
 
 
 def detect_run(
     run: Run,
-    limits: Thresholds | None = None,
+    limits: VerdictLimits | None = None,
     *,
     chance: float | None = None,
     test_size: int | None = None,
 ) -> Detection:
-    """Judge a stored run by the accuracies that were logged in it.
+    """Return the verdict on a stored run.
 
     Parameters
     ----------
     run:
         A stored run with the scalars ``train_accuracy`` and ``test_accuracy``.
     limits:
-        Thresholds; None takes the defaults.
+        Limits; None for the defaults.
     chance, test_size:
-        Used in place of what the run states.
+        Override the facts of the run.
 
     Raises
     ------
     DetectionError
-        If an accuracy was not logged or cannot be judged; the message names the run.
+        If an accuracy was not logged or allows no verdict; the message names the run.
     """
     logged = run.scalar_names("user")
     missing = [name for name in (TRAIN, TEST) if name not in logged]
     if missing:
         others = ", ".join(logged[:8]) or "nothing"
         raise DetectionError(
-            f"{run.path}: no {' and no '.join(missing)} was logged, and grokking is judged by both; log "
+            f"{run.path}: no {' and no '.join(missing)} was logged, and the verdict needs both; log "
             f"them with watch.log({', '.join(f'{name}=...' for name in missing)}). The run logged {others}"
         )
     facts = stated(run)
@@ -113,7 +111,7 @@ def detect_run(
 
 
 def control_of(run: Run, candidates: Iterable[Run]) -> Run | None:
-    """Return the newest of ``candidates`` that says it is the control of ``run``; None if none does."""
+    """Return the newest of ``candidates`` that states it is the control of ``run``; None if there is none."""
     names = {run.run_id, run.name, str(run.path), run.path.name, str(run.path.resolve())} - {""}
     found = [
         other

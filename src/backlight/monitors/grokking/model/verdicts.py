@@ -1,15 +1,98 @@
-"""What is said of a run on grokking: the verdicts, the conditions, the sweep, as frozen records. No torch."""
+"""Verdicts on grokking with their conditions and limits, as frozen records (docs/formulas.md, section 4).
+
+Accuracies are shares of samples. A share of the way is (accuracy - chance) / (plateau - chance). Counts are
+in logs, that is in steps at which an accuracy was logged.
+"""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
+from backlight.findings.limits import Limits, limit
 from backlight.monitors.grokking.model.curves import Interval
+
+_FORMULAS = "docs/formulas.md, section 4, grokking"
+_CHOSEN = "chosen: the fast oracle is found, its nulls are not, see bench/grokking_nulls.py"
+
+
+def _share(default: float, reason: str, source: str) -> Any:
+    return limit(default, reason, source=source, low=0.0, high=1.0)
+
+
+def _count(default: int, reason: str, source: str) -> Any:
+    return limit(default, reason, source=source, low=1)
+
+
+@dataclass(frozen=True)
+class VerdictLimits(Limits, monitor="grokking"):
+    """Limits of the verdict on grokking."""
+
+    # The two times.
+    train_accuracy: float = _share(0.99, "training accuracy from which a run has memorised", _FORMULAS)
+    test_share: float = _share(
+        0.95, "share of the way from chance to the plateau from which a run generalises", _FORMULAS
+    )
+    stay_logs: int = _count(
+        5, "logs in a row that an accuracy must hold, so that a spike is no time", _FORMULAS
+    )
+
+    # What makes a delay grokking.
+    delay_ratio: float = limit(
+        2.0, "t_generalise / t_memorise from which the delay is grokking", source=_FORMULAS, low=1.0
+    )
+    delay_ratio_strong: float = limit(
+        5.0, "t_generalise / t_memorise from which grokking is called strong", source=_FORMULAS, low=1.0
+    )
+    logs_between: int = _count(10, "logs between the two times: fewer do not show what happened", _FORMULAS)
+    test_share_memorised: float = _share(
+        0.5, "share of the way that the test accuracy may have gone when the run memorised", _FORMULAS
+    )
+    train_stays: float = _share(0.97, "training accuracy that must last between the two times", _FORMULAS)
+    train_stays_share: float = _share(0.95, "share of the logs between at which it must", _FORMULAS)
+
+    # The sweep: the verdict must not hang on where the lines are drawn.
+    sweep_train_low: float = _share(
+        0.9, "lowest training accuracy of the sweep; train_accuracy to it", _FORMULAS
+    )
+    sweep_test_low: float = _share(0.9, "lowest share of the way of the sweep; test_share to it", _FORMULAS)
+
+    # What the data must be able to carry.
+    plateau_minimum: float = _share(
+        0.5, "a plateau below it (chance taken off) is not called generalisation", _CHOSEN
+    )
+    wilson_share: float = _share(
+        0.8, "share of the way that the Wilson lower bound (95 %) of the plateau must reach", _CHOSEN
+    )
+    zero_logs: int = _count(
+        5, "accuracies of exactly 0 in a row that look like a log filled where nothing was measured", _CHOSEN
+    )
+    zero_probability: float = _share(
+        0.001, "chance of no hit at all in the test set below which an exact 0 is doubted", _CHOSEN
+    )
+    rising: float = _share(
+        0.05,
+        "rise of the test accuracy over the last fifth of the logs from which the end cut it off",
+        _CHOSEN,
+    )
+
+
+@dataclass(frozen=True)
+class LeadLagLimits(Limits, monitor="grokking"):
+    """Limits of the comparison of measures with their control."""
+
+    correlation: float = _share(
+        0.7, "rank correlation with the test accuracy from which a measure is said to follow it", _CHOSEN
+    )
+    correlation_margin: float = _share(
+        0.3, "rank correlation by which a measure must exceed that of the control's", _CHOSEN
+    )
+    lag_share: float = _share(0.25, "longest lead or lag tried, as a share of the logs", _CHOSEN)
 
 
 class GrokkingVerdict(enum.StrEnum):
-    """What is said of the accuracies of a run."""
+    """The verdicts on the accuracies of a run."""
 
     GROKKING = "grokking"
     NO_DELAY = "no-delay"
@@ -23,7 +106,7 @@ class GrokkingVerdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One condition of the verdict; ``held`` is None where the data cannot tell."""
+    """One condition of the verdict; ``held`` is None if the data do not decide it."""
 
     name: str
     expected: str
@@ -33,7 +116,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One point of the sweep: its lines, its times, and whether it would be called grokking."""
+    """One point of the sweep: its two thresholds, its times, and whether it would be called grokking."""
 
     train_accuracy: float
     test_share: float
@@ -44,13 +127,12 @@ class SweepPoint:
 
 @dataclass(frozen=True)
 class Detection:
-    """A verdict with all that it rests on.
+    """A verdict and its evidence.
 
-    ``memorised`` and ``generalised`` are intervals (previous log, this log], None where the run never
-    did. ``ratio`` bounds t_generalise / t_memorise from the two intervals; its upper bound is None where
-    there is none. ``test_accuracy`` is the one from which t_generalise is counted, ``memorised_test`` the
-    test accuracy when the run memorised.
-    ``test_size_known`` is False where ``test_size`` is a lower bound read off the values.
+    ``memorised`` and ``generalised`` are intervals (previous log, this log], None if the run never did.
+    ``ratio`` bounds t_generalise / t_memorise by the two intervals; its upper bound may be None.
+    ``test_accuracy`` is the one that defines t_generalise, ``memorised_test`` the test accuracy when the run
+    memorised. ``test_size_known`` is False where ``test_size`` is a lower bound from the values.
     """
 
     verdict: GrokkingVerdict

@@ -1,4 +1,4 @@
-"""Rule ``grokking``: whether the run groks, memorises, or cannot be judged, with its two times."""
+"""Rule ``grokking``: the verdict on a run that logged both accuracies, with its two times."""
 
 from __future__ import annotations
 
@@ -7,72 +7,61 @@ from collections.abc import Iterator
 
 from backlight.monitors.grokking.model.curves import DetectionError, Interval
 from backlight.monitors.grokking.model.reader import TEST, TRAIN, detect_run, has_accuracies
-from backlight.monitors.grokking.model.thresholds import Thresholds
-from backlight.monitors.grokking.model.verdicts import Detection, GrokkingVerdict
+from backlight.monitors.grokking.model.verdicts import Detection, GrokkingVerdict, VerdictLimits
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 
-_DOUBTED = {
+_WARNINGS = {
     GrokkingVerdict.UNSTABLE,
     GrokkingVerdict.THRESHOLD_ARTEFACT,
     GrokkingVerdict.INSUFFICIENT_DATA,
 }
-"""Verdicts that ask for another look; the others are remarks."""
+"""Verdicts that need another look; the others are for information."""
 
-_NEXT = {
-    GrokkingVerdict.GROKKING: (
-        "Run the matched control (--control random-labels) and compare: only what the control does not "
-        "show has to do with generalisation."
-    ),
-    GrokkingVerdict.NO_DELAY: "For a delay take a smaller training share or a larger initialisation.",
-    GrokkingVerdict.MEMORISED: "Run longer, or with more weight decay, before saying that it never will.",
-    GrokkingVerdict.NOT_FITTED: "Look at the training loss: a larger learning rate, or more steps?",
-    GrokkingVerdict.UNSTABLE: "Look at both accuracies; compare with a lower learning rate.",
-    GrokkingVerdict.THRESHOLD_ARTEFACT: "Look at the sweep: backlight grok detect RUN prints it.",
-    GrokkingVerdict.INSUFFICIENT_DATA: "Log both accuracies more often, and only what was measured.",
-    GrokkingVerdict.CENSORED: "Go on with the run (--resume), at least to five times the time to memorise.",
+_TITLE = {
+    GrokkingVerdict.GROKKING: "The run groks: it generalises long after it memorised",
+    GrokkingVerdict.NO_DELAY: "No grokking: the run generalised about when it memorised",
+    GrokkingVerdict.MEMORISED: "The run memorised and did not generalise",
+    GrokkingVerdict.NOT_FITTED: "The run did not fit its training data",
+    GrokkingVerdict.UNSTABLE: "No verdict on grokking: the accuracies are unstable",
+    GrokkingVerdict.THRESHOLD_ARTEFACT: "Grokking at some accuracy thresholds only: a threshold artefact",
+    GrokkingVerdict.INSUFFICIENT_DATA: "No verdict on grokking: the logged accuracies are insufficient",
+    GrokkingVerdict.CENSORED: "No verdict on grokking yet: the run ended too early",
 }
 
-_REFUTED = {
+_FIX = {
+    GrokkingVerdict.GROKKING: (
+        "Run the matched control (`--control random-labels`) and compare: only measures that the control "
+        "does not follow can signal generalisation."
+    ),
+    GrokkingVerdict.NO_DELAY: "For a delay, use a smaller training share or a larger initialisation.",
+    GrokkingVerdict.MEMORISED: "Run longer or with more weight decay before concluding that it never will.",
+    GrokkingVerdict.NOT_FITTED: "Check the training loss; try a larger learning rate or more steps.",
+    GrokkingVerdict.UNSTABLE: "Plot both accuracies and compare with a lower learning rate.",
+    GrokkingVerdict.THRESHOLD_ARTEFACT: "Print the sweep of thresholds with `backlight grok detect RUN`.",
+    GrokkingVerdict.INSUFFICIENT_DATA: "Log both accuracies more often, and only measured values.",
+    GrokkingVerdict.CENSORED: "Continue with `--resume`, at least to five times the time to memorise.",
+}
+
+_REFUTED_IF = {
     GrokkingVerdict.GROKKING: (
         "logs between the two show a test accuracy that rose with the training accuracy, or the run with "
         "another order of test samples gives other times."
     ),
     GrokkingVerdict.NO_DELAY: "denser logs show a delay that these hide.",
     GrokkingVerdict.MEMORISED: "the same run, continued, generalises.",
-    GrokkingVerdict.NOT_FITTED: "the training accuracy was measured on other samples than were trained on.",
-    GrokkingVerdict.UNSTABLE: "the dips are of the evaluation (dropout left on), not of the net.",
-    GrokkingVerdict.THRESHOLD_ARTEFACT: "a longer run holds the verdict at every line of the sweep.",
+    GrokkingVerdict.NOT_FITTED: "the training accuracy was measured on samples that were not trained on.",
+    GrokkingVerdict.UNSTABLE: "the dips come from the evaluation (dropout left on), not from the net.",
+    GrokkingVerdict.THRESHOLD_ARTEFACT: "a longer run keeps the verdict at every point of the sweep.",
     GrokkingVerdict.INSUFFICIENT_DATA: "more logs, or a larger test set, allow another verdict.",
     GrokkingVerdict.CENSORED: "the same run, continued, stays as it is.",
 }
 
 
-@rule(
-    "grokking",
-    monitor="grokking",
-    thresholds=(
-        "train_accuracy",
-        "test_share",
-        "stay_logs",
-        "delay_ratio",
-        "delay_ratio_strong",
-        "logs_between",
-        "test_share_memorised",
-        "train_stays",
-        "train_stays_share",
-        "sweep_train_low",
-        "sweep_test_low",
-        "plateau_minimum",
-        "wilson_share",
-        "zero_logs",
-        "zero_probability",
-        "rising",
-    ),
-)
-def grokking(run: Run, limits: Thresholds) -> Iterator[Finding]:
-    """State the verdict of a run that logged both accuracies; silent where it did not."""
+@rule("grokking", monitor="grokking", limits=VerdictLimits)
+def grokking(run: Run, limits: VerdictLimits) -> Iterator[Finding]:
+    """Report the verdict of a run that logged both accuracies; silent if it did not."""
     if not has_accuracies(run):
         return
     try:
@@ -81,7 +70,7 @@ def grokking(run: Run, limits: Thresholds) -> Iterator[Finding]:
         yield Finding(
             severity=Severity.WARNING,
             title="The logged accuracies cannot be evaluated",
-            detail=f"The accuracies that were logged cannot be judged: {error}",
+            detail=f"{error}.",
             subject=Subject(),
             evidence=(Evidence(f"user/{TRAIN}"), Evidence(f"user/{TEST}")),
             fix="Log shares of samples between 0 and 1.",
@@ -89,19 +78,14 @@ def grokking(run: Run, limits: Thresholds) -> Iterator[Finding]:
         )
         return
     yield Finding(
-        severity=Severity.WARNING if found.verdict in _DOUBTED else Severity.INFO,
-        title=_named(found),
-        detail=f"{_named(found)}: {found.claim}",
+        severity=Severity.WARNING if found.verdict in _WARNINGS else Severity.INFO,
+        title=_TITLE[found.verdict],
+        detail=found.claim,
         subject=Subject(step=_step(found), verdict=found.verdict.value),
         evidence=tuple(_evidence(run, found)),
-        fix=_NEXT[found.verdict],
-        refuted_if=_REFUTED[found.verdict],
+        fix=_FIX[found.verdict],
+        refuted_if=_REFUTED_IF[found.verdict],
     )
-
-
-def _named(found: Detection) -> str:
-    name = "grokking, strong" if found.strong else found.verdict.value
-    return name[0].upper() + name[1:]
 
 
 def _step(found: Detection) -> int | None:
