@@ -100,3 +100,10 @@ def test_make_looks_for_tests_that_run_alone_where_they_are() -> None:
     alone = [file for file in root.glob("tests/**/*.py") if re.search(r"mark\.alone\b", file.read_text())]
     assert alone
     assert [file for file in alone if not any(folder in file.parents for folder in folders)] == []
+
+
+def test_the_files_named_in_the_architecture_page_exist() -> None:
+    root = Path(__file__).parents[1]
+    named = re.findall(r"`((?:src|tests|bench)/[^`\s]+)`", (root / "docs" / "architecture.md").read_text())
+    assert len(named) > 10
+    assert [name for name in named if not (root / name).exists()] == []
