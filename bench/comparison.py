@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import nn
 
 import backlight
-from backlight.monitors.steptime.model.phase_times import read_phases
+from backlight.monitors.steptime.model.step_times import read_phases
 from backlight.monitors.steptime.model.step_comparison import (
     STEP,
     TimeComparison,

@@ -16,8 +16,8 @@ import numpy as np
 
 from backlight.analysis.fingerprint_diff import differences
 from backlight.launch.subprocess import run_in_own_session
-from backlight.monitors.steptime.model.phase_times import read_phases
 from backlight.monitors.steptime.model.step_comparison import STEP, TimeComparison, compare_pairs
+from backlight.monitors.steptime.model.step_times import read_phases
 from backlight.store.read.run import RunFormatError, open_run
 
 LINES_SHOWN = 3

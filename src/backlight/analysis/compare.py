@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from backlight.analysis.fingerprint_diff import Difference, Role, differences, judged
 from backlight.analysis.op_times import compare_kinds
 from backlight.monitors.health.model.score import health_series
-from backlight.monitors.steptime.model.steady_state import CONFIDENCE
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
+from backlight.monitors.steptime.model.step_times import CONFIDENCE
 from backlight.store.read.run import Run, Scalar
 
 POINTS = 256

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from backlight.monitors.steptime.model.steady_state import CONFIDENCE, Floats, difference
-from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow, core_wait, widened
-from backlight.monitors.steptime.model.wording import Profiled, read_profile
+from backlight.monitors.steptime.model.evidence import StoredProfile, read_profile
+from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow, core_wait, widen
+from backlight.monitors.steptime.model.step_times import CONFIDENCE, Floats, difference
 from backlight.store.read.run import Run
 
 NEEDED = 4
@@ -52,12 +52,12 @@ def compare_kinds(first: Run, second: Run, confidence: float = CONFIDENCE) -> Ti
             continue
         found = difference(one[row.name], other[row.name], level)
         medians = float(np.median(one[row.name])), float(np.median(other[row.name]))
-        whole = TimeRow(row.name, *medians, found.ratio, found.low, found.high, found.found)
-        told.append(widened(whole, *waits, drifting=False))
+        whole = TimeRow(row.name, *medians, found.ratio, found.low, found.high, found.is_significant)
+        told.append(widen(whole, *waits, is_drifting=False))
     return TimeComparison(counts, tuple(told), confidence)
 
 
-def _averages(profiled: Profiled) -> dict[str, float]:
+def _averages(profiled: StoredProfile) -> dict[str, float]:
     """Return milliseconds per step by kind: of the device where there is one, else of the host."""
     rows = profiled.rows("kinds")
     column = "device_ms" if any(row.get("device_ms") for row in rows) else "host_ms"

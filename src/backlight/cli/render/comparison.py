@@ -56,7 +56,7 @@ def _print_rows(times: TimeComparison, console: Console, counted: str) -> None:
         style = "bold" if row.found else ""
         table.add_row(
             Text(row.name.replace("_", " ")),
-            f"{row.first_ms:.2f}", f"{row.second_ms:.2f}", Text(row.words, style=style),
+            f"{row.first_ms:.2f}", f"{row.second_ms:.2f}", Text(row.text, style=style),
         )  # fmt: skip
     console.print(table)
 

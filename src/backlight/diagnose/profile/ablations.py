@@ -26,7 +26,7 @@ from backlight.diagnose.profile.interventions import (
 )
 from backlight.diagnose.profile.optimizations import OFF
 from backlight.distributed import world
-from backlight.monitors.steptime.model.steady_state import paired_difference
+from backlight.monitors.steptime.model.step_times import paired_difference
 
 if TYPE_CHECKING:
     from backlight.diagnose.profile.run import Plan, Profile

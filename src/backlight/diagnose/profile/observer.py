@@ -25,7 +25,7 @@ from backlight.diagnose.profile.optimizations import Live, look
 from backlight.diagnose.profile.ranges import ModuleRanges, PhaseRanges, compiled, is_compiled
 from backlight.diagnose.profile.source_lines import LineRanges, lines_possible
 from backlight.distributed import world
-from backlight.monitors.steptime.model.steady_state import WINDOW, find_steady
+from backlight.monitors.steptime.model.step_times import WINDOW_STEPS, find_steady
 from backlight.records import Phase
 
 
@@ -72,7 +72,7 @@ class Observed:
 LONGER = 4
 """Times as many steps that are clocked where no steady part is found in the steps that were asked for."""
 
-WORTH = 1 + 2 * WINDOW
+WORTH = 1 + 2 * WINDOW_STEPS
 """Steps from which it is worth going on for a steady part; who asks for fewer gets those."""
 
 

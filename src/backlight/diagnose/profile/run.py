@@ -25,7 +25,7 @@ from backlight.diagnose.profile.throughput import Throughput, peak_of, throughpu
 from backlight.distributed import world
 from backlight.launch.observe import end_script, explain
 from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
-from backlight.monitors.steptime.model.steady_state import SeriesError
+from backlight.monitors.steptime.model.step_times import SeriesError
 from backlight.monitors.steptime.monitor import GarbagePauses
 from backlight.records import Fingerprint, ParameterRecord
 from backlight.trace.errors import TraceError

@@ -13,9 +13,8 @@ from backlight.diagnose.profile.document import document
 from backlight.diagnose.profile.run import Profile
 from backlight.distributed import launch_id, world
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.steptime.model.wording import CIRCUMSTANCES
+from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, RUNTIME_INFO
 from backlight.monitors.steptime.monitor import REMAINDER
-from backlight.monitors.steptime.rules.outlier_steps import COLLECTION
 from backlight.records import Finding, Made, Phase, RunStatus
 from backlight.store.errors import RunWriteError
 from backlight.store.read.run import open_run
@@ -79,10 +78,10 @@ def store(profile: Profile, writer: RunWriter) -> dict[str, Any]:
     if described is not None:
         writer.fingerprint(described.fingerprint)
         writer.parameter_table(described.records)
-        writer.event(None, CIRCUMSTANCES, described.circumstances)
+        writer.event(None, RUNTIME_INFO, described.circumstances)
     for at, payload in profile.pauses:
         if at < len(profile.observed.steps):
-            writer.event(at, COLLECTION, payload)
+            writer.event(at, GARBAGE_COLLECTION, payload)
     for number, step in enumerate(profile.observed.steps):
         phases = {f"phase/{_name(name, separated=step.separated)}": s for name, s in step.phases.items()}
         writer.scalars(number, phases)

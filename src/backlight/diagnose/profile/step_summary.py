@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.monitors.steptime.model.steady_state import (
+from backlight.monitors.steptime.model.step_times import (
     SeriesError,
     Steady,
     Summary,

@@ -15,7 +15,7 @@ from backlight.capture.phase_clock import PhaseClock
 from backlight.diagnose.memory.result import PredictionError
 from backlight.diagnose.profile.step_summary import summarize_steps
 from backlight.launch.recipe import REQUIRED, Recipe, RecipeError, read_recipe
-from backlight.monitors.steptime.model.steady_state import SeriesError
+from backlight.monitors.steptime.model.step_times import SeriesError
 from backlight.records import Phase
 
 OUT_OF_MEMORY = "out of memory"

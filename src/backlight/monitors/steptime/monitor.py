@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from backlight.monitor import Monitor, RunContext
 from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
-from backlight.monitors.steptime.model.wording import CIRCUMSTANCES
-from backlight.monitors.steptime.rules.outlier_steps import COLLECTION
+from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, RUNTIME_INFO
 from backlight.records import Phase
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class StepTimeMonitor(Monitor):
         self._pauses.stop()
         self._start()
         info = runtime_info(self._optimizers, self._core_wait)
-        self._run.notifier.event(CIRCUMSTANCES, info, max(self._run.clock.done - 1, 0))
+        self._run.notifier.event(RUNTIME_INFO, info, max(self._run.clock.done - 1, 0))
 
     def on_step_start(self, step: int) -> None:
         """Record pauses since the last step; read the optimizers once the first step is over."""
@@ -117,7 +116,7 @@ class GarbagePauses:
         """Record the pauses since the last call."""
         while self._kept:
             step, payload = self._kept.popleft()
-            self._record(COLLECTION, payload, step)
+            self._record(GARBAGE_COLLECTION, payload, step)
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":

@@ -36,13 +36,13 @@ def rules(run: backlight.Run) -> set[str]:
 
 def test_a_loop_over_parameters_is_found_and_a_fused_optimizer_is_not(tmp_path: Path) -> None:
     slow = train(tmp_path / "slow", foreach=False)
-    (told,) = slow.events("circumstances")
+    (told,) = slow.events("runtime_info")
     assert told.payload["optimizers"] == [{"type": "AdamW", "tensors": 120, "fused": False, "foreach": False}]
     assert told.payload["threads"] == torch.get_num_threads()
     assert told.payload["memory"]["peak"] > 2**20
     assert "slow_optimizer" in rules(slow)
     fused = train(tmp_path / "fused", fused=True)
-    assert fused.events("circumstances")[0].payload["optimizers"][0]["fused"] is True
+    assert fused.events("runtime_info")[0].payload["optimizers"][0]["fused"] is True
     assert "slow_optimizer" not in rules(fused)
 
 
@@ -113,7 +113,7 @@ def test_breaks_and_recompilations_of_a_real_compilation_are_found(tmp_path: Pat
             compiled(torch.randn(step + 1, 4), 0.5).backward()
             optimizer.step()
     run = backlight.open_run(tmp_path / "run")
-    facts = run.events("circumstances")[0].payload["compilation"]
+    facts = run.events("runtime_info")[0].payload["compilation"]
     assert sum(facts["graph_breaks"].values()) >= 1
     again = max(facts["recompiled"], key=lambda row: row["count"])
     assert again["count"] >= 3

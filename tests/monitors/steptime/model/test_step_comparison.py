@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backlight.monitors.steptime.model.phase_times import read_phases
-from backlight.monitors.steptime.model.steady_state import SeriesError
+from backlight.monitors.steptime.model.evidence import RUNTIME_INFO
 from backlight.monitors.steptime.model.step_comparison import compare_pairs, compare_times
-from backlight.monitors.steptime.model.wording import CIRCUMSTANCES
+from backlight.monitors.steptime.model.step_times import SeriesError, read_phases
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 
@@ -26,7 +25,7 @@ def write(path: Path, seed: int, steps: int = 120, *, core_wait: float = 0.0, **
             value = level * factors.get(name, 1.0) * slow * float(np.exp(random.normal(0, 0.01)))
             writer.scalar(step, f"phase/{name}", value)
     if core_wait:
-        writer.event(steps - 1, CIRCUMSTANCES, {"core_wait": core_wait})
+        writer.event(steps - 1, RUNTIME_INFO, {"core_wait": core_wait})
     writer.close()
     return open_run(path)
 
@@ -72,7 +71,7 @@ def test_what_a_busy_machine_may_explain_is_not_claimed(tmp_path: Path) -> None:
     assert not busy.rows[0].found
     assert busy.rows[0].low <= 1.0
     assert busy.rows[0].high >= 1.03
-    assert "second run: its thread waited 6% of the time for a core" in busy.trouble[0]
+    assert "second run: its thread waited for a core 6% of the time" in busy.trouble[0]
     # More than the waits explain is still found, and a wait of the slower one is no excuse for the other.
     assert compare_times(calm, write(tmp_path / "c", 1, core_wait=0.06, backward=1.5)).rows[0].found
     assert (
@@ -98,8 +97,8 @@ def test_nothing_is_claimed_of_a_run_that_drifts(tmp_path: Path) -> None:
 def test_a_phase_that_is_missing_or_negligible_is_not_tested(tmp_path: Path) -> None:
     found = compare_times(write(tmp_path / "a", 0, data=0.0), write(tmp_path / "b", 1, optimizer=1e-4))
     rows = {row.name: row for row in found.rows}
-    assert rows["data"].words == "not in both"
-    assert rows["optimizer"].words == "too short to test"
+    assert rows["data"].text == "not in both"
+    assert rows["optimizer"].text == "too short to test"
 
 
 def test_too_few_steps_give_a_reason_and_no_numbers(tmp_path: Path) -> None:

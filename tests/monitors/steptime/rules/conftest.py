@@ -1,5 +1,4 @@
-"""Stored runs with known times, profiles and circumstances, and their judgement with every evidence "
-"checked."""
+"""Stored runs with known times, profiles and runtime info; rules evaluated on them, all evidence checked."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ import numpy as np
 import pytest
 
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.steptime.model.wording import CIRCUMSTANCES, read_profile
+from backlight.monitors.steptime.model.evidence import RUNTIME_INFO, read_profile
 from backlight.records import Finding, Fingerprint
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 
 Stored = Callable[..., Run]
-Judged = Callable[..., list[Finding]]
+Evaluated = Callable[..., list[Finding]]
 
 
 def write(
@@ -29,7 +28,7 @@ def write(
     steps: int = 60,
     changes: Mapping[tuple[int, str], float] | None = None,
     profile: Mapping[str, Any] | None = None,
-    circumstances: Mapping[str, Any] | None = None,
+    runtime_info: Mapping[str, Any] | None = None,
     events: Sequence[tuple[int | None, str, Mapping[str, Any]]] = (),
     fingerprint: Fingerprint | None = None,
     ranks: Sequence[Mapping[str, float]] = (),
@@ -50,8 +49,8 @@ def write(
                 writer.scalar(step, f"phase/{name}", (changes or {}).get((step, name), value))
         for step, kind, payload in events:
             writer.event(step, kind, payload)
-        if circumstances is not None:
-            writer.event(steps - 1, CIRCUMSTANCES, circumstances)
+        if runtime_info is not None:
+            writer.event(steps - 1, RUNTIME_INFO, runtime_info)
         if fingerprint is not None:
             writer.fingerprint(fingerprint)
         if profile is not None and rank == 0:
@@ -62,7 +61,7 @@ def write(
 
 
 def check_evidence(run: Run, finding: Finding) -> None:
-    """Every path leads to something in the run, and each finding says what it must."""
+    """Check that every path exists in the run, and that a finding is complete."""
     assert finding.detail.endswith(".")
     assert "Expected gain: " in finding.detail
     assert finding.fix
@@ -83,9 +82,9 @@ def check_evidence(run: Run, finding: Finding) -> None:
             assert hasattr(run.fingerprint(), rest.split("/")[0])
         else:
             assert kind == "profile"
-            profiled = read_profile(run)
-            assert profiled is not None
-            assert profiled.content.get(rest.split("/")[0]) is not None, evidence.path
+            profile = read_profile(run)
+            assert profile is not None
+            assert profile.content.get(rest.split("/")[0]) is not None, evidence.path
 
 
 @pytest.fixture
@@ -95,7 +94,7 @@ def stored(tmp_path: Path) -> Stored:
 
 
 @pytest.fixture
-def judged() -> Judged:
+def evaluated() -> Evaluated:
     def by_rule(run: Run, name: str | None = None, **changes: float) -> list[Finding]:
         found = evaluate_rules(run, {"steptime": changes})
         for finding in found:

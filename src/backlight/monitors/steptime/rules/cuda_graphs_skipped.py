@@ -1,42 +1,43 @@
-"""Rule ``cuda_graphs_skipped``: CUDA graphs were asked for and not used."""
+"""Rule ``cuda_graphs_skipped``: CUDA graphs were requested and not used."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from backlight.monitors.steptime.model.thresholds import Thresholds
-from backlight.monitors.steptime.model.wording import CIRCUMSTANCES, circumstances, plural
-from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.findings.limits import Limits
+from backlight.monitors.steptime.model.evidence import info_evidence, read_runtime_info
+from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
+from backlight.text import count
 
 
 @rule("cuda_graphs_skipped", monitor="steptime")
-def cuda_graphs_skipped(run: Run, limits: Thresholds) -> Iterator[Finding]:
-    """Tell how often the compiler left CUDA graphs out, with the reasons that it logged."""
-    told = circumstances(run)
-    compiled = (told.payload.get("compilation") or {}) if told is not None else {}
+def cuda_graphs_skipped(run: Run, limits: Limits) -> Iterator[Finding]:
+    """Report how often the compiler skipped CUDA graphs, with the reasons that it logged."""
+    info = read_runtime_info(run)
+    compiled = (info.payload.get("compilation") or {}) if info is not None else {}
     skips = int(compiled.get("cuda_graph_skips") or 0)
-    if told is None or not skips:
+    if info is None or not skips:
         return
     reasons = [str(reason) for reason in compiled.get("cuda_graph_reasons") or ()]
     why = "; ".join(reasons) or "the compiler recorded no reason"
     yield Finding(
         severity=Severity.WARNING,
-        title=f"CUDA graphs were skipped for {plural(skips, 'graph')}",
+        title=f"CUDA graphs were skipped for {count(skips, 'graph')}",
         detail=(
-            f"CUDA graphs were asked for and skipped for {plural(skips, 'graph')}: {why}. "
-            "Expected gain: the time in which the device waits for launches, see launch_bound."
+            f"CUDA graphs were requested and skipped for {count(skips, 'graph')}: {why}. "
+            "Expected gain: the time in which the GPU waits for launches, see launch_bound."
         ),
         subject=Subject(),
         evidence=(
-            Evidence(f"events/{CIRCUMSTANCES}", told.step, skips, "graphs"),
-            *(Evidence(f"events/{CIRCUMSTANCES}", told.step, reason) for reason in reasons),
+            info_evidence(info, skips, "graphs"),
+            *(info_evidence(info, reason) for reason in reasons),
         ),
         fix=(
-            "Remove the reason: tensors on the CPU inside the graph, inputs that are changed in place, "
-            "dynamic "
-            "shapes. TORCH_LOGS=cudagraphs prints each with its stack."
+            "Remove the cause: CPU tensors inside the graph, inputs that are changed in place, dynamic "
+            "shapes. "
+            "TORCH_LOGS=cudagraphs prints each skip with its stack."
         ),
-        refuted_if="the skipped graphs are no part of a steady step.",
+        refuted_if="the skipped graphs are not part of a steady step.",
     )

@@ -1,51 +1,64 @@
-"""Rule ``memory_fragmentation``: memory is taken from the device and cannot be given to anybody."""
+"""Rule ``memory_fragmentation``: memory is reserved on the device and no tensor can use it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from backlight.monitors.steptime.model.thresholds import Thresholds
-from backlight.monitors.steptime.model.wording import CIRCUMSTANCES, circumstances, percent, plural, size
-from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.findings.limits import Limits, limit
+from backlight.monitors.steptime.model.evidence import info_evidence, percent, read_runtime_info
+from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
+from backlight.text import count, size
 
 
-@rule("memory_fragmentation", monitor="steptime", thresholds=("fragmentation_share", "fragmentation_bytes"))
-def memory_fragmentation(run: Run, limits: Thresholds) -> Iterator[Finding]:
-    """Find an allocator whose reserve is far above what was ever in use, or that had to give up and retry."""
-    told = circumstances(run)
-    memory = (told.payload.get("memory") or {}) if told is not None else {}
-    if told is None or not memory.get("reserved"):
+@dataclass(frozen=True)
+class MemoryFragmentationLimits(Limits, monitor="steptime"):
+    """Limits of the rule ``memory_fragmentation``."""
+
+    fragmentation_share: float = limit(
+        0.25, "share of the reserved memory that no tensor used at the peak", high=1.0
+    )
+    fragmentation_bytes: float = limit(2.0**28, "bytes below which that share is irrelevant (256 MiB)")
+
+
+@rule("memory_fragmentation", monitor="steptime", limits=MemoryFragmentationLimits)
+def memory_fragmentation(run: Run, limits: MemoryFragmentationLimits) -> Iterator[Finding]:
+    """Find an allocator that reserves far more than was ever in use, or that had to empty its cache."""
+    info = read_runtime_info(run)
+    memory = (info.payload.get("memory") or {}) if info is not None else {}
+    if info is None or not memory.get("reserved"):
         return
     reserved, used = float(memory["reserved"]), float(memory.get("peak") or 0.0)
     retries = int(memory.get("retries") or 0)
     lost = reserved - used
-    apart = lost >= limits.fragmentation_bytes and lost / reserved > limits.fragmentation_share
-    if not apart and not retries:
+    is_fragmented = lost >= limits.fragmentation_bytes and lost / reserved > limits.fragmentation_share
+    if not is_fragmented and not retries:
         return
-    again = (
-        f" The allocator freed its cache and tried again {plural(retries, 'time')}, which waits for the "
-        "device."
+    retried = (
+        f" It emptied its cache and retried {count(retries, 'time')}, which waits for the device."
         if retries
         else ""
     )
     yield Finding(
         severity=Severity.WARNING if retries else Severity.INFO,
-        title=f"The allocator reserves {size(lost)} more than was ever in use",
+        title=f"{size(lost)} of GPU memory are lost to fragmentation",
         detail=(
-            f"At its peak the allocator held {size(reserved)} of the device and had {size(used)} in use: "
-            f"{size(lost)} ({percent(lost / reserved)}) lie between blocks.{again} "
+            f"At its peak the allocator had reserved {size(reserved)} and {size(used)} were in use: "
+            f"{size(lost)} "
+            f"({percent(lost / reserved)}) were free between blocks.{retried} "
             f"Expected gain: up to {size(lost)} of memory."
         ),
-        subject=Subject(rank=told.rank),
+        subject=Subject(rank=info.rank),
         evidence=(
-            Evidence(f"events/{CIRCUMSTANCES}", told.step, reserved, "bytes reserved"),
-            Evidence(f"events/{CIRCUMSTANCES}", told.step, used, "bytes in use"),
+            info_evidence(info, reserved, "bytes reserved"),
+            info_evidence(info, used, "bytes in use"),
         ),
         fix=(
-            "Set PYTORCH_ALLOC_CONF=expandable_segments:True, or pad batches to a few lengths: shapes that "
-            "change leave holes."
+            "Set PYTORCH_ALLOC_CONF=expandable_segments:True, or pad batches to a few lengths: changing "
+            "shapes "
+            "leave holes."
         ),
-        refuted_if="with expandable segments the reserve stays the same.",
+        refuted_if="with expandable segments the reserved memory stays the same.",
     )

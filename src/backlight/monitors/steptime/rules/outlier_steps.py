@@ -1,40 +1,61 @@
-"""Rule ``outlier_steps``: single steps take many times the median, and what they spent it on."""
+"""Rule ``outlier_steps``: single steps take many times the median."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.monitors.steptime.model.phase_times import PREFIX, Recorded
-from backlight.monitors.steptime.model.thresholds import Thresholds
-from backlight.monitors.steptime.model.wording import ms, percent, plural, steady_phases
+from backlight.findings.limits import limit
+from backlight.monitors.steptime.model.evidence import (
+    GARBAGE_COLLECTION,
+    SteadyLimits,
+    ms,
+    percent,
+    steady_phases,
+)
+from backlight.monitors.steptime.model.step_times import PREFIX, PhaseTimes
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
+from backlight.text import count
 
-COLLECTION = "garbage_collection"
-"""Kind of the event, and cause, of a pause by Python's garbage collector."""
-
-_CHECKS = {
-    COLLECTION: "Call gc.freeze() after setup and gc.disable() with a gc.collect() every so many steps.",
-    "data": "Look at the loader: shuffling, a new epoch that starts workers anew (persistent_workers=True).",
-    "evaluation": "It is evaluation inside the loop: count it apart, or do it less often.",
-    "checkpoint": "Saving inside the loop: save asynchronously, or less often.",
+_FIXES = {
+    GARBAGE_COLLECTION: (
+        "Call gc.freeze() after setup and gc.disable() with a gc.collect() every so many steps."
+    ),
+    "data": "Check the loader: shuffling, or an epoch that restarts the workers (persistent_workers=True).",
+    "evaluation": "This is evaluation inside the loop: measure it separately, or run it less often.",
+    "checkpoint": "This is saving inside the loop: save asynchronously, or less often.",
 }
 
 
-@rule(
-    "outlier_steps",
-    monitor="steptime",
-    version=2,
-    thresholds=("steady_steps", "outlier_factor", "outlier_deviations", "outlier_floor", "outlier_loss"),
-)
-def outlier_steps(run: Run, limits: Thresholds) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class OutlierStepsLimits(SteadyLimits):
+    """Limits of the rule ``outlier_steps``."""
+
+    outlier_factor: float = limit(2.0, "a step that takes this many times the median", low=1.0)
+    outlier_deviations: float = limit(
+        10.0,
+        "robust standard deviations (1.4826 times the median absolute deviation) above the median",
+        source="Hampel 1974 for median and MAD; the factor is chosen",
+        low=1.0,
+    )
+    outlier_floor: float = limit(
+        0.05, "seconds above the median below which a step is none: a busy machine pauses for tens of ms"
+    )
+    outlier_loss: float = limit(
+        0.02, "share of the run's time that outliers cost beyond the median", high=1.0
+    )
+
+
+@rule("outlier_steps", monitor="steptime", version=2, limits=OutlierStepsLimits)
+def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
     """Find steps far above the median, by cause: a garbage collection, or the phase that grew most.
 
-    One finding for each cause whose outliers cost a share of the training.
+    One finding for each cause whose outliers cost a share of the run.
     """
     table = steady_phases(run, limits)
     if table is None:
@@ -43,10 +64,9 @@ def outlier_steps(run: Run, limits: Thresholds) -> Iterator[Finding]:
     median = float(np.median(total))
     spread = 1.4826 * float(np.median(np.abs(total - median)))
     least = max(limits.outlier_deviations * spread, limits.outlier_floor)
-    far = (total > limits.outlier_factor * median) & (total - median > least)
-    rows = np.flatnonzero(far)
+    rows = np.flatnonzero((total > limits.outlier_factor * median) & (total - median > least))
     pauses: dict[int, float] = defaultdict(float)
-    for event in run.events(COLLECTION):
+    for event in run.events(GARBAGE_COLLECTION):
         if event.step is not None and event.attempt == run.attempts[-1].index:
             pauses[event.step] += float(event.payload.get("seconds") or 0.0)
     by_cause: dict[str, list[int]] = defaultdict(list)
@@ -58,43 +78,43 @@ def outlier_steps(run: Run, limits: Thresholds) -> Iterator[Finding]:
             continue
         worst = members[int(np.argmax(total[members]))]
         step = int(table.steps[worst])
-        evidence = [Evidence(f"scalars/{PREFIX}{n}", step, float(table.phase(n)[worst]), "s")
-                    for n in _largest(table, worst)]  # fmt: skip
-        if cause == COLLECTION:
-            evidence.insert(0, Evidence(f"events/{COLLECTION}", step, pauses[step], "s"))
-        words = (
-            "Python's garbage collection runs in them"
-            if cause == COLLECTION
-            else f"the time goes into {cause.replace('_', ' ')}"
-        )
+        evidence = [
+            Evidence(f"scalars/{PREFIX}{name}", step, float(table.phase(name)[worst]), "s")
+            for name in _grown(table, worst)
+        ]
+        is_collection = cause == GARBAGE_COLLECTION
+        if is_collection:
+            evidence.insert(0, Evidence(f"events/{GARBAGE_COLLECTION}", step, pauses[step], "s"))
+        name = "Python's garbage collection" if is_collection else cause.replace("_", " ")
+        longest = float(total[worst])
         yield Finding(
             severity=Severity.INFO if cause == "evaluation" else Severity.WARNING,
-            title=f"{plural(len(members), 'step')} took up to {total[worst] / median:.1f} times the median",
+            title=f"{count(len(members), 'step')} of {len(total)} are outliers, due to {name}",
             detail=(
-                f"{plural(len(members), 'step')} of {len(total)} take up to {total[worst] / median:.1f} "
-                "times the "
-                f"median of {ms(1e3 * median)} (step {step}: {ms(1e3 * float(total[worst]))}); {words}. "
+                f"{count(len(members), 'step')} of {len(total)} take up to {longest / median:.1f} times the "
+                "median "
+                f"of {ms(1e3 * median)} (step {step}: {ms(1e3 * longest)}); the extra time is spent in "
+                f"{name}. "
                 f"Expected gain: at most {percent(lost)} of the time."
             ),
-            subject=Subject(step=step, phase=None if cause == COLLECTION else cause),
+            subject=Subject(step=step, phase=None if is_collection else cause),
             evidence=tuple(evidence),
-            fix=_CHECKS.get(
-                cause, "Look at what the script does at these steps, and at the machine: who else ran then?"
+            fix=_FIXES.get(
+                cause,
+                "Check what the script does at these steps, and which other processes used the machine.",
             ),
-            refuted_if=(
-                "the same training again has its outliers at other steps, or none: the machine was busy."
-            ),
+            refuted_if="a repeated run has its outliers at other steps, or none: the machine was busy.",
         )
 
 
-def _cause(table: Recorded, row: int, median: float, pauses: dict[int, float]) -> str:
+def _cause(table: PhaseTimes, row: int, median: float, pauses: dict[int, float]) -> str:
     excess = float(table.total[row]) - median
     if pauses.get(int(table.steps[row]), 0.0) > excess / 2:
-        return COLLECTION
-    return _largest(table, row)[0]
+        return GARBAGE_COLLECTION
+    return _grown(table, row)[0]
 
 
-def _largest(table: Recorded, row: int) -> list[str]:
-    """Return the phases that grew most at a row against their medians, at most two."""
+def _grown(table: PhaseTimes, row: int) -> list[str]:
+    """Return the two phases that grew most at a row against their medians."""
     grown = table.seconds[row] - np.median(table.seconds, axis=0)
     return [table.names[column] for column in np.argsort(-grown)[:2]]

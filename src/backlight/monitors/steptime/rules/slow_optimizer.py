@@ -3,63 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from backlight.monitors.steptime.model.thresholds import Thresholds
-from backlight.monitors.steptime.model.wording import (
-    CIRCUMSTANCES,
-    circumstances,
+from backlight.findings.limits import limit
+from backlight.monitors.steptime.model.evidence import (
+    SteadyLimits,
+    info_evidence,
     percent,
-    phase,
-    plural,
+    phase_evidence,
+    read_runtime_info,
     steady_phases,
 )
-from backlight.records import Evidence, Finding, Phase, Severity, Subject
+from backlight.records import Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
+from backlight.text import count
 
 FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
-"""Optimizers of torch that have a fused way on every device."""
+"""Optimizers of torch that have a fused implementation on every device."""
 
 
-@rule(
-    "slow_optimizer",
-    monitor="steptime",
-    version=2,
-    thresholds=("steady_steps", "optimizer_share", "optimizer_floor"),
-)
-def slow_optimizer(run: Run, limits: Thresholds) -> Iterator[Finding]:
-    """Find an optimizer that loops over parameters where one call could do."""
-    table, told = steady_phases(run, limits), circumstances(run)
-    if table is None or told is None:
+@dataclass(frozen=True)
+class SlowOptimizerLimits(SteadyLimits):
+    """Limits of the rule ``slow_optimizer``."""
+
+    optimizer_share: float = limit(
+        0.1, "share of a step in the optimizer; a fused update of a usual model takes 1 to 5 %", high=1.0
+    )
+    optimizer_floor: float = limit(
+        1e-3,
+        "seconds in the optimizer below which nothing is gained: a tiny step is bound by Python's calls",
+        high=10.0,
+    )
+
+
+@rule("slow_optimizer", monitor="steptime", version=2, limits=SlowOptimizerLimits)
+def slow_optimizer(run: Run, limits: SlowOptimizerLimits) -> Iterator[Finding]:
+    """Find an optimizer that loops over parameters where one call would do."""
+    table, info = steady_phases(run, limits), read_runtime_info(run)
+    if table is None or info is None:
         return
     seconds = table.phase(Phase.OPTIMIZER)
     share = float(np.median(seconds / table.total))
-    slow = [group for group in told.payload.get("optimizers") or () if _loops(group)]
+    slow = [group for group in info.payload.get("optimizers") or () if _is_loop(group)]
     if share <= limits.optimizer_share or np.median(seconds) < limits.optimizer_floor or not slow:
         return
     group = max(slow, key=lambda one: int(one.get("tensors", 0)))
     kind, tensors = str(group["type"]), int(group.get("tensors", 0))
-    way = "fused=True" if kind in FUSED else "foreach=True"
+    option = "fused=True" if kind in FUSED else "foreach=True"
     yield Finding(
         severity=Severity.WARNING,
-        title=f"{kind} updates its {plural(tensors, 'tensor')} one by one ({percent(share)} of a step)",
+        title=f"The optimizer takes {percent(share)} of a step: {kind} is not fused",
         detail=(
             f"The optimizer takes {percent(share)} of a steady step, and {kind} updates its "
-            f"{plural(tensors, 'tensor')} one by one: neither fused nor foreach is in use. "
+            f"{count(tensors, 'tensor')} one by one: neither fused nor foreach is in use. "
             f"Expected gain: most of {percent(share)} of a step."
         ),
         subject=Subject(phase=Phase.OPTIMIZER),
         evidence=(
-            phase(table, Phase.OPTIMIZER),
-            Evidence(f"events/{CIRCUMSTANCES}", told.step, f"{kind}: fused off, foreach off"),
+            phase_evidence(table, Phase.OPTIMIZER),
+            info_evidence(info, f"{kind}: fused off, foreach off"),
         ),
-        fix=f"Make it {kind}(..., {way}) and compare: `backlight compare --ab` on both commands.",
-        refuted_if=f"the same training with {way} spends as long in the optimizer.",
+        fix=f"Use {kind}(..., {option}) and compare: `backlight compare --ab` on both commands.",
+        refuted_if=f"the same run with {option} spends as long in the optimizer.",
     )
 
 
-def _loops(group: Mapping[str, Any]) -> bool:
+def _is_loop(group: Mapping[str, Any]) -> bool:
     return not group.get("fused") and not group.get("foreach") and int(group.get("tensors", 0)) > 1

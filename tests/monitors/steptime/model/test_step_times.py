@@ -3,8 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
+from scipy import stats
 
-from backlight.monitors.steptime.model.steady_state import (
+from backlight.monitors.steptime.model.step_times import (
     SeriesError,
     difference,
     find_steady,
@@ -16,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def noisy(seed: int, steps: int = 120, level: float = 0.05, correlation: float = 0.5) -> Floats:
-    """Return step times with neighbours alike and an outlier now and then, as machines give them."""
+    """Return correlated step times with occasional outliers, like those of real machines."""
     random = np.random.default_rng(seed)
     noise = np.zeros(steps)
     for step in range(1, steps):
@@ -47,12 +48,12 @@ def test_a_series_that_never_settles_has_no_steady_part() -> None:
     assert "kept moving" in steady.trouble
 
 
-def test_a_late_change_of_level_is_told() -> None:
+def test_a_late_change_of_level_is_reported() -> None:
     steady = find_steady(np.concatenate([np.full(30, 0.02), np.full(30, 0.03)]))
     assert "+50% against the first" in steady.trouble
 
 
-def test_few_steps_are_said_to_be_few() -> None:
+def test_too_few_steps_are_reported() -> None:
     assert "10 steps are too few" in find_steady(np.full(10, 0.02)).trouble
 
 
@@ -79,13 +80,13 @@ def test_two_runs_of_the_same_seldom_differ(correlation: float) -> None:
     pairs = [
         (noisy(s, correlation=correlation), noisy(s + 10_000, correlation=correlation)) for s in range(300)
     ]
-    assert np.mean([difference(*pair).found for pair in pairs]) <= 0.05
+    assert np.mean([difference(*pair).is_significant for pair in pairs]) <= 0.05
 
 
 def test_three_percent_are_found_with_an_interval_that_holds_them() -> None:
     found = [difference(noisy(seed), noisy(seed + 10_000, level=0.05 * 1.03)) for seed in range(200)]
     assert np.mean([d.low <= 1.03 <= d.high for d in found]) >= 0.92
-    assert np.mean([d.found for d in found]) >= 0.95
+    assert np.mean([d.is_significant for d in found]) >= 0.95
 
 
 def test_pairs_cancel_what_disturbs_both() -> None:
@@ -94,16 +95,16 @@ def test_pairs_cancel_what_disturbs_both() -> None:
     before = 0.05 * disturbance * np.exp(random.normal(0, 0.004, 12))
     after = 0.05 * 1.03 * disturbance * np.exp(random.normal(0, 0.004, 12))
     paired = paired_difference(before, after)
-    assert paired.found
+    assert paired.is_significant
     assert paired.low <= 1.03 <= paired.high
-    assert not difference(before, after).found
+    assert not difference(before, after).is_significant
 
 
 def test_constant_series_differ_exactly() -> None:
     same = difference(np.full(20, 0.5), np.full(20, 0.5))
     slower = difference(np.full(20, 0.5), np.full(20, 0.6))
-    assert not same.found
-    assert slower.found
+    assert not same.is_significant
+    assert slower.is_significant
     assert slower.ratio == pytest.approx(1.2)
 
 
@@ -122,3 +123,21 @@ def test_constant_series_differ_exactly() -> None:
 def test_what_is_no_series_is_refused(call: object, message: str) -> None:
     with pytest.raises(SeriesError, match=message):
         call()  # type: ignore[operator]
+
+
+def test_the_interval_of_pairs_is_that_of_scipy() -> None:
+    before, after = noisy(0, 12), noisy(1, 12)
+    found = paired_difference(before, after, 0.95)
+    expected = stats.ttest_1samp(np.log(after / before), 0).confidence_interval(0.95)
+    assert np.log([found.low, found.high]) == pytest.approx([expected.low, expected.high])
+
+
+def test_without_correlation_the_interval_is_that_of_welch() -> None:
+    # Steps are nearly uncorrelated; the standard error of their correlation widens the interval a little.
+    before, after = (np.exp(np.random.default_rng(seed).normal(0, 0.01, 400)) for seed in (0, 1))
+    found = difference(before, after, 0.95)
+    medians = [[np.median(batch) for batch in np.array_split(np.log(side), 8)] for side in (before, after)]
+    expected = stats.ttest_ind(medians[1], medians[0], equal_var=False).confidence_interval(0.95)
+    assert np.log(found.high / found.low) >= expected.high - expected.low
+    assert np.log(found.high / found.low) == pytest.approx(expected.high - expected.low, rel=0.35)
+    assert np.log(found.ratio) == pytest.approx((expected.low + expected.high) / 2)

@@ -1,7 +1,8 @@
-"""Where a series of step times becomes steady, and what its steady part says.
+"""Phase times of a stored run, their steady part, and intervals of medians and differences. No torch.
 
-Sources: docs/formulas.md, section 6; batch means for correlated series as in Law, *Simulation
-Modeling and Analysis*, here with medians, because a garbage collection must not move the answer.
+Sources: ``docs/formulas.md``, section 6; batch means for correlated series as in Law, *Simulation Modeling
+and
+Analysis*, here with medians, because a garbage collection must not move the result.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtrit
 
+from backlight.store.read.run import Run
+
 Floats = npt.NDArray[np.float64]
 
-WINDOW = 5
+PREFIX = "phase/"
+"""Prefix of the scalars of phase times."""
+
+WINDOW_STEPS = 5
 """Steps whose median is compared with that of the same number of steps after them."""
 
 TOLERANCE = 0.05
@@ -24,18 +30,20 @@ TOLERANCE = 0.05
 BATCHES = 8
 """Batches that a series is cut into for its interval: long enough to be nearly independent."""
 
+MIN_STEPS = 4
+"""Steps that an interval needs."""
 
 CONFIDENCE = 0.99
 """Of the interval of a difference: with correlated steps, false alarms then stay well below 5 %."""
 
 
 class SeriesError(ValueError):
-    """A series of times is too short, or holds what is no time."""
+    """A series of times is too short, or contains an invalid time."""
 
 
 @dataclass(frozen=True)
-class Steady:
-    """A series with its warm-up cut off.
+class SteadyPart:
+    """A series without its warm-up.
 
     Attributes
     ----------
@@ -46,7 +54,7 @@ class Steady:
     values:
         Seconds of the steps after the warm-up, float64 [steps]; empty where none was found.
     trouble:
-        Why the values are not to be trusted as one level; empty where they are.
+        Why the values are not one level; empty where they are.
     """
 
     first: float
@@ -74,22 +82,88 @@ class Difference:
     ratio: float
     low: float
     high: float
-    confidence: float
 
     @property
-    def found(self) -> bool:
-        """Whether the interval leaves out 1."""
+    def is_significant(self) -> bool:
+        """Whether the interval excludes 1."""
         return not self.low <= 1.0 <= self.high
 
 
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Seconds by step and phase; a phase that a step did not have is 0.
+
+    Attributes
+    ----------
+    steps:
+        Global steps, int64 [S].
+    names:
+        Phases, without the prefix of their scalars.
+    seconds:
+        float64 [S, phases]; the sum of a row is the time of the step.
+    """
+
+    steps: npt.NDArray[np.int64]
+    names: tuple[str, ...]
+    seconds: Floats
+
+    @property
+    def total(self) -> Floats:
+        """Time of each step, [S]."""
+        return np.asarray(self.seconds.sum(axis=1))
+
+    def phase(self, name: str) -> Floats:
+        """Return the seconds of one phase, [S]; zeros for one that no step had."""
+        if name not in self.names:
+            return np.zeros(len(self.steps))
+        return self.seconds[:, self.names.index(name)]
+
+    def steady(self) -> tuple[SteadyPart, PhaseTimes]:
+        """Return the steady part of the step times, and the table without the warm-up."""
+        found = find_steady(self.total)
+        rest = slice(found.warmup, None)
+        return found, PhaseTimes(self.steps[rest], self.names, self.seconds[rest])
+
+
+def read_phases(run: Run, *, rank: int | None = None) -> PhaseTimes | None:
+    """Return the phase times of the newest attempt of a run; None where none were recorded.
+
+    Attempts are not joined: each is a process with its own warm-up.
+
+    Parameters
+    ----------
+    run:
+        A stored run.
+    rank:
+        The rank to read; None for the lowest that recorded.
+    """
+    if not run.attempts:
+        return None
+    newest = run.attempts[-1].index
+    names = [name for name in run.scalar_names("backlight") if name.startswith(PREFIX)]
+    scalars = {
+        name.removeprefix(PREFIX): scalar
+        for name in names
+        if len((scalar := run.scalar(name, attempt=newest, rank=rank)).steps)
+    }
+    if not scalars:
+        return None
+    steps = np.unique(np.concatenate([scalar.steps for scalar in scalars.values()]))
+    seconds = np.zeros((len(steps), len(scalars)))
+    for column, scalar in enumerate(scalars.values()):
+        seconds[np.searchsorted(steps, scalar.steps), column] = scalar.values
+    valid = np.isfinite(seconds).all(axis=1) & (seconds >= 0).all(axis=1) & (seconds.sum(axis=1) > 0)
+    return PhaseTimes(steps[valid], tuple(scalars), seconds[valid]) if valid.any() else None
+
+
 def find_steady(
-    seconds: Sequence[float] | Floats, window: int = WINDOW, tolerance: float = TOLERANCE
-) -> Steady:
+    seconds: Sequence[float] | Floats, window: int = WINDOW_STEPS, tolerance: float = TOLERANCE
+) -> SteadyPart:
     """Cut the warm-up off a series of step times.
 
     The warm-up ends where the median of ``window`` steps and that of the ``window`` steps after them
-    differ by less than ``tolerance``; the first step never counts as steady. What follows must stay:
-    where the medians of its two halves differ by more than ``tolerance``, it says so.
+    differ by less than ``tolerance``; the first step never counts as steady. ``trouble`` reports a steady
+    part whose halves have medians that differ by more than ``tolerance``.
 
     Parameters
     ----------
@@ -107,47 +181,47 @@ def find_steady(
         later = float(np.median(values[start + window : start + 2 * window]))
         if abs(later - now) < tolerance * now:
             rest = values[start:]
-            return Steady(float(values[0]), start, rest, _drift(rest, tolerance))
+            return SteadyPart(float(values[0]), start, rest, _drift(rest, tolerance))
     needed = 1 + 2 * window
     trouble = (
         f"{len(values)} steps are too few to find a steady part, which takes {needed} or more"
         if len(values) < needed
         else f"no steady part: the median of {window} steps kept moving by {tolerance:.0%} or more"
     )
-    return Steady(float(values[0]), len(values), np.empty(0), trouble)
+    return SteadyPart(float(values[0]), len(values), np.empty(0), trouble)
 
 
 def summarize(values: Sequence[float] | Floats, confidence: float = 0.95) -> Summary:
     """Summarize steady step times; the interval of the median comes from medians of consecutive batches.
 
-    Neighbouring steps are alike, so an interval that took them as independent would be too narrow.
+    Neighbouring steps are correlated: an interval for independent steps would be too narrow.
 
     Raises
     ------
     SeriesError
-        If there are fewer than four values, or one that is no time.
+        If there are fewer than four values, or an invalid one.
     """
     checked = _checked(values)
     medians = _batch_medians(checked)
     median = float(np.median(checked))
-    half = stdtrit(len(medians) - 1, 0.5 + confidence / 2) * np.sqrt(_squared_error(checked))
+    half = float(stdtrit(len(medians) - 1, 0.5 + confidence / 2) * np.sqrt(_squared_error(checked)))
     return Summary(
         count=len(checked),
         median=median,
         p95=float(np.quantile(checked, 0.95)),
         mad=float(np.median(np.abs(checked - median))),
-        low=median - float(half),
-        high=median + float(half),
+        low=median - half,
+        high=median + half,
     )
 
 
 def difference(
     before: Sequence[float] | Floats, after: Sequence[float] | Floats, confidence: float = CONFIDENCE
 ) -> Difference:
-    """Compare two series of steady step times, each from a run of its own.
+    """Compare two series of steady step times, each from its own run.
 
-    The logarithms of batch medians are compared by Welch's t interval, so the answer is a ratio; the
-    interval is widened by what neighbouring steps have in common.
+    The logarithms of batch medians are compared by Welch's t interval, so that the result is a ratio; the
+    interval is widened by the correlation of neighbouring steps.
 
     Raises
     ------
@@ -158,30 +232,26 @@ def difference(
     first, second = (_batch_medians(side) for side in sides)
     errors = [_squared_error(side) for side in sides]
     squared = sum(errors)
-    # Welch-Satterthwaite; two constant series leave nothing uncertain.
+    # Welch-Satterthwaite on the widened errors; scipy's tests take the errors from the samples alone.
     freedom = (
         squared**2 / (errors[0] ** 2 / (len(first) - 1) + errors[1] ** 2 / (len(second) - 1))
         if squared
         else 1.0
     )
-    half = stdtrit(freedom, 0.5 + confidence / 2) * np.sqrt(squared)
-    middle = float(second.mean() - first.mean())
-    return Difference(
-        float(np.exp(middle)), float(np.exp(middle - half)), float(np.exp(middle + half)), confidence
-    )
+    return _interval(float(second.mean() - first.mean()), freedom, float(np.sqrt(squared)), confidence)
 
 
 def paired_difference(
     before: Sequence[float] | Floats, after: Sequence[float] | Floats, confidence: float = CONFIDENCE
 ) -> Difference:
-    """Compare medians of interleaved runs, ``before[i]`` measured beside ``after[i]``.
+    """Compare medians of interleaved runs, where ``before[i]`` and ``after[i]`` are a pair.
 
     What disturbs both of a pair cancels; the interval is Student's over the logarithms of the ratios.
 
     Raises
     ------
     SeriesError
-        If the series differ in length, have fewer than three pairs, or hold what is not positive.
+        If the series differ in length, have fewer than three pairs, or hold a value that is not positive.
     """
     first, second = _checked(before, positive=True), _checked(after, positive=True)
     if len(first) != len(second):
@@ -189,26 +259,29 @@ def paired_difference(
     if len(first) < 3:
         raise SeriesError(f"{len(first)} pairs: an interval takes 3 or more")
     logs = np.log(second / first)
-    half = stdtrit(len(logs) - 1, 0.5 + confidence / 2) * logs.std(ddof=1) / np.sqrt(len(logs))
-    middle = float(logs.mean())
-    return Difference(
-        float(np.exp(middle)), float(np.exp(middle - half)), float(np.exp(middle + half)), confidence
-    )
+    error = float(logs.std(ddof=1) / np.sqrt(len(logs)))
+    return _interval(float(logs.mean()), len(logs) - 1, error, confidence)
+
+
+def _interval(middle: float, freedom: float, error: float, confidence: float) -> Difference:
+    """Return the exponentials of Student's interval around a mean of logarithms."""
+    half = float(stdtrit(freedom, 0.5 + confidence / 2)) * error
+    return Difference(*(float(np.exp(value)) for value in (middle, middle - half, middle + half)))
 
 
 def _batch_medians(values: Floats) -> Floats:
-    if len(values) < 4:
-        raise SeriesError(f"{len(values)} steps: an interval takes 4 or more")
+    if len(values) < MIN_STEPS:
+        raise SeriesError(f"{len(values)} steps: an interval takes {MIN_STEPS} or more")
     batches = np.array_split(values, min(BATCHES, len(values) // 2))
     return np.array([np.median(batch) for batch in batches])
 
 
 def _squared_error(values: Floats) -> float:
-    """Return the squared standard error of the mean of batch medians, widened by what batches share.
+    """Return the squared standard error of the mean of batch medians, widened by their correlation.
 
-    Batches next to each other are alike too, as far as steps are: with the lag-one correlation r of the
-    steps, an AR(1) series has the variance V(n) of its mean over n steps in closed form, and the usual
-    estimate expects (V(batch) - V(all)) / (batches - 1) where V(all) is the truth.
+    With the lag-one correlation r of the steps, an AR(1) series has the variance V(n) of its mean over n
+    steps
+    in closed form, and the usual estimate expects (V(batch) - V(all)) / (batches - 1) where V(all) is true.
     """
     medians = _batch_medians(values)
     usual = float(medians.var(ddof=1)) / len(medians)
@@ -224,24 +297,23 @@ def _variance_of_mean(count: int, r: float) -> float:
 
 
 def _correlation(values: Floats) -> float:
-    """Return the lag-one correlation with outliers drawn in, plus its standard error.
+    """Return the lag-one correlation with clipped outliers, plus its standard error.
 
-    On the side of caution: too small a correlation gives false alarms, too large a one only widens.
+    Too small a correlation gives false alarms, too large a one only widens the interval.
     """
     middle = float(np.median(values))
     reach = 4 * float(np.median(np.abs(values - middle)))
-    drawn = np.clip(values, middle - reach, middle + reach)
-    drawn = drawn - drawn.mean()
-    spread = float(drawn @ drawn)
+    clipped = np.clip(values, middle - reach, middle + reach)
+    clipped = clipped - clipped.mean()
+    spread = float(clipped @ clipped)
     if spread == 0:
         return 0.0
-    r = float(drawn[1:] @ drawn[:-1]) / spread
+    r = float(clipped[1:] @ clipped[:-1]) / spread
     return min(max(r, 0.0) + float(np.sqrt((1 - r * r) / len(values))), 0.95)
 
 
 def _drift(values: Floats, tolerance: float) -> str:
-    halves = np.array_split(values, 2)
-    first, second = (float(np.median(half)) for half in halves)
+    first, second = (float(np.median(half)) for half in np.array_split(values, 2))
     if abs(second - first) <= tolerance * first:
         return ""
     return f"the second half is {second / first - 1:+.0%} against the first: the steps drift"

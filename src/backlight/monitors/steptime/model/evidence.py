@@ -1,0 +1,118 @@
+"""Evidence of findings about step time: profile, runtime info and phase times of a stored run. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backlight.findings.limits import Limits, limit
+from backlight.monitors.steptime.model.step_times import PREFIX, PhaseTimes, read_phases
+from backlight.records import Evidence
+from backlight.store.read.run import Event, Run
+
+RUNTIME_INFO = "runtime_info"
+"""Kind of the event that records, at the end of a run, optimizers, threads, memory and compilation."""
+
+GARBAGE_COLLECTION = "garbage_collection"
+"""Kind of the event of a pause by Python's garbage collector."""
+
+FORMULAS = "docs/formulas.md, section 6"
+"""Source of limits that the formulas state."""
+
+_PROFILE = re.compile(r"(^|/)profile(-\d+)?\.json$")
+
+
+@dataclass(frozen=True)
+class SteadyLimits(Limits, monitor="steptime"):
+    """Limit of every rule on phase times."""
+
+    steady_steps: int = limit(
+        20, "steady steps that a rule on phase times needs: fewer are an accident", low=4
+    )
+
+
+@dataclass(frozen=True)
+class StoredProfile:
+    """The profile of a run; ``content`` is what ``backlight profile --json`` prints."""
+
+    content: Mapping[str, Any]
+
+    @property
+    def step_ms(self) -> float | None:
+        """Median of a steady step; None where none was found."""
+        step = self.content.get("step")
+        return float(step["median_ms"]) if step else None
+
+    def rows(self, table: str) -> list[Mapping[str, Any]]:
+        """Return a table; empty where it was not measured."""
+        return list(self.content.get(table) or [])
+
+    def evidence(self, part: str, value: float | str, unit: str = "1") -> Evidence:
+        """Cite a part of the profile by the path that the report's panels use: ``profile/copies/...``."""
+        return Evidence(f"profile/{part}", value=value, unit=unit)
+
+    def state(self, name: str) -> str:
+        """Return the state of an optimization: ``on``, ``off`` or ``not measured``."""
+        rows = self.rows("optimizations")
+        return next((str(row.get("state")) for row in rows if row.get("name") == name), "not measured")
+
+
+def read_profile(run: Run) -> StoredProfile | None:
+    """Return the newest readable profile of a run; None where it has none."""
+    for path in sorted((path for path in run.evidence() if _PROFILE.search(path)), reverse=True):
+        try:
+            content = json.loads(run.read_evidence(path))
+        except (ValueError, OSError):
+            continue
+        if isinstance(content, dict):
+            return StoredProfile(content)
+    return None
+
+
+def read_runtime_info(run: Run) -> Event | None:
+    """Return the runtime info of the newest attempt, of its lowest rank; None where none was recorded."""
+    found = [event for event in run.events(RUNTIME_INFO) if event.attempt == run.attempts[-1].index]
+    return min(found, key=lambda event: event.rank, default=None)
+
+
+def peak_memory(run: Run, profile: StoredProfile) -> tuple[float, float]:
+    """Return peak and capacity of the memory in bytes, from the profile or the runtime info; 0 if unknown."""
+    info = read_runtime_info(run)
+    memory = profile.content.get("memory") or (info.payload.get("memory") if info is not None else None) or {}
+    return float(memory.get("peak") or 0.0), float(memory.get("capacity") or 0.0)
+
+
+def steady_phases(run: Run, limits: SteadyLimits, rank: int | None = None) -> PhaseTimes | None:
+    """Return the phase times of the steady steps; None where they are too few."""
+    table = read_phases(run, rank=rank)
+    if table is None:
+        return None
+    rest = table.steady()[1]
+    return rest if len(rest.steps) >= limits.steady_steps else None
+
+
+def phase_evidence(table: PhaseTimes, name: str) -> Evidence:
+    """Cite the step whose time in a phase is nearest to the median."""
+    values = table.phase(name)
+    row = int(np.argmin(np.abs(values - np.median(values))))
+    return Evidence(f"scalars/{PREFIX}{name}", int(table.steps[row]), float(values[row]), "s")
+
+
+def info_evidence(info: Event, value: float | str, unit: str = "1") -> Evidence:
+    """Cite the runtime info."""
+    return Evidence(f"events/{RUNTIME_INFO}", info.step, value, unit)
+
+
+def percent(share: float) -> str:
+    """Return a share as ``12 %``, small ones as ``0.4 %``."""
+    return f"{100 * share:.0f} %" if abs(share) >= 0.1 else f"{100 * share:.2g} %"
+
+
+def ms(milliseconds: float) -> str:
+    """Return a time as ``12 ms``, long ones as ``1.2 s``."""
+    return f"{milliseconds / 1e3:.3g} s" if milliseconds >= 1e3 else f"{milliseconds:.3g} ms"

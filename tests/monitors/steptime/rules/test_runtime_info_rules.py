@@ -1,0 +1,71 @@
+"""Rules on the runtime info of a run: threads, allocator, compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backlight.records import Severity
+
+GIB = 2**30
+
+
+def test_threads_of_all_ranks_against_cores(stored: Any, evaluated: Any) -> None:
+    facts = {"cores": 16, "threads": 16, "local_ranks": 8, "workers": 2}
+    (found,) = evaluated(stored(runtime_info=facts), "thread_oversubscription")
+    assert [evidence.value for evidence in found.evidence] == [
+        "threads 16, workers 2",
+        "cores 16, local ranks 8",
+    ]
+    assert "OMP_NUM_THREADS=1 " in found.fix
+    assert not evaluated(stored(runtime_info=facts | {"threads": 1, "workers": 1}), "thread_oversubscription")
+    assert not evaluated(
+        stored(runtime_info={"cores": 4, "threads": 4, "local_ranks": 1, "workers": 0}),
+        "thread_oversubscription",
+    )
+
+
+def test_fragmentation_by_reserve_and_by_retries(stored: Any, evaluated: Any) -> None:
+    apart = {"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 0}}
+    (found,) = evaluated(stored(runtime_info=apart), "memory_fragmentation")
+    assert found.severity is Severity.INFO
+    assert [evidence.value for evidence in found.evidence] == [12 * GIB, 8 * GIB]
+    again = {"memory": {"reserved": 12 * GIB, "peak": 11.9 * GIB, "retries": 3}}
+    (other,) = evaluated(stored(runtime_info=again), "memory_fragmentation")
+    assert other.severity is Severity.WARNING
+    sound = {"memory": {"reserved": 12 * GIB, "peak": 11 * GIB, "retries": 0}}
+    assert not evaluated(stored(runtime_info=sound), "memory_fragmentation")
+    assert not evaluated(stored(runtime_info={"memory": {"peak": 8 * GIB}}), "memory_fragmentation")
+
+
+def test_graph_breaks_with_their_reasons(stored: Any, evaluated: Any) -> None:
+    facts = {
+        "compilation": {"graphs": 3, "graph_breaks": {"Tensor.item(): capture_scalar_outputs is off": 2}}
+    }
+    (found,) = evaluated(stored(runtime_info=facts), "graph_breaks")
+    assert found.evidence[0].value == "2 x Tensor.item(): capture_scalar_outputs is off"
+    assert not evaluated(
+        stored(runtime_info={"compilation": {"graphs": 1, "graph_breaks": {}}}), "graph_breaks"
+    )
+    assert not evaluated(stored(runtime_info={"compilation": None}), "graph_breaks")
+
+
+def test_recompilations_beyond_the_usual_one(stored: Any, evaluated: Any) -> None:
+    row = {
+        "function": "forward",
+        "line": "model.py:10",
+        "count": 7,
+        "seconds": 12.5,
+        "reason": "size mismatch",
+    }
+    (found,) = evaluated(stored(runtime_info={"compilation": {"recompiled": [row]}}), "recompilations")
+    assert found.evidence[0].value == 7
+    assert found.subject.line == "model.py:10"
+    usual = {"compilation": {"recompiled": [row | {"count": 1}]}}
+    assert not evaluated(stored(runtime_info=usual), "recompilations")
+
+
+def test_skipped_cuda_graphs_with_their_reason(stored: Any, evaluated: Any) -> None:
+    facts = {"compilation": {"cuda_graph_skips": 2, "cuda_graph_reasons": ["cpu device (arg0)"]}}
+    (found,) = evaluated(stored(runtime_info=facts), "cuda_graphs_skipped")
+    assert [evidence.value for evidence in found.evidence] == [2, "cpu device (arg0)"]
+    assert not evaluated(stored(runtime_info={"compilation": {"cuda_graph_skips": 0}}), "cuda_graphs_skipped")
