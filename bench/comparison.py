@@ -27,13 +27,13 @@ from rich.table import Table
 from torch import nn
 
 import backlight
-from backlight.monitors.steptime.model.step_times import read_phases
 from backlight.monitors.steptime.model.step_comparison import (
     STEP,
     TimeComparison,
     compare_pairs,
     compare_times,
 )
+from backlight.monitors.steptime.model.step_times import read_phases
 
 SLOWER = 1.03
 ROUNDS = 8
