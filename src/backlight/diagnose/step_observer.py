@@ -10,7 +10,7 @@ import torch
 
 from backlight.capture.forward import TrainedModels
 from backlight.capture.scope import Scope
-from backlight.capture.steps import StepSink, StepSummary, StepTracker
+from backlight.capture.steps import StepSummaries, StepSummary, StepTracker
 
 
 class StepObserver(AbstractContextManager[Any]):
@@ -54,11 +54,11 @@ class StepObserver(AbstractContextManager[Any]):
         self.trained.leave()
 
 
-class _Tracker(StepSink, StepTracker):
-    """A step tracker that finds the models, and passes the end of each step on. It needs no gradients."""
+class _Tracker(StepTracker):
+    """A step tracker that also finds the models; it measures no gradients."""
 
     def __init__(self, observer: StepObserver) -> None:
-        StepTracker.__init__(self, observer.scope, self)
+        super().__init__(observer.scope, StepSummaries(observer.on_step_end))
         self._observer = observer
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -71,9 +71,3 @@ class _Tracker(StepSink, StepTracker):
 
     def dropped(self, error: Exception) -> None:
         self._observer.trouble.append(f"following the steps stopped after {type(error).__name__}: {error}")
-
-    def step_opens(self, index: int) -> bool:
-        return True
-
-    def step_closes(self, summary: StepSummary) -> None:
-        self._observer.on_step_end(summary)

@@ -9,7 +9,7 @@ import numpy as np
 
 from backlight.monitors.steptime.model.step_times import (
     SeriesError,
-    Steady,
+    SteadyPart,
     Summary,
     find_steady,
     summarize,
@@ -52,7 +52,7 @@ class StepProfile:
         Whether forward and loss were told apart from what lies between the phases.
     """
 
-    steady: Steady
+    steady: SteadyPart
     step: Summary | None
     phases: tuple[PhaseTime, ...]
     sum_error: float
