@@ -41,7 +41,7 @@ def test_a_page_has_its_sections(name: str) -> None:
     assert sections == [section for section in SECTIONS if section in sections]
     assert {"Symptom", "Fix", "When it is reported"} <= set(sections)
     assert "| threshold |" not in text  # limits are generated
-    assert not re.search(r"^(info|warning|error)  \w+$", text, re.MULTILINE)
+    assert "<!-- example -->" in text or name == "stall"  # whose example is a real diagnosis
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -87,3 +87,9 @@ def test_a_learning_rate_beyond_stability_is_found_and_its_twin_is_not(recorder:
     (finding,) = judged(diverge(recorder, 1.5), "exploding")
     assert finding.severity is Severity.ERROR
     assert not evaluate_rules(diverge(recorder, 0.1))
+
+
+def test_a_gradient_that_is_rounding_error_does_not_explode(synthetic: Any, judged: Any) -> None:
+    noise = [1e-12] * 40 + [2e-8] * 40  # a bias before a batch norm, after a change of the kernel
+    assert not judged(synthetic({"bias": noise, "a": [1e-2] * 80, "b": [1e-2] * 80}), "exploding")
+    assert judged(synthetic({"bias": noise, "a": [1e-6] * 80, "b": [1e-6] * 80}), "exploding")

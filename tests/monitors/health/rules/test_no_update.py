@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from backlight.records import Severity
+from health_runs import parameter
 
 
 def build() -> nn.Sequential:
@@ -93,3 +94,30 @@ def test_a_dead_or_skipped_step_does_not_count(synthetic: Any, judged: Any) -> N
     assert not judged(synthetic(rms, update=still, zeros=sparse, sampled=8), "no_update")
     skipped = {"scaler/skipped": [1.0] * 25 + [0.0] * 5}
     assert not judged(synthetic(rms, update=still, scalars=skipped), "no_update")
+
+
+def test_a_step_that_fp32_cannot_represent_is_no_evidence(synthetic: Any, judged: Any) -> None:
+    """A bias before a batch norm: its gradient is rounding error, and lr times it is below the spacing."""
+    noise = {"conv.bias": [2e-8] * 30, "conv.weight": [1e-2] * 30}
+    still = {"conv.bias": [0.0] * 30, "conv.weight": [1e-3] * 30}
+    rate = {"lr/0/0": [0.1] * 30}
+    assert not judged(synthetic(noise, update=still, weight=8.0, scalars=rate), "no_update")
+    # A gradient whose step fp32 can represent: something stops the weight.
+    large = noise | {"conv.bias": [1e-5] * 30}
+    (finding,) = judged(synthetic(large, update=still, weight=8.0, scalars=rate), "no_update")
+    assert (finding.severity, finding.subject.parameter) == (Severity.WARNING, "conv.bias")
+    # No weight moves at all: the rate is too small for every one of them.
+    none = {name: [0.0] * 30 for name in noise}
+    (finding,) = judged(
+        synthetic(noise, update=none, weight=8.0, scalars={"lr/0/0": [1e-9] * 30}), "no_update"
+    )
+    assert finding.severity is Severity.ERROR
+
+
+def test_a_rate_of_zero_is_found_however_small_the_gradient(synthetic: Any, judged: Any) -> None:
+    rms = {"a": [2e-8] * 30, "b": [1e-2] * 30}
+    still = {"a": [0.0] * 30, "b": [1e-3] * 30}
+    records = {"a": parameter("a"), "b": parameter("b", group="0/1")}
+    rates = {"lr/0/0": [0.0] * 30, "lr/0/1": [0.1] * 30}
+    (finding,) = judged(synthetic(rms, update=still, records=records, scalars=rates), "no_update")
+    assert finding.subject.parameter == "a"

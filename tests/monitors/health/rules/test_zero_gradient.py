@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from backlight.records import Severity
+from backlight.records import ParameterRecord, Severity
 
 
 def test_a_dead_parameter_with_its_beginning(synthetic: Any, judged: Any) -> None:
@@ -54,3 +54,10 @@ def test_dead_units_are_found_and_their_twin_is_not(recorder: Any, judged: Any) 
     assert finding.subject.parameter == "0.weight"
     assert "2 more parameters" in finding.detail  # its bias, and the weight that only sees zeros
     assert not judged(train(recorder, 0.0), "zero_gradient")
+
+
+def test_a_vector_alone_is_a_note(synthetic: Any, judged: Any) -> None:
+    bias = ParameterRecord("conv.bias", (8,), "float32", "cpu", 8, module="conv", group="0/0")
+    rms = {"conv.bias": [0.0] * 40, "conv.weight": [1e-3] * 40}
+    (finding,) = judged(synthetic(rms, records={"conv.bias": bias}), "zero_gradient")
+    assert (finding.severity, finding.subject.parameter) == (Severity.INFO, "conv.bias")

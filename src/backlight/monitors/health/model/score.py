@@ -20,6 +20,11 @@ Bools = NDArray[np.bool_]
 Integers = NDArray[np.int64]
 
 
+ROUNDING_SHARE = 1e-5
+"""Share of the median rms over parameters below which a gradient may be the rounding error of a sum that is
+zero, as that of a bias before a batch norm is: the epsilon of fp32 times the root of 10,000 terms."""
+
+
 @dataclass(frozen=True)
 class RmsLimits(Limits, monitor="health"):
     """The smallest rms that can move a weight."""
@@ -238,6 +243,13 @@ def _exploding_counts(
     with np.errstate(invalid="ignore", over="ignore"):
         whole_S = total_norm_S > limits.exploding_clip_factor * clip_norm_S
     return np.asarray(np.where(whole_S, measured_SP.sum(axis=1), own_S))
+
+
+def is_rounding(rms_SP: Floats, measured_SP: Bools) -> Bools:
+    """Return what is too small next to the other gradients of its step to be more than rounding error."""
+    median_S = finite_median(np.where(measured_SP & (rms_SP > 0), rms_SP, np.nan))
+    with np.errstate(invalid="ignore"):
+        return rms_SP < ROUNDING_SHARE * median_S[:, None]
 
 
 def outrun(rms_SP: Floats, limits: ExplodingMaskLimits) -> tuple[Integers, Floats]:

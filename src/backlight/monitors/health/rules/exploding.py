@@ -11,7 +11,13 @@ import numpy as np
 from backlight.findings import wording
 from backlight.findings.limits import limit
 from backlight.monitors.health.model.history import StretchLimits, present, running_median, stretches
-from backlight.monitors.health.model.score import ExplodingMaskLimits, clip_norms, outrun, total_norms
+from backlight.monitors.health.model.score import (
+    ExplodingMaskLimits,
+    clip_norms,
+    is_rounding,
+    outrun,
+    total_norms,
+)
 from backlight.monitors.health.model.score import exploding as exploding_mask
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
@@ -48,6 +54,8 @@ def exploding(run: Run, limits: ExplodingLimits) -> Iterator[Finding]:
     )
     rms_SC = np.where(part.measured, part.values, np.nan)
     hits_SC = exploding_mask(rms_SC, part.measured, medians_SC, limits) & np.isfinite(rms_SC)
+    rows = np.flatnonzero(hits_SC.any(axis=1))
+    hits_SC[rows] &= ~is_rounding(frame.values[rows], frame.measured[rows])[:, columns]
     begins = {}
     for column in np.flatnonzero(hits_SC.any(axis=0)):
         begin = _lasting(hits_SC[:, column], rms_SC[:, column], part.measured[:, column], limits)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backlight.findings import wording
 from backlight.findings.limits import limit
-from backlight.monitors.health.model.history import Bools, Integers, ending_streaks, finite_median
+from backlight.monitors.health.model.history import Bools, Integers, at_steps, ending_streaks, finite_median
 from backlight.monitors.health.model.score import RmsLimits, skipped_steps
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
@@ -19,6 +20,9 @@ SPARSE = 0.9
 """Share of zeros in a gradient above which a sample of the weights may miss those that moved."""
 
 _HALF = frozenset({"float16", "bfloat16"})
+
+FP32_SPACING = 2.0**-23
+"""Largest distance between neighbouring fp32 numbers, as a share of their size."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,10 @@ def no_update(run: Run, limits: NoUpdateLimits) -> Iterator[Finding]:
 def _still(run: Run, records: dict[str, ParameterRecord], limits: NoUpdateLimits) -> dict[str, int]:
     """Return, per parameter with a measured update, how many recorded steps up to the end had none.
 
-    Only steps count that no scaler skipped, with a gradient of an rms of at least ``vanishing_rms``:
-    smaller ones, as of a bias in front of a batch norm, may be rounded away and nothing is wrong.
+    A step is evidence if no scaler skipped it, the rms of the gradient is at least ``vanishing_rms``, and a
+    plain gradient step would change an fp32 weight of that size. The gradient of a bias before a batch norm
+    is the rounding error of a sum that is zero: its step is lost, and nothing is wrong. Where no weight at
+    all moved, a step that is lost is evidence too: the learning rate is too small.
     """
     if not run.has("update"):
         return {}
@@ -61,17 +67,34 @@ def _still(run: Run, records: dict[str, ParameterRecord], limits: NoUpdateLimits
     steps, rows_u, rows_g = np.intersect1d(update.steps, rms.steps, return_indices=True)
     taken = ~np.isin(steps, list(skipped_steps(run)))
     rows_u, rows_g = rows_u[taken], rows_g[taken]
-    numel = run.frame("update", "numel")
+    numel, weight = run.frame("update", "numel"), run.frame("update", "weight_norm")
+    known = [records.get(name) for name in update.names]
+    rates = {group: _rates(run, group, update.steps) for group in {p.group for p in known if p}}
+    half_P = np.array([p is not None and p.dtype in _HALF for p in known], dtype=bool)
+    some_S = (update.measured & (update.values > 0)).any(axis=1)
 
     def marks(rows: slice, columns: Integers) -> tuple[Bools, Bools]:
         at_u, at_g = np.ix_(rows_u[rows], columns), np.ix_(rows_g[rows], columns)
         sure = (sampled.values[at_u] == numel.values[at_u]) | (zeros.values[at_g] < SPARSE)
         large = rms.values[at_g] >= limits.vanishing_rms
-        judged = update.measured[at_u] & rms.measured[at_g] & large & sure
-        return judged & (update.values[at_u] == 0), judged
+        absent = np.full(len(update.steps), np.nan)
+        rate = np.stack([rates[p.group] if (p := known[c]) else absent for c in columns], axis=1)[
+            rows_u[rows]
+        ]
+        with np.errstate(invalid="ignore", divide="ignore"):
+            spacing = FP32_SPACING * weight.values[at_u] / np.sqrt(np.maximum(numel.values[at_u], 1))
+            lost = (rate > 0) & (rate * rms.values[at_g] < spacing / 2) & ~half_P[columns]
+        lost &= some_S[rows_u[rows]][:, None]
+        evaluated = update.measured[at_u] & rms.measured[at_g] & large & sure & ~lost
+        return evaluated & (update.values[at_u] == 0), evaluated
 
     streaks_P, ever_P = ending_streaks(marks, len(rows_u), len(update.names), limits.no_update_window)
     return {name: int(streaks_P[i]) for i, name in enumerate(update.names) if ever_P[i] and name in records}
+
+
+def _rates(run: Run, group: str, steps: Integers) -> NDArray[np.float64]:
+    rate = run.scalar(f"lr/{group}")
+    return at_steps(steps, rate.steps, rate.values)
 
 
 def _without_optimizer(run: Run, records: dict[str, ParameterRecord], window: int) -> list[ParameterRecord]:

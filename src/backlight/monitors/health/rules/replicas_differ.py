@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings import wording
+from backlight.monitors.health.model.history import finite_median
 from backlight.monitors.health.model.rank_divergence import SHOWN, RankLimits, out_of_step
+from backlight.monitors.health.model.score import ROUNDING_SHARE
 from backlight.records import Evidence, Finding, Layout, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.frames import placement
@@ -43,8 +45,12 @@ def replicas_differ(run: Run, limits: RankLimits) -> Iterator[Finding]:
         apart_SP = frame.apart() & _replicated(run, frame, series)
         if late is not None:
             apart_SP &= (frame.steps < late.step)[:, None]
+        if not apart_SP.any():
+            continue
+        local_RSP = _local(run, frame, series, column)
+        apart_SP &= ~_within_rounding(local_RSP)
         if apart_SP.any(axis=1).sum() >= limits.apart_steps:
-            yield _finding(run, frame, apart_SP, series, column, unit)
+            yield _finding(run, frame, apart_SP, local_RSP, series, column, unit)
             return
 
 
@@ -54,12 +60,39 @@ def _replicated(run: Run, frame: Frame, series: str) -> Bools:
     return np.array([layouts.get(name) in same for name in frame.names], dtype=bool)
 
 
-def _finding(run: Run, frame: Frame, apart_SP: Bools, series: str, column: str, unit: str) -> Finding:
+def _local(run: Run, frame: Frame, series: str, column: str) -> NDArray[np.float64]:
+    """Return what each rank measured on its own, NaN where it did not."""
+    ranks, attempt = run.attempts[-1].ranks[:SHOWN], run.attempts[-1].index
+    local_RSP = np.full((len(ranks), *frame.values.shape), np.nan)
+    for i, rank in enumerate(ranks):
+        local = run.frame(series, column, attempt=attempt, rank=rank)
+        _, here, there = np.intersect1d(frame.steps, local.steps, return_indices=True)
+        local_RSP[i][here] = np.where(local.measured[there], local.values[there], np.nan)
+    return local_RSP
+
+
+def _within_rounding(local_RSP: NDArray[np.float64]) -> Bools:
+    """Return where ranks differ by less than the rounding error of the other values of the step.
+
+    A gradient that is zero but for rounding, as that of a bias before a batch norm, is another on each rank.
+    """
+    finite = np.isfinite(local_RSP)
+    high_SP = np.where(finite, local_RSP, -np.inf).max(axis=0)
+    low_SP = np.where(finite, local_RSP, np.inf).min(axis=0)
+    median_S = finite_median(np.where(np.isfinite(high_SP) & (high_SP > 0), high_SP, np.nan))
+    with np.errstate(invalid="ignore"):
+        close = high_SP - low_SP < ROUNDING_SHARE * median_S[:, None]
+    return close & finite.all(axis=0)
+
+
+def _finding(
+    run: Run, frame: Frame, apart_SP: Bools, found: NDArray[np.float64], series: str, column: str, unit: str
+) -> Finding:
     columns = np.flatnonzero(apart_SP.any(axis=0))
     known = int((frame.measured | apart_SP).any(axis=0).sum())
     first = int(frame.steps[np.flatnonzero(apart_SP.any(axis=1))[0]])
     steps = int(apart_SP.any(axis=1).sum())
-    worst = _worst(run, apart_SP, frame, series, column)
+    worst = _worst(run, apart_SP, found, frame, series)
     what = "gradients" if series == "gradient" else "weights"
     said = ", ".join(f"{wording.number(v)} on rank {r}" for r, v in list(worst.by_rank.items())[:4])
     everything = len(columns) == known
@@ -106,14 +139,9 @@ def _finding(run: Run, frame: Frame, apart_SP: Bools, series: str, column: str, 
     )
 
 
-def _worst(run: Run, apart_SP: Bools, frame: Frame, series: str, column: str) -> _Worst:
+def _worst(run: Run, apart_SP: Bools, found: NDArray[np.float64], frame: Frame, series: str) -> _Worst:
     ranks = run.attempts[-1].ranks[:SHOWN]
     attempt = run.attempts[-1].index
-    found = np.full((len(ranks), *apart_SP.shape), np.nan)
-    for i, rank in enumerate(ranks):
-        local = run.frame(series, column, attempt=attempt, rank=rank)
-        _, here, there = np.intersect1d(frame.steps, local.steps, return_indices=True)
-        found[i][here] = np.where(local.measured[there], local.values[there], np.nan)
     finite = np.isfinite(found)
     high = np.where(finite, found, -np.inf).max(axis=0)
     low = np.where(finite, found, np.inf).min(axis=0)

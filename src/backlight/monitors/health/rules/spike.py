@@ -16,7 +16,7 @@ from backlight.monitors.health.model.history import (
     median_and_deviation,
     stretches,
 )
-from backlight.monitors.health.model.score import total_norms
+from backlight.monitors.health.model.score import is_rounding, total_norms
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -212,7 +212,8 @@ def _carriers(run: Run, step: int, limits: SpikeLimits) -> tuple[str | None, lis
     before_PW = np.where(frame.measured, frame.values, np.nan)[max(0, row - limits.spike_window) : row].T
     with np.errstate(divide="ignore", invalid="ignore"):
         grown_P = frame.values[row] / finite_median(before_PW, limits.spike_minimum)
-    columns = [int(c) for c in np.flatnonzero(np.isfinite(grown_P) & frame.measured[row])]
+    rounding_P = is_rounding(frame.values[row : row + 1], frame.measured[row : row + 1])[0]
+    columns = [int(c) for c in np.flatnonzero(np.isfinite(grown_P) & frame.measured[row] & ~rounding_P)]
     if not columns:
         return None, []
     order = wording.loudest(columns, lambda c: float(grown_P[c]), 3)

@@ -57,9 +57,13 @@ def zero_gradient(run: Run, limits: ZeroLimits) -> Iterator[Finding]:
         if everything
         else f"The gradient of {name} ({scalars[worst]} values){wording.others(len(found) - 1)} is"
     )
+    # A vector alone may have no effect by construction, such as a bias before a batch norm; its gradient is
+    # exactly zero with some kernels and rounding error with others.
+    shapes = {p.name: p.shape for p in run.parameters()}
+    vectors = all(len(shapes[zeros.names[i]]) < 2 for i in found)
     history = "after it had been alive" if alive_before else "as long as it was recorded"
     yield Finding(
-        severity=Severity.ERROR if everything else Severity.WARNING,
+        severity=Severity.ERROR if everything else Severity.INFO if vectors else Severity.WARNING,
         title=(
             "Every gradient is exactly zero"
             if everything
