@@ -34,8 +34,7 @@ from synthetic import Plan
 from backlight.analysis.live import Live, followed
 from backlight.analysis.report import write_html
 from backlight.findings.evaluate import findings_of
-from backlight.store.read.incremental import Follower
-from backlight.store.read.run import Run, open_run
+from backlight.store.read.run import Run, open_growing, open_run
 
 FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -140,7 +139,7 @@ def judged_ranks(folder: Path, ranks: int, steps: int, blocks: int) -> list[floa
     made = [Growing(folder, plan, rank=rank, world_size=ranks, sharded=True) for rank in range(ranks)]
     for run in made:
         run.steps(steps)
-    seconds = [*judged(made, Follower()), judged(made, open_run)[1]]
+    seconds = [*judged(made, open_growing()), judged(made, open_run)[1]]
     for run in made:
         run.close()
     return seconds
@@ -161,7 +160,7 @@ def main() -> None:
         run = Growing(Path(folder) / "run", Plan(steps=options.steps + 4000, blocks=options.blocks))
         run.steps(options.steps)
         report = write_html(run.path, Path(folder) / "report.html")
-        first, later = judged([run], Follower())
+        first, later = judged([run], open_growing())
         parts = judged_ranks(Path(folder) / "ranks", options.ranks, options.rank_steps, options.blocks)
         live = Live(followed([run.path]))
         served = threading.Thread(target=live.run)

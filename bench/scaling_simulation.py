@@ -26,7 +26,7 @@ from rich.table import Table
 from scaling import Inputs, measured, reading
 
 from backlight.session.sampling import BUDGET
-from backlight.store.write.segments import AGE_SHARE, FIRST_SEGMENT, SEGMENT_INTERVAL
+from backlight.store.write.segments import AGE_SHARE, FIRST_SEGMENT_S, SEGMENT_INTERVAL_S
 
 DAY = 86_400.0
 UPDATE_EVERY = 4
@@ -83,7 +83,7 @@ def segments(seconds: float) -> int:
     """Return how many segments a rank on network storage publishes in so long."""
     count, now = 0, 0.0
     while now < seconds:
-        now += FIRST_SEGMENT if count == 0 else max(SEGMENT_INTERVAL, now * AGE_SHARE)
+        now += FIRST_SEGMENT_S if count == 0 else max(SEGMENT_INTERVAL_S, now * AGE_SHARE)
         count += 1
     return count
 

@@ -67,8 +67,8 @@ def measured(
     ranks: int, settings: dict[str, int], replicates: int, budget: int
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Return what one run took, and the echo of every layer."""
-    from backlight.store.format.spectra import layers, table
     from backlight.store.read.run import open_run
+    from backlight.store.read.spectra import layers, table
 
     with tempfile.TemporaryDirectory() as folder:
         command = [

@@ -27,11 +27,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import h5py
 import numpy as np
+from backlight.store.maintenance.disk_estimate import estimate
 from rich.console import Console
 from rich.table import Table
 
 from backlight.records import ParameterRecord
-from backlight.store.maintenance.disk_estimate import estimate
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 

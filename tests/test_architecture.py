@@ -85,7 +85,8 @@ def test_every_module_imports() -> None:
 def test_the_public_surface() -> None:
     assert sorted(backlight.__all__) == [
         "Evidence", "Finding", "Pending", "Run", "Severity", "Watch", "__version__",
-        "collect", "collect_groups", "findings_of", "gathered", "gram", "open_run", "outer_product", "watch",
+        "collect", "collect_groups", "findings_of", "gathered", "gram", "open_run", "outer_product",
+        "to_pandas", "to_polars", "watch",
     ]  # fmt: skip
     for name in backlight.__all__:
         assert getattr(backlight, name) is not None

@@ -24,6 +24,8 @@ _PUBLIC = {
     "gram": "backlight.monitors.grokking.instrument.gram.gram",
     "open_run": "backlight.store.read.run",
     "outer_product": "backlight.measure.gram.outer",
+    "to_pandas": "backlight.store.export.arrow",
+    "to_polars": "backlight.store.export.arrow",
     "watch": "backlight.session.watch",
 }
 
@@ -42,6 +44,8 @@ __all__ = [
     "gram",
     "open_run",
     "outer_product",
+    "to_pandas",
+    "to_polars",
     "watch",
 ]
 
@@ -53,6 +57,7 @@ if TYPE_CHECKING:
     from backlight.monitors.health.instrument.collect import Pending, collect, collect_groups
     from backlight.records import Evidence, Finding, Severity
     from backlight.session.watch import Watch, watch
+    from backlight.store.export.arrow import to_pandas, to_polars
     from backlight.store.read.run import Run, open_run
 
 

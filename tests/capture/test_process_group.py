@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from backlight.distributed import launch_id, local_rank, rank_and_size
-from backlight.store.default_path import default_path
+from backlight.store.write.attempt import default_path
 
 NAMES = (
     "RANK",

@@ -158,8 +158,8 @@ def test_the_spread_of_a_number_over_ranks(folder: Path) -> None:
     assert loss.ranks == norm.ranks == (0, 1)
     np.testing.assert_allclose(loss.values.mean(axis=1), run.scalar("loss").values)
     np.testing.assert_allclose(np.hypot(*norm.values.T), run.scalar("total_norm").values)
-    assert (loss.apart() > 0).all()
-    np.testing.assert_allclose(loss.apart(), np.ptp(loss.values, axis=1))
+    assert (loss.difference() > 0).all()
+    np.testing.assert_allclose(loss.difference(), np.ptp(loss.values, axis=1))
     assert loss.first_non_finite() is None
 
 
@@ -257,7 +257,7 @@ def test_a_part_is_not_taken_for_the_whole_where_a_rank_is_missing(folder: Path,
     assert not frame.measured.any()
     assert not len(run.scalar("total_norm").steps)
     trained = frame.names.index("block.up.weight")
-    assert frame.apart()[:, trained].all()
+    assert frame.incomplete()[:, trained].all()
     assert run.frame("gradient", "norm", rank=0).measured[:, trained].all()
     reasons = Source(run).unmeasured_parameters
     assert "block.up.weight" in reasons["ranks measured gradients that do not make up a whole"]

@@ -14,8 +14,8 @@ from selenium.webdriver.support.ui import Select
 
 from backlight.analysis.report import source_of
 from backlight.report.page import render_page, write_page
-from backlight.store.format.spectra import measurements
 from backlight.store.read.run import Run
+from backlight.store.read.spectra import measurements
 from backlight.text import number
 from spectra_runs import STRENGTHS, Injected, write_spectra_run
 
@@ -102,7 +102,7 @@ def test_a_layer_is_chosen_and_the_step_stays(show: Open, page: Path, run: Run) 
 def test_the_legend_says_the_values_under_the_pointer(show: Open, page: Path, run: Run) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
-    from backlight.store.format.spectra import table
+    from backlight.store.read.spectra import table
 
     driver = show(page)
     chart = driver.find_elements(By.CSS_SELECTOR, "#panel-spectra .chart")[2]

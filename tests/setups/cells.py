@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
-from backlight.store.format import spectra as stored
+from backlight.store.read import spectra as stored
 from backlight.store.read.run import Run
 from setups import trainings
 from setups.ranks import gathered, rank, together, wait

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backlight
-from backlight.store.format import spectra as stored
+from backlight.store.read import spectra as stored
 from setups.truth import STEPS, Noted, backward, batches, check, net, train
 
 # A compiler warns of what it meets on its way; it is not what is tested.

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from backlight.store.export.files import COLUMNS, ENDINGS, SCALAR_COLUMNS
+from backlight.store.export.files import ENDINGS
+from backlight.store.export.tables import LONG_COLUMNS, SCALAR_COLUMNS
 from backlight.store.format import column_codec
 from backlight.store.format.manifest import AttemptEntry, Manifest, Progress
-from backlight.store.format.schema import ARRAY_ENCODINGS, FORMAT_VERSION, HISTOGRAM, SCALARS, SERIES
+from backlight.store.format.schema import ARRAY_ENCODINGS, FORMAT_VERSION, HISTOGRAM, SCALARS, SERIES, TABLES
 from backlight.store.platform.process import ProcessIdentity
-from backlight.store.write.database import PAGE_SIZE, TABLES
+from backlight.store.write.database import PAGE_BYTES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 WORDS = set(re.findall(r"[\w./]+", PAGE))
@@ -26,7 +27,7 @@ def missing(names: object) -> list[str]:
 
 def test_it_describes_the_format_that_is_written() -> None:
     assert f"This page describes format {FORMAT_VERSION}." in PAGE
-    assert f"page size {PAGE_SIZE // 1024} KiB" in PAGE
+    assert f"page size {PAGE_BYTES // 1024} KiB" in PAGE
 
 
 @pytest.mark.parametrize("record", [Manifest, AttemptEntry, Progress, ProcessIdentity])
@@ -59,4 +60,4 @@ def test_every_letter_and_encoding() -> None:
 
 def test_every_export() -> None:
     assert missing([f"out{ending}" for ending in ENDINGS]) == []
-    assert missing([*COLUMNS, *SCALAR_COLUMNS]) == []
+    assert missing([column.name for column in (*LONG_COLUMNS, *SCALAR_COLUMNS)]) == []

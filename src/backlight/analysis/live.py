@@ -13,9 +13,8 @@ from backlight.report.live.follower import Followed
 from backlight.report.live.overlay import Several
 from backlight.report.live.server import LiveServer, Subject
 from backlight.report.source import Source
-from backlight.store.format.manifest import MANIFEST
-from backlight.store.read.incremental import Follower
-from backlight.store.read.run import Run, open_run
+from backlight.store.format.names import MANIFEST
+from backlight.store.read.run import Run, open_growing, open_run
 
 CELLS = 200_000
 """Cells of a heat map on a live page: as fine as a screen, and few enough to be sent again and again."""
@@ -32,7 +31,7 @@ def followed(paths: Sequence[Path]) -> list[Followed]:
     for path in paths:
         if not path.is_dir() or ((path / MANIFEST).is_file() or any(path.iterdir())):
             open_run(path)  # says what is wrong with it
-    return [Followed(path, findings_of, _gathered, Follower()) for path in paths]
+    return [Followed(path, findings_of, _gathered, open_growing()) for path in paths]
 
 
 def _gathered(run: Run, findings: Sequence[Finding]) -> Source:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from backlight.findings.evaluate import findings_of
 from backlight.store.errors import ExportError
-from backlight.store.export.arrow import batches, schema_of
+from backlight.store.export.arrow import record_batches, schema_of
 from backlight.store.export.tables import Table, tables_of
 from backlight.store.platform import atomic_json
 from backlight.store.read.run import Run
@@ -134,7 +134,7 @@ class _Scan:
     def _kept(self) -> Iterator[Any]:
         import pyarrow as pa  # noqa: PLC0415 - an optional library
 
-        for batch in batches(self.table, self.wanted):
+        for batch in record_batches(self.table, self.wanted):
             rows = pa.Table.from_batches([batch])
             if self.filter is not None:
                 rows = rows.filter(self.filter)

@@ -31,7 +31,7 @@ from backlight.monitors.grokking.model.disk_guard import DiskWatch, degradation
 from backlight.monitors.grokking.model.measures import TIERS, Recorder, at_tier
 from backlight.records import RunStatus, to_json
 from backlight.store.errors import RunExistsError
-from backlight.store.format.hdf5_filters import Filters
+from backlight.store.format.hdf5_pieces import Filters
 from backlight.store.platform import atomic_json
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter

@@ -11,8 +11,7 @@ from backlight.findings.limits import Limits, merge_overrides, whole_class, with
 from backlight.findings.wording import shorten
 from backlight.records import Finding, Made
 from backlight.registry import DISPLAYS, RULES, Rule, warn
-from backlight.store.export import dataframes
-from backlight.store.export.arrow import to_arrow
+from backlight.store.export.arrow import to_pandas, to_polars
 from backlight.store.export.tables import findings_table
 from backlight.store.read.run import Frame, Run
 
@@ -32,11 +31,11 @@ class Findings(list[Finding]):
 
     def to_pandas(self) -> Any:
         """Return one row per finding as ``pandas.DataFrame``."""
-        return dataframes.as_pandas(to_arrow(findings_table(lambda: self)))
+        return to_pandas(findings_table(lambda: self))
 
     def to_polars(self) -> Any:
         """Return one row per finding as ``polars.DataFrame``."""
-        return dataframes.as_polars(to_arrow(findings_table(lambda: self)))
+        return to_polars(findings_table(lambda: self))
 
 
 def evaluate_rules(

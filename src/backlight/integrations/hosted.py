@@ -24,10 +24,10 @@ from backlight.records import Finding
 from backlight.report.terminal import print_findings
 from backlight.session.settings import Settings
 from backlight.session.watch import Watch, watch
-from backlight.store.default_path import default_path
 from backlight.store.errors import StoreError
-from backlight.store.maintenance.wait import wait_for_ranks
+from backlight.store.read.attempt_files import wait_for_ranks
 from backlight.store.read.run import open_run
+from backlight.store.write.attempt import default_path
 
 if TYPE_CHECKING:
     import torch

@@ -107,7 +107,7 @@ class Source:
         frame = self.run.frame("gradient", "measured", attempt=self.attempt)
         seen = {name for i, name in enumerate(frame.names) if frame.measured[:, i].any()}
         ever = np.array([record.name in seen for record in self.parameters], np.bool_)
-        apart = dict(zip(frame.names, frame.apart().sum(axis=0).tolist(), strict=True))
+        apart = dict(zip(frame.names, frame.incomplete().sum(axis=0).tolist(), strict=True))
         split = np.array([apart.get(record.name, 0) for record in self.parameters], np.int64)
         return Coverage(frame.steps, ever, split)
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.store.format import spectra
-from backlight.store.format.spectra import Layer, Measurement, Table
+from backlight.store.format.spectra import MEASURED, Layer, Measurement, Table
+from backlight.store.format.spectra import NUMBERS as STORED_NUMBERS
+from backlight.store.read import spectra
 from backlight.store.read.run import Run
 from backlight.text import visible
 
@@ -94,9 +95,7 @@ def read_spectra(run: Run, attempt: int | None = None) -> Spectra:
         return Spectra(run)
     here = None
     if attempt is not None:
-        here = {
-            (e.step, e.payload["parameter"]) for e in run.events(spectra.MEASURED) if e.attempt == attempt
-        }
+        here = {(e.step, e.payload["parameter"]) for e in run.events(MEASURED) if e.attempt == attempt}
     measured: dict[str, list[Measurement]] = {}
     for one in spectra.measurements(run):
         if one.parameter in known and (here is None or (one.step, one.parameter) in here):
@@ -168,7 +167,7 @@ def explorer(found: Spectra, muon: Curve | None) -> tuple[dict[str, Any], list[s
         remarks.append(f"Of up to {most:,} measured steps {each:,} are shown, evenly spread.")
     if any(one["measured"] > len(one["directions"]) for one in packed):
         remarks.append(f"Of layers with more than {DIRECTIONS} directions the weaker ones are thinned out.")
-    data = {"fields": FIELDS, "values": VALUES, "numbers": tuple(spectra.NUMBERS), "layers": packed}
+    data = {"fields": FIELDS, "values": VALUES, "numbers": tuple(STORED_NUMBERS), "layers": packed}
     return data, remarks
 
 
@@ -190,7 +189,7 @@ def _layer(layer: Layer, tables: tuple[Table, ...], most: int, muon: Curve | Non
         "directions": directions,
         "ranks": ranks,
         "figures": np.array(
-            [[table.measurement[name] for name in spectra.NUMBERS] for table in chosen], np.float64
+            [[table.measurement[name] for name in STORED_NUMBERS] for table in chosen], np.float64
         ),
         "table": np.stack([_fields(table, muon)[:, directions] for table in chosen]).astype(np.float32),
         "spectrum": np.stack([_spectrum(table)[:, ranks] for table in chosen]).astype(np.float32),

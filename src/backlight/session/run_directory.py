@@ -13,10 +13,10 @@ from backlight.records import OTHERS, Finding, Made
 from backlight.registry import RULES
 from backlight.session.settings import Settings
 from backlight.store.errors import RunExistsError
-from backlight.store.format.hdf5_filters import Filters
-from backlight.store.maintenance.wait import wait_for_ranks
+from backlight.store.format.hdf5_pieces import Filters
+from backlight.store.read.attempt_files import wait_for_ranks
 from backlight.store.read.run import open_run
-from backlight.store.write.attempt import JOIN_TIMEOUT
+from backlight.store.write.attempt import JOIN_TIMEOUT_S
 from backlight.store.write.writer import RunWriter
 
 OTHER_RANKS_TIMEOUT_S = 2.0
@@ -67,23 +67,23 @@ def open_writer(
         where = f" in {writer.path}" if writer.path != path else ""
         notifier.warn("ranks", f"{problem}; this process is watched alone{where}")
         notifier.unmeasured(OTHERS, problem)
-    if writer.apart:
+    if writer.part_reason:
         notifier.warn(
             "ranks",
             f"rank {rank} does not see the run of rank 0 and writes a part of it in {writer.path}: bring the "
-            f"folders together with `backlight join` ({writer.apart})",
+            f"folders together with `backlight join` ({writer.part_reason})",
         )
-        notifier.unmeasured(OTHERS, writer.apart)
+        notifier.unmeasured(OTHERS, writer.part_reason)
     return writer
 
 
 def join_timeout() -> float:
     """Return the seconds that a rank waits for rank 0: ``BACKLIGHT_JOIN_TIMEOUT`` where that is a number."""
     try:
-        seconds = float(os.environ.get("BACKLIGHT_JOIN_TIMEOUT", JOIN_TIMEOUT))
+        seconds = float(os.environ.get("BACKLIGHT_JOIN_TIMEOUT", JOIN_TIMEOUT_S))
     except ValueError:
-        return JOIN_TIMEOUT
-    return seconds if 0.0 <= seconds < float("inf") else JOIN_TIMEOUT
+        return JOIN_TIMEOUT_S
+    return seconds if 0.0 <= seconds < float("inf") else JOIN_TIMEOUT_S
 
 
 def final_findings(writer: RunWriter, *, failed: bool) -> list[Finding]:

@@ -27,7 +27,7 @@ from backlight.session.sampling import Cadence
 from backlight.session.settings import Settings
 from backlight.session.step_recorder import StepRecorder
 from backlight.session.writer_thread import ResultQueue, WriterThread
-from backlight.store.default_path import default_path
+from backlight.store.write.attempt import default_path
 from backlight.store.read.run import open_run
 
 if TYPE_CHECKING:

@@ -1,14 +1,14 @@
-"""What can go wrong with a run directory, each as one class with a message that names the way out."""
+"""Errors that the store raises on purpose; each message names the way out."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """Base of what the store raises on purpose."""
+    """Base of the store's errors."""
 
 
 class RunFormatError(StoreError):
-    """A folder or file is not what it should be: foreign, damaged, truncated or too new."""
+    """A folder or file is foreign, damaged, truncated or of another format version."""
 
 
 class RunExistsError(StoreError):
@@ -16,8 +16,8 @@ class RunExistsError(StoreError):
 
 
 class RunWriteError(StoreError):
-    """The file system does not let us create or change what was asked for."""
+    """The file system refuses a change."""
 
 
 class ExportError(StoreError):
-    """An export cannot be made: unknown kind of file, a missing library, or a target that exists."""
+    """An export cannot be made: unknown file type, a missing library, or a target that exists."""

@@ -12,8 +12,8 @@ import pytest
 
 from backlight.analysis.report import write_html
 from backlight.store.export.files import export
-from backlight.store.format.spectra import layers, measurements
 from backlight.store.read.run import open_run
+from backlight.store.read.spectra import layers, measurements
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "spectra_ddp.py"
 

@@ -15,7 +15,7 @@ import backlight
 from backlight.monitors.spectra.instrument import replicate_buffer
 from backlight.monitors.spectra.instrument.layer_selection import Targets
 from backlight.monitors.spectra.instrument.step_measurement import Measuring
-from backlight.store.format import spectra as stored
+from backlight.store.read import spectra as stored
 from spectra.watched import batch, build, loss_of, one, same, scaler, train, unmeasured, weights
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from backlight.store.format import spectra as stored
+from backlight.store.read import spectra as stored
 from backlight.store.read.run import open_run
 
 MATRICES = {"embed.weight", "block.qkv.weight", "block.up.weight", "block.down.weight", "head.weight"}

@@ -12,12 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from backlight.records import ParameterRecord
-from backlight.store.export import ExportError, export
+from backlight.store.errors import ExportError
 from backlight.store.export import files as exporting
+from backlight.store.export import tables
+from backlight.store.export.files import export
+from backlight.store.export.tables import LONG_COLUMNS
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 
 NAMES = ["a,b", 'quote"\nline', "=1+1"]
+
+LONG_NAMES = tuple(column.name for column in LONG_COLUMNS)
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ def test_csv(run: Run, tmp_path: Path) -> None:
     assert (first["measured"], first["numel"], first["update_ratio"]) == ("1", "4", "")
     unmeasured = rows[1]
     assert unmeasured["measured"] == "0"
-    assert {unmeasured[c] for c in exporting.COLUMNS[4:]} == {""}
+    assert {unmeasured[c] for c in LONG_NAMES[4:]} == {""}
     assert (rows[2]["norm"], rows[2]["nan"], rows[2]["measured"]) == ("nan", "2", "1")
     assert (rows[6]["update_norm"], rows[6]["weight_norm"], rows[6]["update_ratio"]) == ("1.0", "4.0", "0.25")
     last = rows[9]
@@ -76,13 +81,13 @@ def test_csv(run: Run, tmp_path: Path) -> None:
 def test_parquet_has_types_and_nulls(run: Run, tmp_path: Path) -> None:
     made = export(run, tmp_path / "out.parquet")
     table = pq.read_table(made[0])
-    assert tuple(table.column_names) == exporting.COLUMNS
+    assert tuple(table.column_names) == LONG_NAMES
     assert str(table.schema.field("zeros").type) == "int64"
     assert str(table.schema.field("norm").type) == "double"
     assert str(table.schema.field("measured").type) == "bool"
     rows = table.to_pylist()
     assert len(rows) == 12
-    assert rows[1] == dict.fromkeys(exporting.COLUMNS) | {
+    assert rows[1] == dict.fromkeys(LONG_NAMES) | {
         "step": 0,
         "attempt": 0,
         "parameter": 'quote"\nline',
@@ -97,7 +102,7 @@ def test_parquet_has_types_and_nulls(run: Run, tmp_path: Path) -> None:
 
 
 def test_csv_and_parquet_say_the_same(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporting, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(tables, "CHUNK_ROWS", 4)
     text = rows_of(export(run, tmp_path / "out.csv")[0])
     typed = pq.read_table(export(run, tmp_path / "out.parquet")[0]).to_pylist()
     for row, other in zip(text, typed, strict=True):
@@ -124,7 +129,7 @@ def test_hdf5(run: Run, tmp_path: Path) -> None:
 
 def test_an_export_that_is_there_is_not_overwritten_unasked(run: Run, tmp_path: Path) -> None:
     (tmp_path / "out.scalars.csv").write_text("mine")
-    with pytest.raises(ExportError, match=r"out\.scalars\.csv: is there already; choose another name"):
+    with pytest.raises(ExportError, match=r"out\.scalars\.csv: exists already; choose another name"):
         export(run, tmp_path / "out.csv")
     assert not (tmp_path / "out.csv").exists()
     export(run, tmp_path / "out.csv", overwrite=True)
@@ -150,7 +155,7 @@ def test_a_missing_library_is_named_with_the_remedy(
 
 
 def test_a_missing_folder_is_named(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"the folder .* is not there"):
+    with pytest.raises(ExportError, match=r"the folder .* does not exist"):
         export(run, tmp_path / "missing" / "out.csv")
 
 
@@ -161,7 +166,7 @@ def test_a_failing_export_leaves_nothing(
     def full(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting.documents, "sync_file", full)
+    monkeypatch.setattr(exporting.atomic_json, "sync_file", full)
     target = tmp_path / "exports"
     target.mkdir()
     with pytest.raises(ExportError, match="cannot be written: No space left on device"):

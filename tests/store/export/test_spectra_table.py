@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from backlight.store.export.files import ExportError, export
-from backlight.store.format.spectra import table
 from backlight.store.read.run import Run, open_run
+from backlight.store.read.spectra import table
 from backlight.store.write.writer import RunWriter
 from spectra_runs import Injected, write_spectra, write_spectra_run
 
@@ -94,7 +94,7 @@ def test_a_run_that_holds_both_is_asked(tmp_path: Path) -> None:
     both = open_run(tmp_path / "run")
     assert "norm" in rows_of(export(both, tmp_path / "parameters.csv")[0])[0]
     assert "spectral_echo" in rows_of(export(both, tmp_path / "spectra.csv", rows="spectra")[0])[0]
-    with pytest.raises(ExportError, match="--max-directions is about the rows of spectra"):
+    with pytest.raises(ExportError, match="--max-directions is for the rows of spectra"):
         export(both, tmp_path / "more.csv", max_directions=2)
 
 

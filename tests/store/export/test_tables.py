@@ -13,8 +13,8 @@ import pytest
 
 from backlight.records import Finding, ParameterRecord, Severity, Subject
 from backlight.store.errors import ExportError
-from backlight.store.export.arrow import schema_of
-from backlight.store.export.table_files import export_tables
+from backlight.store.export.arrow import schema_of, to_pandas, to_polars
+from backlight.store.export.files import export_tables
 from backlight.store.export.tables import tables_of
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
@@ -143,7 +143,7 @@ def test_every_table_as_a_file(run: Run, tmp_path: Path, ending: str) -> None:
         table = pq.read_table(tmp_path / "all.gradient.parquet")
         assert table["norm"].is_null().to_pylist() == [False, True, False, False, False, True]
         assert table.schema.field("norm").metadata[b"unit"] == b"gradient"
-    with pytest.raises(ExportError, match="is there already"):
+    with pytest.raises(ExportError, match="exists already"):
         export_tables(run, tmp_path / f"all.{ending}")
     (one,) = export_tables(run, tmp_path / f"one.{ending}", "events")
     assert one.name == f"one.{ending}"
@@ -154,7 +154,7 @@ def test_what_cannot_be_exported_is_refused(run: Run, tmp_path: Path) -> None:
         export_tables(run, tmp_path / "x.csv", "histogram")
     with pytest.raises(ExportError, match=r"the ending '\.h5' is not known; tables are \.csv or \.parquet"):
         export_tables(run, tmp_path / "x.h5")
-    with pytest.raises(ExportError, match="is not there; create it first"):
+    with pytest.raises(ExportError, match="does not exist; create it first"):
         export_tables(run, tmp_path / "no" / "x.csv")
     assert list(tmp_path.iterdir()) == []
 
@@ -163,26 +163,26 @@ def test_what_cannot_be_exported_is_refused(run: Run, tmp_path: Path) -> None:
 
 
 def test_polars_keeps_null_and_nan_apart(run: Run) -> None:
-    frame = run.to_polars("gradient", ["step", "norm"])
+    frame = to_polars(run, "gradient", ["step", "norm"])
     assert frame.columns == ["step", "norm"]
     assert frame["norm"].is_null().to_list() == [False, True, False, False, False, True]
     assert frame["norm"].is_nan().to_list() == [False, None, False, True, False, None]
-    wide = run.frame("gradient", "norm").to_polars()
+    wide = to_polars(run.frame("gradient", "norm"))
     assert wide["first"].to_list() == [1.0, 2.0, 3.0]
     assert wide[wide.columns[2]].is_null().to_list() == [True, False, True]
-    long = run.frame("gradient", "norm").to_polars(wide=False)
+    long = to_polars(run.frame("gradient", "norm"), wide=False)
     assert long.shape == (6, 3)
 
 
 def test_pandas_keeps_null_and_nan_apart(run: Run) -> None:
-    frame = run.frame("gradient", "norm").to_pandas()
+    frame = to_pandas(run.frame("gradient", "norm"))
     assert frame.index.tolist() == [0, 1, 2]
     assert frame["first"].tolist() == [1.0, 2.0, 3.0]
     other = frame.iloc[:, 1]
     assert other.isna().tolist() == [True, False, True]
     assert math.isnan(other.array.__arrow_array__()[1].as_py())
     assert frame.attrs["units"] == {"first": "gradient", frame.columns[1]: "gradient"}
-    steps = run.to_pandas()
+    steps = to_pandas(run)
     assert steps["loss"].tolist() == [0.0, 0.5, 1.0]
     assert steps.attrs["units"]["time"] == "s"
     assert str(steps["step"].dtype) == "int64[pyarrow]"
@@ -190,6 +190,6 @@ def test_pandas_keeps_null_and_nan_apart(run: Run) -> None:
 
 def test_names_that_are_not_there(run: Run) -> None:
     with pytest.raises(KeyError, match="has no table 'gradients'; it has gradient, steps"):
-        run.to_pandas("gradients")
+        to_pandas(run, "gradients")
     with pytest.raises(KeyError, match="table 'gradient' has no column 'norms'; it has step, attempt"):
-        run.to_polars("gradient", ["norms"])
+        to_polars(run, "gradient", ["norms"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backlight.store.format.names import LONGEST, safe_name, storable
+from backlight.store.format.names import MAX_NAME_BYTES, safe_name, storable
 
 ANY_TEXT = st.text(st.characters(), max_size=300)
 
@@ -16,7 +16,7 @@ def test_a_safe_name_is_one_visible_component_of_a_path(text: str) -> None:
     name = safe_name(text)
     assert name == Path(name).name
     assert not name.startswith((".", "-"))
-    assert 0 < len(name.encode("utf-8")) <= LONGEST
+    assert 0 < len(name.encode("utf-8")) <= MAX_NAME_BYTES
     assert name.isprintable()
     assert not set(name) & set("/\\:*?\"'<>|\n\0 ")
 
@@ -30,7 +30,7 @@ def test_a_safe_name_is_one_visible_component_of_a_path(text: str) -> None:
         ("  ", "run"),
         ("..", "run"),
         ("CON.txt", "_CON.txt"),
-        ("x" * 10_000, "x" * LONGEST),
+        ("x" * 10_000, "x" * MAX_NAME_BYTES),
         ("größe", "größe"),
         ("\udcff", "run"),
     ],

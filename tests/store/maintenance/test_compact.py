@@ -150,7 +150,7 @@ def test_a_writer_that_cannot_be_seen_from_here_is_respected(
     manifest["attempts"][0]["progress"]["process"]["host"] = "elsewhere"
     manifest["attempts"][0]["progress"]["updated"] -= 3600
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(RunExistsError, match=r"it cannot be told from here whether .* still writes; compact"):
+    with pytest.raises(RunExistsError, match=r"whether .* still writes is not observable from here; compact"):
         compact(path)
     compact(path, force=True)
     assert open_run(path).status is RunStatus.KILLED
@@ -240,7 +240,7 @@ ready()
 def test_a_watchdog_that_still_writes_is_left_alone(
     tmp_path: Path, start_victim: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backlight.store.write.database.CLOSE_PATIENCE", 0.05)
+    monkeypatch.setattr("backlight.store.write.database.BUSY_TIMEOUT_S", 0.05)
     RunWriter.create(tmp_path / "run").close()
     body = """
 from backlight.store.write.watchdog import WatchdogWriter

@@ -13,7 +13,7 @@ import pytest
 from backlight.records import RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError
 from backlight.store.maintenance.compact import compact
-from backlight.store.maintenance.merge_hosts import join
+from backlight.store.maintenance.merge_hosts import merge_hosts
 from backlight.store.read.run import open_run
 from backlight.store.write.attempt import part_path
 from backlight.store.write.writer import RunWriter
@@ -61,8 +61,8 @@ def test_ranks_without_the_run_of_rank_0_write_a_part(
     assert alone.losses == (
         "attempt 0: rank 0 of 4 left no file",
         "attempt 0: rank 1 of 4 left no file",
-        "attempt 0: this folder holds the ranks of node1 alone, which did not see the run of rank 0; bring it"
-        " there with `backlight join RUN PART`",
+        "attempt 0: this folder holds only the ranks of node1, which could not reach the run of rank 0;"
+        " add it there with `backlight join RUN PART`",
     )
     assert open_run(run).losses == (
         "attempt 0: rank 2 of 4 left no file",
@@ -75,7 +75,7 @@ def test_parts_are_joined(
 ) -> None:
     run, part = two_hosts(tmp_path, host, record)
     kept = digest(part)
-    found = join(run, [part])
+    found = merge_hosts(run, [part])
     assert found.ranks == {0: [2, 3]}
     joined = open_run(run)
     assert (joined.losses, joined.attempts[0].ranks) == ((), (0, 1, 2, 3))
@@ -84,7 +84,7 @@ def test_parts_are_joined(
     assert sorted(p.rsplit("/", 1)[1] for p in joined.evidence()) == [f"stack-{r}.txt" for r in range(4)]
     assert digest(part) == kept
     before = digest(run)
-    assert (join(run, [part]).files, digest(run)) == (0, before)
+    assert (merge_hosts(run, [part]).files, digest(run)) == (0, before)
     compact(run)
     assert open_run(run).losses == ()
 
@@ -95,7 +95,7 @@ def test_a_part_is_compacted_and_joined_as_well(
     run, part = two_hosts(tmp_path, host, record)
     compact(part)
     assert open_run(part).attempts[0].ranks == (2, 3)
-    join(run, [part])
+    merge_hosts(run, [part])
     assert open_run(run).losses == ()
 
 
@@ -106,7 +106,7 @@ def test_a_later_launch_is_joined_to_its_own_attempt(
     RunWriter.create(tmp_path / "node0" / "run", run_id="alone").close()
     run, part = two_hosts(tmp_path, host, record)
     assert [open_run(run).attempts[-1].index, open_run(part).attempts[-1].index] == [1, 0]
-    assert join(run, [part]).ranks == {1: [2, 3]}
+    assert merge_hosts(run, [part]).ranks == {1: [2, 3]}
     stated = json.loads((run / "attempt-001" / "rank-00002.json").read_text())["progress"]["files"]
     assert "attempt-001/rank-00002.db" in stated
     assert [a.ranks for a in open_run(run).attempts] == [(0,), (0, 1, 2, 3)]
@@ -120,21 +120,21 @@ def test_what_does_not_belong_together_is_not_joined(
     _, foreign = two_hosts(tmp_path / "other", host, record, launch="job-2+0")
     before = digest(run)
     with pytest.raises(RunExistsError, match=r"belongs to launch 'job-2\+0', of which .* has no attempt"):
-        join(run, [foreign])
+        merge_hosts(run, [foreign])
     with pytest.raises(RunExistsError, match="is the run itself; give the folders that other hosts wrote"):
-        join(run, [run])
+        merge_hosts(run, [run])
     with pytest.raises(RunFormatError, match="there is no such folder"):
-        join(run, [tmp_path / "gone"])
+        merge_hosts(run, [tmp_path / "gone"])
     assert digest(run) == before
-    join(run, [part])
+    merge_hosts(run, [part])
     (part / "attempt-000" / "rank-00002.db").write_bytes(b"another")
     with pytest.raises(RunExistsError, match=r"rank-00002\.db: exists with another content than"):
-        join(run, [part])
+        merge_hosts(run, [part])
     writer = RunWriter.create(tmp_path / "living")
     with pytest.raises(RunExistsError, match="is still being written by process"):
-        join(run, [tmp_path / "living"])
+        merge_hosts(run, [tmp_path / "living"])
     with pytest.raises(RunExistsError, match="join it when that has ended"):
-        join(tmp_path / "living", [part])
+        merge_hosts(tmp_path / "living", [part])
     writer.close()
 
 

@@ -72,8 +72,8 @@ def test_a_damaged_document_is_refused(tmp_path: Path, content: bytes, match: st
 def test_a_document_of_absurd_size_is_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     with path.open("wb") as file:
-        file.truncate(atomic_json.LARGEST + 1)
-    with pytest.raises(RunFormatError, match="expected a document below"):
+        file.truncate(atomic_json.MAX_DOCUMENT_BYTES + 1)
+    with pytest.raises(RunFormatError, match="expected at most"):
         atomic_json.read_document(path)
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from backlight.records import to_json
+from backlight.store.platform.atomic_json import parse
 from backlight.store.platform.process import ProcessIdentity
 
 ME = ProcessIdentity.of_this_process()
@@ -22,7 +23,7 @@ from backlight.store.platform.process import ProcessIdentity
 print(json.dumps(to_json(ProcessIdentity.of_this_process())))
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return ProcessIdentity.from_json(json.loads(out.stdout))
+    return parse(ProcessIdentity, json.loads(out.stdout))
 
 
 def test_this_process_lives() -> None:
@@ -54,8 +55,8 @@ def test_another_namespace_cannot_be_known() -> None:
 
 
 def test_nobody_cannot_be_known() -> None:
-    assert ProcessIdentity.from_json({}).alive() is None
-    assert ProcessIdentity.from_json({"pid": "text"}).pid == 0
+    assert parse(ProcessIdentity, {}).alive() is None
+    assert parse(ProcessIdentity, {"pid": "text"}).pid == 0
 
 
 @pytest.mark.skipif(not ME.start, reason="zombies are told by /proc")
@@ -80,4 +81,4 @@ def test_a_zombie_does_not_live() -> None:
 
 
 def test_an_identity_survives_json() -> None:
-    assert ProcessIdentity.from_json(to_json(ME)) == ME
+    assert parse(ProcessIdentity, to_json(ME)) == ME

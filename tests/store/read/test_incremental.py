@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "report"))
 from growing import Growing
 from synthetic import Plan, write_run
 
-from backlight.store.read import frames, incremental
-from backlight.store.read.incremental import Follower, Grown
+from backlight.store.read import decode_cache, frames, join_ranks
+from backlight.store.read.decode_cache import GrowingArray
 from backlight.store.read.rank_file import RankFile
-from backlight.store.read.run import Run, open_run
+from backlight.store.read.run import Run, open_growing, open_run
 
 COLUMNS = (("gradient", "rms"), ("gradient", "zero_share"), ("gradient", "non_finite"),
            ("gradient", "measured"), ("update", "ratio"))  # fmt: skip
@@ -35,7 +35,7 @@ def same(one: Run, other: Run) -> None:
         np.testing.assert_array_equal(mine.steps, theirs.steps)
         np.testing.assert_array_equal(mine.values, theirs.values)
         np.testing.assert_array_equal(mine.measured, theirs.measured)
-        np.testing.assert_array_equal(mine.apart(), theirs.apart())
+        np.testing.assert_array_equal(mine.incomplete(), theirs.incomplete())
     for attempt in (None, -1):
         mine_SR, theirs_SR = one.spread("loss", attempt=attempt), other.spread("loss", attempt=attempt)
         assert mine_SR.ranks == theirs_SR.ranks
@@ -54,7 +54,7 @@ def same(one: Run, other: Run) -> None:
 
 def test_it_says_what_a_whole_reading_says_at_every_length(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
-    follow = Follower()
+    follow = open_growing()
     for amount, broken in ((7, None), (1, 3), (40, None), (0, None), (90, 2)):
         run.steps(amount, broken=broken)
         same(follow(run.path), open_run(run.path))
@@ -74,13 +74,13 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         decoded.append(len(block.steps))
         return block
 
-    monkeypatch.setattr(incremental.frames, "rank_block", counting)
+    monkeypatch.setattr(frames, "rank_block", counting)
     return decoded
 
 
 def test_only_new_rows_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
     run = Growing(tmp_path / "run")
-    follow = Follower()
+    follow = open_growing()
     run.steps(200)
     follow(run.path).frame("gradient", "rms")
     run.steps(3)
@@ -92,7 +92,7 @@ def test_only_new_rows_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
 
 def test_what_was_given_out_stays_what_it_was(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
-    follow = Follower()
+    follow = open_growing()
     run.steps(20)
     early = follow(run.path)
     frame, loss = early.frame("gradient", "rms"), early.scalar("loss")
@@ -109,7 +109,7 @@ def test_an_older_reading_is_served_from_what_is_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Growing(tmp_path / "run")
-    follow = Follower()
+    follow = open_growing()
     run.steps(20)
     early, whole = follow(run.path), open_run(run.path)
     same(whole, whole)  # read before the run goes on
@@ -143,7 +143,7 @@ def test_one_step_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return block
 
     known = open_run(run.path).frame("gradient", "nan")
-    follow = Follower()
+    follow = open_growing()
     monkeypatch.setattr(frames, "rank_block", counting)
     for read in (False, True):  # also where the column is remembered already
         for step, row in ((29, slice(29, 30)), (4, slice(4, 5)), (300, slice(0, 0))):
@@ -161,7 +161,7 @@ def test_one_step_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_in_the_place_of_another_is_read_anew(tmp_path: Path) -> None:
-    follow = Follower()
+    follow = open_growing()
     # A shorter one, and a longer one: 15 steps of it are as many as the other had.
     for amount in (60, 15, 40):
         run = Growing(tmp_path / "run", Plan(steps=amount, blocks=1))
@@ -175,11 +175,11 @@ def test_a_run_in_the_place_of_another_is_read_anew(tmp_path: Path) -> None:
 def test_attempts_and_a_step_that_was_written_twice_are_read_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "restarted"
     write_run(path, Plan(steps=60, blocks=1, attempts=2, user={"train_accuracy": 1.0}))
-    follow = Follower()
+    follow = open_growing()
     same(follow(path), open_run(path))
     run = Growing(tmp_path / "run")
     run.steps(30)
-    follow = Follower()
+    follow = open_growing()
     follow(run.path).frame("gradient", "rms")
     run.done = 20  # a loop that went back
     run.steps(25)
@@ -196,7 +196,7 @@ def several(path: Path, *, sharded: bool = True) -> list[Growing]:
 def test_ranks_are_joined_as_they_are_for_everybody(tmp_path: Path, sharded: bool) -> None:
     path = tmp_path / "run"
     ranks = several(path, sharded=sharded)
-    follow = Follower()
+    follow = open_growing()
     measured = []
     # Level, one ahead, one that does not go on, one that catches up, nothing new, a loop that went back.
     for first, second, back in (
@@ -221,7 +221,7 @@ def test_ranks_are_joined_as_they_are_for_everybody(tmp_path: Path, sharded: boo
 
 def test_only_new_rows_of_ranks_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
     ranks = several(tmp_path / "run")
-    follow = Follower()
+    follow = open_growing()
     for amount in (200, 3):
         for rank in ranks:
             rank.steps(amount)
@@ -247,7 +247,7 @@ def test_names_of_scalars_are_read_once_of_each_file(tmp_path: Path, monkeypatch
         return rows(file, columns, table, *more)
 
     monkeypatch.setattr(RankFile, "_rows", counting)
-    newest = Follower()(tmp_path / "run")
+    newest = open_growing()(tmp_path / "run")
     for name in ("loss", "total_norm"):
         assert len(newest.scalar(name).steps) == 9
         assert newest.spread(name).ranks == (0, 1)
@@ -261,7 +261,7 @@ def test_names_of_scalars_are_read_once_of_each_file(tmp_path: Path, monkeypatch
 def test_an_older_reading_of_ranks_says_what_it_said(tmp_path: Path) -> None:
     path = tmp_path / "run"
     ranks = several(path)
-    follow = Follower()
+    follow = open_growing()
     readings = []
     for _ in range(4):
         for rank in ranks:
@@ -280,7 +280,7 @@ def test_new_rows_of_ranks_that_do_not_fit_into_memory_are_joined_a_few_steps_af
 ) -> None:
     path = tmp_path / "run"
     ranks = several(path)
-    follow = Follower()
+    follow = open_growing()
     for rank in ranks:
         rank.steps(20)
     same(follow(path), open_run(path))
@@ -294,8 +294,8 @@ def test_new_rows_of_ranks_that_do_not_fit_into_memory_are_joined_a_few_steps_af
         decoded.append(len(block.steps))
         return block
 
-    monkeypatch.setattr(incremental.joining, "WINDOW_BYTES", 8_000)
-    monkeypatch.setattr(incremental.frames, "rank_block", counting)
+    monkeypatch.setattr(join_ranks, "WINDOW_BYTES", 8_000)
+    monkeypatch.setattr(frames, "rank_block", counting)
     newest = follow(path)
     newest.frame("gradient", "rms")
     assert sum(decoded) == 54
@@ -322,10 +322,10 @@ def test_only_new_rows_of_a_further_attempt_are_decoded(
     first.steps(30)
     first.close()
     again = Growing(path)
-    follow = Follower()
+    follow = open_growing()
     again.steps(20)
     same(follow(path), open_run(path))
-    monkeypatch.setattr(incremental.frames, "rank_block", counting)
+    monkeypatch.setattr(frames, "rank_block", counting)
     again.steps(4)
     newest = follow(path)
     newest.frame("gradient", "rms")
@@ -339,7 +339,7 @@ def test_only_new_rows_of_a_further_attempt_are_decoded(
 def test_news_of_where_a_rank_stood_joins_its_step_again(tmp_path: Path) -> None:
     path = tmp_path / "run"
     ranks = several(path)
-    follow = Follower()
+    follow = open_growing()
     for rank in ranks:
         rank.steps(8)
     assert follow(path).frame("gradient", "rms").measured[5].all()
@@ -354,7 +354,7 @@ def test_news_of_where_a_rank_stood_joins_its_step_again(tmp_path: Path) -> None
 
 
 def test_ranks_in_the_place_of_others_are_read_anew(tmp_path: Path) -> None:
-    follow = Follower()
+    follow = open_growing()
     for amount in (30, 12, 20):
         ranks = several(tmp_path / "run")
         for rank in ranks:
@@ -367,9 +367,9 @@ def test_ranks_in_the_place_of_others_are_read_anew(tmp_path: Path) -> None:
 
 
 def test_what_has_no_monitor_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incremental, "CARRIED_BYTES", 1)
+    monkeypatch.setattr(decode_cache, "MAX_CACHE_BYTES", 1)
     run = Growing(tmp_path / "run")
-    follow = Follower()
+    follow = open_growing()
     for _ in range(2):
         run.steps(10)
         same(follow(run.path), open_run(run.path))
@@ -381,7 +381,7 @@ def test_what_has_no_monitor_is_read_again(tmp_path: Path, monkeypatch: pytest.M
     | st.lists(drawn.arrays(np.float64, st.tuples(st.integers(0, 4), st.just(3))), min_size=1, max_size=4)
 )
 def test_rows_come_out_as_they_went_in(parts: list[np.ndarray]) -> None:
-    grown = Grown(parts[0])
+    grown = GrowingArray(parts[0])
     for part in parts[1:]:
         grown.add(part)
     whole = np.concatenate(parts)

@@ -24,7 +24,7 @@ writer = RunWriter.create(path, flush_interval=0.0)
 record(writer, 30)
 writer.array("gram", 0, np.eye(3), dims=("a", "b"))
 writer.flush()
-writer._ledger.publish()  # what is due soon, now
+writer._progress.publish()  # what is due soon, now
 record(writer, 7, 30)
 ready()
 """

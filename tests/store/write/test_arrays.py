@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from backlight.store.format import hdf5_pieces
-from backlight.store.format.hdf5_pieces import ArrayInfo, parse_piece, piece_name
+from backlight.store.format.hdf5_pieces import ArrayInfo
+from backlight.store.format.names import parse_piece, piece_name, unmerged
 from backlight.store.read.run import open_run
 from backlight.store.write import arrays
-from backlight.store.write.segments import current
 from backlight.store.write.writer import RunWriter
 
 DTYPES = [
@@ -149,7 +149,7 @@ def test_many_flushes_leave_few_pieces(tmp_path: Path) -> None:
 
 
 def test_pieces_roll_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "ROLL_SIZE", 50_000)
+    monkeypatch.setattr(arrays, "MAX_MERGED_BYTES", 50_000)
     writer = RunWriter.create(tmp_path)
     for step in range(30):
         writer.array("a", step, np.zeros(1000))
@@ -186,8 +186,8 @@ def test_names_of_pieces() -> None:
 
 
 def test_of_pieces_that_overlap_the_widest_count() -> None:
-    spans = [("a", 0, 0, 0), ("b", 0, 0, 3), ("c", 0, 2, 3), ("d", 0, 4, 4), ("e", 1, 0, 0)]
-    assert current(spans) == ["b", "d", "e"]
+    spans = [("a", (0, 0, 0)), ("b", (0, 0, 3)), ("c", (0, 2, 3)), ("d", (0, 4, 4)), ("e", (1, 0, 0))]
+    assert unmerged(spans) == ["b", "d", "e"]
 
 
 def test_the_lowest_rank_and_the_latest_attempt_win(tmp_path: Path, record: Callable[..., object]) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from backlight.records import RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.store.platform.atomic_json import parse
 from backlight.store.platform.process import ProcessIdentity
 from backlight.store.read.run import open_run
 from backlight.store.write import attempt
@@ -171,9 +172,9 @@ def test_a_restart_of_a_launch_does_not_join_its_earlier_attempt(
 ) -> None:
     path = tmp_path / "run"
     both = [RunWriter.create(path, rank=r, world_size=2, run_id="launch") for r in range(2)]
-    monkeypatch.setattr(attempt, "JOIN_TIMEOUT", 0.1)
+    monkeypatch.setattr(attempt, "JOIN_TIMEOUT_S", 0.1)
     with pytest.raises(RunExistsError, match="rank 1 found no running attempt of launch 'launch'"):
-        attempt.enter_as_further(path, rank=1, launch="launch", timeout=0.1)
+        attempt.enter_further(path, rank=1, launch="launch", timeout_s=0.1)
     for writer in both:
         writer.close()
     again = [RunWriter.create(path, rank=r, world_size=2, run_id="launch") for r in range(2)]
@@ -186,7 +187,7 @@ def test_a_further_rank_needs_the_run_id_and_a_first_rank(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="rank 1 joins the run of rank 0 and needs its run_id"):
         RunWriter.create(tmp_path / "run", rank=1, world_size=2)
     with pytest.raises(RunExistsError, match=r"within 0\.05 s; rank 0 opens it"):
-        attempt.enter_as_further(tmp_path / "run", rank=1, launch="x", timeout=0.05)
+        attempt.enter_further(tmp_path / "run", rank=1, launch="x", timeout_s=0.05)
 
 
 def test_a_rank_that_left_nothing_is_missed(tmp_path: Path, record: Callable[..., object]) -> None:
@@ -199,7 +200,7 @@ def test_a_rank_that_left_nothing_is_missed(tmp_path: Path, record: Callable[...
     )
 
 
-@pytest.mark.parametrize("fails", ["RankDatabase", "Ledger"])
+@pytest.mark.parametrize("fails", ["RankDatabase", "ProgressWriter"])
 def test_nothing_half_written_stays_when_opening_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, digest: Digest, record: Callable[..., object]
 ) -> None:
@@ -225,7 +226,7 @@ def test_a_newer_run_is_not_written_into(tmp_path: Path, digest: Digest) -> None
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
     before = digest(tmp_path)
-    with pytest.raises(RunFormatError, match=r"format 99, this release of backlight reads 1 to 1\. Upgrade"):
+    with pytest.raises(RunFormatError, match=r"format 99, this release reads format 1\. Upgrade"):
         RunWriter.create(tmp_path / "run")
     assert digest(tmp_path) == before
 
@@ -271,16 +272,16 @@ def test_a_folder_that_somebody_else_is_opening_is_waited_for(tmp_path: Path) ->
     with (
         attempt.locked(tmp_path),
         pytest.raises(RunExistsError, match="just opening or compacting"),
-        attempt.locked(tmp_path, timeout=0.05),
+        attempt.locked(tmp_path, timeout_s=0.05),
     ):
         pytest.fail("two processes held the lock")
-    with attempt.locked(tmp_path, timeout=0.05):
+    with attempt.locked(tmp_path, timeout_s=0.05):
         assert list(tmp_path.iterdir()) == []
 
 
 def test_the_identity_in_the_manifest_is_that_of_the_writer(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    stated = ProcessIdentity.from_json(manifest["attempts"][0]["progress"]["process"])
+    stated = parse(ProcessIdentity, manifest["attempts"][0]["progress"]["process"])
     assert stated == ProcessIdentity.of_this_process()
     writer.close()

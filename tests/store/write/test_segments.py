@@ -11,27 +11,28 @@ from pathlib import Path
 import pytest
 
 from backlight.records import ParameterRecord, RunStatus
+from backlight.store.format.names import parse_database, segment_name
 from backlight.store.maintenance.compact import compact
 from backlight.store.platform import filesystem
 from backlight.store.read.run import open_run
 from backlight.store.write import segments
-from backlight.store.write.segments import parse_name, segment_name
 from backlight.store.write.writer import RunWriter
 
 Record = Callable[..., tuple[ParameterRecord, ...]]
 
 ON_NETWORK = """
-from backlight.store import filesystem, segments
+from backlight.store.platform import filesystem
+from backlight.store.write import segments
 filesystem.on_network = lambda path: True
-segments.FIRST_SEGMENT = segments.SEGMENT_INTERVAL = segments.AGE_SHARE = 0.0
+segments.FIRST_SEGMENT_S = segments.SEGMENT_INTERVAL_S = segments.AGE_SHARE = 0.0
 writer = RunWriter.create(path, flush_interval=0.0)
 for start in (0, 10, 20):
     record(writer, 10, start)
     writer.flush()
-segments.SEGMENT_INTERVAL = 1e9
+segments.SEGMENT_INTERVAL_S = 1e9
 record(writer, 10, 30)
 writer.flush()
-writer._ledger.publish()  # what is due soon, now
+writer._progress.publish()  # what is due soon, now
 record(writer, 5, 40)
 ready()
 """
@@ -74,8 +75,8 @@ def test_no_open_database_is_ever_in_the_folder(network: Path, tmp_path: Path, r
 def test_segments_read_as_one(
     network: Path, tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "FIRST_SEGMENT", 0.0)
-    monkeypatch.setattr(segments, "SEGMENT_INTERVAL", 0.0)
+    monkeypatch.setattr(segments, "FIRST_SEGMENT_S", 0.0)
+    monkeypatch.setattr(segments, "SEGMENT_INTERVAL_S", 0.0)
     monkeypatch.setattr(segments, "AGE_SHARE", 0.0)
     path = tmp_path / "run"
     writer = RunWriter.create(path, flush_interval=0.0)
@@ -103,8 +104,8 @@ def test_segments_read_as_one(
 def test_compaction_makes_one_file_of_the_segments(
     network: Path, tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "FIRST_SEGMENT", 0.0)
-    monkeypatch.setattr(segments, "SEGMENT_INTERVAL", 0.0)
+    monkeypatch.setattr(segments, "FIRST_SEGMENT_S", 0.0)
+    monkeypatch.setattr(segments, "SEGMENT_INTERVAL_S", 0.0)
     monkeypatch.setattr(segments, "AGE_SHARE", 0.0)
     path = tmp_path / "run"
     writer = RunWriter.create(path)
@@ -139,7 +140,7 @@ def test_after_a_kill_the_local_rest_is_stated_and_brought_in(
     assert run.series_steps("gradient").tolist() == list(range(30))
     assert any(f"in {local}" in loss and "backlight compact" in loss for loss in run.losses)
     result = compact(path)
-    assert any("brought in" in note for note in result.notes)
+    assert any("recovered" in note for note in result.notes)
     assert list(local.iterdir()) == []
     run = open_run(path)
     assert run.series_steps("gradient").tolist() == list(range(40))
@@ -164,7 +165,7 @@ def test_a_rest_that_is_gone_or_foreign_stays_stated(
     assert any("belongs to another run and is left alone" in note for note in compact(path).notes)
     assert foreign.exists()
     foreign.unlink()
-    assert any("is not here" in note for note in compact(path).notes)
+    assert any("does not exist here" in note for note in compact(path).notes)
     run = open_run(path)
     assert any("backlight compact" in loss for loss in run.losses)
     assert run.series_steps("gradient").tolist() == list(range(30))
@@ -183,8 +184,8 @@ def test_a_folder_that_vanishes_is_noticed(network: Path, tmp_path: Path, record
 
 
 def test_names_of_databases() -> None:
-    assert parse_name("rank-00000.db") == (0, -1, -1)
-    assert parse_name(segment_name(2, 7)) == (2, 7, 7)
-    assert parse_name(segment_name(2, 7, 9)) == (2, 7, 9)
+    assert parse_database("rank-00000.db") == (0, -1, -1)
+    assert parse_database(segment_name(2, 7)) == (2, 7, 7)
+    assert parse_database(segment_name(2, 7, 9)) == (2, 7, 9)
     for name in ("rank-00000.db-wal", "rank-0.db", "watchdog-host.db", ".rank-00000.db.1.tmp"):
-        assert parse_name(name) is None
+        assert parse_database(name) is None

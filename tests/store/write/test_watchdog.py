@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.store.format.schema import WATCHDOG_RANK
 from backlight.store.read.run import open_run
-from backlight.store.write.watchdog import RANK, WatchdogWriter
+from backlight.store.write.watchdog import WatchdogWriter
 from backlight.store.write.writer import RunWriter
 
 FINDING = Finding(
@@ -42,7 +43,7 @@ def test_findings_and_events_are_read_while_both_write(run: Path) -> None:
     read = open_run(run)
     assert read.stored_findings() == (FINDING,)
     (event,) = read.events("stall")
-    assert (event.step, event.rank, dict(event.payload)) == (13, RANK, {"claim": "x"})
+    assert (event.step, event.rank, dict(event.payload)) == (13, WATCHDOG_RANK, {"claim": "x"})
     assert read.read_evidence(cited) == b"a line"
     assert read.attempts[0].ranks == (0,)
     assert read.losses == ()

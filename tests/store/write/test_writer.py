@@ -318,7 +318,7 @@ def test_threads_may_write_while_another_flushes(tmp_path: Path) -> None:
 def test_what_a_stuck_disk_cannot_take_is_counted_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Callable[..., object]
 ) -> None:
-    monkeypatch.setattr("backlight.store.write.writer.BUFFER_LIMIT", 4000)
+    monkeypatch.setattr("backlight.store.write.writer.MAX_BUFFERED_BYTES", 4000)
     writer = RunWriter.create(tmp_path / "run")
     record(writer, 50)
     writer.close()

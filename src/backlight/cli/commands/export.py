@@ -62,7 +62,7 @@ def export(
     from backlight.findings.evaluate import findings_of
     from backlight.session.trackers.replay import send_all
     from backlight.store.export.files import export as write
-    from backlight.store.export.table_files import export_tables
+    from backlight.store.export.files import export_tables
     from backlight.store.read.run import open_run
     from backlight.text import count
 

@@ -13,9 +13,9 @@ def join(
     parts: Annotated[list[Path], typer.Argument(metavar="PART...", help="Folders that other hosts wrote.")],
 ) -> None:
     """Copy the ranks that other hosts recorded into the run of rank 0; the parts stay as they are."""
-    from backlight.store.maintenance.merge_hosts import join as join_parts
+    from backlight.store.maintenance.merge_hosts import merge_hosts
 
-    joined = join_parts(run, parts)
+    joined = merge_hosts(run, parts)
     for attempt, ranks in sorted(joined.ranks.items()):
         print(f"attempt {attempt}: ranks {', '.join(map(str, sorted(ranks)))}")
     print(f"{joined.files} files copied into {run}" if joined.files else f"{run} holds all of it already")

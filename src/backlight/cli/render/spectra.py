@@ -47,7 +47,7 @@ def bar() -> Iterator[Callable[[Stage], None]]:
 
 def show(outcome: Outcome, run: Run) -> None:
     """Print what was measured: the layers of the last step, the largest share of signal first."""
-    from backlight.store.format.spectra import layers, measurements
+    from backlight.store.read.spectra import layers, measurements
 
     known = {layer.parameter: layer for layer in layers(run)}
     measured = measurements(run)
@@ -63,7 +63,7 @@ def show(outcome: Outcome, run: Run) -> None:
 
 def as_object(outcome: Outcome, run: Run) -> dict[str, Any]:
     """Return what was measured as JSON types; what was not measured, or is infinite, is null."""
-    from backlight.store.format.spectra import layers, measurements
+    from backlight.store.read.spectra import layers, measurements
 
     known = {layer.parameter: layer for layer in layers(run)}
     return {

@@ -35,7 +35,7 @@ from backlight.monitors.spectra.instrument.replicate_gradient import seed_by
 from backlight.monitors.spectra.model.errors import SpectraError
 from backlight.monitors.spectra.model.recording import describe, leave_out
 from backlight.records import RunStatus
-from backlight.store.default_path import default_path
+from backlight.store.write.attempt import default_path
 from backlight.store.write.writer import RunWriter
 
 

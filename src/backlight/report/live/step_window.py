@@ -28,7 +28,7 @@ class Windowed:
             steps=whole.steps[part],
             values=whole.values[part],
             measured=whole.measured[part],
-            seen=None if whole.seen is None else whole.seen[part],
+            any_rank=None if whole.any_rank is None else whole.any_rank[part],
         )
 
     def scalar(self, name: str, source: str = "backlight", **where: Any) -> Scalar:

@@ -1,4 +1,4 @@
-"""One archive of several files, written whole or not at all."""
+"""Archives of several files, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 ENDINGS = (".tar.gz", ".tgz", ".zip")
 
 Member = tuple[str, Path | bytes]
-"""A path inside the archive, with the file or the content that stands there."""
+"""A path inside the archive, with the file or its content."""
 
 
 def check_archive(target: Path, what: str = "--bundle") -> None:
-    """Check the name of an archive before anything is made for it; ``what`` is how the user gave it.
+    """Check the name of an archive before its content is made; ``what`` is the option that named it.
 
     Raises
     ------
@@ -33,15 +33,14 @@ def check_archive(target: Path, what: str = "--bundle") -> None:
 
 
 def root_of(target: Path, fallback: str = "bundle") -> str:
-    """Return the folder under which everything in an archive stands: its name without the ending."""
+    """Return the top folder inside an archive: its name without the ending."""
     return target.name[: -len(next(e for e in ENDINGS if target.name.endswith(e)))] or fallback
 
 
 def write_archive(target: Path, members: Iterable[Member]) -> Path:
     """Write ``members`` below one folder into ``target`` and return its path; an OSError passes through.
 
-    A file that is there is replaced as a whole, or not at all. A name that is not known raises what
-    :func:`check_archive` raises.
+    An existing file is replaced as a whole, or not at all. Raises as :func:`check_archive`.
     """
     check_archive(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")

@@ -1,40 +1,46 @@
-"""A run as tables, in the terms of any database: names, columns with units, rows some at a time. No torch.
+"""A run as tables for databases, data frames and files: names, columns with units, rows in chunks.
 
-What was not measured is void, never a number; NaN that was measured is NaN. A table is read when its rows
-are asked for, and only the columns that are.
+What was not measured is void, never a number; NaN that was measured is NaN. A table is read when its rows are
+asked for, and only the requested columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from backlight.records import Finding, to_json
-from backlight.store.export.chunk import Chunk
-from backlight.store.export.files import scalar_chunks
-from backlight.store.export.spectra_table import COLUMNS as SPECTRA_COLUMNS
-from backlight.store.export.spectra_table import FLOATS as SPECTRA_FLOATS
-from backlight.store.export.spectra_table import TEXTS as SPECTRA_TEXTS
-from backlight.store.export.spectra_table import spectra_chunks
+from backlight.store.errors import ExportError
 from backlight.store.format.names import storable
-from backlight.store.format.schema import SCALARS, SERIES, SeriesSchema
-from backlight.store.format.spectra import LAYER as SPECTRA_LAYER
+from backlight.store.format.schema import SERIES, SeriesSchema, unit_of_scalar
+from backlight.store.format.spectra import FIELDS, LAYER, NUMBERS, Layer, Measurement
+from backlight.store.format.spectra import Table as Spectrum
 from backlight.store.platform import atomic_json
+from backlight.store.read import spectra
 from backlight.store.read.run import Run
 
 CHUNK_ROWS = 250_000
-"""Rows of a series that are in memory at a time."""
+"""Rows of a long table that are in memory at a time."""
 
-INTEGER, FLOAT, TEXT, TRUTH = "integer", "float", "text", "truth"
+INTEGER, FLOAT, TEXT, BOOLEAN = "integer", "float", "text", "boolean"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some rows: columns of equal length; ``void[name]`` is True where there is no value."""
+
+    columns: dict[str, npt.NDArray[Any]]
+    void: dict[str, npt.NDArray[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True)
 class TableColumn:
-    """A column; ``kind`` is integer, float, text or truth."""
+    """A column; ``kind`` is integer, float, text or boolean."""
 
     name: str
     kind: str
@@ -58,9 +64,10 @@ class Table:
 
 
 _STEP = TableColumn("step", INTEGER, "step", "optimizer step over all attempts")
-_ATTEMPT = TableColumn("attempt", INTEGER, "", "which start of the training")
+_ATTEMPT = TableColumn("attempt", INTEGER, "", "number of the start of the run")
 _PARAMETER = TableColumn("parameter", TEXT, "", "name of the parameter")
 _RANK = TableColumn("rank", INTEGER, "", "rank that recorded it")
+_MEASURED = TableColumn("measured", BOOLEAN, "", "whether it was; else the numbers are null")
 
 
 def tables_of(run: Run, findings: Callable[[], Sequence[Finding]] | None = None) -> dict[str, Table]:
@@ -71,100 +78,156 @@ def tables_of(run: Run, findings: Callable[[], Sequence[Finding]] | None = None)
     run
         The stored run.
     findings
-        Gives the findings of the table ``findings``; without it those that were stored.
+        Returns the findings of the table ``findings``; by default the stored ones.
     """
-    tables = [_series(run, schema) for name, schema in SERIES.items() if run.has(name)]
-    tables += [_steps(run), _scalars(run), _events(run), findings_table(findings or run.stored_findings)]
-    tables += [_parameters(run), _attempts(run)]
-    if run.events(SPECTRA_LAYER):
-        tables.append(_spectra(run))
+    tables = [_series_table(run, schema) for name, schema in SERIES.items() if run.has(name)]
+    tables += [_steps_table(run), scalars_table(run), _events_table(run)]
+    tables += [findings_table(findings or run.stored_findings), _parameters_table(run), _attempts_table(run)]
+    if run.events(LAYER):
+        tables.append(spectra_table(run))
     return {table.name: table for table in tables}
 
 
-def _series(run: Run, schema: SeriesSchema) -> Table:
-    kinds = {c.name: INTEGER if c.integer else FLOAT for c in schema.columns}
-    own = [
-        TableColumn(c.name, kinds[c.name], c.unit, c.meaning) for c in schema.columns if c.name != "measured"
-    ]
-    whole = {"non_finite"}
-    own += [
-        TableColumn(d.name, INTEGER if d.name in whole else FLOAT, d.unit, d.meaning) for d in schema.derived
-    ]
-    measured = TableColumn("measured", TRUTH, "", "whether it was; else the numbers are null")
+_LONG: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        **{
+            name: ("gradient", name)
+            for name in ("norm", "rms", "mean", "max_abs", "zeros", "nan", "inf", "numel")
+        },
+        "update_norm": ("update", "update_norm"),
+        "weight_norm": ("update", "weight_norm"),
+        "update_ratio": ("update", "ratio"),
+    }
+)
+"""Columns of the long table of parameters, with their series."""
 
-    def chunks(wanted: Collection[str]) -> Iterator[Chunk]:
-        names = np.array([storable(p.name) for p in run.parameters()], dtype=object)
-        P = len(names)
-        for attempt in run.attempts:
-            frames = {
-                c.name: run.frame(schema.name, c.name, attempt=attempt.index) for c in own if c.name in wanted
-            }
-            seen = next(iter(frames.values()), None) or run.frame(
-                schema.name, "measured", attempt=attempt.index
-            )
-            rows_each = max(1, CHUNK_ROWS // max(P, 1))
-            for start in range(0, len(seen.steps) if P else 0, rows_each):
-                rows = slice(start, start + rows_each)
-                steps = seen.steps[rows]
-                S = len(steps)
-                there = seen.measured[rows].reshape(-1)
-                columns: dict[str, npt.NDArray[Any]] = {
-                    "step": np.repeat(steps, P),
-                    "attempt": np.full(S * P, attempt.index, dtype=np.int64),
-                    "parameter": np.tile(names, S)
-                    if "parameter" in wanted
-                    else np.empty(S * P, dtype=object),
-                    "measured": there,
-                }
-                void = {name: np.zeros(S * P, dtype=bool) for name in columns}
-                for name, frame in frames.items():
-                    columns[name] = frame.values[rows].reshape(-1)
-                    void[name] = ~frame.measured[rows].reshape(-1)
-                yield Chunk(columns, void)
 
+def _series_column(schema: SeriesSchema, column: str, name: str) -> TableColumn:
+    for stored in schema.columns:
+        if stored.name == column:
+            return TableColumn(name, INTEGER if stored.integer else FLOAT, stored.unit, stored.meaning)
+    derived = next(d for d in schema.derived if d.name == column)
+    # A sum of counts is the one derived column of whole numbers.
+    return TableColumn(name, INTEGER if column == "non_finite" else FLOAT, derived.unit, derived.meaning)
+
+
+LONG_COLUMNS = (
+    _STEP,
+    _ATTEMPT,
+    _PARAMETER,
+    _MEASURED,
+    *(_series_column(SERIES[series], column, name) for name, (series, column) in _LONG.items()),
+)
+
+SCALAR_COLUMNS = (
+    _STEP,
+    _ATTEMPT,
+    TableColumn("source", TEXT, "", "backlight or user"),
+    TableColumn("name", TEXT),
+    TableColumn("value", FLOAT, "", "in the unit of its row"),
+    TableColumn("unit", TEXT),
+)
+
+
+def long_table(run: Run) -> Table:
+    """Return gradients and updates in one table: a row per attempt, step and parameter."""
+    about = "one row per attempt, step and parameter; measured is that of the gradient"
+    return Table("long", about, LONG_COLUMNS, lambda wanted: _series_chunks(run, _LONG, wanted, "norm"))
+
+
+def _series_table(run: Run, schema: SeriesSchema) -> Table:
+    names = [c.name for c in schema.columns if c.name != "measured"] + [d.name for d in schema.derived]
+    own = {name: (schema.name, name) for name in ("measured", *names)}
+    columns = [_series_column(schema, name, name) for name in names]
     meaning = f"one row per step and parameter of the series {schema.name}"
-    return Table(schema.name, meaning, (_STEP, _ATTEMPT, _PARAMETER, measured, *own), chunks)
+    return Table(
+        schema.name,
+        meaning,
+        (_STEP, _ATTEMPT, _PARAMETER, _MEASURED, *columns),
+        lambda wanted: _series_chunks(run, own, wanted),
+    )
 
 
-def _steps(run: Run) -> Table:
+def _series_chunks(
+    run: Run, columns: Mapping[str, tuple[str, str]], wanted: Collection[str], measured_by: str = ""
+) -> Iterator[Chunk]:
+    """Yield rows by attempt, step and parameter, in model order; ``measured`` is that of one column."""
+    names = np.array([storable(p.name) for p in run.parameters()], dtype=object)
+    P = len(names)
+    chosen = [name for name in columns if name != "measured" and (name in wanted or name == measured_by)]
+    chosen = chosen or ["measured"]
+    measured_by = measured_by or chosen[0]
+    for attempt in run.attempts:
+        frames = {name: run.frame(*columns[name], attempt=attempt.index) for name in chosen}
+        steps = np.unique(np.concatenate([frame.steps for frame in frames.values()]))
+        rows_each = max(1, CHUNK_ROWS // max(P, 1))
+        for start in range(0, len(steps) if P else 0, rows_each):
+            here = steps[start : start + rows_each]
+            S = len(here)
+            out: dict[str, npt.NDArray[Any]] = {
+                "step": np.repeat(here, P),
+                "attempt": np.full(S * P, attempt.index, dtype=np.int64),
+                "parameter": np.tile(names, S),
+            }
+            void = {name: np.zeros(S * P, dtype=bool) for name in (*out, "measured")}
+            for name, frame in frames.items():
+                first, last = np.searchsorted(frame.steps, [here[0], here[-1] + 1])
+                at = np.searchsorted(here, frame.steps[first:last])
+                values, measured = np.zeros((S, P), frame.values.dtype), np.zeros((S, P), dtype=bool)
+                values[at], measured[at] = frame.values[first:last], frame.measured[first:last]
+                out[name], void[name] = values.reshape(-1), ~measured.reshape(-1)
+            out["measured"] = ~void[measured_by]
+            yield Chunk(out, void)
+
+
+def _steps_table(run: Run) -> Table:
     sources = {name: ("backlight", name) for name in run.scalar_names("backlight")}
     sources |= {f"user/{name}": ("user", name) for name in run.scalar_names("user")}
 
-    def unit(source: str, name: str) -> str:
-        schema = SCALARS.get(name) or SCALARS.get(name.split("/", maxsplit=1)[0])
-        return schema.unit if schema is not None and source == "backlight" else "1"
-
     def chunks(wanted: Collection[str]) -> Iterator[Chunk]:
-        every = {name: run.scalar(of, source) for name, (source, of) in sources.items()}
-        logged = [scalar.steps for scalar in every.values()]
+        scalars = {name: run.scalar(of, source) for name, (source, of) in sources.items()}
+        logged = [scalar.steps for scalar in scalars.values()]
         steps = np.unique(np.concatenate(logged)) if logged else np.zeros(0, dtype=np.int64)
         columns: dict[str, npt.NDArray[Any]] = {"step": steps}
         void = {"step": np.zeros(len(steps), dtype=bool)}
-        for name, scalar in every.items():
+        for name, scalar in scalars.items():
             if name in wanted:
                 at = np.searchsorted(steps, scalar.steps)
                 columns[name], void[name] = np.full(len(steps), np.nan), np.ones(len(steps), dtype=bool)
                 columns[name][at], void[name][at] = scalar.values, False
         yield Chunk(columns, void)
 
-    own = [TableColumn(storable(name), FLOAT, unit(*of), "") for name, of in sources.items()]
-    return Table(
-        "steps", "one row per step, a column per scalar; a later attempt counts", (_STEP, *own), chunks
-    )
+    own = [
+        TableColumn(storable(name), FLOAT, unit_of_scalar(of, source))
+        for name, (source, of) in sources.items()
+    ]
+    meaning = "one row per step, a column per scalar; a later attempt counts"
+    return Table("steps", meaning, (_STEP, *own), chunks)
 
 
-def _scalars(run: Run) -> Table:
-    own = (
-        TableColumn("source", TEXT, "", "backlight or user"),
-        TableColumn("name", TEXT),
-        TableColumn("value", FLOAT, "", "in the unit beside it"),
-        TableColumn("unit", TEXT),
-    )
-    about = "one row per attempt, step and scalar"
-    return Table("scalars", about, (_STEP, _ATTEMPT, *own), lambda _wanted: scalar_chunks(run))
+def scalars_table(run: Run) -> Table:
+    """Return the scalars: a row per attempt, step and scalar."""
+
+    def chunks(_wanted: Collection[str]) -> Iterator[Chunk]:
+        for attempt in run.attempts:
+            for source in ("backlight", "user"):
+                for name in run.scalar_names(source):
+                    scalar = run.scalar(name, source, attempt=attempt.index)
+                    S = len(scalar.steps)
+                    columns: dict[str, npt.NDArray[Any]] = {
+                        "step": scalar.steps,
+                        "attempt": np.full(S, attempt.index, dtype=np.int64),
+                        "source": np.full(S, source, dtype=object),
+                        "name": np.full(S, storable(name), dtype=object),
+                        "value": scalar.values,
+                        "unit": np.full(S, scalar.unit, dtype=object),
+                    }
+                    yield Chunk(columns, {column: np.zeros(S, dtype=bool) for column in columns})
+
+    return Table("scalars", "one row per attempt, step and scalar", SCALAR_COLUMNS, chunks)
 
 
-def _events(run: Run) -> Table:
+def _events_table(run: Run) -> Table:
     columns = (
         _STEP,
         _ATTEMPT,
@@ -182,7 +245,7 @@ def _events(run: Run) -> Table:
 
 
 def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
-    """Return the table of what ``findings`` gives when its rows are read."""
+    """Return the table of the findings that ``findings`` returns when its rows are read."""
     columns = (
         TableColumn("rule", TEXT),
         TableColumn("severity", TEXT, "", "info, warning or error"),
@@ -206,24 +269,24 @@ def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
     def rows() -> Iterator[tuple[Any, ...]]:
         for f in findings():
             s = f.subject
-            place = (s.parameter, s.module, s.step, s.rank, s.line, s.verdict, s.phase)
+            subject = (s.parameter, s.module, s.step, s.rank, s.line, s.verdict, s.phase)
             evidence = atomic_json.dump(to_json(f.evidence))
             yield (
-                f.rule, f.severity.value, f.monitor, f.title, f.detail, *place, evidence, f.fix, f.refuted_if,
-                f.version, f.made.value,
+                f.rule, f.severity.value, f.monitor, f.title, f.detail, *subject, evidence, f.fix,
+                f.refuted_if, f.version, f.made.value,
             )  # fmt: skip
 
     return Table("findings", "one row per finding", columns, lambda _wanted: _listed(columns, rows()))
 
 
-def _parameters(run: Run) -> Table:
+def _parameters_table(run: Run) -> Table:
     columns = (
         _PARAMETER,
         TableColumn("shape", TEXT, "", "as 64x32"),
         TableColumn("numel", INTEGER),
         TableColumn("dtype", TEXT),
         TableColumn("device", TEXT),
-        TableColumn("requires_grad", TRUTH),
+        TableColumn("requires_grad", BOOLEAN),
         TableColumn("module", TEXT),
         TableColumn("module_type", TEXT),
         TableColumn("group", TEXT, "", "optimizer/group, null where no optimizer holds it"),
@@ -244,7 +307,7 @@ def _parameters(run: Run) -> Table:
     return Table("parameters", "one row per parameter", columns, lambda _wanted: _listed(columns, rows()))
 
 
-def _attempts(run: Run) -> Table:
+def _attempts_table(run: Run) -> Table:
     columns = (
         _ATTEMPT,
         TableColumn("step_offset", INTEGER, "step", "number of its first step"),
@@ -264,24 +327,108 @@ def _attempts(run: Run) -> Table:
             )  # fmt: skip
 
     return Table(
-        "attempts", "one row per start of the training", columns, lambda _wanted: _listed(columns, rows())
+        "attempts", "one row per start of the run", columns, lambda _wanted: _listed(columns, rows())
     )
 
 
-def _spectra(run: Run) -> Table:
-    kinds = {name: FLOAT for name in SPECTRA_FLOATS} | {name: TEXT for name in SPECTRA_TEXTS}
-    columns = tuple(TableColumn(name, kinds.get(name, INTEGER)) for name in SPECTRA_COLUMNS)
-    meaning = "one row per step, layer and direction of its spectrum"
-    return Table("spectra", meaning, columns, lambda _wanted: spectra_chunks(run))
+_DIRECTION_COLUMNS: Mapping[str, str] = MappingProxyType(
+    {
+        **{f"singular_value{end}": f"singular_value{end}" for end in ("", "_low", "_high")},
+        **{f"spectral_echo{end}": f"echo{end}" for end in ("", "_low", "_high", "_null")},
+        **{name: name for name in ("left_alignment", "right_alignment")},
+        **{f"unbiased{end}": f"unbiased{end}" for end in ("", "_low", "_high")},
+        **{name: name for name in ("residual", "block_echo", "shrunk")},
+    }
+)
+"""Columns with a number per direction, by their field of :data:`backlight.store.format.spectra.FIELDS`."""
+
+_LAYER_COLUMNS: Mapping[str, str] = MappingProxyType(
+    {
+        **{f"stable_rank_{of}": f"stable_rank_{of}" for of in ("weight", "gradient", "update", "momentum")},
+        "noise_sigma": "noise_sigma",
+        "noise_edge": "edge",
+        **{name: name for name in ("signal_share", "noise_scale", "aspect_ratio", "batch")},
+    }
+)
+_LAYER_COUNTS = ("replicates", "identifiable")
+
+
+def spectra_table(run: Run, max_directions: int | None = None) -> Table:
+    """Return the spectra: a row per step, layer and direction, with the numbers of the layer in each row.
+
+    Parameters
+    ----------
+    run
+        The stored run.
+    max_directions
+        Most directions of a layer; by default all that were measured. A layer without a measured direction
+        has one row, for the numbers of the layer, without a direction.
+
+    Raises
+    ------
+    ExportError
+        If ``max_directions`` is not positive, or the run holds no spectra.
+    """
+    if max_directions is not None and max_directions < 1:
+        raise ExportError(f"--max-directions must be at least 1, got {max_directions}")
+    if not spectra.layers(run):
+        raise ExportError(f"{run.path}: holds no spectra, so there are no rows of them; export parameters")
+
+    def chunks(_wanted: Collection[str]) -> Iterator[Chunk]:
+        for layer in spectra.layers(run):
+            by_step = {t.measurement.step: t for t in spectra.tables(run, layer.parameter)}
+            for measurement in spectra.measurements(run, layer.parameter):
+                yield _spectrum_rows(layer, measurement, by_step.get(measurement.step), max_directions)
+
+    columns = (
+        _STEP,
+        _PARAMETER,
+        TableColumn("layer", TEXT, "", "module that the parameter belongs to"),
+        TableColumn("shape", TEXT, "", "as 64x32"),
+        TableColumn("direction", INTEGER, "", "from 0, the strongest first"),
+        *(TableColumn(name, FLOAT, FIELDS[field]) for name, field in _DIRECTION_COLUMNS.items()),
+        *(TableColumn(name, FLOAT, NUMBERS[number]) for name, number in _LAYER_COLUMNS.items()),
+        *(TableColumn(name, INTEGER, NUMBERS[name]) for name in _LAYER_COUNTS),
+    )
+    return Table("spectra", "one row per step, layer and direction of its spectrum", columns, chunks)
+
+
+def _spectrum_rows(layer: Layer, at: Measurement, spectrum: Spectrum | None, most: int | None) -> Chunk:
+    D = 0
+    if spectrum is not None:
+        measured = np.flatnonzero(~np.isnan(spectrum["singular_value"]) | ~np.isnan(spectrum["echo"]))
+        D = int(measured[-1]) + 1 if measured.size else 0
+        D = D if most is None else min(D, most)
+    N = max(1, D)
+    columns: dict[str, npt.NDArray[Any]] = {
+        "step": np.full(N, at.step, dtype=np.int64),
+        "parameter": np.full(N, storable(layer.parameter), dtype=object),
+        "layer": np.full(N, storable(layer.layer), dtype=object),
+        "shape": np.full(N, "x".join(map(str, layer.shape)), dtype=object),
+        "direction": np.arange(N, dtype=np.int64),
+    }
+    void = {name: np.zeros(N, dtype=bool) for name in columns}
+    void["direction"][:] = D == 0
+    for name, field in _DIRECTION_COLUMNS.items():
+        columns[name] = spectrum[field][:N].copy() if spectrum is not None and D else np.full(N, np.nan)
+        void[name] = np.isnan(columns[name])
+    for name, number in _LAYER_COLUMNS.items():
+        columns[name] = np.full(N, at[number])
+        void[name] = np.isnan(columns[name])
+    for name in _LAYER_COUNTS:
+        missing = bool(np.isnan(at[name]))
+        columns[name] = np.full(N, 0 if missing else int(at[name]), dtype=np.int64)
+        void[name] = np.full(N, missing)
+    return Chunk(columns, void)
 
 
 _EMPTY: dict[str, tuple[Any, Any]] = {
-    INTEGER: (0, np.int64), FLOAT: (np.nan, np.float64), TEXT: ("", object), TRUTH: (False, np.bool_)
+    INTEGER: (0, np.int64), FLOAT: (np.nan, np.float64), TEXT: ("", object), BOOLEAN: (False, np.bool_)
 }  # fmt: skip
 
 
 def _listed(columns: Sequence[TableColumn], rows: Iterator[tuple[Any, ...]]) -> Iterator[Chunk]:
-    """Yield rows that are given as tuples, None where there is no value."""
+    """Yield rows given as tuples, None where there is no value, as one chunk."""
     listed = list(rows)
     values: dict[str, npt.NDArray[Any]] = {}
     void: dict[str, npt.NDArray[np.bool_]] = {}

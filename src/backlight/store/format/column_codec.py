@@ -1,4 +1,4 @@
-"""Numbers of one recorded step as bytes, and back: column by column, each as small as it goes without loss.
+"""Encoding of a recorded step as bytes, and back: column by column, as small as possible without loss.
 
 A blob starts with one letter per column and continues with the columns in that order, little-endian:
 
@@ -17,6 +17,8 @@ vector operations per flush and not per step.
 from __future__ import annotations
 
 import itertools
+import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,6 +33,14 @@ Bytes = npt.NDArray[np.uint8]
 
 _WIDTHS = {"f": 4, "d": 8, "b": 1, "h": 2, "i": 4, "q": 8}
 _INTEGER_LETTERS = ("b", "h", "i", "q")
+
+
+_ROW_KEY = struct.Struct("<qqq")
+
+
+def checksum(part: int, step: int, table: int, floats: bytes, integers: bytes) -> int:
+    """Return the CRC-32 over a row: part, step and table as three int64, then its blobs."""
+    return zlib.crc32(integers, zlib.crc32(floats, zlib.crc32(_ROW_KEY.pack(part, step, table))))
 
 
 def encode_floats(values_SPK: Floats) -> list[bytes]:
@@ -77,7 +87,7 @@ def encode_integers(values_SPK: Integers, numel_P: Integers | None = None) -> li
 
 
 def decode_floats(blobs: Sequence[bytes], P: int, K: int, wanted: int) -> Floats:
-    """Return the float column ``wanted`` of ``K`` as ``[S, P]``; a damaged blob passes a RunFormatError."""
+    """Return the float column ``wanted`` of ``K`` as ``[S, P]``; a damaged blob raises a RunFormatError."""
     chunks = []
     for letter, part_SB in _parts(blobs, P, K, wanted, "cfd"):
         if letter == "c":
@@ -95,7 +105,7 @@ def decode_integers(
     Raises
     ------
     RunFormatError
-        If a blob has not the length or the letters that its table asks for.
+        If a blob has another length or other letters than its table requires.
     """
     chunks = []
     for letter, part_SB in _parts(blobs, P, K, wanted, "cnbhiq"):
@@ -112,13 +122,7 @@ def decode_integers(
 
 
 def _parts(blobs: Sequence[bytes], P: int, K: int, wanted: int, allowed: str) -> Iterator[tuple[str, Bytes]]:
-    """Yield letter and bytes ``[S, B]`` of one column for each run of blobs of one layout.
-
-    Raises
-    ------
-    RunFormatError
-        If a blob has not the length or the letters that its table asks for.
-    """
+    """Yield letter and bytes ``[S, B]`` of one column for each run of blobs of one layout."""
     for (head, size), group in itertools.groupby(blobs, key=lambda blob: (blob[:K], len(blob))):
         letters = head.decode("latin-1")
         if len(letters) != K or any(letter not in allowed for letter in letters):

@@ -1,16 +1,20 @@
-"""Arrays in closed HDF5 pieces: how one is laid out, written whole, and read without trusting it.
+"""Arrays in closed HDF5 pieces: layout, compression, writing whole, and reading without trusting the file.
 
 A piece holds one group per (name, shape, type, unit, dims, encoding), called ``a0``, ``a1``, …, with the
-datasets ``steps`` ``[S]`` and ``values`` ``[S, …]``, contiguous and uncompressed or chunked along time and
-compressed (a piece that is not going to be merged any more), and the attributes
-``name`` (as a JSON string, because HDF5 strings cannot hold every character), ``dims`` (JSON list),
-``dtype``, ``unit`` (JSON string), ``encoding``, ``encoding_version`` and ``crc`` (CRC-32 of the two).
+datasets ``steps`` ``[S]`` and ``values`` ``[S, …]`` and the attributes ``name`` (as a JSON string, because
+HDF5 strings cannot hold every character), ``dims`` (JSON list), ``dtype``, ``unit`` (JSON string),
+``encoding``, ``encoding_version`` and ``crc`` (CRC-32 of the two datasets).
+
+Values are contiguous, or, in a piece that is not merged again, chunked along time and compressed:
+neighbouring steps of one array have similar exponents, and their bytes are sorted by significance first.
+``bench/tracking.py`` prints the gain: mantissas of gradients do not compress, signs and exponents do. Only
+filters that are part of every HDF5 build of h5py are written and read: any other may load a plug-in.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,21 +26,72 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight.store.errors import RunFormatError
-from backlight.store.format.hdf5_filters import PLAIN, Filters, problem
 from backlight.store.format.schema import ARRAY_ENCODINGS, FORMAT_VERSION
 from backlight.store.platform import atomic_json
 
-_NAME = re.compile(r"rank-(\d{5,9})-(\d{6})(?:-(\d{6}))?\.h5")
+COMPRESSIONS = ("gzip", "lzf", "none")
+
+CHUNK_BYTES = 1024 * 1024
+"""Size of a chunk; a step larger than this is split along its first axis."""
+
+MAX_CHUNK_STEPS = 16
+"""Steps in a chunk; reading one step back reads so many."""
+
+MIN_COMPRESSED_BYTES = 4096
+"""Smaller arrays stay plain: the index of their chunks would take more than it saves."""
+
+_SHUFFLE, _DEFLATE, _LZF = 2, 1, 32000
+_MAX_RATIO = 1100
+"""Deflate shrinks by 1032 at most; a larger ratio is damage, or meant to exhaust memory."""
+
+
 _KINDS = "biufc"
 
-# Where each name stands in the pieces that were read last: of a thousand arrays only one's groups are opened.
-_REMEMBERED = 64
-_places: OrderedDict[tuple[str, int, int, int], dict[str, list[str]]] = OrderedDict()
+# Groups by array name in the pieces that were read last: of a thousand arrays only one's groups are opened.
+_MAX_INDEXED_PIECES = 64
+_index: OrderedDict[tuple[str, int, int, int], dict[str, list[str]]] = OrderedDict()
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Compression of stored arrays: ``gzip`` with a ``level`` of 0 to 9, ``lzf``, or ``none``.
+
+    Raises
+    ------
+    ValueError
+        If there is no such compression or level.
+    """
+
+    compression: str = "gzip"
+    level: int = 1
+
+    def __post_init__(self) -> None:
+        if self.compression not in COMPRESSIONS:
+            known = ", ".join(COMPRESSIONS)
+            raise ValueError(f"compression {self.compression!r}: expected one of {known}")
+        if not 0 <= self.level <= 9:
+            raise ValueError(f"compression level {self.level}: expected 0 to 9")
+
+    def options(self, shape: tuple[int, ...], itemsize: int) -> dict[str, Any]:
+        """Return the keywords of ``create_dataset`` for an array [S, ...]; empty where it stays plain."""
+        if self.compression == "none" or math.prod(shape) * itemsize < MIN_COMPRESSED_BYTES or len(shape) < 2:
+            return {}
+        options: dict[str, Any] = {
+            "chunks": _chunk_shape(shape, itemsize),
+            "compression": self.compression,
+            "shuffle": itemsize > 1,
+        }
+        if self.compression == "gzip":
+            options["compression_opts"] = self.level
+        return options
+
+
+PLAIN = Filters("none")
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayInfo:
-    """What is known of a stored array apart from its values; ``dims`` names the axes of one step."""
+    """Description of a stored array; ``dims`` names the axes of one step."""
 
     name: str
     dims: tuple[str, ...]
@@ -53,21 +108,6 @@ class Stack:
     info: ArrayInfo
     steps: npt.NDArray[np.int64]
     values: npt.NDArray[Any]
-
-
-def piece_name(rank: int, first: int, last: int | None = None) -> str:
-    """Return the name of a piece, or of one that replaces the pieces ``first`` to ``last``."""
-    span = f"{first:06d}" if last is None or last == first else f"{first:06d}-{last:06d}"
-    return f"rank-{rank:05d}-{span}.h5"
-
-
-def parse_piece(name: str) -> tuple[int, int, int] | None:
-    """Return rank, first and last number of a piece's name, None where it is none."""
-    match = _NAME.fullmatch(name)
-    if match is None:
-        return None
-    rank, first, last = match.groups()
-    return int(rank), int(first), int(last or first)
 
 
 def write_piece(path: Path, stacks: Iterable[Stack], filters: Filters = PLAIN) -> None:
@@ -103,10 +143,8 @@ def write_piece(path: Path, stacks: Iterable[Stack], filters: Filters = PLAIN) -
 def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) -> Iterator[Stack]:
     """Yield what a piece holds under the name ``wanted``, or all; without ``values`` they stay empty.
 
-    Only plain numbers are read: no filter but those of :mod:`backlight.store.format.hdf5_filters` (others
-    may load
-    plug-ins), no links, no external or virtual storage, and nothing whose stated size is not really in the
-    file.
+    Only plain numbers are read: no filter but shuffle, gzip and lzf (others may load plug-ins), no links, no
+    external or virtual storage, and nothing whose stated size is not really in the file.
 
     Raises
     ------
@@ -119,17 +157,17 @@ def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) ->
         with h5py.File(path, "r", locking=False) as file:
             if file.attrs.get("kind") != "backlight arrays":
                 raise RunFormatError(f"{path}: is HDF5, but not a piece of arrays that backlight wrote")
-            which = path.stat()
-            identity = (str(path), which.st_ino, which.st_mtime_ns, which.st_size)
-            places = _places.get(identity) if wanted is not None else None
-            seen: dict[str, list[str]] = {}
-            keys = sorted(file, key=lambda k: (len(k), k)) if places is None else places.get(str(wanted), [])
+            stat = path.stat()
+            identity = (str(path), stat.st_ino, stat.st_mtime_ns, stat.st_size)
+            known = _index.get(identity) if wanted is not None else None
+            groups: dict[str, list[str]] = {}
+            keys = sorted(file, key=lambda k: (len(k), k)) if known is None else known.get(str(wanted), [])
             for key in keys:
                 if not isinstance(file.get(key, getlink=True), h5py.HardLink):
                     raise RunFormatError(f"{path}: {key!r} is a link; backlight writes none")
                 group = file[key]
                 info = _info(path, group)
-                seen.setdefault(info.name, []).append(key)
+                groups.setdefault(info.name, []).append(key)
                 if wanted is not None and info.name != wanted:
                     continue
                 steps = _plain(path, group, "steps").astype(np.int64)
@@ -137,20 +175,18 @@ def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) ->
                 if steps.ndim != 1 or len(found) != len(steps):
                     raise RunFormatError(f"{path}: {key!r} holds {found.shape} for {steps.shape} steps")
                 if values and _checksum(steps.astype("<i8"), found) != int(group.attrs["crc"]):
-                    raise RunFormatError(
-                        f"{path}: the checksum of array {info.name!r} is wrong; it is damaged"
-                    )
+                    raise RunFormatError(f"{path}: checksum of array {info.name!r} is wrong; it is damaged")
                 yield Stack(info, steps, found)
-            if places is None:
-                _places[identity] = seen
-                while len(_places) > _REMEMBERED:
-                    _places.popitem(last=False)
+            if known is None:
+                _index[identity] = groups
+                while len(_index) > _MAX_INDEXED_PIECES:
+                    _index.popitem(last=False)
     except (OSError, KeyError, ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise RunFormatError(f"{path}: cannot be read as a piece of arrays: {error}") from error
 
 
 def decoded(info: ArrayInfo, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return values as numpy can compute with them: bfloat16 becomes float32, exactly.
+    """Return values in a type of numpy: bfloat16 becomes float32, exactly.
 
     Raises
     ------
@@ -166,7 +202,7 @@ def decoded(info: ArrayInfo, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def stacked(items: Sequence[tuple[ArrayInfo, int, npt.NDArray[Any]]]) -> list[Stack]:
-    """Put arrays of one kind and shape together, keeping their order."""
+    """Stack arrays of one kind and shape, keeping their order."""
     groups: dict[tuple[ArrayInfo, tuple[int, ...]], list[tuple[int, npt.NDArray[Any]]]] = {}
     for info, step, values in items:
         groups.setdefault((info, values.shape), []).append((step, values))
@@ -208,7 +244,7 @@ def _plain(path: Path, group: Any, key: str) -> npt.NDArray[Any]:
     dataset = group[key] if isinstance(group.get(key, getlink=True), h5py.HardLink) else None
     if not isinstance(dataset, h5py.Dataset) or dataset.dtype.kind not in _KINDS or dataset.shape is None:
         raise RunFormatError(f"{path}: {group.name}/{key} holds no plain numbers")
-    if wrong := problem(dataset, path.stat().st_size):
+    if wrong := _problem(dataset, path.stat().st_size):
         msg = f"{path}: {group.name}/{key} {wrong}; it is not stored plainly, or damaged"
         raise RunFormatError(f"{msg}: backlight did not write it so")
     return np.asarray(dataset[()])
@@ -217,3 +253,38 @@ def _plain(path: Path, group: Any, key: str) -> npt.NDArray[Any]:
 def _checksum(steps: npt.NDArray[Any], values: npt.NDArray[Any]) -> int:
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     return zlib.crc32(data, zlib.crc32(np.ascontiguousarray(steps)))  # type: ignore[arg-type]  # a buffer
+
+
+def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Return the shape of a chunk for an array [S, ...]: even shares of its steps, hardly any padding."""
+    steps, row = shape[0], math.prod(shape[1:]) * itemsize
+    most = max(1, min(MAX_CHUNK_STEPS, CHUNK_BYTES // max(row, 1)))
+    chunk = -(-steps // -(-steps // most))
+    if row <= CHUNK_BYTES or len(shape) < 2:
+        return (chunk, *shape[1:])
+    parts = min(shape[1], -(-row // CHUNK_BYTES))
+    return (chunk, -(-shape[1] // parts), *shape[2:])
+
+
+def _problem(dataset: Any, file_size: int) -> str:
+    """Return why ``dataset`` is not stored as backlight stores arrays; empty where it is."""
+    import h5py  # noqa: PLC0415 - see write_piece
+
+    layout = dataset.id.get_create_plist()
+    size = math.prod(dataset.shape) * dataset.dtype.itemsize
+    stored = dataset.id.get_storage_size()
+    if layout.get_external_count() or stored > file_size:
+        return "lies outside of the file"
+    if layout.get_layout() == h5py.h5d.CONTIGUOUS:
+        return "" if stored == size and not layout.get_nfilters() else "has less in the file than it states"
+    if layout.get_layout() != h5py.h5d.CHUNKED:
+        return "is not stored plainly"
+    filters = {layout.get_filter(i)[0] for i in range(layout.get_nfilters())}
+    if not filters <= {_SHUFFLE, _DEFLATE, _LZF}:
+        return f"uses filters {sorted(filters)}, of which backlight writes only shuffle, gzip and lzf"
+    if size > _MAX_RATIO * stored:
+        return f"states {size} bytes for {stored} in the file"
+    expected = math.prod(-(-n // c) for n, c in zip(dataset.shape, dataset.chunks, strict=True))
+    if dataset.id.get_num_chunks() != expected:
+        return f"has {dataset.id.get_num_chunks()} of {expected} chunks"
+    return ""

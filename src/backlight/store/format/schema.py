@@ -1,8 +1,8 @@
-"""The format of a run directory as one table: every series, its columns, units and how ranks join.
+"""The format of a run directory as tables: every series, its columns, units, how ranks join, SQL.
 
-A series row is one recorded step: a float64 blob ``[P, floats]`` and an int64 blob ``[P, ints]``,
-with the id of the table that names its P rows. Everything that reads or writes numbers goes by
-this table; a change to it is a new ``FORMAT_VERSION`` with a migration.
+A series row is one recorded step: a float64 blob ``[P, floats]`` and an int64 blob ``[P, ints]``, with the id
+of the parameter table that names its P rows. Everything that reads or writes numbers goes by these tables; a
+change to them is a new ``FORMAT_VERSION``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import enum
 from dataclasses import dataclass
 
 FORMAT_VERSION = 1
-"""Format that this release writes."""
-
-OLDEST_READABLE = 1
-"""Oldest format that this release still reads."""
+"""Format that this release writes, and the only one that it reads."""
 
 
 class Join(enum.StrEnum):
-    """How the values of one parameter on several ranks become one value."""
+    """How the values of one parameter on several ranks become one value. MAX keeps NaN."""
 
     ROOT_SUM_SQUARES = "root_sum_squares"
     MAX = "max"
@@ -27,7 +24,7 @@ class Join(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One number per row of a series. ``max`` keeps NaN: a NaN on one rank is a NaN."""
+    """One number per row of a series."""
 
     name: str
     unit: str
@@ -38,7 +35,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A column that is not stored: ``kind`` names the formula, see the reader."""
+    """A column that is not stored but computed by the reader."""
 
     name: str
     unit: str
@@ -142,13 +139,13 @@ SCALARS: dict[str, ScalarSchema] = {
         ScalarSchema("lr", "1", "learning rate; one scalar lr/<optimizer>/<group> per group"),
         ScalarSchema("total_norm", "gradient", "L2 norm over all parameters, each tensor once"),
         ScalarSchema("reduced/total_norm", "gradient", "total norm joined over ranks by reduce, on rank 0"),
-        ScalarSchema("clip/norm", "gradient", "total norm that clipping saw, before it"),
+        ScalarSchema("clip/norm", "gradient", "total norm before clipping"),
         ScalarSchema("clip/limit", "gradient", "max_norm (or the clip value) in use"),
         ScalarSchema("clip/factor", "1", "factor that clipping applied; 1 where inactive"),
-        ScalarSchema("clip/by_total", "1", "1 where clipping saw the total norm of all shards, else absent"),
+        ScalarSchema("clip/by_total", "1", "1 where clipping used the total norm of all shards, else absent"),
         ScalarSchema("scaler/scale", "1", "loss scale that the gradients were divided by"),
         ScalarSchema("scaler/skipped", "1", "1 where the scaler skipped the step, else 0"),
-        ScalarSchema("batch", "1", "index of the last batch that a DataLoader gave"),
+        ScalarSchema("batch", "1", "index of the last batch from a DataLoader"),
         ScalarSchema("backwards", "1", "backward passes in the step (accumulation)"),
         ScalarSchema("backwards_seen", "1", "backward passes since watching began; ranks are aligned by it"),
         ScalarSchema("cost", "s", "host time that backlight spent in the step"),
@@ -162,6 +159,40 @@ SCALARS: dict[str, ScalarSchema] = {
 ARRAY_ENCODINGS: dict[str, int] = {"plain": 1, "bf16": 1}
 """Encodings of a stored array with the version that this release writes.
 
-``plain`` is the array as it is; ``bf16`` are the 16 bits of bfloat16 in uint16, because HDF5 and
-numpy know no such type.
+``plain`` is the array as it is; ``bf16`` are the 16 bits of bfloat16 in uint16: HDF5 and numpy have no such
+type.
 """
+
+DATABASE_KIND = "backlight rank database"
+
+TABLES: dict[str, str] = {
+    "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "parameter_table": "CREATE TABLE parameter_table (id INTEGER PRIMARY KEY, json TEXT NOT NULL)",
+    "scalar_name": "CREATE TABLE scalar_name (id INTEGER PRIMARY KEY, source TEXT NOT NULL,"
+    " name TEXT NOT NULL)",
+    "scalar": "CREATE TABLE scalar (id INTEGER PRIMARY KEY, name INTEGER NOT NULL, step INTEGER NOT NULL,"
+    " value REAL)",
+    "event": "CREATE TABLE event (id INTEGER PRIMARY KEY, step INTEGER, time REAL NOT NULL,"
+    " kind TEXT NOT NULL, payload TEXT NOT NULL)",
+    "finding": "CREATE TABLE finding (id INTEGER PRIMARY KEY, time REAL NOT NULL, json TEXT NOT NULL)",
+    **{
+        f"series_{name}": f"CREATE TABLE series_{name} (id INTEGER PRIMARY KEY, part INTEGER NOT NULL,"
+        " step INTEGER NOT NULL, parameters INTEGER NOT NULL, crc INTEGER NOT NULL, floats BLOB NOT NULL,"
+        " ints BLOB NOT NULL)"
+        for name in SERIES
+    },
+}
+"""Every table of a database. A NULL in ``scalar.value`` is a NaN that was logged: SQLite has no NaN."""
+
+COUNTED = tuple(name for name in TABLES if name != "meta")
+"""Tables whose rows only grow; the highest id of each is how far a file goes."""
+
+
+def unit_of_scalar(name: str, source: str = "backlight") -> str:
+    """Return the unit of a scalar; that of the user's scalars is not known and reads as ``1``."""
+    schema = SCALARS.get(name) or SCALARS.get(name.split("/", maxsplit=1)[0])
+    return schema.unit if schema is not None and source == "backlight" else "1"
+
+
+WATCHDOG_RANK = -1
+"""Rank of the watchdog's events and findings for a reader: they belong to no rank."""

@@ -1,11 +1,10 @@
-"""How the spectra of a run are stored, and how they are read back: one table per layer and step.
+"""Stored form of gradient spectra; :mod:`backlight.store.read.spectra` reads it back.
 
-Two arrays per layer and step hold what has a number per direction: ``spectra/<parameter>/singular_values``
-``[R, J]``, descending in each replicate, and ``spectra/<parameter>/directions`` ``[fields, K]``, whose rows
-are named in an event ``spectra``, once per layer. An array for each of those rows would make a run of many
-layers slow to read. Numbers of the whole layer are scalars ``spectra/<parameter>/<name>`` and stand together
-in the event ``spectra_measured``, which is also what says that a layer was measured at a step. This is here
-because the report, the export and the rules of the monitor all read it, and none may know another. No torch.
+Two arrays per layer and step hold the numbers per direction: ``spectra/<parameter>/singular_values`` ``[R,
+J]``, descending in each replicate, and ``spectra/<parameter>/directions`` ``[fields, K]``, whose rows are
+named in an event ``spectra``, once per layer: an array for each row would make a run of many layers slow to
+read. Numbers of the whole layer are scalars ``spectra/<parameter>/<name>`` and also one event
+``spectra_measured``, which marks that a layer was measured at a step.
 
 R replicates, D = min(rows, columns) directions, of which the K strongest were measured.
 """
@@ -13,16 +12,12 @@ R replicates, D = min(rows, columns) directions, of which the K strongest were m
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from backlight.store.read.run import Run
 
 PREFIX = "spectra"
 LAYER, LEFT_OUT, MEASURED = "spectra", "spectra_left_out", "spectra_measured"
@@ -56,9 +51,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
         "solver_residual": "1",
     }
 )
-"""What is stored of each direction, with its unit.
-
-See :class:`backlight.measure.spectra.measurement.SpectralEcho`.
+"""Numbers of each direction, with their units; see :class:`backlight.measure.spectra.measurement.SpectralEcho`.
 
 ``singular_value``, ``alignment_score``, ``ambiguity`` and ``solver_residual`` are medians over the
 replicates, ``_low`` and ``_high`` bound an interval, ``unbiased`` is the diagonal, and ``block`` numbers the
@@ -84,7 +77,7 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
         "drift_directions": "1",
     }
 )
-"""What is stored of a whole layer, with its unit. ``batch`` is the samples of one replicate, ``noise_scale``
+"""Numbers of a whole layer, with their units. ``batch`` is the samples of one replicate, ``noise_scale``
 in that unit; ``stable_rank_gradient`` is that of the mean over the replicates. ``drift_left`` and
 ``drift_right`` are the mean squared cosines between the subspaces of the ``drift_directions`` strongest
 directions of that mean and those of the step before that was measured. NaN where not measured."""
@@ -107,7 +100,7 @@ class Layer:
     rows, columns
         Of the matrix.
     index
-        Its place in the model.
+        Its position in the model.
     """
 
     parameter: str
@@ -131,7 +124,7 @@ class Measurement:
     Attributes
     ----------
     parameter, step
-        Which layer and global step.
+        The layer and the global step.
     numbers
         By the names of :data:`NUMBERS`, all of them; NaN where not measured.
     method, estimator
@@ -154,12 +147,12 @@ class Measurement:
     @property
     def identifiable(self) -> int:
         """Number of directions that can be found in one replicate."""
-        return _count(self.numbers["identifiable"])
+        return _whole(self.numbers["identifiable"])
 
     @property
     def replicates(self) -> int:
         """R."""
-        return _count(self.numbers["replicates"])
+        return _whole(self.numbers["replicates"])
 
 
 @dataclass(frozen=True)
@@ -169,7 +162,7 @@ class Table:
     Attributes
     ----------
     layer, measurement
-        What it is of.
+        The layer, and its numbers at the step.
     singular_values
         ``[R, D]``, descending in each replicate, NaN where not measured.
     fields
@@ -186,153 +179,5 @@ class Table:
         return self.fields[name]
 
 
-def layers(run: Run) -> tuple[Layer, ...]:
-    """Return the layers of a run in the order of the model, as they were described last."""
-    return _stated(run).layers
-
-
-def left_out(run: Run) -> dict[str, str]:
-    """Return the parameters that are not measured, with the reason."""
-    return {str(e.payload["parameter"]): str(e.payload["reason"]) for e in run.events(LEFT_OUT)}
-
-
-def measurements(run: Run, parameter: str | None = None) -> tuple[Measurement, ...]:
-    """Return what was measured, of one layer or of all, by step; a later attempt counts where two did."""
-    stated = _stated(run)
-    return stated.measurements if parameter is None else stated.of.get(parameter, ())
-
-
-def steps(run: Run, parameter: str) -> NDArray[np.int64]:
-    """Return the global steps at which a layer was measured, ascending."""
-    return np.array([one.step for one in measurements(run, parameter)], dtype=np.int64)
-
-
-def tables(run: Run, parameter: str) -> tuple[Table, ...]:
-    """Return the tables of a layer, by step; a step whose arrays were lost is left out.
-
-    Raises
-    ------
-    KeyError
-        If the run has no such layer.
-    """
-    known = {layer.parameter: layer for layer in layers(run)}
-    if parameter not in known:
-        raise KeyError(f"{run.path}: no spectra of {parameter!r}; there are {', '.join(known) or 'none'}")
-    layer = known[parameter]
-    names = _stated(run).fields[parameter]
-    values = _by_step(run, f"{PREFIX}/{parameter}/singular_values")
-    directions = _by_step(run, f"{PREFIX}/{parameter}/directions")
-    return tuple(
-        Table(
-            layer,
-            one,
-            _padded(values[one.step], layer.directions),
-            MappingProxyType(_fields(names, directions[one.step], layer.directions)),
-        )
-        for one in measurements(run, parameter)
-        if one.step in values and one.step in directions
-    )
-
-
-def table(run: Run, step: int, parameter: str) -> Table:
-    """Return the table of a layer at a step.
-
-    Raises
-    ------
-    KeyError
-        If the run has no such layer, or it was not measured at that step.
-    """
-    found = {one.measurement.step: one for one in tables(run, parameter)}
-    if step not in found:
-        there = ", ".join(map(str, found)) or "none"
-        raise KeyError(f"{run.path}: {parameter!r} was not measured at step {step}; it was at {there}")
-    return found[step]
-
-
-def _layer(payload: Mapping[str, Any]) -> Layer:
-    return Layer(
-        parameter=str(payload["parameter"]),
-        layer=str(payload.get("layer", "")),
-        shape=tuple(int(n) for n in payload.get("shape", ())),
-        split_of=str(payload.get("split_of", "")),
-        rows=int(payload["rows"]),
-        columns=int(payload["columns"]),
-        index=int(payload.get("index", 0)),
-    )
-
-
-def _measurement(step: int, payload: Mapping[str, Any]) -> Measurement:
-    given = payload.get("numbers", {})
-    return Measurement(
-        parameter=str(payload["parameter"]),
-        step=step,
-        numbers=MappingProxyType({name: float(given.get(name, math.nan)) for name in NUMBERS}),
-        method=str(payload.get("method", "")),
-        estimator=str(payload.get("estimator", "")),
-        blocks=tuple((int(begin), int(end)) for begin, end in payload.get("blocks", ())),
-    )
-
-
-@dataclass(frozen=True)
-class _Stated:
-    """What the events of a run say, read once."""
-
-    layers: tuple[Layer, ...]
-    fields: Mapping[str, tuple[str, ...]]
-    measurements: tuple[Measurement, ...]
-    of: Mapping[str, tuple[Measurement, ...]]
-
-
-# A run is what it was when it was opened; to parse its events for every layer would cost their square.
-_known: weakref.WeakKeyDictionary[Run, _Stated] = weakref.WeakKeyDictionary()
-
-
-def _stated(run: Run) -> _Stated:
-    if run not in _known:
-        described: dict[str, Layer] = {}
-        fields: dict[str, tuple[str, ...]] = {}
-        for event in run.events(LAYER):
-            layer = _layer(event.payload)
-            described[layer.parameter] = layer
-            # As they were written: a later release may know more of them.
-            fields[layer.parameter] = tuple(str(name) for name in event.payload.get("fields", FIELDS))
-        found: dict[tuple[int, str], Measurement] = {}
-        for event in run.events(MEASURED):
-            if event.step is not None:
-                one = _measurement(event.step, event.payload)
-                found[one.step, one.parameter] = one
-        by_step = tuple(found[key] for key in sorted(found, key=lambda key: key[0]))
-        of: dict[str, list[Measurement]] = {}
-        for one in by_step:
-            of.setdefault(one.parameter, []).append(one)
-        _known[run] = _Stated(
-            tuple(sorted(described.values(), key=lambda layer: layer.index)),
-            fields,
-            by_step,
-            {parameter: tuple(those) for parameter, those in of.items()},
-        )
-    return _known[run]
-
-
-def _fields(names: tuple[str, ...], stored: NDArray[Any], D: int) -> dict[str, NDArray[np.float64]]:
-    missing = np.full(D, np.nan)
-    missing.flags.writeable = False
-    by_name = dict(zip(names, _padded(stored, D), strict=False))
-    return {name: by_name.get(name, missing) for name in FIELDS}
-
-
-def _by_step(run: Run, name: str) -> dict[int, NDArray[Any]]:
-    at, values = run.array(name)
-    return dict(zip(at.tolist(), values, strict=True))
-
-
-def _padded(stored: NDArray[Any], D: int) -> NDArray[np.float64]:
-    out = np.full((len(stored), D), np.nan)
-    width = min(D, stored.shape[1])
-    out[:, :width] = stored[:, :width]
-    out.flags.writeable = False
-    return out
-
-
-def _count(value: float) -> int:
+def _whole(value: float) -> int:
     return 0 if math.isnan(value) else int(value)

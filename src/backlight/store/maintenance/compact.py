@@ -1,8 +1,8 @@
-"""Tidying a run that nobody writes any more: fewer, closed files, and a manifest that says how it ended.
+"""Compaction of a run that no process writes any more: fewer, closed files, and a manifest with its end.
 
-Each step leaves a run that opens: SQLite itself moves a log into its file, a new file is complete
-before it is renamed, a merged file says in its name which ones it replaces, and those go last. Interrupted
-at any point, compaction can simply be run again.
+Each step leaves a run that opens: SQLite itself moves a log into its file, a new file is complete before it
+is renamed, the name of a merged file says which ones it replaces, and those are removed last. After an
+interruption at any point, compaction can be run again.
 """
 
 from __future__ import annotations
@@ -15,20 +15,27 @@ from pathlib import Path
 
 from backlight.records import RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
-from backlight.store.format.hdf5_filters import Filters
-from backlight.store.format.hdf5_pieces import merged, parse_piece, piece_name, read_piece, write_piece
+from backlight.store.format.hdf5_pieces import Filters, merged, read_piece, write_piece
 from backlight.store.format.manifest import Manifest, Progress, read_manifest
-from backlight.store.format.schema import SERIES
+from backlight.store.format.names import (
+    ARRAYS,
+    database_name,
+    document_name,
+    parse_database,
+    parse_piece,
+    piece_name,
+    pieces,
+    segment_name,
+    unmerged,
+    watchdog_files,
+)
+from backlight.store.format.schema import COUNTED, SERIES
 from backlight.store.platform import atomic_json
-from backlight.store.platform.lock import locked
-from backlight.store.read.arrays import pieces
-from backlight.store.read.attempt import OpenedAttempt, open_attempt
-from backlight.store.read.snapshot import Snapshot, beside, size_of
-from backlight.store.write.arrays import ROLL_SIZE
-from backlight.store.write.attempt import document_name
-from backlight.store.write.database import COUNTED, PAGE_SIZE, connect, create_tables
-from backlight.store.write.segments import bring, current, parse_name, segment_name
-from backlight.store.write.watchdog import watchdog_files
+from backlight.store.platform.filesystem import locked
+from backlight.store.read.attempt_files import AttemptFiles, open_attempt
+from backlight.store.read.snapshot import Snapshot, sibling, size_of
+from backlight.store.write.arrays import MAX_MERGED_BYTES
+from backlight.store.write.database import PAGE_BYTES, connect, create_tables
 
 __all__ = ["Compaction", "compact"]
 
@@ -37,7 +44,7 @@ _SHARED = ("parameter_table", "scalar_name")
 
 @dataclass(slots=True)
 class Compaction:
-    """What compaction did: bytes before and after, and in words what it found."""
+    """Result of a compaction: bytes before and after, and notes for the user."""
 
     before: int = 0
     after: int = 0
@@ -45,24 +52,24 @@ class Compaction:
 
 
 def compact(path: str | Path, *, every: int | None = None, force: bool = False) -> Compaction:
-    """Tidy the run at ``path``: after a kill, or to save space.
+    """Compact the run at ``path``: after a kill, or to save space.
 
     Parameters
     ----------
     every:
-        Keep only every Nth recorded step of each series; None keeps all. Scalars, events and
-        findings always stay.
+        Keep only every Nth recorded step of each series; None keeps all. Scalars, events and findings always
+        stay.
     force:
-        Also where it cannot be told from this machine whether the writer still lives.
+        Also where it is not observable from this machine whether the writer still lives.
 
     Raises
     ------
     RunExistsError
         If a process writes the run, or may do so.
     RunWriteError
-        If the file system does not let us; what is there then still opens.
+        If the file system refuses; the run then still opens.
     ValueError
-        If ``every`` is not positive. A folder that is no run passes a RunFormatError through.
+        If ``every`` is not positive. A folder that is no run raises a RunFormatError.
     """
     path = Path(path)
     if every is not None and every < 1:
@@ -86,7 +93,7 @@ def compact(path: str | Path, *, every: int | None = None, force: bool = False) 
     return result
 
 
-def _refuse_running(path: Path, attempt: OpenedAttempt, *, force: bool) -> None:
+def _refuse_running(path: Path, attempt: AttemptFiles, *, force: bool) -> None:
     for rank, progress in attempt.progress.items():
         status = progress.status_now()
         who = f"rank {rank} of attempt {attempt.entry.index} (process {progress.process.pid}"
@@ -94,12 +101,12 @@ def _refuse_running(path: Path, attempt: OpenedAttempt, *, force: bool) -> None:
         if status is RunStatus.RUNNING:
             raise RunExistsError(f"{path}: {who} is still writing; compact the run when it has ended")
         if status is RunStatus.UNKNOWN and progress.status is RunStatus.RUNNING and not force:
-            msg = f"{path}: it cannot be told from here whether {who} still writes"
+            msg = f"{path}: whether {who} still writes is not observable from here"
             raise RunExistsError(f"{msg}; compact the run there, or force it")
 
 
 def _compact_attempt(
-    path: Path, attempt: OpenedAttempt, manifest: Manifest, every: int | None, result: Compaction
+    path: Path, attempt: AttemptFiles, manifest: Manifest, every: int | None, result: Compaction
 ) -> None:
     folder = attempt.folder
     if not folder.is_dir():
@@ -107,11 +114,11 @@ def _compact_attempt(
     _sweep(folder)
     for watchdog in watchdog_files(folder):
         try:
-            if beside(watchdog, "-wal").exists():
+            if sibling(watchdog, "-wal").exists():
                 Snapshot(watchdog)
                 _fold_log(watchdog)
         except (RunFormatError, RunWriteError) as error:
-            # A watchdog may outlive what it watched, and its file stands for itself.
+            # A watchdog may outlive the process that it watched, and its file is independent of the others.
             result.notes.append(str(error))
     for rank, progress in attempt.progress.items():
         _recover_local(folder, rank, progress, manifest.run_id, result)
@@ -123,14 +130,14 @@ def _compact_attempt(
 
 
 def _recover_local(folder: Path, rank: int, progress: Progress, run_id: str, result: Compaction) -> None:
-    """Bring in what a killed writer on network storage had not yet published from its local disk."""
+    """Publish the rows that a killed writer on network storage had only on its local disk."""
     if not progress.local:
         return
     local = Path(progress.local)
-    source = local / f"rank-{rank:05d}.db"
+    source = local / database_name(rank)
     if progress.process.host != socket.gethostname() or not source.is_file():
         result.notes.append(
-            f"{source} on {progress.process.host} is not here; what is in it is not brought in"
+            f"{source} on {progress.process.host} does not exist here; its rows are not recovered"
         )
         return
     try:
@@ -142,24 +149,30 @@ def _recover_local(folder: Path, rank: int, progress: Progress, run_id: str, res
         result.notes.append(f"{source} belongs to another run and is left alone")
         return
     _fold_log(source)
-    taken = [span for p in folder.iterdir() if (span := parse_name(p.name)) is not None and span[0] == rank]
-    bring(source, folder / segment_name(rank, max((last for _, _, last in taken), default=-1) + 1))
+    taken = [
+        span for p in folder.iterdir() if (span := parse_database(p.name)) is not None and span[0] == rank
+    ]
+    atomic_json.copy_atomically(
+        source, folder / segment_name(rank, max((last for _, _, last in taken), default=-1) + 1)
+    )
     progress.local = ""
-    # The folder's name came from the manifest: nothing but this file and an empty folder is removed.
+    # The manifest is untrusted: nothing but this file and an empty folder is removed.
     source.unlink()
     with contextlib.suppress(OSError):
         local.rmdir()
-    result.notes.append(f"brought in {source}")
+    result.notes.append(f"recovered {source}")
 
 
 def _databases(folder: Path, rank: int, every: int | None, result: Compaction) -> None:
-    """Make one closed database of those of a rank."""
-    found = {p.name: s for p in folder.iterdir() if (s := parse_name(p.name)) is not None and s[0] == rank}
-    names = current((name, *span) for name, span in found.items())
+    """Merge the databases of a rank into one closed file."""
+    found = {
+        p.name: s for p in folder.iterdir() if (s := parse_database(p.name)) is not None and s[0] == rank
+    }
+    names = unmerged(found.items())
     for name in set(found) - set(names):
         (folder / name).unlink()
     for group in ([n for n in names if found[n][1] < 0], [n for n in names if found[n][1] >= 0]):
-        logs = [name for name in group if beside(folder / name, "-wal").exists()]
+        logs = [name for name in group if sibling(folder / name, "-wal").exists()]
         if not group or (len(group) == 1 and not logs and every is None):
             continue
         spans = [found[name] for name in group]
@@ -178,49 +191,35 @@ def _databases(folder: Path, rank: int, every: int | None, result: Compaction) -
 
 
 def _fold_log(path: Path) -> None:
-    """Let SQLite move a log into its file; only then may the file be replaced by another one.
-
-    Raises
-    ------
-    RunWriteError
-        If another program has the file open.
-    """
-    connection = connect(path)
+    """Let SQLite move a log into its file; only then may the file be replaced by another one."""
     try:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        mode = connection.execute("PRAGMA journal_mode = DELETE").fetchone()[0]
+        with contextlib.closing(connect(path)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            mode = connection.execute("PRAGMA journal_mode = DELETE").fetchone()[0]
     except sqlite3.OperationalError as error:
-        raise RunWriteError(f"{path}: is in use: {error}; close what reads it and try again") from error
-    finally:
-        connection.close()
-    if mode != "delete" or size_of(beside(path, "-wal")):
+        raise RunWriteError(f"{path}: is in use: {error}; close its readers and try again") from error
+    if mode != "delete" or size_of(sibling(path, "-wal")):
         raise RunWriteError(f"{path}: is in use by another program; close it and try again")
 
 
 def _merge(folder: Path, names: list[str], whole: str, every: int | None) -> None:
-    """Copy the rows of closed databases into a new one and put it in the place of the first.
-
-    Raises
-    ------
-    sqlite3.DatabaseError
-        If a source lacks rows: copying what is left would hide the loss.
-    """
+    """Copy the rows of closed databases into a new one; a source that lacks rows is refused."""
     temporary = atomic_json.temporary_name(folder / whole)
     temporary.unlink(missing_ok=True)
     connection = connect(temporary)
     try:
-        connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute("PRAGMA journal_mode = OFF")
         connection.execute("PRAGMA synchronous = OFF")
-        places = [f"{(folder / name).absolute().as_uri()}?mode=ro" for name in names]
+        sources = [f"{(folder / name).absolute().as_uri()}?mode=ro" for name in names]
         kept: dict[str, set[int]] = {f"series_{series}": set() for series in SERIES}
-        for i, place in enumerate(places):
-            connection.execute("ATTACH ? AS source", (place,))
+        for i, source in enumerate(sources):
+            connection.execute("ATTACH ? AS source", (source,))
             if i == 0:
                 create_tables(connection, dict(connection.execute("SELECT key, value FROM source.meta")))
             for table in COUNTED:
                 count, last = connection.execute(f"SELECT count(*), max(id) FROM source.{table}").fetchone()
-                if count != (last or 0):
+                if count != (last or 0):  # copying the others would hide the loss
                     raise sqlite3.DatabaseError(f"{names[i]} lacks rows of table {table}")
             for table, steps in kept.items() if every is not None else ():
                 steps.update(row[0] for row in connection.execute(f"SELECT step FROM source.{table}"))
@@ -229,8 +228,8 @@ def _merge(folder: Path, names: list[str], whole: str, every: int | None) -> Non
         for table, steps in kept.items():
             rows = [(table, step) for step in sorted(steps)[:: every or 1]]
             connection.executemany("INSERT INTO kept VALUES (?, ?)", rows)
-        for place in places:
-            connection.execute("ATTACH ? AS source", (place,))
+        for source in sources:
+            connection.execute("ATTACH ? AS source", (source,))
             connection.execute("BEGIN")
             for table in COUNTED:
                 _copy_rows(connection, table, thin=every is not None and table in kept)
@@ -248,7 +247,7 @@ def _merge(folder: Path, names: list[str], whole: str, every: int | None) -> Non
 
 
 def _copy_rows(connection: sqlite3.Connection, table: str, *, thin: bool) -> None:
-    """Append the rows of ``source.table`` under new ids without a gap; what is referred to keeps its ids."""
+    """Append the rows of ``source.table`` under new ids without gaps; shared tables keep theirs."""
     columns = [row[1] for row in connection.execute(f"PRAGMA source.table_info({table})")]
     # Segments repeat the tables that their rows refer to, with the same ids.
     named = ", ".join(column for column in columns if table in _SHARED or column != "id")
@@ -260,8 +259,8 @@ def _copy_rows(connection: sqlite3.Connection, table: str, *, thin: bool) -> Non
 
 
 def _pieces(folder: Path, rank: int, result: Compaction) -> None:
-    """Merge neighbouring pieces of arrays up to the size at which pieces roll."""
-    arrays = folder / "arrays"
+    """Merge neighbouring pieces of arrays up to the largest size."""
+    arrays = folder / ARRAYS
     if not arrays.is_dir():
         return
     _sweep(arrays)
@@ -272,7 +271,7 @@ def _pieces(folder: Path, rank: int, result: Compaction) -> None:
             path.unlink()
     group: list[Path] = []
     for piece in [*mine, None]:
-        if piece is not None and sum(p.stat().st_size for p in [*group, piece]) <= ROLL_SIZE:
+        if piece is not None and sum(p.stat().st_size for p in [*group, piece]) <= MAX_MERGED_BYTES:
             group.append(piece)
             continue
         if len(group) > 1:
@@ -289,19 +288,19 @@ def _pieces(folder: Path, rank: int, result: Compaction) -> None:
 
 
 def _finish(path: Path, folder: Path, rank: int, progress: Progress) -> None:
-    """State how the attempt ended, and the last rows of the files as they are now."""
+    """Set how the attempt ended, and the last rows of the files as they are now."""
     if progress.status is RunStatus.RUNNING:
         progress.status = RunStatus.KILLED
         progress.ended = progress.updated
     files: dict[str, dict[str, int]] = {}
     for child in sorted(folder.iterdir()):
-        span = parse_name(child.name)
+        span = parse_database(child.name)
         if span is not None and span[0] == rank:
             try:
                 snapshot = Snapshot(child)
                 rows = {t: snapshot.rows(f"SELECT max(id) FROM {t}")[0][0] for t in COUNTED}
             except RunFormatError:
-                # What was stated of a damaged file stays stated: it is the measure of the loss.
+                # The stated rows of a damaged file stay: they are the measure of the loss.
                 key = child.relative_to(path).as_posix()
                 rows = dict(progress.files.get(key, {}))
             files[child.relative_to(path).as_posix()] = {t: int(n) for t, n in rows.items() if n}
@@ -314,11 +313,11 @@ def _finish(path: Path, folder: Path, rank: int, progress: Progress) -> None:
 def _rewrite_document(path: Path, progress: Progress) -> None:
     document = atomic_json.read_document(path)
     document["progress"] = progress
-    atomic_json.write_atomically(path, atomic_json.dump(document).encode("ascii"))
+    atomic_json.write_document(path, document)
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what was being prepared when its process was killed."""
+    """Remove temporary files of killed processes."""
     for child in folder.iterdir():
         if atomic_json.is_temporary(child.name) and child.is_file():
             child.unlink()

@@ -1,24 +1,29 @@
-"""Small JSON documents of a run directory: written whole or not at all, read with care."""
+"""JSON documents and other small files of a run directory: written whole or not at all, read with checks."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from backlight.records import to_json
 from backlight.store.errors import RunFormatError
 
-LARGEST = 256 * 1024 * 1024
-"""Bytes beyond which a document is taken for damaged instead of being loaded into memory."""
+T = TypeVar("T")
+
+MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
+"""A larger document is refused as damaged instead of being loaded into memory."""
 
 
 def dump(document: Any) -> str:
-    """Return JSON in plain ASCII, so that no name, however hostile, breaks an encoding.
+    """Return JSON in plain ASCII, so that no name breaks an encoding.
 
     Numbers of numpy become numbers, arrays become lists, and what JSON does not know becomes its text.
     """
@@ -35,8 +40,58 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+def parse(record: type[T], data: Any) -> T:
+    """Return ``data`` as a dataclass, its types checked; unknown keys are ignored.
+
+    Raises
+    ------
+    ValueError
+        If a value is missing or has the wrong type, with its path.
+    """
+    try:
+        return _adapter(record).validate_python(data)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        raise ValueError("; ".join(problems)) from error
+
+
+@functools.cache
+def _adapter(record: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(record)
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises
+    ------
+    RunFormatError
+        If the file is missing, not readable, not JSON, or not an object.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_DOCUMENT_BYTES:
+            raise RunFormatError(
+                f"{path}: {size} bytes, expected at most {MAX_DOCUMENT_BYTES}; it is damaged or foreign"
+            )
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise RunFormatError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        msg = f"{path}: is not valid JSON ({error}); it is damaged or was not written by backlight"
+        raise RunFormatError(msg) from error
+    if not isinstance(document, dict):
+        raise RunFormatError(f"{path}: holds a JSON {type(document).__name__}, expected an object")
+    return document
+
+
+def write_document(path: Path, document: Any) -> None:
+    """Replace ``path`` by ``document`` as JSON; an OSError passes through."""
+    write_atomically(path, dump(document).encode("ascii"))
+
+
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data``, synced: a reader sees the old or the new, never a part.
+    """Replace ``path`` by ``data``, synced: a reader gets the old or the new content, never a part.
 
     An OSError passes through; the old content is then still there.
     """
@@ -53,61 +108,43 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
+def copy_atomically(source: Path, target: Path) -> None:
+    """Copy a closed file; the copy appears complete, on any file system. An OSError passes through."""
+    temporary = temporary_name(target)
+    try:
+        shutil.copyfile(source, temporary)
+        sync_file(temporary)
+        publish(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def temporary_name(path: Path) -> Path:
-    """Return the hidden name beside ``path`` under which this process prepares it."""
+    """Return the hidden name next to ``path`` under which this process prepares it."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def is_temporary(name: str) -> bool:
-    """Tell whether a name is one of :func:`temporary_name`, left behind by a kill."""
+    """Return whether a name is one of :func:`temporary_name`, left behind by a kill."""
     return name.startswith(".") and name.endswith(".tmp")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a file that is complete and synced its name, so that the name survives a power cut."""
+    """Give a complete, synced file its name, so that the name survives a power cut."""
     temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names inside a folder survive a power cut, where the system can do that."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with contextlib.suppress(OSError):  # not every file system syncs a folder
+        _sync(path.parent, getattr(os, "O_DIRECTORY", 0))
 
 
 def sync_file(path: Path) -> None:
     """Wait until the content of a file is on the disk; an OSError passes through."""
-    descriptor = os.open(path, os.O_RDONLY)
+    _sync(path)
+
+
+def _sync(path: Path, flags: int = 0) -> None:
+    descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def read_document(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises
-    ------
-    RunFormatError
-        If it is not there, not readable, not JSON, or not an object.
-    """
-    try:
-        size = path.stat().st_size
-        if size > LARGEST:
-            msg = f"{path}: {size} bytes, expected a document below {LARGEST}; it is damaged or foreign"
-            raise RunFormatError(msg)
-        document = json.loads(path.read_bytes())
-    except OSError as error:
-        raise RunFormatError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        msg = f"{path}: is not valid JSON ({error}); it is damaged or was not written by backlight"
-        raise RunFormatError(msg) from error
-    if not isinstance(document, dict):
-        msg = f"{path}: holds a JSON {type(document).__name__}, expected an object"
-        raise RunFormatError(msg)
-    return document

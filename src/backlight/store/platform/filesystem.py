@@ -1,9 +1,24 @@
-"""Which file system a folder is on: SQLite's write-ahead log does not reliably work on network storage."""
+"""File systems: local or network storage, and a lock between processes that holds on both.
+
+SQLite's write-ahead log and the kernel's locks do not work reliably on network storage.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from backlight.store.errors import RunExistsError, RunFormatError
+from backlight.store.platform import atomic_json
+from backlight.store.platform.process import ProcessIdentity
+
+if sys.platform != "win32":
+    import fcntl
 
 NETWORK_TYPES = frozenset(
     {
@@ -14,18 +29,27 @@ NETWORK_TYPES = frozenset(
 )
 """Types that other machines may share, by the names of the Linux kernel and of common clients."""
 
+LOCK_TIMEOUT_S = 5.0
+"""Wait for another process that is entering the same folder."""
+
+CLAIM = ".entering"
+"""Name of the file that only one process, of any machine, can create."""
+
+STALE_CLAIM_S = 600.0
+"""Age after which the claim of a process on another machine is taken as left behind."""
+
 _LOCAL_FUSE = frozenset({"fuseblk", "fuse.ntfs-3g", "fuse.exfat", "fuse.fuse-overlayfs", "fuse.overlayfs"})
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def file_system_type(path: Path) -> str:
-    """Return the type of the file system that holds ``path``, empty where the system does not tell.
+    """Return the type of the file system that holds ``path``, empty where the system does not report it.
 
     The path need not exist: its nearest existing parent counts.
     """
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-        place = path.absolute().resolve()
+        resolved = path.absolute().resolve()
     except OSError:
         return ""
     best, kind = -1, ""
@@ -34,24 +58,100 @@ def file_system_type(path: Path) -> str:
         words = fields.split()
         if len(words) < 5 or not rest:
             continue
-        mount = Path(_unescape(words[4]))
+        mount = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), words[4]))
         # Of two mounts on one point, the later one lies on top.
-        if (place == mount or mount in place.parents) and len(mount.parts) >= best:
+        if (resolved == mount or mount in resolved.parents) and len(mount.parts) >= best:
             best, kind = len(mount.parts), rest.split()[0]
     return kind
 
 
 def is_network_type(kind: str) -> bool:
-    """Tell whether a file system of this type may be shared with other machines."""
+    """Return whether a file system of this type may be shared with other machines."""
     if kind in _LOCAL_FUSE:
         return False
     return kind in NETWORK_TYPES or kind == "fuse" or kind.startswith("fuse.")
 
 
 def on_network(path: Path) -> bool:
-    """Tell whether ``path`` lies on storage that other machines may share."""
+    """Return whether ``path`` lies on storage that other machines may share."""
     return is_network_type(file_system_type(path))
 
 
-def _unescape(mount: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), mount)
+@contextlib.contextmanager
+def locked(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Keep other processes from entering or compacting the run at ``path`` meanwhile.
+
+    The lock is the kernel's and on the folder itself: it leaves no file and ends with the process. Between
+    machines such locks are unreliable: on network storage the process also creates :data:`CLAIM`.
+
+    Raises
+    ------
+    RunExistsError
+        If another process holds it for longer than ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    with _kernel_lock(path, deadline):
+        if not on_network(path):
+            yield
+            return
+        claim = path / CLAIM
+        _create_claim(path, claim, deadline)
+        try:
+            yield
+        finally:
+            claim.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _kernel_lock(path: Path, deadline: float) -> Iterator[None]:
+    if sys.platform == "win32":
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    msg = f"{path}: another process is just opening or compacting this run; try again"
+                    raise RunExistsError(msg) from None
+                time.sleep(0.01)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _create_claim(path: Path, claim: Path, deadline: float) -> None:
+    text = atomic_json.dump(ProcessIdentity.of_this_process()).encode("ascii")
+    while True:
+        try:
+            # Creating a file that must not exist yet is atomic on network storage, too.
+            descriptor = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            if _is_abandoned(claim):
+                claim.unlink(missing_ok=True)
+            elif time.monotonic() > deadline:
+                raise RunExistsError(
+                    f"{path}: another process is just opening or compacting this run; try again, or remove "
+                    f"{claim} if no other process uses the folder"
+                ) from None
+            else:
+                time.sleep(0.02)
+            continue
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text)
+        return
+
+
+def _is_abandoned(claim: Path) -> bool:
+    """Return whether the process that created the claim ended without removing it."""
+    try:
+        age_s = time.time() - claim.stat().st_mtime
+        alive = atomic_json.parse(ProcessIdentity, atomic_json.read_document(claim)).alive()
+    except (OSError, ValueError, RunFormatError):
+        return False  # it has just been removed, or is just being written
+    return alive is False or (alive is None and age_s > STALE_CLAIM_S)

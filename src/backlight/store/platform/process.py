@@ -1,28 +1,33 @@
-"""Who writes a file, so precisely that a later reader can tell a running process from a dead one.
+"""Identity of a process that writes a file, by which readers distinguish a running writer from a dead one.
 
-A process id alone is reused. Together with the boot of the machine, the process namespace and the
-start time of the process it is not.
+A process id alone is reused. Together with the boot of the machine, the process namespace and the start time
+of the process it is unique.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator
+
+
+def _pid(value: Any) -> int:
+    return value if isinstance(value, int) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process for good: ``start`` is in clock ticks since boot, empty strings where unknown."""
+    """A process, uniquely; ``start`` is in clock ticks since boot, empty strings where unknown."""
 
-    pid: int
-    host: str
-    boot: str
-    namespace: str
-    start: str
+    pid: Annotated[int, BeforeValidator(_pid)] = 0
+    host: str = ""
+    boot: str = ""
+    namespace: str = ""
+    start: str = ""
 
     @classmethod
     def of_this_process(cls) -> Self:
@@ -30,18 +35,11 @@ class ProcessIdentity:
         pid = os.getpid()
         return cls(pid, socket.gethostname(), _boot(), _namespace(), _start(pid))
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what :func:`backlight.records.to_json` wrote; what is missing stays unknown."""
-        pid = data.get("pid", 0)
-        texts = {key: str(data.get(key, "")) for key in ("host", "boot", "namespace", "start")}
-        return cls(pid=pid if isinstance(pid, int) else 0, **texts)
-
     def alive(self) -> bool | None:
-        """Tell whether the process lives: None where that cannot be known from here.
+        """Return whether the process lives, None where that cannot be determined from here.
 
-        It can be known on the same host, and where the boot is known for certain: another boot of
-        the same host means that the process is gone.
+        It can be determined on the same host and in the same process namespace; another boot of the same
+        host means that the process is gone.
         """
         if self.pid <= 0 or not self.host or self.host != socket.gethostname():
             return None
@@ -68,12 +66,15 @@ def _namespace() -> str:
 
 
 def _start(pid: int) -> str:
-    """Return field 22 of /proc/PID/stat, empty where there is none or the process is a zombie."""
+    """Return field 22 of /proc/PID/stat, empty where there is none or the process is a zombie.
+
+    Ticks since boot, not a wall-clock time: setting the clock must not make a living writer look dead.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return ""
-    # The command name stands in parentheses and may itself hold spaces and parentheses.
+    # The command name is in parentheses and may itself hold spaces and parentheses.
     fields = stat[stat.rfind(b")") + 1 :].split()
     if len(fields) < 20 or fields[0] in {b"Z", b"X"}:
         return ""

@@ -1,4 +1,4 @@
-"""What a run holds beside its databases: arrays in pieces, and evidence."""
+"""Files of a run next to its databases: arrays in pieces, and evidence of findings."""
 
 from __future__ import annotations
 
@@ -10,26 +10,22 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight.store.errors import RunFormatError
-from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, decoded, parse_piece, read_piece
-from backlight.store.read.attempt import OpenedAttempt
-from backlight.store.write.evidence import FOLDER
-from backlight.store.write.segments import current
+from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, decoded, read_piece
+from backlight.store.format.names import EVIDENCE, pieces
+from backlight.store.read.attempt_files import AttemptFiles
 
 _TRIES = 3
 
 
 def infos(
-    opened: Sequence[OpenedAttempt], losses: dict[str, None], name: str | None = None
+    opened: Sequence[AttemptFiles], losses: dict[str, None], name: str | None = None
 ) -> list[ArrayInfo]:
-    """Return the descriptions of the stored arrays, or of one, oldest first.
-
-    What cannot be read goes to ``losses``.
-    """
+    """Return the descriptions of all stored arrays, or of one, oldest first; errors go to ``losses``."""
     return [stack.info for one in opened for _, stack in _stacks(one, name, losses, values=False)]
 
 
 def values(
-    opened: Sequence[OpenedAttempt],
+    opened: Sequence[AttemptFiles],
     name: str,
     attempt: int | None,
     rank: int | None,
@@ -52,11 +48,11 @@ def values(
     return np.array(order, dtype=np.int64), [merged[step] for step in order]
 
 
-def evidence(path: Path, opened: Sequence[OpenedAttempt]) -> tuple[str, ...]:
+def evidence(path: Path, opened: Sequence[AttemptFiles]) -> tuple[str, ...]:
     """Return the evidence files, by path below the run directory; links are not followed."""
     out = []
     for one in opened:
-        folder = one.folder / FOLDER
+        folder = one.folder / EVIDENCE
         if folder.is_dir() and not folder.is_symlink():
             out += [
                 p.relative_to(path).as_posix() for p in folder.iterdir() if p.is_file() and not p.is_symlink()
@@ -64,18 +60,8 @@ def evidence(path: Path, opened: Sequence[OpenedAttempt]) -> tuple[str, ...]:
     return tuple(sorted(out))
 
 
-def pieces(folder: Path) -> list[tuple[int, Path]]:
-    """Return rank and path of the pieces in an attempt's folder that no merged one replaces, in order."""
-    arrays = folder / "arrays"
-    if not arrays.is_dir():
-        return []
-    found = {p.name: parsed for p in arrays.iterdir() if (parsed := parse_piece(p.name)) is not None}
-    names = current((name, rank, first, last) for name, (rank, first, last) in found.items())
-    return [(found[name][0], arrays / name) for name in names]
-
-
 def _stacks(
-    opened: OpenedAttempt, name: str | None, losses: dict[str, None], *, values: bool
+    opened: AttemptFiles, name: str | None, losses: dict[str, None], *, values: bool
 ) -> Iterator[tuple[int, Stack]]:
     for i in range(_TRIES):
         out: list[tuple[int, Stack]] = []
@@ -85,7 +71,7 @@ def _stacks(
                 out += [(rank, stack) for stack in read_piece(path, name, values=values)]
             except RunFormatError as error:
                 problems.append((path, str(error)))
-        # A piece that went away was merged by a living writer meanwhile: look again.
+        # A piece that vanished was merged by a living writer meanwhile: list them again.
         if i == _TRIES - 1 or all(path.exists() for path, _ in problems):
             losses.update(dict.fromkeys(text for _, text in problems))
             yield from out

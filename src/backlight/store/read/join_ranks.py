@@ -1,4 +1,4 @@
-"""What the ranks of a run say together, and how far they differ: numbers that no rank has alone."""
+"""Numbers that no rank has alone: columns and scalars joined over ranks, and how far ranks differ."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ import numpy.typing as npt
 
 from backlight.records import ParameterRecord, RunStatus
 from backlight.store.read import frames
-from backlight.store.read.attempt import OpenedAttempt
-from backlight.store.read.frames import AGREED, Block
+from backlight.store.read.attempt_files import AttemptFiles
+from backlight.store.read.frames import COMPARED, Block
 from backlight.store.read.rank_file import RankFile
 
 Values = dict[int, float]
 
-POSITION = "backwards_seen"
-"""Scalar by which the steps of ranks are aligned."""
-
 MEANS = frozenset({"loss"})
-"""Scalars of which each rank knows its own share: the mean over ranks is that of the whole batch."""
+"""Scalars of which each rank has its own share: the mean over ranks is that of the whole batch."""
 
 FROM_TOTAL = frozenset({"total_norm", "clip/norm", "clip/factor"})
 """Scalars that follow from the joined gradients where several ranks hold parts of them."""
 
 WINDOW_BYTES = 512 * 1024 * 1024
-"""Bytes of columns of all ranks that are joined at once: of a thousand ranks, a few steps after the other."""
+"""Columns of all ranks that are joined at once: for a thousand ranks, a few steps at a time."""
 
-_TINY = 1e-6  # torch adds it to the norm before it divides by it
+_EPSILON = 1e-6  # torch adds it to the norm before it divides by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class Spread:
     logged: npt.NDArray[np.bool_]
     unit: str
 
-    def apart(self) -> npt.NDArray[np.float64]:
+    def difference(self) -> npt.NDArray[np.float64]:
         """Return, by step, the largest less the smallest finite value; NaN where fewer than two are."""
         finite = np.isfinite(self.values)
         highest = np.where(finite, self.values, -np.inf).max(axis=1, initial=-np.inf)
@@ -73,10 +70,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank of an attempt: ``last_step`` is the last global step of which something can be read, or -1.
+    """One rank of an attempt: ``last_step`` is the last global step with readable rows, or -1.
 
-    ``ended`` is None where the end is not known; ``step`` is what the rank itself said last that it had
-    recorded.
+    ``ended`` is None where the end is not known; ``step`` is the last step that the rank itself stated.
     """
 
     rank: int
@@ -87,18 +83,20 @@ class RankState:
     ended: float | None
 
 
-def states(opened: OpenedAttempt) -> tuple[RankState, ...]:
-    """Return how far each rank of an attempt came; of one that left nothing there is nothing."""
+def states(opened: AttemptFiles) -> tuple[RankState, ...]:
+    """Return how far each rank of an attempt came; a rank that left nothing is missing."""
     files = by_rank(opened.files)
     out = []
     for rank in sorted({*opened.progress, *files}):
-        last = max((file.last_step() for file in files.get(rank, ())), default=-1)
+        last = max((file.last_step for file in files.get(rank, ())), default=-1)
         progress = opened.progress.get(rank)
         if progress is None:
             out.append(RankState(rank, "", RunStatus.UNKNOWN, last, last, None))
             continue
-        said = opened.entry.step_offset + progress.step if progress.step >= 0 else -1
-        out.append(RankState(rank, progress.process.host, progress.status_now(), last, said, progress.ended))
+        stated = opened.entry.step_offset + progress.step if progress.step >= 0 else -1
+        out.append(
+            RankState(rank, progress.process.host, progress.status_now(), last, stated, progress.ended)
+        )
     return tuple(out)
 
 
@@ -126,16 +124,16 @@ def block(
     files:
         Its files.
     series, columns, names, part:
-        What is wanted, over which parameters.
+        The stored columns, over which parameters.
     local:
-        Give what a rank holds as it is, instead of what makes up a whole.
+        Return what a rank holds as it is, instead of joining a whole.
     window:
-        The first global step and that behind the last one, None for all.
+        The first global step and the one behind the last, None for all.
     """
     ranks = by_rank(files)
     wanted = list(columns)
-    if len(ranks) > 1 and not local and series in AGREED:
-        wanted = list(dict.fromkeys((*columns, AGREED[series])))
+    if len(ranks) > 1 and not local and series in COMPARED:
+        wanted = list(dict.fromkeys((*columns, COMPARED[series])))
     if local or len(ranks) == 1:
         windows: list[tuple[int, int] | None] = [window]
     else:
@@ -162,7 +160,7 @@ def _windows(
     row_bytes: int,
     within: tuple[int, int] | None,
 ) -> list[tuple[int, int] | None]:
-    """Return windows of steps, so that what all ranks recorded in one fits into :data:`WINDOW_BYTES`."""
+    """Return windows of steps in which the rows of all ranks fit into :data:`WINDOW_BYTES`."""
     rows = sum(file.count(series, within) for mine in ranks.values() for file in mine)
     count = -(-rows * row_bytes // WINDOW_BYTES)
     if count <= 1:
@@ -179,16 +177,14 @@ def scalars(files: Sequence[RankFile], source: str, name: str) -> dict[int, Valu
     out: dict[int, Values] = {}
     for rank, mine in by_rank(files).items():
         for file in mine:
-            for identifier, of, called in file.scalar_names():
-                if (of, called) == (source, name):
-                    steps, values = file.scalar(identifier)
-                    logged = zip(steps.tolist(), values.tolist(), strict=True)
-                    out.setdefault(rank, {}).update(logged)
+            for identifier in file.scalar_ids(source, name):
+                steps, values = file.scalar(identifier)
+                out.setdefault(rank, {}).update(zip(steps.tolist(), values.tolist(), strict=True))
     return out
 
 
 def lowest(values: Mapping[int, Values]) -> Values:
-    """Return, at each step, what the lowest rank logged that logged it."""
+    """Return, at each step, the value of the lowest rank that logged it."""
     out: Values = {}
     for rank in sorted(values, reverse=True):
         out.update(values[rank])
@@ -202,10 +198,7 @@ def mean(values: Mapping[int, Values]) -> Values:
 
 
 def from_total(files: Sequence[RankFile], name: str, norms: Callable[[], Block]) -> Values:
-    """Return one of ``FROM_TOTAL``: what no rank could say alone follows from the total norm.
-
-    ``norms`` gives the joined norms of the gradients of ``files``.
-    """
+    """Return one of :data:`FROM_TOTAL`, computed from the joined gradient norms that ``norms`` returns."""
     if name == "total_norm":
         return frames.total(norms())
     stated = lowest(scalars(files, "backlight", name))
@@ -215,13 +208,13 @@ def from_total(files: Sequence[RankFile], name: str, norms: Callable[[], Block])
     total, limit = frames.total(norms()), lowest(scalars(files, "backlight", "clip/limit"))
     for step in by_total:
         if step in total and step in limit:
-            factor = min(1.0, limit[step] / (total[step] + _TINY))
+            factor = min(1.0, limit[step] / (total[step] + _EPSILON))
             stated[step] = total[step] if name == "clip/norm" else factor
     return stated
 
 
 def alone(files: Sequence[RankFile]) -> bool:
-    """Tell whether one rank holds everything, so that what it says of the whole is true."""
+    """Return whether one rank holds everything, so that its scalars of the whole are right."""
     ranks = by_rank(files)
     return len(ranks) == 1 and not any(
         frames.divided(record, "gradient") for mine in ranks.values() for record in _records(mine).values()
@@ -229,7 +222,7 @@ def alone(files: Sequence[RankFile]) -> bool:
 
 
 def spread(values: Mapping[int, Values], unit: str) -> Spread:
-    """Put the values of ranks side by side."""
+    """Return the values of ranks as one table."""
     ranks = tuple(sorted(values))
     steps = sorted({step for mine in values.values() for step in mine})
     shape = len(steps), len(ranks)
@@ -239,8 +232,8 @@ def spread(values: Mapping[int, Values], unit: str) -> Spread:
 
 
 def _records(files: Sequence[RankFile]) -> dict[str, ParameterRecord]:
-    return {p.name: p for file in files for table in file.tables().values() for p in table}
+    return {p.name: p for file in files for table in file.tables.values() for p in table}
 
 
 def _position(files: Sequence[RankFile]) -> Values:
-    return {step: value for file in files for step, value in file.positions(POSITION).items()}
+    return {step: value for file in files for step, value in file.positions.items()}

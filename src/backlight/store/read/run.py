@@ -1,10 +1,9 @@
-"""Reading a run: without torch, without writing into the folder, while it is written and after a kill."""
+"""A stored run, read without torch and without writing into its directory, also live or after a kill."""
 
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from backlight.store.errors import RunFormatError
 from backlight.store.format.hdf5_pieces import ArrayInfo
 from backlight.store.format.manifest import read_manifest
 from backlight.store.format.names import storable
-from backlight.store.format.schema import SCALARS, SERIES, SeriesSchema
+from backlight.store.format.schema import SERIES, SeriesSchema, unit_of_scalar
 from backlight.store.read import arrays, frames, join_ranks
-from backlight.store.read.attempt import OpenedAttempt, open_attempt
+from backlight.store.read.attempt_files import AttemptFiles, open_attempt
+from backlight.store.read.decode_cache import MAX_CACHE_BYTES, DecodeCache, FileKey, is_ascending
 from backlight.store.read.frames import Block, Frame
 from backlight.store.read.join_ranks import RankState, Spread
 from backlight.store.read.rank_file import RankFile
-from backlight.store.read.snapshot import beside, size_of
+from backlight.store.read.snapshot import sibling, size_of
 
 __all__ = [
     "ArrayInfo",
@@ -39,13 +39,16 @@ __all__ = [
     "open_run",
 ]
 
-CACHE_BYTES = 256 * 1024 * 1024
-"""Bytes of frames that a run keeps, because many rules ask for the same ones; and of rows, if all fit."""
+MAX_KEPT_ROWS_BYTES = MAX_CACHE_BYTES // 2
+"""Databases of at most this size keep their encoded rows: rules ask for one column after the other."""
+
+MAX_FILES_WITH_SCALARS = 16
+"""A run of more files reads one scalar at a time, of all its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One start of the training; ``ended`` is None where not known, ``ranks`` are those that can be read."""
+    """One start of the run; ``ended`` is None where not known, ``ranks`` are the readable ones."""
 
     index: int
     step_offset: int
@@ -60,7 +63,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A scalar over global steps; a step that was not logged is not there."""
+    """A scalar over the global steps at which it was logged."""
 
     steps: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
@@ -69,7 +72,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened; ``step`` is global, None where it belongs to no step."""
+    """One event; ``step`` is global, None where it belongs to no step."""
 
     step: int | None
     time: float
@@ -80,85 +83,90 @@ class Event:
 
 
 class Run:
-    """A stored run as it was when it was opened; open it again to see what came since."""
+    """A stored run as it was when it was opened; open it again to read later rows.
 
-    def __init__(self, path: Path) -> None:
+    Several readings of a growing run share one incremental :class:`DecodeCache`.
+    """
+
+    def __init__(self, path: Path, cache: DecodeCache | None = None) -> None:
         self.path = path
+        self._cache = cache or DecodeCache()
+        self._reading = self._cache.begin_reading()
         self._manifest = read_manifest(path)
-        self._opened: list[OpenedAttempt] = [open_attempt(path, entry) for entry in self._manifest.attempts]
+        self._opened: list[AttemptFiles] = [open_attempt(path, entry) for entry in self._manifest.attempts]
         self._files: list[RankFile] = [file for opened in self._opened for file in opened.files]
         self._watchdogs: list[RankFile] = [file for opened in self._opened for file in opened.watchdogs]
-        self._keep_rows()
         self._lost: dict[str, None] = {}
-        self._order: tuple[str, ...] | None = None
-        self._cache: OrderedDict[tuple[Any, ...], Frame] = OrderedDict()
         if not self._files and any(opened.unreadable for opened in self._opened):
             reasons = "; ".join(loss for opened in self._opened for loss in opened.losses)
             raise RunFormatError(f"{path}: nothing in this run can be read: {reasons}")
         self.attempts = tuple(_attempt(opened) for opened in self._opened)
-
-    def _keep_rows(self) -> None:
-        # Rules ask for one column after the other; a run that is small enough is read once for all of them.
-        size = sum(size_of(file.path) + size_of(beside(file.path, "-wal")) for file in self._files)
+        size = sum(size_of(file.path) + size_of(sibling(file.path, "-wal")) for file in self._files)
         for file in self._files:
-            file.keeps = size <= CACHE_BYTES
+            file.keeps_rows = size <= MAX_KEPT_ROWS_BYTES
+            file.keeps_scalars = len(self._files) <= MAX_FILES_WITH_SCALARS
+            if self._cache.incremental:
+                # Without a reference to this run: a cycle would delay the removal of temporary copies.
+                file.scalar_cache = functools.partial(self._cache.scalar, self._key(file), self._reading)
 
     @property
     def name(self) -> str:
-        """Return the name that the run was given."""
+        """Name that the user gave the run."""
         return self._manifest.name
 
     @property
     def run_id(self) -> str:
-        """Return the id that all ranks and attempts share."""
+        """Id that all ranks and attempts share."""
         return self._manifest.run_id
 
     @property
     def status(self) -> RunStatus:
-        """Return the status of the newest attempt."""
+        """Status of the newest attempt."""
         return self.attempts[-1].status if self.attempts else RunStatus.UNKNOWN
 
     @property
     def monitors(self) -> tuple[str, ...]:
-        """Return the monitors that watched, over all attempts."""
+        """Monitors that watched, over all attempts."""
         return tuple(dict.fromkeys(monitor for a in self._manifest.attempts for monitor in a.monitors))
 
     @property
     def groups(self) -> Mapping[str, str]:
-        """Return the named groups of parameters with their patterns."""
+        """Named groups of parameters with their patterns."""
         return self._manifest.groups
 
     @property
     def overrides(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the thresholds that the user changed, by monitor."""
+        """Thresholds that the user changed, by monitor."""
         return self._manifest.overrides
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """Return in words what is known to be lost or unreadable; empty when the run is whole.
+        """Messages about lost or unreadable data; empty when the run is whole.
 
         Damage inside a file is found where it is read, so this may grow as a run is used.
         """
-        said = dict.fromkeys(loss for opened in self._opened for loss in opened.losses)
+        losses = dict.fromkeys(loss for opened in self._opened for loss in opened.losses)
         for file in self._files:
             for _, _, _, payload in file.events("not_stored"):
-                said[f"{file.path}: were not stored ({payload.get('reason')}): {payload.get('rows')}"] = None
-            said |= file.losses
+                losses[f"{file.path}: were not stored ({payload.get('reason')}): {payload.get('rows')}"] = (
+                    None
+                )
+            losses |= file.losses
         for watchdog in self._watchdogs:
-            said |= watchdog.losses
-        return tuple(said | self._lost)
+            losses |= watchdog.losses
+        return tuple(losses | self._lost)
 
     def parameters(self) -> tuple[ParameterRecord, ...]:
         """Return every parameter of any table, in model order, as its newest table describes it.
 
-        ``numel`` is that of the whole, also where ranks hold parts; how they do is said by the lowest rank.
+        ``numel`` is that of the whole, also where ranks hold parts; the record is that of the lowest rank.
         """
         newest: dict[str, ParameterRecord] = {}
         for opened in self._opened:
             for file in reversed(opened.files):
-                for table in file.tables().values():
+                for table in file.tables.values():
                     newest.update({p.name: p for p in table})
-        return tuple(newest[name].unsharded() for name in self._names())
+        return tuple(newest[name].unsharded() for name in self._names)
 
     def ranks(self, attempt: int = -1) -> tuple[RankState, ...]:
         """Return how far each rank of one attempt came, and how it ended (-1: the newest attempt)."""
@@ -172,13 +180,13 @@ class Run:
         return np.unique(np.concatenate(steps)) if steps else np.zeros(0, dtype=np.int64)
 
     def has(self, series: str) -> bool:
-        """Tell whether the series was recorded at all."""
+        """Return whether the series was recorded at all."""
         _schema(series)
         return any(file.last[f"series_{series}"] for file in self._files)
 
     def last_step(self) -> int:
         """Return the last global step of anything recorded, -1 where there is nothing."""
-        return max((file.last_step() for file in self._files), default=-1)
+        return max((file.last_step for file in self._files), default=-1)
 
     def frame(
         self, series: str, column: str, *, attempt: int | None = None, rank: int | None = None, part: int = 0
@@ -198,64 +206,65 @@ class Run:
         if unit is None:
             known = ", ".join([c.name for c in schema.columns] + [d.name for d in schema.derived])
             raise KeyError(f"series {series!r} has no column {column!r}; it has {known}")
-        key = (series, column, attempt, rank, part)
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
-        wanted = frames.needs(schema, column)
-        names = self._names()
-        local = rank is not None
-        blocks = [
-            join_ranks.block(files, series, wanted, names, part, local)
-            if local
-            else self._joined(files, series, wanted, part)
-            for files in self._by_attempt(attempt, rank)
-        ]
-        if not blocks:
-            empty = np.zeros((0, len(names)))
-            blocks = [Block(np.zeros(0, dtype=np.int64), dict.fromkeys(wanted, empty), empty != 0)]
-        joined = frames.join_attempts(blocks)
-        values = frames.derive(column, joined.columns)
-        return self._kept(key, Frame(joined.steps, names, values, joined.measured, unit, joined.seen))
+        key = (self.run_id, self._manifest.created, series, column, attempt, rank, part)
+        groups = self._by_attempt(attempt, rank)
+        mark = (
+            self._names,
+            [
+                (f.path, f.attempt, f.last[f"series_{series}"], f.last["scalar"])
+                for files in groups
+                for f in files
+            ],
+        )
+        kept = self._cache.frame(key, mark)
+        if kept is not None:
+            return kept
+        file = self._only_file(attempt, rank)
+        found = None
+        if file is not None and self._cache.incremental:
+            found = self._cache.column(
+                file, self._key(file), self._reading, self._names, series, column, part
+            )
+        if found is None:
+            wanted = frames.needs(schema, column)
+            blocks = [self._block(files, series, wanted, part, local=rank is not None) for files in groups]
+            if not blocks:
+                empty = np.zeros((0, len(self._names)))
+                blocks = [Block(np.zeros(0, dtype=np.int64), dict.fromkeys(wanted, empty), empty != 0)]
+            joined = frames.join_attempts(blocks)
+            values = frames.derive(column, joined.columns)
+            found = Frame(joined.steps, self._names, values, joined.measured, unit, joined.any_rank)
+        return self._cache.keep_frame(key, mark, found)
 
     def frame_at(self, series: str, column: str, step: int, *, rank: int | None = None) -> Frame:
         """Return :meth:`frame` at one step alone: of one row, or none where nothing was recorded."""
+        file = self._only_file(None, rank)
+        unit = frames.unit(_schema(series), column)
+        if (
+            file is not None
+            and unit is not None
+            and self._cache.incremental
+            and not self._cache.has_column(self._key(file), series, column, 0)
+        ):
+            # No caller needed the whole column yet: only this row is decoded.
+            wanted = frames.needs(SERIES[series], column)
+            block = frames.rank_block(file, series, wanted, self._names, 0, (step, step + 1))
+            values = frames.derive(column, block.columns)
+            return Frame(block.steps, self._names, values, block.measured, unit)
         whole = self.frame(series, column, rank=rank)
         row = whole.steps == step
-        seen = None if whole.seen is None else whole.seen[row]
+        any_rank = None if whole.any_rank is None else whole.any_rank[row]
         return Frame(
-            step + np.zeros(row.sum(), np.int64),
-            whole.names,
-            whole.values[row],
-            whole.measured[row],
-            whole.unit,
-            seen,
+            whole.steps[row], whole.names, whole.values[row], whole.measured[row], whole.unit, any_rank
         )
 
     def __repr__(self) -> str:
-        """Return where the run is and how it stands."""
+        """Return path, status and last step."""
         return f"Run({str(self.path)!r}, {self.status.value}, last step {self.last_step()})"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: status, verdict, curves and findings as they stand."""
+        """Return the HTML that a notebook displays: status, verdict, curves and findings."""
         return DISPLAYS["run"](self)
-
-    def to_pandas(self, table: str = "steps", columns: Sequence[str] | None = None) -> Any:
-        """Return a table of :mod:`backlight.store.export.tables` as ``pandas.DataFrame``.
-
-        ``steps`` has a column per scalar, ``gradient`` a row per step and parameter; ``scalars``, ``events``,
-        ``findings`` (those that were stored), ``parameters`` and ``attempts`` are others. What was not
-        measured is null; units stand in ``attrs["units"]``. An unknown name raises a KeyError.
-        """
-        from backlight.store.export import dataframes  # noqa: PLC0415 - pandas and pyarrow are not everybody's
-
-        return dataframes.as_pandas(dataframes.table_of(self, table, columns))
-
-    def to_polars(self, table: str = "steps", columns: Sequence[str] | None = None) -> Any:
-        """Return the same as ``polars.DataFrame``."""
-        from backlight.store.export import dataframes  # noqa: PLC0415 - polars and pyarrow are not everybody's
-
-        return dataframes.as_polars(dataframes.table_of(self, table, columns))
 
     def scalar(
         self, name: str, source: str = "backlight", *, attempt: int | None = None, rank: int | None = None
@@ -265,21 +274,27 @@ class Run:
         Without a rank: the loss is the mean over ranks, norms of the whole follow from the joined gradients,
         and of any other scalar the lowest rank that logged a step counts.
         """
-        wanted = (storable(source), storable(name))
+        unit = unit_of_scalar(name, source)
+        source, called = storable(source), storable(name)
+        file = self._only_file(attempt, rank)
+        ids = [] if file is None else file.scalar_ids(source, called)
+        if file is not None and len(ids) == 1:
+            steps, values = file.scalar(ids[0])
+            if is_ascending(steps):
+                return Scalar(steps, values, unit)
         whole = rank is None and source == "backlight"
         merged: dict[int, float] = {}
         for files in self._by_attempt(attempt, rank):
             if whole and name in join_ranks.FROM_TOTAL and not join_ranks.alone(files):
-                norms = functools.partial(self._joined, files, "gradient", ("norm",), 0)
+                norms = functools.partial(self._block, files, "gradient", ("norm",), 0, local=False)
                 merged.update(join_ranks.from_total(files, name, norms))
             else:
-                values = join_ranks.scalars(files, *wanted)
-                merged.update(
-                    (join_ranks.mean if whole and name in join_ranks.MEANS else join_ranks.lowest)(values)
-                )
+                by_rank = join_ranks.scalars(files, source, called)
+                join = join_ranks.mean if whole and name in join_ranks.MEANS else join_ranks.lowest
+                merged.update(join(by_rank))
         order = sorted(merged)
-        values_S = np.array([merged[step] for step in order], dtype=np.float64)
-        return Scalar(np.array(order, dtype=np.int64), values_S, _unit(name, source))
+        values = np.array([merged[step] for step in order], dtype=np.float64)
+        return Scalar(np.array(order, dtype=np.int64), values, unit)
 
     def spread(self, name: str, source: str = "backlight", *, attempt: int | None = None) -> Spread:
         """Return a scalar of every rank over global steps, as each logged it: its own loss, its own norm.
@@ -294,11 +309,11 @@ class Run:
                     values.pop(step, None)
             for rank, values in mine.items():
                 merged.setdefault(rank, {}).update(values)
-        return join_ranks.spread(merged, _unit(name, source))
+        return join_ranks.spread(merged, unit_of_scalar(name, source))
 
     def scalar_names(self, source: str | None = None) -> tuple[str, ...]:
         """Return the names of the scalars of a source, or of all, in the order of their first use."""
-        names = [n for file in self._files for _, of, n in file.scalar_names() if source in {None, of}]
+        names = [n for file in self._files for _, of, n in file.scalar_names if source in {None, of}]
         return tuple(dict.fromkeys(names))
 
     def events(self, kind: str | None = None) -> tuple[Event, ...]:
@@ -311,7 +326,7 @@ class Run:
         return tuple(sorted(out, key=lambda e: (e.attempt, e.time, e.rank)))
 
     def stored_findings(self) -> tuple[Finding, ...]:
-        """Return the findings that were stored, as they were made."""
+        """Return the stored findings."""
         return tuple(f for file in [*self._files, *self._watchdogs] for f in file.findings())
 
     def fingerprint(self, attempt: int = -1, rank: int = 0) -> Fingerprint | None:
@@ -348,7 +363,7 @@ class Run:
         return arrays.values(self._opened, storable(name), attempt, rank, self._lost)
 
     def evidence(self) -> tuple[str, ...]:
-        """Return the paths, below the run directory, of the files that findings may cite."""
+        """Return the paths of the evidence files, below the run directory."""
         return arrays.evidence(self.path, self._opened)
 
     def read_evidence(self, path: str) -> bytes:
@@ -365,40 +380,54 @@ class Run:
             )
         return (self.path / path).read_bytes()
 
+    @functools.cached_property
     def _names(self) -> tuple[str, ...]:
-        if self._order is None:
-            tables = [[p.name for p in table] for file in self._files for table in file.tables().values()]
-            self._order = frames.model_order(tables)
-        return self._order
+        tables = [[p.name for p in table] for file in self._files for table in file.tables.values()]
+        return frames.model_order(tables)
 
     def _by_attempt(self, attempt: int | None, rank: int | None) -> list[Sequence[RankFile]]:
         chosen = [o for o in self._opened if attempt is None or o.entry.index == attempt]
         groups = [[file for file in opened.files if rank in {None, file.rank}] for opened in chosen]
         return [files for files in groups if files]
 
-    def _joined(self, files: Sequence[RankFile], series: str, columns: Sequence[str], part: int) -> Block:
-        """Return stored columns of one attempt, its ranks joined."""
-        return join_ranks.block(files, series, columns, self._names(), part, local=False)
+    def _only_file(self, attempt: int | None, rank: int | None) -> RankFile | None:
+        """Return the file that holds all rows of a question, None where several must be joined."""
+        chosen = self._by_attempt(attempt, rank)
+        whole = len(self.attempts) == 1 and self.attempts[0].world_size == 1
+        return chosen[0][0] if whole and len(chosen) == 1 and len(chosen[0]) == 1 else None
 
-    def _kept(self, key: tuple[Any, ...], frame: Frame) -> Frame:
-        frame.values.flags.writeable = frame.measured.flags.writeable = False
-        self._cache[key] = frame
-        while sum(f.values.nbytes + f.measured.nbytes for f in self._cache.values()) > CACHE_BYTES:
-            self._cache.popitem(last=False)
-        return frame
+    def _key(self, file: RankFile) -> FileKey:
+        return file.path, file.attempt, self.run_id, self._manifest.created
+
+    def _block(
+        self, files: Sequence[RankFile], series: str, columns: Sequence[str], part: int, *, local: bool
+    ) -> Block:
+        """Return stored columns of one attempt, its ranks joined unless ``local``."""
+        found = None
+        if self._cache.incremental and not local:
+            keys = [self._key(file) for file in files]
+            found = self._cache.joined(files, keys, self._reading, self._names, series, columns, part)
+        if found is None:
+            found = join_ranks.block(files, series, columns, self._names, part, local)
+        return found
 
 
 def open_run(path: str | Path) -> Run:
-    """Open the run in a folder for reading; nothing in the folder is changed, and nothing in it is executed.
+    """Open the run in a directory for reading; nothing in it is changed, and nothing in it is executed.
 
-    A folder that is not there, is no run, is damaged beyond reading or has a newer format raises a
-    :class:`RunFormatError` that says which, and what to do. Where only a part is lost, the rest is given and
-    ``losses`` says what is missing.
+    A directory that does not exist, is no run, is damaged beyond reading or has another format raises a
+    :class:`RunFormatError` with the reason and the fix. Where only a part is lost, the rest is returned and
+    ``losses`` lists what is missing.
     """
     return Run(Path(path))
 
 
-def _attempt(opened: OpenedAttempt) -> Attempt:
+def open_growing(cache: DecodeCache | None = None) -> Callable[[Path], Run]:
+    """Return a function that opens a growing run, each time decoding only the rows since the last reading."""
+    return functools.partial(Run, cache=cache or DecodeCache(incremental=True))
+
+
+def _attempt(opened: AttemptFiles) -> Attempt:
     entry = opened.entry
     return Attempt(
         index=entry.index,
@@ -411,11 +440,6 @@ def _attempt(opened: OpenedAttempt) -> Attempt:
         ranks=opened.ranks,
         script=entry.script,
     )
-
-
-def _unit(name: str, source: str) -> str:
-    schema = SCALARS.get(name) or SCALARS.get(name.split("/", maxsplit=1)[0])
-    return schema.unit if schema is not None and source == "backlight" else "1"
 
 
 def _schema(series: str) -> SeriesSchema:

@@ -1,14 +1,15 @@
-"""Reading a SQLite file that may be live, orphaned by a kill, or on a read-only medium: changing nothing.
+"""Queries on a SQLite file that may be live, orphaned by a kill, or on a read-only medium, changing nothing.
 
 Three ways, decided at each query:
 
-- Its writer lives on this machine: the file is opened read-only beside it, through the shared memory that
-  is already there, for one short query.
-- Nobody writes it and it has no write-ahead log: it is complete, and opened ``immutable``, which makes no
-  other file.
-- Nobody is known to write it and there is a log: file and log are copied to a temporary folder and
-  the copy is opened. ``immutable`` would silently leave out what is still in the log, and opening it in
-  place would create files or move the log.
+- Its writer lives on this machine: the file is opened read-only in place, through its existing shared
+  memory, for one short read.
+- No process writes it and it has no write-ahead log: it is complete, and opened ``immutable``, which creates
+no
+  other file. Such a connection may be held as long as the file stays as it is.
+- No process is known to write it and there is a log: file and log are copied to a temporary folder and the
+  copy is opened. ``immutable`` would silently leave out the rows in the log, and opening it in place would
+  create files or move the log.
 """
 
 from __future__ import annotations
@@ -18,55 +19,76 @@ import itertools
 import shutil
 import sqlite3
 import tempfile
+import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from backlight.store.errors import RunFormatError
-from backlight.store.format import migrations
 from backlight.store.format.manifest import check_format
-from backlight.store.format.schema import FORMAT_VERSION
-from backlight.store.write.database import DATABASE_KIND, TABLES
+from backlight.store.format.schema import DATABASE_KIND, TABLES
 
-_WAL_HEADER = 32
+T = TypeVar("T")
+Rows = list[tuple[Any, ...]]
+
+_WAL_HEADER_BYTES = 32
 _TRIES = 12
-_SALVAGE_QUERIES = 2000
+_MAX_SALVAGE_QUERIES = 2000
 
 
 class Snapshot:
-    """One database of a run, to be queried without leaving a trace.
+    """One database of a run, queried without leaving a trace.
 
-    ``live``: a process on this machine still writes it; ``own``: it is this very process. Its file is
-    then never opened but through SQLite: closing any other handle would drop the writer's locks.
+    ``live``: a process on this machine still writes it; ``own``: it is this very process. Its file is then
+    only opened through SQLite: closing any other handle would drop the writer's locks. ``hold``: keep the
+    connection to a complete file open between queries.
     """
 
-    def __init__(self, path: Path, *, live: bool = False, own: bool = False) -> None:
+    def __init__(self, path: Path, *, live: bool = False, own: bool = False, hold: bool = False) -> None:
         self.path = path
         self.live = live
         self._own = own
+        self._hold = hold
+        self._held: tuple[object, sqlite3.Connection] | None = None
+        self._lock = threading.RLock()
         self._copy: Path | None = None
-        self._check()
+        if not self.path.is_file():
+            raise RunFormatError(f"{self.path}: is missing")
+        # A foreign database could make our queries run what it likes: it is refused before any of them.
+        tables, meta = self.read(_described)
+        if "CREATE TABLE meta" not in tables.get("meta", ""):
+            raise RunFormatError(f"{self.path}: is not a database that backlight wrote")
+        if meta.get("kind") != DATABASE_KIND:
+            raise RunFormatError(f"{self.path}: has kind {meta.get('kind')!r}, expected {DATABASE_KIND!r}")
+        check_format(self.path, int(meta["format"]) if str(meta.get("format")).isdecimal() else None)
+        wrong = [name for name, statement in TABLES.items() if tables.get(name) != statement]
+        if wrong:
+            raise RunFormatError(f"{self.path}: its tables {', '.join(wrong)} are not those of the format")
 
-    def rows(self, sql: str, parameters: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        """Run one query and return all rows.
+    def rows(self, sql: str, parameters: tuple[Any, ...] = ()) -> Rows:
+        """Return all rows of one query; raises as :meth:`read`."""
+        return self.read(lambda query: query(sql, parameters))
+
+    def read(self, read: Callable[[Callable[[str, tuple[Any, ...]], Rows]], T]) -> T:
+        """Call ``read`` with a function that runs a query; all its queries share one short connection.
 
         Raises
         ------
         RunFormatError
-            If the file is not there, is no database, or is damaged.
+            If the file is missing, is no database, or is damaged.
         """
         problem: Exception | None = None
         for i in range(_TRIES):
             try:
                 with self._connection() as connection:
-                    return connection.execute(sql, parameters).fetchall()
+                    return read(lambda sql, given: connection.execute(sql, given).fetchall())
             except sqlite3.OperationalError as error:
                 problem = error
                 if not self.live:
                     break
-                # The writer may just have closed; if it does not let us in at all, a copy still can be made.
+                # The writer may just have closed; if it does not let us in at all, a copy can still be made.
                 time.sleep(0.002 * i)
                 if i > _TRIES // 2 and not self._own:
                     self.live = False
@@ -75,115 +97,82 @@ class Snapshot:
                 break
         raise RunFormatError(f"{self.path}: cannot be read: {problem}") from problem
 
-    def salvage(self, select: str, last: int) -> tuple[list[tuple[Any, ...]], int]:
+    def salvage(self, select: str, last: int) -> tuple[Rows, int]:
         """Return the readable rows with ids up to ``last``, and how many could not be read.
 
-        ``select`` is a query that ends in a condition, to which a range of ids is added. Damage is
-        encircled by halving, so that one bad page costs few queries; what is still too wide after many
-        of them is given up.
+        ``select`` is a query that ends in a condition, to which a range of ids is added. Damage is located by
+        bisection, so that one bad page costs few queries; a range that is still wide after many is given up.
         """
-        try:
+        with contextlib.suppress(RunFormatError):
             return self.rows(f"{select} AND id <= ? ORDER BY id", (last,)), 0
-        except RunFormatError:
-            found: list[tuple[Any, ...]] = []
-            lost = 0
-            ranges = [(1, last)]
-            for asked in itertools.count():
-                if not ranges:
-                    break
-                low, high = ranges.pop()
-                if asked >= _SALVAGE_QUERIES:
-                    lost += high - low + 1
-                    continue
-                try:
-                    found += self.rows(f"{select} AND id BETWEEN ? AND ? ORDER BY id", (low, high))
-                except RunFormatError:
-                    if low == high:
-                        lost += 1
-                    else:
-                        middle = (low + high) // 2
-                        ranges += [(middle + 1, high), (low, middle)]
-            return found, lost
-
-    def _check(self) -> None:
-        """Refuse what is not ours: a foreign database could make a query of ours run what it likes.
-
-        Raises
-        ------
-        RunFormatError
-            If the file is missing, foreign or too new.
-        """
-        if not self.path.is_file():
-            raise RunFormatError(f"{self.path}: is missing")
-        found = dict(self.rows("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
-        if "meta" not in found or "CREATE TABLE meta" not in found["meta"]:
-            raise RunFormatError(f"{self.path}: is not a database that backlight wrote")
-        meta = dict(self.rows("SELECT key, value FROM meta WHERE key IN ('kind', 'format')"))
-        if meta.get("kind") != DATABASE_KIND:
-            raise RunFormatError(f"{self.path}: says kind {meta.get('kind')!r}, expected {DATABASE_KIND!r}")
-        version = int(meta["format"]) if str(meta.get("format")).isdecimal() else None
-        check_format(self.path, version)
-        if version is not None and version < FORMAT_VERSION:
-            self._migrate(version)
-            found = dict(self.rows("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
-        wrong = [name for name, statement in TABLES.items() if found.get(name) != statement]
-        if wrong:
-            raise RunFormatError(f"{self.path}: its tables {', '.join(wrong)} are not those of the format")
-
-    def _migrate(self, version: int) -> None:
-        """Bring a private copy to the format of this release.
-
-        Raises
-        ------
-        RunFormatError
-            If the old database is not what its format says.
-        """
-        if self._copy is None:
-            self._copy = self._copied()
-        self.live = False
-        connection = sqlite3.connect(self._copy, isolation_level=None)
-        try:
-            migrations.migrate_database(connection, version)
-        except sqlite3.Error as error:
-            raise RunFormatError(f"{self.path}: format {version} cannot be migrated: {error}") from error
-        finally:
-            connection.close()
+        found: Rows = []
+        lost = 0
+        ranges = [(1, last)]
+        for asked in itertools.count():
+            if not ranges:
+                break
+            low, high = ranges.pop()
+            if asked >= _MAX_SALVAGE_QUERIES:
+                lost += high - low + 1
+                continue
+            try:
+                found += self.rows(f"{select} AND id BETWEEN ? AND ? ORDER BY id", (low, high))
+            except RunFormatError:
+                if low == high:
+                    lost += 1
+                else:
+                    middle = (low + high) // 2
+                    ranges += [(middle + 1, high), (low, middle)]
+        return found, lost
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
-        connection = sqlite3.connect(self._uri(), uri=True, isolation_level=None, timeout=2.0)
-        try:
-            connection.execute("PRAGMA query_only = 1")
-            connection.execute("PRAGMA trusted_schema = 0")
+        with self._lock:
+            uri, state = self._target()
+            if self._hold and state is not None:
+                if self._held is None or self._held[0] != state:
+                    self._release()
+                    connection = _connect(uri)
+                    self._held = state, connection
+                    weakref.finalize(self, connection.close)
+                yield self._held[1]
+                return
+        with contextlib.closing(_connect(uri)) as connection:
             yield connection
-        finally:
-            connection.close()
 
-    def _uri(self) -> str:
-        if self._copy is not None:
-            return f"{self._copy.as_uri()}?mode=ro"
-        place = self.path.absolute().as_uri()
-        if self.live and beside(self.path, "-shm").exists():
-            return f"{place}?mode=ro"
-        if size_of(beside(self.path, "-wal")) == 0:
-            return f"{place}?mode=ro&immutable=1"
-        if self._own:
-            raise sqlite3.OperationalError("the log of this process has no shared memory")
-        self._copy = self._copied()
-        return self._uri()
+    def _release(self) -> None:
+        if self._held is not None:
+            self._held[1].close()
+            self._held = None
+
+    def _target(self) -> tuple[str, object]:
+        """Return how to open the file, and its state while nothing changes it; None where it may change."""
+        if self._copy is None:
+            location = self.path.absolute().as_uri()
+            if self.live and sibling(self.path, "-shm").exists():
+                return f"{location}?mode=ro", None
+            # Never immutable while there is a log: its rows would be left out without an error.
+            if size_of(sibling(self.path, "-wal")) == 0:
+                stat = self.path.stat()
+                state = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+                return f"{location}?mode=ro&immutable=1", None if self.live else state
+            if self._own:
+                raise sqlite3.OperationalError("the log of this process has no shared memory")
+            self._copy = self._copied()
+        return f"{self._copy.as_uri()}?mode=ro", "copy"
 
     def _copied(self) -> Path:
         """Copy the database with its log so that the two belong together.
 
-        The log only grows until it is begun anew, with another header. What a checkpoint moves into the
-        file meanwhile also stands in the log, so equal headers before and after prove the pair.
+        The log only grows until it is begun anew, with another header. Pages that a checkpoint moves into the
+        file meanwhile are also in the log, so equal headers before and after prove the pair.
 
         Raises
         ------
         OSError
             If it changes faster than it can be copied.
         """
-        log = beside(self.path, "-wal")
+        log = sibling(self.path, "-wal")
         folder = Path(tempfile.mkdtemp(prefix="backlight-read-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         target = folder / self.path.name
@@ -191,23 +180,42 @@ class Snapshot:
             before = _header(log)
             shutil.copyfile(self.path, target)
             with contextlib.suppress(FileNotFoundError):
-                beside(target, "-wal").unlink(missing_ok=True)
-                shutil.copyfile(log, beside(target, "-wal"))
+                sibling(target, "-wal").unlink(missing_ok=True)
+                shutil.copyfile(log, sibling(target, "-wal"))
             if before == _header(log):
                 return target
         raise OSError("it changes faster than it can be copied; try again when its writer has less to do")
 
 
+def _connect(uri: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=2.0, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA query_only = 1")
+        connection.execute("PRAGMA trusted_schema = 0")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _described(query: Callable[[str, tuple[Any, ...]], Rows]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the statements of the tables, and what the file states of itself."""
+    tables = dict(query("SELECT name, sql FROM sqlite_master WHERE type = 'table'", ()))
+    if "CREATE TABLE meta" not in tables.get("meta", ""):
+        return tables, {}
+    return tables, dict(query("SELECT key, value FROM meta WHERE key IN ('kind', 'format')", ()))
+
+
 def _header(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(_WAL_HEADER)
+            return file.read(_WAL_HEADER_BYTES)
     except FileNotFoundError:
         return b""
 
 
-def beside(path: Path, suffix: str) -> Path:
-    """Return the path of a file that SQLite keeps beside a database."""
+def sibling(path: Path, suffix: str) -> Path:
+    """Return the path of a file that SQLite keeps next to a database."""
     return path.with_name(path.name + suffix)
 
 

@@ -1,7 +1,8 @@
-"""The writing side of arrays: pieces that are complete before they are seen, and that stay few."""
+"""Files next to the database: arrays, in pieces that appear complete, and evidence of findings."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,20 +11,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backlight.store.format.hdf5_filters import PLAIN, Filters
 from backlight.store.format.hdf5_pieces import (
+    PLAIN,
     ArrayInfo,
+    Filters,
     Stack,
     merged,
-    piece_name,
     read_piece,
     stacked,
     write_piece,
 )
+from backlight.store.format.names import EVIDENCE, piece_name, safe_name
 from backlight.store.format.schema import ARRAY_ENCODINGS
 
-ROLL_SIZE = 64 * 1024 * 1024
-"""Bytes beyond which a piece is not merged with another one."""
+MAX_MERGED_BYTES = 64 * 1024 * 1024
+"""Pieces are not merged beyond this size."""
 
 
 @dataclass(slots=True)
@@ -31,22 +33,22 @@ class _Piece:
     first: int
     last: int
     size: int
-    packed: bool = False
+    compressed: bool = False
 
 
 class ArrayWriter:
     """Buffers arrays and writes each flush as one piece; a small piece is merged with its predecessor.
 
-    Merging goes by size as in a binary counter: every array is rewritten a logarithmic number of times,
-    and a long run has few pieces. The merged piece is published first and says in its name
-    which pieces it replaces. What will be merged again is stored plain; a piece is compressed once, when
-    it is so large that it stays, or at the end.
+    Merging goes by size as in a binary counter: every array is rewritten a logarithmic number of times, and
+    a long run has few pieces. The merged piece is published first and its name says which pieces it
+    replaces. Pieces that will be merged again are stored plain; a piece is compressed once, when it is so
+    large that it stays, or at the end.
     """
 
     def __init__(self, folder: Path, rank: int, filters: Filters = Filters()) -> None:  # noqa: B008 - frozen
         self.folder = folder
-        self._filters = filters
         self.pending_bytes = 0
+        self._filters = filters
         self._finishing = False
         self._rank = rank
         self._pending: list[tuple[ArrayInfo, int, npt.NDArray[Any]]] = []
@@ -67,8 +69,7 @@ class ArrayWriter:
             msg = f"array {name!r} has type {array.dtype}, expected booleans, integers, floats or complex"
             raise ValueError(msg)
         if dims and len(dims) != array.ndim:
-            msg = f"array {name!r} has {array.ndim} axes, but {len(dims)} dims: {tuple(dims)}"
-            raise ValueError(msg)
+            raise ValueError(f"array {name!r} has {array.ndim} axes, but {len(dims)} dims: {tuple(dims)}")
         if encoding not in ARRAY_ENCODINGS:
             known = ", ".join(ARRAY_ENCODINGS)
             raise ValueError(f"array {name!r}: there is no encoding {encoding!r}; there are {known}")
@@ -81,7 +82,7 @@ class ArrayWriter:
         self.pending_bytes += array.nbytes
 
     def flush(self) -> bool:
-        """Write what is buffered as a piece; tell whether there was anything. An OSError passes through."""
+        """Write the buffered arrays as a piece; return whether there were any. An OSError passes through."""
         if not self._pending:
             return False
         pending, self._pending, self.pending_bytes = self._pending, [], 0
@@ -90,22 +91,22 @@ class ArrayWriter:
         self._pieces.append(self._write(number, number, stacked(pending)))
         while len(self._pieces) > 1:
             older, newer = self._pieces[-2:]
-            if older.size > 2 * newer.size or older.size + newer.size > ROLL_SIZE:
+            if older.size > 2 * newer.size or older.size + newer.size > MAX_MERGED_BYTES:
                 break
             self._pieces[-2:] = [self._merge(older, newer)]
         return True
 
-    def unpacked(self) -> bool:
-        """Tell whether something is still stored plain; its size is from now on stated as not known."""
+    def begin_finish(self) -> bool:
+        """Return whether a piece is still plain; from now on its size is stated as not known."""
         self._finishing = True
-        return any(not piece.packed for piece in self._pieces)
+        return any(not piece.compressed for piece in self._pieces)
 
     def finish(self) -> None:
-        """Compress what is still stored plain; an OSError passes through, with every piece still whole."""
-        for place, piece in enumerate(self._pieces):
-            if not piece.packed:
-                path = self._path(piece)
-                self._pieces[place] = self._write(piece.first, piece.last, list(read_piece(path)), pack=True)
+        """Compress the plain pieces; an OSError passes through, with every piece still whole."""
+        for i, piece in enumerate(self._pieces):
+            if not piece.compressed:
+                stacks = list(read_piece(self._path(piece)))
+                self._pieces[i] = self._write(piece.first, piece.last, stacks, compress=True)
 
     def size(self) -> int:
         """Return the bytes of all pieces."""
@@ -115,7 +116,7 @@ class ArrayWriter:
         """Return the pieces by name with their size, as the manifest states them."""
         return {
             piece_name(self._rank, p.first, p.last): {
-                "bytes": 0 if self._finishing and not p.packed else p.size
+                "bytes": 0 if self._finishing and not p.compressed else p.size
             }
             for p in self._pieces
         }
@@ -123,11 +124,11 @@ class ArrayWriter:
     def _path(self, piece: _Piece) -> Path:
         return self.folder / piece_name(self._rank, piece.first, piece.last)
 
-    def _write(self, first: int, last: int, stacks: Sequence[Stack], *, pack: bool = False) -> _Piece:
+    def _write(self, first: int, last: int, stacks: Sequence[Stack], *, compress: bool = False) -> _Piece:
         path = self.folder / piece_name(self._rank, first, last)
-        pack = pack or sum(stack.values.nbytes for stack in stacks) > ROLL_SIZE // 2
-        write_piece(path, stacks, self._filters if pack else PLAIN)
-        return _Piece(first, last, path.stat().st_size, pack)
+        compress = compress or sum(stack.values.nbytes for stack in stacks) > MAX_MERGED_BYTES // 2
+        write_piece(path, stacks, self._filters if compress else PLAIN)
+        return _Piece(first, last, path.stat().st_size, compress)
 
     def _merge(self, older: _Piece, newer: _Piece) -> _Piece:
         old, new = self._path(older), self._path(newer)
@@ -135,3 +136,25 @@ class ArrayWriter:
         old.unlink()
         new.unlink()
         return piece
+
+
+def write_evidence(attempt: Path, name: str, data: bytes | str) -> Path:
+    """Write a file below ``evidence/`` under a safe, unique name; an OSError passes through."""
+    raw = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+    folder = attempt / EVIDENCE
+    folder.mkdir(exist_ok=True)
+    safe = safe_name(name, "evidence")
+    stem, dot, suffix = safe.rpartition(".")
+    number = 0
+    while True:
+        candidate = safe if number == 0 else f"{stem or suffix}-{number}{dot + suffix if stem else ''}"
+        try:
+            descriptor = os.open(folder / candidate, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            break
+        except FileExistsError:
+            number += 1
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(descriptor)
+    return folder / candidate

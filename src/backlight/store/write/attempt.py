@@ -1,41 +1,46 @@
-"""How a process enters a run directory: as a new run, a new attempt of one, or a further rank."""
+"""The attempt that a process writes: how it enters a run directory, and how it publishes its progress.
+
+A process enters as a new run, a new attempt of one, or a further rank. The first rank states its progress in
+``manifest.json``, which no other rank writes; a further rank in its own ``rank-NNNNN.json``.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 import socket
+import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from backlight.distributed import JOB_SEPARATOR
-from backlight.records import RunStatus
+from backlight.records import Fingerprint, RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
-from backlight.store.format.manifest import (
-    MANIFEST,
-    AttemptEntry,
-    Manifest,
-    Progress,
-    attempt_folder,
-    read_manifest,
-)
-from backlight.store.format.names import safe_name
+from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress, read_manifest
+from backlight.store.format.names import MANIFEST, attempt_folder, document_name, safe_name
+from backlight.store.format.schema import FORMAT_VERSION
 from backlight.store.platform import atomic_json
-from backlight.store.platform.lock import CLAIM, locked
-from backlight.store.platform.process import ProcessIdentity
+from backlight.store.platform.filesystem import CLAIM, locked
 
-JOIN_TIMEOUT = 60.0
-"""Seconds that a further rank waits for rank 0 to open the attempt."""
+JOIN_TIMEOUT_S = 60.0
+"""Time that a further rank waits for rank 0 to open the attempt."""
+
+RANK_KIND = "backlight rank"
+
+MAX_PUBLISH_SHARE = 1 / 20
+"""Share of the writer thread's time that publishing progress may take, on any disk."""
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """What a process says of the attempt that it opens; ``launch`` is shared by its ranks.
+class AttemptOptions:
+    """Description of the attempt that a process opens; ``launch`` is shared by its ranks.
 
-    ``first`` is the rank that opens it: 0, but in a part of a run.
+    ``first`` is the rank that opens it: 0, except in a part of a run.
     """
 
     name: str = ""
@@ -53,172 +58,93 @@ class Opening:
 
 @dataclass(slots=True)
 class Entry:
-    """The place of a writer: its attempt's folder and its own progress.
+    """A writer inside its attempt: the folder and its own progress.
 
-    ``made`` are folders and ``previous`` the manifest from before, for :meth:`undo`.
+    ``created`` are folders and ``previous`` the manifest from before, for :meth:`undo`.
     """
 
     path: Path
     manifest: Manifest
     attempt: AttemptEntry
     progress: Progress
-    made: list[Path] = field(default_factory=list)
+    created: list[Path] = field(default_factory=list)
     previous: bytes | None = None
     first: bool = False
 
     @property
     def folder(self) -> Path:
-        """Return the folder of the attempt."""
+        """Folder of the attempt."""
         return self.path / attempt_folder(self.attempt.index)
 
     def undo(self) -> None:
-        """Take back what entering the folder did, as far as the file system lets us."""
+        """Undo the changes of entering the folder, as far as the file system allows."""
         if self.first:
             with contextlib.suppress(OSError):
                 if self.previous is None:
                     (self.path / MANIFEST).unlink(missing_ok=True)
                 else:
                     atomic_json.write_atomically(self.path / MANIFEST, self.previous)
-        if self.folder in self.made:
+        if self.folder in self.created:
             shutil.rmtree(self.folder, ignore_errors=True)
-        _remove_empty(self.made)
+        _remove_empty(self.created)
+
+
+def default_path(script: str = "", launch: str | None = None) -> Path:
+    """Return ``runs/<script>-<time>``, with a number where that exists.
+
+    Ranks of one launch need the same folder without communicating, and their clocks differ: given ``launch``,
+    which they share, the folder is ``runs/<script>-<its hash>``; a restart of the same job has the same one.
+    """
+    stem = safe_name(Path(script or (sys.argv[0] if sys.argv else "")).stem or "training")
+    if launch is not None:
+        return Path("runs") / f"{stem}-{hashlib.sha256(job_of(launch).encode()).hexdigest()[:8]}"
+    base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = base, 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
 
 
 def job_of(launch: str) -> str:
-    """Return what all starts of one job have in common: the id of a launch without its restart."""
+    """Return what all starts of one job share: the id of a launch without its restart."""
     return launch.rpartition(JOB_SEPARATOR)[0] or launch
 
 
-def database_name(rank: int) -> str:
-    """Return the name of the database of a rank."""
-    return f"rank-{rank:05d}.db"
-
-
-def document_name(rank: int) -> str:
-    """Return the name of the document of a rank."""
-    return f"rank-{rank:05d}.json"
-
-
-def enter_as_first(path: Path, opening: Opening) -> Entry:
-    """Open a new attempt as its first rank; where that fails, nothing stays behind.
-
-    Raises
-    ------
-    RunWriteError
-        If the file system does not let us.
-    RunExistsError
-        If the folder holds something else, or a living process writes the run. One that this
-        release cannot read passes a RunFormatError through.
-    """
-    with _entering(path) as made:
-        return _open_attempt(path, opening, made)
-
-
 def part_path(path: Path) -> Path:
-    """Return where the ranks of this host write where they do not see the folder of rank 0."""
+    """Return the folder for the ranks of this host where they cannot reach the folder of rank 0."""
     return path.with_name(f"{path.name}.part-{safe_name(socket.gethostname()) or 'host'}")
 
 
-def enter_apart(path: Path, opening: Opening) -> Entry:
+def enter_first(path: Path, options: AttemptOptions) -> Entry:
+    """Open a new attempt as its first rank; on failure nothing is left behind.
+
+    Raises
+    ------
+    RunWriteError
+        If the file system refuses.
+    RunExistsError
+        If the folder holds something else, or a living process writes the run. A run that this release cannot
+        read raises a RunFormatError.
+    """
+    with _entering(path) as created:
+        return _open_attempt(path, options, created)
+
+
+def enter_part(path: Path, options: AttemptOptions) -> Entry:
     """Open the part of a run that this host keeps for itself, or join it; ``path`` is the part's folder.
 
-    Parts are runs of their own that lack the other ranks, until they are joined.
-
-    Raises
-    ------
-    RunWriteError
-        If the file system does not let us. RunExistsError and RunFormatError as in :func:`enter_as_first`.
+    A part is a run of its own that lacks the other ranks, until it is joined. Raises as :func:`enter_first`.
     """
-    with _entering(path) as made:
+    with _entering(path) as created:
         if (path / MANIFEST).exists():
-            joined = _joined(path, read_manifest(path), opening.first, opening.launch)
+            joined = _joined(path, read_manifest(path), options.first, options.launch)
             if joined is not None:
                 return joined
-        return _open_attempt(path, opening, made)
+        return _open_attempt(path, options, created)
 
 
-@contextlib.contextmanager
-def _entering(path: Path) -> Iterator[list[Path]]:
-    """Hold the lock of a folder, which is made where it is missing; give the folders that were made.
-
-    Raises
-    ------
-    RunWriteError
-        If the file system does not let us; of an error inside as well, no empty folder stays behind.
-    """
-    made: list[Path] = []
-    try:
-        _make(path, made)
-        with locked(path):
-            yield made
-    except OSError as error:
-        _remove_empty(made)
-        reason = error.strerror or str(error)
-        raise RunWriteError(f"{path}: cannot be written: {reason}; choose another --out") from error
-    except BaseException:
-        _remove_empty(made)
-        raise
-
-
-def _make(path: Path, made: list[Path]) -> None:
-    """Make the folder and its parents, and note which ones were missing.
-
-    Raises
-    ------
-    RunExistsError
-        If a file is there.
-    """
-    for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
-        # Where another process makes the same folder at this moment, it is not ours to remove.
-        with contextlib.suppress(FileExistsError):
-            missing.mkdir()
-            made.append(missing)
-    if not path.is_dir():
-        raise RunExistsError(f"{path}: is a file, expected a folder; choose another --out")
-
-
-def _open_attempt(path: Path, opening: Opening, made: list[Path]) -> Entry:
-    manifest = _existing(path, opening.launch)
-    previous = None if manifest is None else (path / MANIFEST).read_bytes()
-    offset = opening.step_offset
-    if manifest is None:
-        manifest = Manifest.new(opening.name, opening.launch)
-    elif offset is None:
-        offset = _next_step(path)
-    index = max((entry.index for entry in manifest.attempts), default=-1) + 1
-    while (path / attempt_folder(index)).exists() and any((path / attempt_folder(index)).iterdir()):
-        index += 1
-    now = time.time()
-    progress = Progress(RunStatus.RUNNING, ProcessIdentity.of_this_process(), updated=now)
-    attempt = AttemptEntry(
-        index=index,
-        step_offset=offset or 0,
-        started=now,
-        world_size=opening.world_size,
-        launch=opening.launch or uuid.uuid4().hex,
-        script=opening.script,
-        argv=opening.arguments,
-        monitors=opening.monitors,
-        flush_interval=opening.flush_interval,
-        progress=progress,
-        first=opening.first,
-    )
-    for earlier in manifest.attempts:
-        if earlier.progress.status is RunStatus.RUNNING:
-            earlier.progress.status = earlier.progress.status_now()
-    manifest.attempts.append(attempt)
-    manifest.groups.update(opening.groups)
-    manifest.overrides.update(opening.overrides)
-    entry = Entry(path, manifest, attempt, progress, made, previous, first=True)
-    if not entry.folder.exists():
-        entry.folder.mkdir()
-        made.append(entry.folder)
-    # The manifest comes before the files: whenever a kill falls, the folder is empty or a run.
-    manifest.write(path)
-    return entry
-
-
-def enter_as_further(path: Path, *, rank: int, launch: str | None, timeout: float = JOIN_TIMEOUT) -> Entry:
+def enter_further(path: Path, *, rank: int, launch: str | None, timeout_s: float = JOIN_TIMEOUT_S) -> Entry:
     """Enter, as rank > 0, the attempt that rank 0 of the same launch opens.
 
     Raises
@@ -229,26 +155,90 @@ def enter_as_further(path: Path, *, rank: int, launch: str | None, timeout: floa
         If the launch is not named.
     """
     if not launch:
-        msg = f"rank {rank} joins the run of rank 0 and needs its run_id; give all ranks the same one"
-        raise ValueError(msg)
-    deadline = time.monotonic() + timeout
+        raise ValueError(
+            f"rank {rank} joins the run of rank 0 and needs its run_id; give all ranks the same one"
+        )
+    deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(RunFormatError):
-            manifest = read_manifest(path)
-            joined = _joined(path, manifest, rank, launch)
+            joined = _joined(path, read_manifest(path), rank, launch)
             if joined is not None:
                 return joined
         if time.monotonic() > deadline:
-            msg = (
-                f"{path}: rank {rank} found no running attempt of launch {launch!r} within {timeout:g} s;"
+            raise RunExistsError(
+                f"{path}: rank {rank} found no running attempt of launch {launch!r} within {timeout_s:g} s;"
                 " rank 0 opens it: start rank 0 with the same run_id and the same folder"
             )
-            raise RunExistsError(msg)
         time.sleep(0.02)
 
 
+@contextlib.contextmanager
+def _entering(path: Path) -> Iterator[list[Path]]:
+    """Create a folder, hold its lock and yield the folders that were created; on failure remove those."""
+    created: list[Path] = []
+    try:
+        for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
+            # Where another process creates the same folder at this moment, it is not ours to remove.
+            with contextlib.suppress(FileExistsError):
+                missing.mkdir()
+                created.append(missing)
+        if not path.is_dir():
+            raise RunExistsError(f"{path}: is a file, expected a folder; choose another --out")
+        with locked(path):
+            yield created
+    except OSError as error:
+        _remove_empty(created)
+        reason = error.strerror or str(error)
+        raise RunWriteError(f"{path}: cannot be written: {reason}; choose another --out") from error
+    except BaseException:
+        _remove_empty(created)
+        raise
+
+
+def _open_attempt(path: Path, options: AttemptOptions, created: list[Path]) -> Entry:
+    manifest = _existing_run(path, options.launch)
+    previous = None if manifest is None else (path / MANIFEST).read_bytes()
+    offset = options.step_offset
+    if manifest is None:
+        manifest = Manifest.new(options.name, options.launch)
+    elif offset is None:
+        from backlight.store.read.run import open_run  # noqa: PLC0415 - needed only where a run goes on
+
+        offset = open_run(path).last_step() + 1
+    index = max((entry.index for entry in manifest.attempts), default=-1) + 1
+    while (path / attempt_folder(index)).exists() and any((path / attempt_folder(index)).iterdir()):
+        index += 1
+    progress = Progress.begin()
+    attempt = AttemptEntry(
+        index=index,
+        step_offset=offset or 0,
+        started=progress.updated,
+        world_size=options.world_size,
+        launch=options.launch or uuid.uuid4().hex,
+        script=options.script,
+        argv=options.arguments,
+        monitors=options.monitors,
+        flush_interval=options.flush_interval,
+        progress=progress,
+        first=options.first,
+    )
+    for earlier in manifest.attempts:
+        if earlier.progress.status is RunStatus.RUNNING:
+            earlier.progress.status = earlier.progress.status_now()
+    manifest.attempts.append(attempt)
+    manifest.groups.update(options.groups)
+    manifest.overrides.update(options.overrides)
+    entry = Entry(path, manifest, attempt, progress, created, previous, first=True)
+    if not entry.folder.exists():
+        entry.folder.mkdir()
+        created.append(entry.folder)
+    # The manifest comes before the files: after a kill at any moment, the folder is empty or a run.
+    manifest.write(path)
+    return entry
+
+
 def _joined(path: Path, manifest: Manifest, rank: int, launch: str | None) -> Entry | None:
-    """Return the place of a rank in the running attempt of its launch, None where there is none."""
+    """Return the entry of a rank into the running attempt of its launch, None where there is none."""
     newest = manifest.attempts[-1] if manifest.attempts else None
     # An attempt that already has this rank is an earlier start of the same launch.
     if (
@@ -258,20 +248,13 @@ def _joined(path: Path, manifest: Manifest, rank: int, launch: str | None) -> En
         or (path / attempt_folder(newest.index) / document_name(rank)).exists()
     ):
         return None
-    progress = Progress(RunStatus.RUNNING, ProcessIdentity.of_this_process(), updated=time.time())
-    return Entry(path, manifest, newest, progress)
+    return Entry(path, manifest, newest, Progress.begin())
 
 
-def _existing(path: Path, launch: str | None) -> Manifest | None:
-    """Return the manifest of the run at ``path``, or None where a new run may begin.
-
-    Raises
-    ------
-    RunExistsError
-        If the folder holds something else, or a living process writes the run.
-    """
+def _existing_run(path: Path, launch: str | None) -> Manifest | None:
+    """Return the manifest of the run at ``path``, None where a new run may begin, or refuse the folder."""
     if not (path / MANIFEST).exists():
-        if any(not _leftover(child) for child in path.iterdir()):
+        if any(not _is_leftover(child) for child in path.iterdir()):
             raise RunExistsError(f"{path}: is not a backlight run and not empty; choose another --out")
         return None
     manifest = read_manifest(path)
@@ -280,7 +263,7 @@ def _existing(path: Path, launch: str | None) -> Manifest | None:
         if progress.status_now() is not RunStatus.RUNNING:
             continue
         if launch and job_of(launch) == job_of(entry.launch) and progress.process.alive() is None:
-            # A job runs once: where it starts again, its earlier start on another machine is over.
+            # A job runs once: when it starts again, its earlier start on another machine has ended.
             progress.status = RunStatus.KILLED
         else:
             who = f"process {progress.process.pid} on {progress.process.host}"
@@ -289,22 +272,79 @@ def _existing(path: Path, launch: str | None) -> Manifest | None:
     return manifest
 
 
-def _leftover(child: Path) -> bool:
-    """Tell whether a kill between the first two moments of a run left this behind."""
+def _is_leftover(child: Path) -> bool:
+    """Return whether a kill between the first two moments of a run left this behind."""
     if atomic_json.is_temporary(child.name) or child.name == CLAIM:
         return True
     return child.name == attempt_folder(0) and child.is_dir() and not any(child.iterdir())
 
 
-def _next_step(path: Path) -> int:
-    """Return the global step after the last one that any attempt recorded."""
-    from backlight.store.read.run import open_run  # noqa: PLC0415 - needed only where a run goes on
-
-    return open_run(path).last_step() + 1
-
-
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders that we made, unless somebody has put something there meanwhile."""
     for folder in reversed(folders):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another process has put something there meanwhile
             folder.rmdir()
+
+
+class ProgressWriter:
+    """Publishes the progress of one rank, at most every ``interval_s``: about a flush interval."""
+
+    def __init__(self, entry: Entry, rank: int, options: Mapping[str, Any] | None = None) -> None:
+        self.progress = entry.progress
+        self.interval_s = entry.attempt.flush_interval * 0.9
+        self._entry = entry
+        self._rank = rank
+        self._options = dict(options or {})
+        self._fingerprint = "null"
+        self._published = 0.0
+        self._cost_s = 0.0
+        self._stale = True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank opened the attempt and so writes the manifest."""
+        return self._rank == self._entry.attempt.first
+
+    def set_fingerprint(self, fingerprint: Fingerprint) -> None:
+        """Store the fingerprint of the rank; an OSError passes through."""
+        self._fingerprint = atomic_json.dump(fingerprint)
+        self.publish_document()
+
+    def update(self, files: dict[str, dict[str, int]], step: int = -1) -> None:
+        """Set the last rows of each file and the last attempt-local step, to be published."""
+        self.progress.files = files
+        self.progress.step = max(self.progress.step, step)
+        self._stale = True
+
+    def publish_if_due(self) -> None:
+        """Publish an update, or a heartbeat, where it is time; an OSError passes through."""
+        waited = time.monotonic() - self._published
+        interval = max(self.interval_s, self._cost_s / MAX_PUBLISH_SHARE)
+        if (self._stale and waited >= interval) or waited >= HEARTBEAT_S:
+            self.publish()
+
+    def publish(self) -> None:
+        """Publish the progress now; an OSError passes through."""
+        began = time.monotonic()
+        self.progress.updated = time.time()
+        if self.is_first:
+            self._entry.manifest.write(self._entry.path)
+        else:
+            self.publish_document()
+        self._published = time.monotonic()
+        self._cost_s = self._published - began
+        self._stale = False
+
+    def publish_document(self) -> None:
+        """Write ``rank-NNNNN.json``; an OSError passes through."""
+        head = {
+            "kind": RANK_KIND,
+            "format": FORMAT_VERSION,
+            "run_id": self._entry.manifest.run_id,
+            "attempt": self._entry.attempt.index,
+            "rank": self._rank,
+            "progress": None if self.is_first else self.progress,
+            "options": self._options,
+        }
+        # The fingerprint may hold thousands of modules; it is serialised once.
+        text = f'{atomic_json.dump(head)[:-1]}, "fingerprint": {self._fingerprint}}}'
+        atomic_json.write_atomically(self._entry.folder / document_name(self._rank), text.encode("ascii"))

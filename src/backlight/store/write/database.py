@@ -1,4 +1,4 @@
-"""The tables of ``rank-NNNNN.db`` and the connection that writes them."""
+"""The SQLite database that one rank writes: the rows that wait for a flush, and the connection."""
 
 from __future__ import annotations
 
@@ -6,58 +6,101 @@ import contextlib
 import ctypes
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from backlight.store.format.schema import FORMAT_VERSION, SERIES
+from backlight.store.format import column_codec
+from backlight.store.format.schema import COUNTED, DATABASE_KIND, FORMAT_VERSION, SERIES, TABLES
 from backlight.store.platform import atomic_json
-from backlight.store.write.batch import Batch, stored_rows
 
 SQLITE_VERSION = sqlite3.sqlite_version
 """Release of the SQLite library in use."""
 
-PAGE_SIZE = 32768
-"""Bytes per page: rows of 150 parameters take 3 to 10 KB, and leave little of such a page empty."""
+PAGE_BYTES = 32768
+"""Rows of 150 parameters take 3 to 10 KB, and leave little of such a page empty."""
 
 CHECKPOINT_PAGES = 128
 """Pages in the write-ahead log before SQLite moves them into the file: 4 MB."""
 
-SYNC_INTERVAL = 30.0
-"""Seconds after which what was written is forced onto the disk, against a power cut; a kill needs none."""
+SYNC_INTERVAL_S = 30.0
+"""Interval in which rows are forced onto the disk, against a power cut; a kill needs none."""
 
-CLOSE_PATIENCE = 2.0
-"""Seconds that closing waits for readers before it leaves the log beside the file."""
+BUSY_TIMEOUT_S = 2.0
+"""Wait for readers when closing, before the log stays next to the file."""
 
-TABLES: dict[str, str] = {
-    "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    "parameter_table": "CREATE TABLE parameter_table (id INTEGER PRIMARY KEY, json TEXT NOT NULL)",
-    "scalar_name": "CREATE TABLE scalar_name (id INTEGER PRIMARY KEY, source TEXT NOT NULL,"
-    " name TEXT NOT NULL)",
-    "scalar": "CREATE TABLE scalar (id INTEGER PRIMARY KEY, name INTEGER NOT NULL, step INTEGER NOT NULL,"
-    " value REAL)",
-    "event": "CREATE TABLE event (id INTEGER PRIMARY KEY, step INTEGER, time REAL NOT NULL,"
-    " kind TEXT NOT NULL, payload TEXT NOT NULL)",
-    "finding": "CREATE TABLE finding (id INTEGER PRIMARY KEY, time REAL NOT NULL, json TEXT NOT NULL)",
+Sizes = Mapping[int, npt.NDArray[np.int64]]
+"""Sizes of the parameters, by the id of their table."""
+
+Row = tuple[int, int, int, npt.NDArray[np.float64], npt.NDArray[np.int64]]
+"""Part, step, id of the parameter table, floats ``[P, F]``, integers ``[P, I]``."""
+
+_INSERTS = {
+    "parameter_table": "INSERT INTO parameter_table VALUES (?, ?)",
+    "scalar_name": "INSERT INTO scalar_name VALUES (?, ?, ?)",
+    "scalar": "INSERT INTO scalar (name, step, value) VALUES (?, ?, ?)",
+    "event": "INSERT INTO event (step, time, kind, payload) VALUES (?, ?, ?, ?)",
+    "finding": "INSERT INTO finding (time, json) VALUES (?, ?)",
     **{
-        f"series_{name}": f"CREATE TABLE series_{name} (id INTEGER PRIMARY KEY, part INTEGER NOT NULL,"
-        " step INTEGER NOT NULL, parameters INTEGER NOT NULL, crc INTEGER NOT NULL, floats BLOB NOT NULL,"
-        " ints BLOB NOT NULL)"
+        f"series_{name}": f"INSERT INTO series_{name} (part, step, parameters, crc, floats, ints)"
+        " VALUES (?, ?, ?, ?, ?, ?)"
         for name in SERIES
     },
 }
-"""Every table. A NULL in ``scalar.value`` is a NaN that was logged: SQLite knows no NaN."""
-
-COUNTED = tuple(name for name in TABLES if name != "meta")
-"""Tables whose rows only grow; the highest id of each says how far a file goes."""
-
-DATABASE_KIND = "backlight rank database"
 
 
 class VanishedError(OSError):
-    """The file that is being written is no longer there under its name."""
+    """The file that is being written no longer exists under its name."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rows of every kind that wait for a flush, in the order in which they came."""
+
+    tables: list[tuple[int, str]] = field(default_factory=list)
+    names: list[tuple[int, str, str]] = field(default_factory=list)
+    scalars: list[tuple[int, int, float]] = field(default_factory=list)
+    events: list[tuple[int | None, float, str, str]] = field(default_factory=list)
+    findings: list[tuple[float, str]] = field(default_factory=list)
+    series: dict[str, list[Row]] = field(default_factory=lambda: {name: [] for name in SERIES})
+    bytes: int = 0
+
+    def __bool__(self) -> bool:
+        """Return whether anything waits."""
+        lists = (self.tables, self.names, self.scalars, self.events, self.findings, *self.series.values())
+        return any(lists)
+
+    def last_step(self) -> int:
+        """Return the highest attempt-local step in it, -1 where there is none."""
+        steps = [row[1] for rows in self.series.values() for row in rows]
+        return max([*steps, *(row[1] for row in self.scalars)], default=-1)
+
+    def rows(self, sizes: Sizes) -> dict[str, list[tuple[object, ...]]]:
+        """Return the rows as they are stored, by table."""
+        return {
+            "parameter_table": list(self.tables),
+            "scalar_name": list(self.names),
+            "scalar": list(self.scalars),
+            "event": list(self.events),
+            "finding": list(self.findings),
+            **{f"series_{name}": list(_encoded(rows, sizes)) for name, rows in self.series.items()},
+        }
+
+
+def _encoded(rows: list[Row], sizes: Sizes) -> Iterator[tuple[object, ...]]:
+    """Encode rows of a series; consecutive ones with one parameter table share their encoding."""
+    first = 0
+    for i in range(1, len(rows) + 1):
+        if i == len(rows) or rows[i][2] != rows[first][2]:
+            group = rows[first:i]
+            floats = column_codec.encode_floats(np.stack([row[3] for row in group]))
+            ints = column_codec.encode_integers(np.stack([row[4] for row in group]), sizes[group[0][2]])
+            for (part, step, table, _, _), f, n in zip(group, floats, ints, strict=True):
+                yield part, step, table, column_codec.checksum(part, step, table, f, n), f, n
+            first = i
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -67,29 +110,12 @@ def connect(path: Path) -> sqlite3.Connection:
         uri=True,
         isolation_level=None,
         check_same_thread=False,
-        timeout=CLOSE_PATIENCE,
+        timeout=BUSY_TIMEOUT_S,
     )
 
 
-def lay_out(path: Path, meta: Mapping[str, str]) -> None:
-    """Create an empty database that appears complete; a sqlite3.Error or OSError passes through."""
-    temporary = atomic_json.temporary_name(path)
-    try:
-        connection = connect(temporary)
-        try:
-            connection.execute(f"PRAGMA page_size = {PAGE_SIZE}")
-            connection.execute("PRAGMA journal_mode = OFF")
-            create_tables(connection, meta)
-        finally:
-            connection.close()
-        atomic_json.publish(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def create_tables(connection: sqlite3.Connection, meta: Mapping[str, str]) -> None:
-    """Lay out an empty database in one transaction; a sqlite3.Error passes through."""
+    """Create all tables in one transaction; a sqlite3.Error passes through."""
     connection.execute("BEGIN IMMEDIATE")
     for statement in TABLES.values():
         connection.execute(statement)
@@ -98,78 +124,65 @@ def create_tables(connection: sqlite3.Connection, meta: Mapping[str, str]) -> No
     connection.execute("COMMIT")
 
 
+def _create(path: Path, meta: Mapping[str, str]) -> None:
+    """Create an empty database that appears complete, by a rename."""
+    temporary = atomic_json.temporary_name(path)
+    try:
+        with contextlib.closing(connect(temporary)) as connection:
+            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            connection.execute("PRAGMA journal_mode = OFF")
+            create_tables(connection, meta)
+        atomic_json.publish(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 class RankDatabase:
-    """The database that one rank writes; the caller sees to it that one thread at a time is inside."""
+    """The database that one rank writes; the caller makes sure that one thread at a time uses it."""
 
     def __init__(self, path: Path, meta: Mapping[str, str], checkpoint_pages: int = CHECKPOINT_PAGES) -> None:
         self.path = path
         self.last: dict[str, int] = dict.fromkeys(COUNTED, 0)
-        lay_out(path, meta)
+        _create(path, meta)
         self._connection = connect(path)
         self._synced = time.monotonic()
         try:
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.execute(f"PRAGMA wal_autocheckpoint = {checkpoint_pages}")
-            self._connection.execute(f"PRAGMA journal_size_limit = {2 * checkpoint_pages * PAGE_SIZE}")
+            self._connection.execute(f"PRAGMA journal_size_limit = {2 * checkpoint_pages * PAGE_BYTES}")
             self._inode = self.path.stat().st_ino
         except BaseException:
             self._connection.close()
             raise
 
-    def write(self, batch: Batch, sizes: Mapping[int, npt.NDArray[np.int64]]) -> None:
+    def write(self, batch: Batch, sizes: Sizes) -> None:
         """Write a batch as one transaction, or nothing of it.
 
-        A sqlite3.Error or OSError passes through.
-
-        Raises
-        ------
-        VanishedError
-            If the file was deleted or its folder moved: SQLite would go on into nothing without a word.
+        A sqlite3.Error or OSError passes through. :class:`VanishedError` is raised where the file was
+        deleted or its folder moved: SQLite would go on writing into nothing without an error.
         """
-        self.check_there()
-        rows: dict[str, list[tuple[object, ...]]] = {
-            "parameter_table": list(batch.tables),
-            "scalar_name": list(batch.names),
-            "scalar": list(batch.scalars),
-            "event": list(batch.events),
-            "finding": list(batch.findings),
-            **{f"series_{name}": list(stored_rows(found, sizes)) for name, found in batch.series.items()},
-        }
-        many = self._connection.executemany
+        self.check_exists()
+        rows = batch.rows(sizes)
         self._connection.execute("BEGIN IMMEDIATE")
         try:
-            many("INSERT INTO parameter_table VALUES (?, ?)", rows["parameter_table"])
-            many("INSERT INTO scalar_name VALUES (?, ?, ?)", rows["scalar_name"])
-            many("INSERT INTO scalar (name, step, value) VALUES (?, ?, ?)", rows["scalar"])
-            many("INSERT INTO event (step, time, kind, payload) VALUES (?, ?, ?, ?)", rows["event"])
-            many("INSERT INTO finding (time, json) VALUES (?, ?)", rows["finding"])
-            for name in SERIES:
-                many(
-                    f"INSERT INTO series_{name} (part, step, parameters, crc, floats, ints)"
-                    " VALUES (?, ?, ?, ?, ?, ?)",
-                    rows[f"series_{name}"],
-                )
+            for table, insert in _INSERTS.items():
+                self._connection.executemany(insert, rows[table])
             self._connection.execute("COMMIT")
         except BaseException:
-            # SQLite itself rolls back on a full disk; a second rollback would then only complain.
+            # SQLite itself rolls back on a full disk; a second rollback then only fails.
             with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
             raise
         for name, written in rows.items():
             self.last[name] += len(written)
-        if time.monotonic() - self._synced > SYNC_INTERVAL:
+        if time.monotonic() - self._synced > SYNC_INTERVAL_S:
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
             self._synced = time.monotonic()
 
-    def check_there(self) -> None:
-        """Look whether the file is still the one that was created.
-
-        Raises
-        ------
-        VanishedError
-            If it is not.
-        """
+    def check_exists(self) -> None:
+        """Raise a :class:`VanishedError` unless the file is still the one that was created."""
         try:
             same = self.path.stat().st_ino == self._inode
         except FileNotFoundError:
@@ -188,11 +201,11 @@ class RankDatabase:
     def close(self) -> None:
         """Move the log into the file and close; a sqlite3.Error or OSError passes through.
 
-        Where a reader is in the way, the log stays beside the file, which loses nothing.
+        Where a reader is in the way, the log stays next to the file, which loses nothing.
         """
         try:
-            self.check_there()
-            # A reader in the way is answered by the row of the first and by an error of the second.
+            self.check_exists()
+            # A reader in the way makes the first return a row that says busy and the second raise.
             busy, _, _ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             if not busy:
                 with contextlib.suppress(sqlite3.OperationalError):

@@ -1,14 +1,13 @@
-"""What the watchdog of one machine writes into a run: findings, events and evidence, in a file of its own.
+"""Findings, events and evidence of the watchdog of one machine, in a file of its own.
 
-The file has the tables of a rank's database, so that one reader serves both. It appears with the first thing
-that there is to say: a run in which nothing stalls has none.
+The file has the tables of a rank's database, so that one reader serves both. It is created with the first
+row: a run in which nothing stalls has none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import sqlite3
 import time
@@ -19,37 +18,31 @@ from typing import Any
 from backlight.records import Finding
 from backlight.store.errors import RunFormatError
 from backlight.store.format.names import safe_name, storable
+from backlight.store.format.schema import WATCHDOG_RANK
 from backlight.store.platform import atomic_json
-from backlight.store.write.batch import Batch
-from backlight.store.write.database import RankDatabase
-from backlight.store.write.evidence import write_evidence
+from backlight.store.write.arrays import write_evidence
+from backlight.store.write.database import Batch, RankDatabase
 
-RANK = -1
-"""Rank under which a reader gives the watchdog's events: it belongs to none."""
+HOST_VARIABLE = "BACKLIGHT_HOST"
+"""Environment variable that names this machine, where several have the same host name."""
 
-_NAME = re.compile(r"watchdog-.+\.db")
-
-
-_ASKED = "watchdog-asked.json"
-
-VARIABLE = "BACKLIGHT_HOST"
-"""Environment variable that names this machine, where several call themselves the same."""
+_QUESTION = "watchdog-asked.json"
 
 
 def host_name() -> str:
-    """Return the name of this machine, as the environment says or as it calls itself."""
-    return os.environ.get(VARIABLE) or socket.gethostname()
+    """Return the name of this machine: of the environment variable, else its host name."""
+    return os.environ.get(HOST_VARIABLE) or socket.gethostname()
 
 
 class WatchdogWriter:
-    """Writes for the watchdog of this machine; not for several threads at a time.
+    """Writes for the watchdog of this machine; not thread-safe.
 
     Parameters
     ----------
     run, attempt_folder:
         The run directory, and the folder of the attempt inside it.
     host:
-        Name of this machine, empty for what it calls itself.
+        Name of this machine, empty for :func:`host_name`.
     """
 
     def __init__(self, run: Path, attempt_folder: Path, host: str = "") -> None:
@@ -60,39 +53,30 @@ class WatchdogWriter:
         self.lost: str | None = None
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
-        """Store an event at once; where that fails, ``lost`` says why."""
-        batch = Batch()
-        batch.events.append((step, time.time(), storable(kind), atomic_json.dump(payload)))
-        self._write(batch)
+        """Store an event at once; on failure ``lost`` holds the reason."""
+        self._write(Batch(events=[(step, time.time(), storable(kind), atomic_json.dump(payload))]))
 
     def finding(self, finding: Finding) -> None:
-        """Store a finding at once; where that fails, ``lost`` says why."""
-        batch = Batch()
-        batch.findings.append((time.time(), atomic_json.dump(finding)))
-        self._write(batch)
+        """Store a finding at once; on failure ``lost`` holds the reason."""
+        self._write(Batch(findings=[(time.time(), atomic_json.dump(finding))]))
 
     def evidence(self, name: str, data: bytes | str) -> str:
-        """Store a file for findings to cite; return its path below the run directory.
-
-        Empty where it is lost.
-        """
-        raw = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
+        """Store a file that findings cite; return its path below the run directory, empty if it is lost."""
         try:
-            return write_evidence(self._folder, name, raw).relative_to(self._run).as_posix()
+            return write_evidence(self._folder, name, data).relative_to(self._run).as_posix()
         except OSError as error:
             self.lost = str(error)
             return ""
 
     def ask(self, question: Mapping[str, Any]) -> None:
-        """Ask the watchdogs of the other machines; where that fails, nobody answers."""
+        """Publish a question to the watchdogs of the other machines, if the file system allows it."""
         with contextlib.suppress(OSError):
-            text = atomic_json.dump({"host": self.host, **question})
-            atomic_json.write_atomically(self._folder / _ASKED, text.encode())
+            atomic_json.write_document(self._folder / _QUESTION, {"host": self.host, **question})
 
     def asked(self) -> dict[str, Any] | None:
         """Return the newest question, None where there is none or it cannot be read."""
         try:
-            return atomic_json.read_document(self._folder / _ASKED)
+            return atomic_json.read_document(self._folder / _QUESTION)
         except RunFormatError:
             return None
 
@@ -106,21 +90,16 @@ class WatchdogWriter:
     def _write(self, batch: Batch) -> None:
         try:
             if self._database is None:
-                self._database = self._opened()
+                self._database = self._create()
             self._database.write(batch, {})
         except (sqlite3.Error, OSError) as error:
             self.lost = f"{type(error).__name__}: {error}"
 
-    def _opened(self) -> RankDatabase:
+    def _create(self) -> RankDatabase:
         host = safe_name(self.host, "host")
         number = 0
         while True:
             path = self._folder / f"watchdog-{host}{f'-{number}' if number else ''}.db"
             if not path.exists():
-                return RankDatabase(path, {"rank": str(RANK), "host": host})
+                return RankDatabase(path, {"rank": str(WATCHDOG_RANK), "host": host})
             number += 1
-
-
-def watchdog_files(attempt_folder: Path) -> list[Path]:
-    """Return the watchdogs' files in the folder of an attempt, sorted."""
-    return sorted(p for p in attempt_folder.iterdir() if _NAME.fullmatch(p.name))

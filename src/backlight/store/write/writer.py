@@ -1,9 +1,8 @@
-"""Writing a run: buffered, thread-safe, and never in the way of the training.
+"""Writer of a run directory: buffered, thread-safe, one per process and rank.
 
-One writer per process and rank. Calls on the path of a step only copy into buffers;
-:meth:`RunWriter.flush`, called by a thread of the session, writes them as one transaction. A disk that
-fails stops the recording, not the training: the writer keeps the reason in ``lost``, says it once to
-``on_lost``, drops what follows and raises nothing.
+Calls on the path of a step only copy into buffers; :meth:`RunWriter.flush`, called by the writer thread,
+writes them as one transaction. A failing disk stops the recording, not the training: the writer keeps the
+reason in ``lost``, passes it once to ``on_lost``, drops what follows and raises nothing.
 """
 
 from __future__ import annotations
@@ -22,47 +21,44 @@ import numpy.typing as npt
 
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
-from backlight.store.format.hdf5_filters import Filters
-from backlight.store.format.manifest import HEARTBEAT
-from backlight.store.format.names import storable
+from backlight.store.format.hdf5_pieces import Filters
+from backlight.store.format.manifest import HEARTBEAT_S
+from backlight.store.format.names import ARRAYS, database_name, storable
 from backlight.store.format.schema import SERIES
 from backlight.store.platform import atomic_json, filesystem
-from backlight.store.write.arrays import ArrayWriter
+from backlight.store.write.arrays import ArrayWriter, write_evidence
 from backlight.store.write.attempt import (
+    AttemptOptions,
     Entry,
-    Opening,
-    database_name,
-    enter_apart,
-    enter_as_first,
-    enter_as_further,
+    ProgressWriter,
+    enter_first,
+    enter_further,
+    enter_part,
     part_path,
 )
-from backlight.store.write.batch import Batch
-from backlight.store.write.database import RankDatabase, VanishedError
+from backlight.store.write.database import Batch, RankDatabase, VanishedError
 from backlight.store.write.disk_budget import DiskBudget
-from backlight.store.write.evidence import write_evidence
-from backlight.store.write.progress import Ledger
 from backlight.store.write.segments import SegmentedDatabase
 
 __all__ = ["RunExistsError", "RunFormatError", "RunWriteError", "RunWriter"]
 
 _WIDTHS = {name: (len(schema.floats), len(schema.integers)) for name, schema in SERIES.items()}
 
-BUFFER_LIMIT = 256 * 1024 * 1024
-"""Bytes that may wait for a flush; what comes while a stuck disk holds more is counted and dropped."""
+MAX_BUFFERED_BYTES = 256 * 1024 * 1024
+"""May wait for a flush; rows that come while a stuck disk holds more are counted and dropped."""
 
 
 class RunWriter:
-    """The writing end of a run directory; make one with :meth:`create`.
+    """Writes one rank of an attempt; create one with :meth:`create`.
 
     Attributes
     ----------
     path, run_id, attempt, step_offset, rank:
-        The folder, what all ranks and attempts share, the number of this attempt, what is added to its steps
-        for the global step, the rank.
+        The folder, the id that all ranks and attempts share, the number of this attempt, the global step of
+        its step 0, the rank.
     lost:
         Why recording stopped, or None.
-    apart:
+    part_reason:
         Why this rank writes another folder than it was given: a part of the run, to be joined. Else empty.
     """
 
@@ -77,7 +73,7 @@ class RunWriter:
         filters: Filters = Filters(),  # noqa: B008 - frozen
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.apart = ""
+        self.part_reason = ""
         self.path = entry.path
         self.run_id = entry.manifest.run_id
         self.attempt = entry.attempt.index
@@ -97,12 +93,12 @@ class RunWriter:
         self._sizes: dict[int, npt.NDArray[np.int64]] = {}
         self._names: dict[tuple[str, str], int] = {}
         self._entry = entry
-        self._ledger = Ledger(self.path, entry, rank, options)
+        self._progress = ProgressWriter(entry, rank, options)
         share = entry.attempt.world_size
         self._before = _folder_size(self.path) // share if max_disk is not None else 0
         self._budget = DiskBudget(None if max_disk is None else max_disk // share)
         self._evidence_bytes = 0
-        self._arrays = ArrayWriter(entry.folder / "arrays", rank, filters)
+        self._arrays = ArrayWriter(entry.folder / ARRAYS, rank, filters)
         meta = {
             "run_id": entry.manifest.run_id,
             "rank": str(rank),
@@ -112,9 +108,9 @@ class RunWriter:
         self._db: RankDatabase | SegmentedDatabase
         if filesystem.on_network(entry.folder):
             self._db = SegmentedDatabase(entry.folder, rank, meta)
-            self._ledger.progress.local = str(self._db.local)
-            # Nothing of a flush is there to be read yet, and a thousand ranks share one server of names.
-            self._ledger.pause = HEARTBEAT
+            self._progress.progress.local = str(self._db.local)
+            # A flush is not readable before its segment, and a thousand ranks share one metadata server.
+            self._progress.interval_s = HEARTBEAT_S
         else:
             self._db = RankDatabase(entry.folder / database_name(rank), meta, self._budget.log_pages())
         _writers.add(self)
@@ -149,34 +145,34 @@ class RunWriter:
         path:
             The run directory; missing folders are created, an empty one is used.
         run_id:
-            What all ranks of one launch have in common; ranks above 0 need it to find the attempt that
-            rank 0 opens. None on rank 0 makes one up.
+            Id that all ranks of one launch share; ranks above 0 need it to find the attempt that rank 0
+            opens. None on rank 0 generates one.
         max_disk:
-            Bytes that the whole folder may take; near it the series become sparser.
+            Bytes that the whole run may take; near it the series become sparser.
         step_offset:
             Added to the steps of this attempt. None continues after the last recorded step of the run.
         on_lost, on_limit:
             Called once with a reason: recording stopped; ``max_disk`` made the series sparser.
         filters:
-            How arrays are compressed once they are not merged any more.
+            Compression of arrays that are not merged any more.
         options:
-            What this rank was told to record; readers say where ranks differ.
+            What this rank records; readers report where ranks differ.
         join_timeout:
             Seconds that a rank above 0 waits for rank 0 to open the run. Then it writes, with the other ranks
-            of its host, a part of the run beside ``path``. None raises instead.
+            of its host, a part of the run next to ``path``. None raises instead.
 
         Raises
         ------
         ValueError
             If an argument is out of range.
         RunWriteError
-            If the file system does not let us. RunExistsError and RunFormatError come from
-            a folder that cannot take this run. In each case nothing half-written stays behind.
+            If the file system refuses. A folder that cannot take this run raises a RunExistsError or a
+            RunFormatError. In each case nothing half-written is left behind.
         """
         if not 0 <= rank < world_size or flush_interval < 0 or (max_disk is not None and max_disk <= 0):
             msg = f"got rank {rank} of {world_size}, flush_interval {flush_interval}, max_disk {max_disk}"
             raise ValueError(f"{msg}; expected 0 <= rank < world_size, an interval >= 0, a limit > 0 or None")
-        opening = Opening(
+        attempt = AttemptOptions(
             name=storable(name),
             launch=run_id,
             world_size=world_size,
@@ -189,17 +185,17 @@ class RunWriter:
             step_offset=step_offset,
             first=rank,
         )
-        apart = ""
+        part_reason = ""
         if rank == 0:
-            entry = enter_as_first(Path(path), opening)
+            entry = enter_first(Path(path), attempt)
         elif join_timeout is None:
-            entry = enter_as_further(Path(path), rank=rank, launch=run_id)
+            entry = enter_further(Path(path), rank=rank, launch=run_id)
         else:
             try:
-                entry = enter_as_further(Path(path), rank=rank, launch=run_id, timeout=join_timeout)
+                entry = enter_further(Path(path), rank=rank, launch=run_id, timeout_s=join_timeout)
             except RunExistsError as error:
-                apart = str(error)
-                entry = enter_apart(part_path(Path(path)), opening)
+                part_reason = str(error)
+                entry = enter_part(part_path(Path(path)), attempt)
         writer = None
         try:
             writer = cls(
@@ -211,10 +207,10 @@ class RunWriter:
                 filters=filters,
                 options=options,
             )
-            writer.apart = apart
-            writer._ledger.publish_document()
-            if entry.attempt.first == rank:
-                writer._ledger.publish()
+            writer.part_reason = part_reason
+            writer._progress.publish_document()
+            if writer._progress.is_first:
+                writer._progress.publish()
         except Exception as error:
             if writer is not None:
                 writer._discard()
@@ -227,7 +223,7 @@ class RunWriter:
         if self._off():
             return
         with self._disk, self._losing():
-            self._ledger.set_fingerprint(fingerprint)
+            self._progress.set_fingerprint(fingerprint)
 
     def parameter_table(self, parameters: tuple[ParameterRecord, ...]) -> int:
         """Return the id of a table of parameters; an equal table has the same id.
@@ -240,7 +236,7 @@ class RunWriter:
         if self._pid != os.getpid():
             return 0
         with self._buffers:
-            # To hash hundreds of records at every step would cost more than the rest of it.
+            # Hashing hundreds of records at every step would cost more than the rest of it.
             if parameters is self._latest[0]:
                 return self._latest[1]
             known = self._tables.get(parameters)
@@ -274,7 +270,7 @@ class RunWriter:
         Raises
         ------
         ValueError
-            If the arrays do not have the shape that the schema and the table ask for.
+            If the arrays do not have the shape of the schema and the table.
         KeyError
             If there is no such series or table.
         """
@@ -287,7 +283,7 @@ class RunWriter:
             msg = f"series {series!r}: got floats {floats.shape} and integers {ints.shape}"
             raise ValueError(f"{msg}, expected {(P, F)} and {(P, K)} for parameter table {table}")
         with self._buffers:
-            if self._budget.keeps(step) and self._has_monitor(series, floats.nbytes + ints.nbytes):
+            if self._budget.keeps(step) and self._fits(series, floats.nbytes + ints.nbytes):
                 self._batch.series[series].append((part, int(step), table, floats, ints))
 
     def scalar(self, step: int, name: str, value: float, source: str = "backlight") -> None:
@@ -304,7 +300,7 @@ class RunWriter:
                 if known is None:
                     known = self._names[source, name] = len(self._names) + 1
                     self._batch.names.append((known, storable(source), storable(name)))
-                if self._has_monitor("scalar", 100):
+                if self._fits("scalar", 100):
                     self._batch.scalars.append((known, int(step), float(value)))
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
@@ -313,7 +309,7 @@ class RunWriter:
             return
         text = atomic_json.dump(payload)
         with self._buffers:
-            if self._has_monitor("event", len(text)):
+            if self._fits("event", len(text)):
                 self._batch.events.append((step, time.time(), storable(kind), text))
 
     def finding(self, finding: Finding) -> None:
@@ -348,26 +344,22 @@ class RunWriter:
                     self._dropped[f"array {name}"] = self._dropped.get(f"array {name}", 0) + 1
                 return
             self._arrays.add(storable(name), step, values, dims, storable(unit), encoding)
-            full = self._arrays.pending_bytes > BUFFER_LIMIT
+            full = self._arrays.pending_bytes > MAX_BUFFERED_BYTES
         if full:
             self.flush()
 
     def evidence(self, name: str, data: bytes | str) -> str:
-        """Store a file for findings to cite; return its path below the run directory.
-
-        Empty where it is lost.
-        """
+        """Store a file that findings cite; return its path below the run directory, empty if lost."""
         if self._off():
             return ""
-        raw = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
         path: Path | None = None
         with self._disk, self._losing():
-            path = write_evidence(self._entry.folder, name, raw)
-            self._evidence_bytes += len(raw)
+            path = write_evidence(self._entry.folder, name, data)
+            self._evidence_bytes += path.stat().st_size
         return "" if path is None else path.relative_to(self.path).as_posix()
 
     def flush(self) -> None:
-        """Write what is buffered as one transaction, and state the progress."""
+        """Write the buffers as one transaction, and publish the progress."""
         if self._off():
             return
         with self._disk:
@@ -383,15 +375,15 @@ class RunWriter:
                 if batch:
                     self._db.write(batch, self._sizes)
                 else:
-                    self._db.check_there()
+                    self._db.check_exists()
                 wrote_arrays = self._arrays.flush()
                 if batch or wrote_arrays:
-                    self._ledger.note(self._last_rows(), batch.last_step())
-                self._ledger.publish_if_due()
+                    self._progress.update(self._last_rows(), batch.last_step())
+                self._progress.publish_if_due()
                 self._watch_size()
 
     def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
-        """Flush, state how the attempt ended, and close the files; further calls do nothing."""
+        """Flush, publish how the attempt ended, and close the files; further calls do nothing."""
         if self._pid != os.getpid():
             return
         self.flush()
@@ -400,25 +392,25 @@ class RunWriter:
                 return
             self._closed = True
             with self._losing():
-                if self._arrays.unpacked():
-                    # First stated, then done: a smaller file than stated would read as a loss.
-                    self._ledger.note(self._last_rows(), -1)
-                    self._ledger.publish()
+                if self._arrays.begin_finish():
+                    # First stated, then compressed: a smaller file than stated would read as a loss.
+                    self._progress.update(self._last_rows())
+                    self._progress.publish()
                     self._arrays.finish()
             with self._losing():
                 self._db.close()
                 if self.lost is None:
-                    self._ledger.progress.local = ""
-                    self._ledger.note(self._last_rows(), -1)
-            self._ledger.progress.status, self._ledger.progress.ended = status, time.time()
+                    self._progress.progress.local = ""
+                    self._progress.update(self._last_rows())
+            self._progress.progress.status, self._progress.progress.ended = status, time.time()
             with self._losing():
-                self._ledger.publish()
+                self._progress.publish()
 
     def _off(self) -> bool:
         return self._closed or self.lost is not None or self._pid != os.getpid()
 
-    def _has_monitor(self, what: str, size: int) -> bool:
-        if self._batch.bytes + size > BUFFER_LIMIT:
+    def _fits(self, what: str, size: int) -> bool:
+        if self._batch.bytes + size > MAX_BUFFERED_BYTES:
             self._dropped[what] = self._dropped.get(what, 0) + 1
             return False
         self._batch.bytes += size
@@ -431,7 +423,7 @@ class RunWriter:
             rows.update(self._db.published)
         else:
             rows[self._db.path.name] = {name: last for name, last in self._db.last.items() if last}
-        rows.update({f"arrays/{name}": size for name, size in self._arrays.files().items()})
+        rows.update({f"{ARRAYS}/{name}": size for name, size in self._arrays.files().items()})
         return {f"{folder}/{name}": last for name, last in rows.items()}
 
     def _watch_size(self) -> None:
@@ -449,17 +441,17 @@ class RunWriter:
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
-        """Turn whatever the disk raises into a loss that is stated once."""
+        """Turn any error of the disk into a loss that is reported once."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - nothing that breaks here may break the training
+        except Exception as error:  # noqa: BLE001 - no error here may break the training
             self._lose(f"{self.path}: {self._cause(error)}")
 
     def _cause(self, error: Exception) -> str:
-        """Return the reason in words; where the files are gone, that is the reason, whatever it led to."""
+        """Return the reason; where the files are gone, that is the reason, whatever error it led to."""
         try:
-            self._db.check_there()
-        except Exception as gone:  # noqa: BLE001 - only asked for its text
+            self._db.check_exists()
+        except Exception as gone:  # noqa: BLE001 - only its text is used
             error = gone
         return str(error) if isinstance(error, VanishedError) else f"{type(error).__name__}: {error}"
 
@@ -469,9 +461,9 @@ class RunWriter:
         self.lost = reason
         with self._buffers:
             self._batch = Batch()
-        self._ledger.progress.lost = reason
+        self._progress.progress.lost = reason
         with contextlib.suppress(Exception):
-            self._ledger.publish()
+            self._progress.publish()
         if self._on_lost is not None:
             with contextlib.suppress(Exception):
                 self._on_lost(reason)
@@ -480,9 +472,6 @@ class RunWriter:
         self._closed = True
         with contextlib.suppress(Exception):
             self._db.close()
-
-    def _after_fork(self) -> None:
-        self._db.abandon()
 
 
 _writers: weakref.WeakSet[RunWriter] = weakref.WeakSet()
@@ -494,7 +483,7 @@ def _folder_size(path: Path) -> int:
 
 def _abandon_in_child() -> None:
     for writer in list(_writers):
-        writer._after_fork()
+        writer._db.abandon()
 
 
 if hasattr(os, "register_at_fork"):

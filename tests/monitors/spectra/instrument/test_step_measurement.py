@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import backlight
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.monitors.spectra.instrument.step_measurement import Measuring
-from backlight.store.format import spectra as stored
+from backlight.store.read import spectra as stored
 from spectra.watched import batch, build, loss_of, one, same, scaler, train, unmeasured, weights
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

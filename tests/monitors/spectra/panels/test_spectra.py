@@ -18,7 +18,7 @@ from backlight.report.page import model
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.source import Source
 from backlight.report.spectra import FIELDS, explorer, frobenius, read_spectra, thinned
-from backlight.store.format.spectra import table
+from backlight.store.read.spectra import table
 from backlight.text import visible
 from spectra_runs import STRENGTHS, Injected, replicates, write_spectra_run
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-from backlight.store.format.hdf5_filters import COMPRESSIONS
+from backlight.store.format.hdf5_pieces import COMPRESSIONS
 
 SCOPES = ("full", "layers")
 EIGENVALUE_DEVICES = ("host", "device")

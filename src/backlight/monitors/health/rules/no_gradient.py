@@ -71,7 +71,7 @@ def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     if len(rows) == 0:
         return
     # What one rank measured has a gradient, also where the ranks do not make up a whole.
-    measured_SP = frame.measured if frame.seen is None else frame.seen
+    measured_SP = frame.measured if frame.any_rank is None else frame.any_rank
     seen = {frame.names[i] for i in np.flatnonzero(measured_SP.any(axis=0))}
     records = run.parameters()
     missing = [p for p in records if p.name not in seen and p.numel > 0]

@@ -60,7 +60,7 @@ def _first_ill(run: Run, skipped: Set[int]) -> tuple[Frame, np.ndarray, int | No
 
     found = look(None)
     # What ranks do not agree on is not in the joined gradients: there they are asked one by one.
-    ranks = run.attempts[-1].ranks[:SHOWN] if run.attempts and found[0].apart().any() else ()
+    ranks = run.attempts[-1].ranks[:SHOWN] if run.attempts and found[0].incomplete().any() else ()
     ill = [one for one in (found, *map(look, ranks)) if one[1].any()]
     return min(ill, key=lambda one: int(one[0].steps[np.flatnonzero(one[1].any(axis=1))[0]]), default=found)
 

@@ -42,7 +42,7 @@ def replicas_differ(run: Run, limits: RankLimits) -> Iterator[Finding]:
         if not run.has(series):
             continue
         frame = run.frame(series, column, attempt=run.attempts[-1].index)
-        apart_SP = frame.apart() & _replicated(run, frame, series)
+        apart_SP = frame.incomplete() & _replicated(run, frame, series)
         if late is not None:
             apart_SP &= (frame.steps < late.step)[:, None]
         if not apart_SP.any():

@@ -5,19 +5,8 @@ The report and the export, which know no monitor, read the same from there. No t
 
 from __future__ import annotations
 
-from backlight.store.format.spectra import (
-    FIELDS,
-    NUMBERS,
-    Layer,
-    Measurement,
-    Table,
-    layers,
-    left_out,
-    measurements,
-    steps,
-    table,
-    tables,
-)
+from backlight.store.format.spectra import FIELDS, NUMBERS, Layer, Measurement, Table
+from backlight.store.read.spectra import layers, left_out, measurements, steps, table, tables
 
 __all__ = [
     "FIELDS",

@@ -1,10 +1,10 @@
-"""Finding the files of a run and saying what of them is missing: the first half of reading."""
+"""The files of one attempt: opened as far as they are readable, and compared with what each rank stated."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -12,22 +12,32 @@ from typing import Any
 
 from backlight.records import Fingerprint, RunStatus
 from backlight.store.errors import RunFormatError
-from backlight.store.format.hdf5_pieces import parse_piece
-from backlight.store.format.manifest import AttemptEntry, Progress, attempt_folder
+from backlight.store.format.manifest import AttemptEntry, Progress, read_manifest
+from backlight.store.format.names import (
+    ARRAYS,
+    RANK_DOCUMENT,
+    attempt_folder,
+    document_name,
+    parse_database,
+    parse_piece,
+    unmerged,
+    watchdog_files,
+)
+from backlight.store.format.schema import WATCHDOG_RANK
 from backlight.store.platform import atomic_json
 from backlight.store.read.rank_file import RankFile
 from backlight.store.read.snapshot import Snapshot
-from backlight.store.write.attempt import document_name
-from backlight.store.write.segments import current, parse_name
-from backlight.store.write.watchdog import RANK, watchdog_files
 
-_DOCUMENT = re.compile(r"rank-(\d{5,9})\.json")
-_NAMED_RANKS = 16
+_MAX_NAMED_RANKS = 16
+_MAX_HELD_FILES = 16
+"""Connections of more files are opened for each query: a run of a thousand ranks has as many files."""
+
+_POLL_INTERVAL_S = 0.05
 
 
 @dataclass(slots=True)
-class OpenedAttempt:
-    """The readable files of an attempt, the progress that each rank states, and what is lost of it."""
+class AttemptFiles:
+    """The readable files of an attempt, the progress that each rank stated, and what is lost of it."""
 
     entry: AttemptEntry
     folder: Path
@@ -41,21 +51,21 @@ class OpenedAttempt:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks of which something can be read."""
+        """Ranks with at least one readable file."""
         return tuple(sorted({file.rank for file in self.files}))
 
 
-def open_attempt(path: Path, entry: AttemptEntry) -> OpenedAttempt:
-    """Open what there is of one attempt of the run at ``path``."""
-    out = OpenedAttempt(entry, path / attempt_folder(entry.index))
+def open_attempt(path: Path, entry: AttemptEntry) -> AttemptFiles:
+    """Open the files of one attempt of the run at ``path``."""
+    out = AttemptFiles(entry, path / attempt_folder(entry.index))
     out.progress[entry.first] = entry.progress
     if not out.folder.is_dir():
         out.losses.append(f"attempt {entry.index}: its folder {out.folder.name} is missing")
         return out
     children = sorted(p.name for p in out.folder.iterdir())
-    found = {name: parsed for name in children if (parsed := parse_name(name)) is not None}
-    documented = {int(match[1]) for name in children if (match := _DOCUMENT.fullmatch(name))}
-    names = current((name, rank, first, last) for name, (rank, first, last) in found.items())
+    found = {name: parsed for name in children if (parsed := parse_database(name)) is not None}
+    documented = {int(match[1]) for name in children if (match := RANK_DOCUMENT.fullmatch(name))}
+    names = unmerged(found.items())
     for rank in sorted({*documented, *(rank for rank, _, _ in found.values())}):
         _open_document(out, rank)
     for name in names:
@@ -67,7 +77,7 @@ def open_attempt(path: Path, entry: AttemptEntry) -> OpenedAttempt:
         own = live and progress is not None and progress.process.pid == os.getpid()
         file = out.folder / name
         try:
-            snapshot = Snapshot(file, live=live, own=own)
+            snapshot = Snapshot(file, live=live, own=own, hold=len(names) <= _MAX_HELD_FILES)
             out.files.append(
                 RankFile(file, snapshot, attempt=entry.index, rank=rank, step_offset=entry.step_offset)
             )
@@ -79,21 +89,25 @@ def open_attempt(path: Path, entry: AttemptEntry) -> OpenedAttempt:
     return out
 
 
-def _open_watchdogs(out: OpenedAttempt) -> None:
+def _open_watchdogs(out: AttemptFiles) -> None:
     for file in watchdog_files(out.folder):
         try:
-            # Whether its writer lives is not stated anywhere: file and log are copied, which is always right.
-            snapshot = Snapshot(file)
+            # Whether its writer lives is not stated anywhere: file and log are copied, which is always safe.
+            snapshot = Snapshot(file, hold=True)
             out.watchdogs.append(
                 RankFile(
-                    file, snapshot, attempt=out.entry.index, rank=RANK, step_offset=out.entry.step_offset
+                    file,
+                    snapshot,
+                    attempt=out.entry.index,
+                    rank=WATCHDOG_RANK,
+                    step_offset=out.entry.step_offset,
                 )
             )
         except RunFormatError as error:
             out.losses.append(str(error))
 
 
-def _open_document(out: OpenedAttempt, rank: int) -> None:
+def _open_document(out: AttemptFiles, rank: int) -> None:
     path = out.folder / document_name(rank)
     if not path.exists():
         return
@@ -102,7 +116,7 @@ def _open_document(out: OpenedAttempt, rank: int) -> None:
         if data.get("fingerprint") is not None:
             out.fingerprints[rank] = Fingerprint.from_json(data["fingerprint"])
         if rank != out.entry.first and data.get("progress") is not None:
-            out.progress[rank] = Progress.from_json(data["progress"])
+            out.progress[rank] = atomic_json.parse(Progress, data["progress"])
         if data.get("options"):
             out.options[rank] = dict(data["options"])
     except RunFormatError as error:
@@ -111,25 +125,27 @@ def _open_document(out: OpenedAttempt, rank: int) -> None:
         out.losses.append(f"{path}: is damaged: {type(error).__name__}: {error}")
 
 
-def _state_losses(out: OpenedAttempt) -> None:
-    """Compare what each rank said of its files with what is there."""
+def _state_losses(out: AttemptFiles) -> None:
+    """Compare the files that each rank stated with those that exist."""
     entry = out.entry
     present = {file.rank for file in out.files}
-    said = present | set(out.progress)
-    missing = itertools.islice((rank for rank in range(entry.world_size) if rank not in said), _NAMED_RANKS)
+    known = present | set(out.progress)
+    missing = itertools.islice(
+        (rank for rank in range(entry.world_size) if rank not in known), _MAX_NAMED_RANKS
+    )
     for rank in missing:
         out.losses.append(f"attempt {entry.index}: rank {rank} of {entry.world_size} left no file")
     if entry.first:
         out.losses.append(
-            f"attempt {entry.index}: this folder holds the ranks of {entry.progress.process.host} alone, "
-            "which did not see the run of rank 0; bring it there with `backlight join RUN PART`"
+            f"attempt {entry.index}: this folder holds only the ranks of {entry.progress.process.host}, "
+            "which could not reach the run of rank 0; add it there with `backlight join RUN PART`"
         )
     out.losses += differences(entry.index, out.options)
     for rank, progress in sorted(out.progress.items()):
-        out.losses += _said(entry, rank, progress)
+        out.losses += _status_losses(entry, rank, progress)
         rows: dict[str, Mapping[str, int]] = {f.path.name: f.last for f in out.files if f.rank == rank}
         for name, stated in progress.files.items():
-            loss = _compared(out.folder, PurePosixPath(name), stated, rows)
+            loss = _file_loss(out.folder, PurePosixPath(name), stated, rows)
             if loss:
                 out.losses.append(f"attempt {entry.index}, rank {rank}: {loss}")
         if not progress.files and rank not in present and not out.unreadable and not progress.local:
@@ -139,7 +155,7 @@ def _state_losses(out: OpenedAttempt) -> None:
 
 
 def differences(attempt: int, options: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """Say in words which ranks were told to record something else than the first one."""
+    """Return a message for each group of ranks that recorded with other options than the first one."""
     if len(options) < 2:
         return []
     first = min(options)
@@ -154,8 +170,8 @@ def differences(attempt: int, options: Mapping[int, Mapping[str, Any]]) -> list[
             found.setdefault(", ".join(other), []).append(rank)
     out = []
     for what, ranks in found.items():
-        more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
-        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED_RANKS]))}{more}"
+        more = f" and {len(ranks) - _MAX_NAMED_RANKS} more" if len(ranks) > _MAX_NAMED_RANKS else ""
+        who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MAX_NAMED_RANKS]))}{more}"
         out.append(
             f"attempt {attempt}: {who} did not record what rank {first} did: {what}; sharded parameters are"
             " measured only where all ranks recorded"
@@ -167,7 +183,7 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _said(entry: AttemptEntry, rank: int, progress: Progress) -> list[str]:
+def _status_losses(entry: AttemptEntry, rank: int, progress: Progress) -> list[str]:
     who = f"attempt {entry.index}, rank {rank}"
     after = (
         f"after step {entry.step_offset + progress.step}" if progress.step >= 0 else "from its first step on"
@@ -182,27 +198,27 @@ def _said(entry: AttemptEntry, rank: int, progress: Progress) -> list[str]:
     elif status is RunStatus.UNKNOWN:
         where = f"process {progress.process.pid} on {progress.process.host}"
         out.append(
-            f"{who}: it cannot be told from here whether {where} still runs; if not, {interval} is lost"
+            f"{who}: whether {where} still runs is not observable from here; if not, {interval} is lost"
         )
     if progress.local and status is not RunStatus.RUNNING:
         out.append(
-            f"{who}: what it had not yet published is on {progress.process.host} in {progress.local};"
-            " run `backlight compact` there to bring it in"
+            f"{who}: unpublished rows are on {progress.process.host} in {progress.local};"
+            " run `backlight compact` there to recover them"
         )
     return out
 
 
-def _compared(
+def _file_loss(
     folder: Path, name: PurePosixPath, stated: Mapping[str, int], rows: Mapping[str, Mapping[str, int]]
 ) -> str:
-    """Say in words what one file lacks of what was stated, empty where it lacks nothing."""
-    if name.parts[1:] == (name.name,) and parse_name(name.name) is not None:
+    """Return what one file lacks of what was stated, empty where it lacks nothing."""
+    if name.parts[1:] == (name.name,) and parse_database(name.name) is not None:
         if name.name not in rows:
-            if _replaced(folder / name.name):
+            if _is_merged(folder / name.name):
                 return ""
             rest = ", ".join(f"{last} rows of {table}" for table, last in stated.items())
             what = "cannot be read" if (folder / name.name).exists() else "is missing"
-            return f"{name} {what}: lost are {rest or 'no rows that are known of'}"
+            return f"{name} {what}: lost are {rest or 'no known rows'}"
         short = [
             f"{rows[name.name].get(table, 0)} of {last} rows of {table}"
             for table, last in stated.items()
@@ -210,18 +226,18 @@ def _compared(
         ]
         why = "it was copied without its -wal file, or truncated"
         return f"{name} holds only {', '.join(short)}: {why}" if short else ""
-    if name.parts[1:] == ("arrays", name.name) and parse_piece(name.name) is not None:
-        path = folder / "arrays" / name.name
+    if name.parts[1:] == (ARRAYS, name.name) and parse_piece(name.name) is not None:
+        path = folder / ARRAYS / name.name
         if path.exists():
             size, expected = path.stat().st_size, stated.get("bytes", 0)
             return "" if size >= expected else f"{name} has only {size} of {expected} bytes"
-        return "" if _replaced(path) else f"{name} is missing"
+        return "" if _is_merged(path) else f"{name} is missing"
     return ""
 
 
-def _replaced(path: Path) -> bool:
-    """Tell whether a merged file stands for this one."""
-    parse = parse_name if path.suffix == ".db" else parse_piece
+def _is_merged(path: Path) -> bool:
+    """Return whether a merged file replaces this one."""
+    parse = parse_database if path.suffix == ".db" else parse_piece
     mine = parse(path.name)
     if mine is None or not path.parent.is_dir():
         return False
@@ -230,3 +246,31 @@ def _replaced(path: Path) -> bool:
         if theirs is not None and theirs[0] == mine[0] and theirs[1] <= mine[1] and mine[2] <= theirs[2]:
             return other != path
     return False
+
+
+def wait_for_ranks(path: str | Path, timeout_s: float) -> bool:
+    """Wait until every rank above 0 of the newest attempt has ended; return whether all have.
+
+    A rank without a file in this folder, not watched or on a host that cannot reach it, is not waited for.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not _have_ended(Path(path)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_INTERVAL_S)
+    return True
+
+
+def _have_ended(path: Path) -> bool:
+    try:
+        attempt = read_manifest(path).attempts[-1]
+        for rank in range(1, attempt.world_size):
+            document = path / attempt_folder(attempt.index) / document_name(rank)
+            if not document.exists():
+                continue
+            progress = atomic_json.read_document(document).get("progress") or {}
+            if atomic_json.parse(Progress, progress).status_now() is RunStatus.RUNNING:
+                return False
+    except (OSError, ValueError, IndexError, RunFormatError):
+        return False
+    return True

@@ -12,7 +12,7 @@ import pytest
 
 from backlight.records import to_json
 from backlight.store.errors import RunExistsError
-from backlight.store.platform import filesystem, lock
+from backlight.store.platform import filesystem
 from backlight.store.platform.process import ProcessIdentity
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
@@ -22,7 +22,7 @@ from backlight.store.write.writer import RunWriter
 def _network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every folder is network storage, where locks of the kernel hold nobody."""
     monkeypatch.setattr(filesystem, "on_network", lambda _: True)
-    monkeypatch.setattr(lock.fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(filesystem.fcntl, "flock", lambda *_: None)
 
 
 def claimed_by(claim: Path, **changes: object) -> None:
@@ -30,11 +30,11 @@ def claimed_by(claim: Path, **changes: object) -> None:
 
 
 def test_the_claim_is_held_and_given_back(tmp_path: Path) -> None:
-    with lock.locked(tmp_path):
-        assert json.loads((tmp_path / lock.CLAIM).read_text())["pid"] == os.getpid()
+    with filesystem.locked(tmp_path):
+        assert json.loads((tmp_path / filesystem.CLAIM).read_text())["pid"] == os.getpid()
         with (
             pytest.raises(RunExistsError, match=r"just opening or compacting this run.*remove .*\.entering"),
-            lock.locked(tmp_path, timeout=0.05),
+            filesystem.locked(tmp_path, timeout_s=0.05),
         ):
             pytest.fail("two processes held the claim")
     assert list(tmp_path.iterdir()) == []
@@ -43,19 +43,19 @@ def test_the_claim_is_held_and_given_back(tmp_path: Path) -> None:
 def test_a_claim_of_the_dead_is_taken_over(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    claimed_by(tmp_path / lock.CLAIM, pid=gone.pid, start="1")
-    with lock.locked(tmp_path, timeout=0.05):
-        assert json.loads((tmp_path / lock.CLAIM).read_text())["pid"] == os.getpid()
+    claimed_by(tmp_path / filesystem.CLAIM, pid=gone.pid, start="1")
+    with filesystem.locked(tmp_path, timeout_s=0.05):
+        assert json.loads((tmp_path / filesystem.CLAIM).read_text())["pid"] == os.getpid()
 
 
 def test_a_claim_of_another_machine_counts_until_it_is_old(tmp_path: Path) -> None:
-    claim = tmp_path / lock.CLAIM
+    claim = tmp_path / filesystem.CLAIM
     claimed_by(claim, host="elsewhere")
-    with pytest.raises(RunExistsError, match="just opening"), lock.locked(tmp_path, timeout=0.05):
+    with pytest.raises(RunExistsError, match="just opening"), filesystem.locked(tmp_path, timeout_s=0.05):
         pytest.fail("the claim of a host that cannot be asked did not count")
-    old = claim.stat().st_mtime - lock.STALE - 1
+    old = claim.stat().st_mtime - filesystem.STALE_CLAIM_S - 1
     os.utime(claim, (old, old))
-    with lock.locked(tmp_path, timeout=0.05):
+    with filesystem.locked(tmp_path, timeout_s=0.05):
         pass
 
 
@@ -69,7 +69,7 @@ def test_a_run_begins_beside_a_claim_and_leaves_none(tmp_path: Path) -> None:
 def test_of_processes_that_come_at_once_without_locks_one_gets_the_folder(tmp_path: Path) -> None:
     code = """
 import sys, fcntl
-from backlight.store import filesystem
+from backlight.store.platform import filesystem
 from backlight.store.errors import RunExistsError
 from backlight.store.write.writer import RunWriter
 filesystem.on_network = lambda _: True

@@ -8,8 +8,14 @@ import h5py
 import numpy as np
 import pytest
 
-from backlight.store.format.hdf5_filters import Filters, chunk_shape
-from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, read_piece, write_piece
+from backlight.store.format.hdf5_pieces import (
+    ArrayInfo,
+    Filters,
+    Stack,
+    _chunk_shape,
+    read_piece,
+    write_piece,
+)
 from backlight.store.read.run import RunFormatError, open_run
 from backlight.store.write.writer import RunWriter
 
@@ -53,10 +59,10 @@ def test_before_the_end_pieces_are_readable_too(tmp_path: Path) -> None:
 
 
 def test_chunks_run_along_time_and_leave_no_padding() -> None:
-    assert chunk_shape((17, 100), 4) == (9, 100)
-    assert chunk_shape((1000, 100), 4) == (16, 100)
-    assert chunk_shape((5, 1024, 1024), 4) == (1, 256, 1024)
-    assert chunk_shape((3, 1, 1024 * 1024), 4) == (1, 1, 1024 * 1024)
+    assert _chunk_shape((17, 100), 4) == (9, 100)
+    assert _chunk_shape((1000, 100), 4) == (16, 100)
+    assert _chunk_shape((5, 1024, 1024), 4) == (1, 256, 1024)
+    assert _chunk_shape((3, 1, 1024 * 1024), 4) == (1, 1, 1024 * 1024)
 
 
 @pytest.mark.parametrize(
