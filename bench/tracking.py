@@ -32,8 +32,7 @@ from rich.table import Table
 from backlight.experiments.config import assigned, configure
 from backlight.experiments.loop import Loop
 from backlight.experiments.runner import OffsetRecorder, build, pace_of, run_experiment, tracker_of
-from backlight.store.format.hdf5_pieces import Filters
-from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, write_piece
+from backlight.store.format.hdf5_pieces import ArrayInfo, Filters, Stack, write_piece
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from backlight.text import size

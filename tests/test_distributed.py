@@ -12,8 +12,7 @@ import torch
 import backlight
 from backlight.cli.doctor import examine
 from backlight.distributed import World, launch_id, rank_and_size, world
-from backlight.store.write.attempt import default_path
-from backlight.store.write.attempt import job_of
+from backlight.store.write.attempt import default_path, job_of
 from backlight.store.write.writer import RunWriter
 from cases import build, loop
 

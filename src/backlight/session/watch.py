@@ -27,8 +27,8 @@ from backlight.session.sampling import Cadence
 from backlight.session.settings import Settings
 from backlight.session.step_recorder import StepRecorder
 from backlight.session.writer_thread import ResultQueue, WriterThread
-from backlight.store.write.attempt import default_path
 from backlight.store.read.run import open_run
+from backlight.store.write.attempt import default_path
 
 if TYPE_CHECKING:
     import torch

@@ -269,9 +269,7 @@ def test_a_damaged_rank_document_costs_only_the_fingerprint(run_path: Path) -> N
     (run_path / "attempt-000" / "rank-00000.json").write_text('{"fingerprint": {"modules": 3}}')
     run = open_run(run_path)
     assert run.fingerprint() is None
-    assert any(
-        "rank-00000.json: is damaged: TypeError" in loss for loss in run.losses
-    )
+    assert any("rank-00000.json: is damaged: TypeError" in loss for loss in run.losses)
     assert len(run.series_steps("gradient")) == STEPS
 
 

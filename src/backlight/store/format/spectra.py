@@ -51,7 +51,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
         "solver_residual": "1",
     }
 )
-"""Numbers of each direction, with their units; see :class:`backlight.measure.spectra.measurement.SpectralEcho`.
+"""Numbers of each direction of :class:`backlight.measure.spectra.measurement.SpectralEcho`, with their units.
 
 ``singular_value``, ``alignment_score``, ``ambiguity`` and ``solver_residual`` are medians over the
 replicates, ``_low`` and ``_high`` bound an interval, ``unbiased`` is the diagonal, and ``block`` numbers the

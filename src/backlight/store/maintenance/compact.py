@@ -141,7 +141,7 @@ def _recover_local(folder: Path, rank: int, progress: Progress, run_id: str, res
         )
         return
     try:
-        meta = dict(Snapshot(source).rows("SELECT key, value FROM meta"))
+        meta: dict[str, str] = dict(Snapshot(source).rows("SELECT key, value FROM meta"))
     except RunFormatError as error:
         result.notes.append(str(error))
         return

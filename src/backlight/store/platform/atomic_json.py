@@ -49,14 +49,15 @@ def parse(record: type[T], data: Any) -> T:
         If a value is missing or has the wrong type, with its path.
     """
     try:
-        return _adapter(record).validate_python(data)
+        adapter: TypeAdapter[T] = _adapter(record)
+        return adapter.validate_python(data)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
         raise ValueError("; ".join(problems)) from error
 
 
 @functools.cache
-def _adapter(record: type[T]) -> TypeAdapter[T]:
+def _adapter(record: Any) -> Any:
     return TypeAdapter(record)
 
 

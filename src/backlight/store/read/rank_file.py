@@ -261,7 +261,7 @@ class RankFile:
         """Return how far each table goes, all at one moment between two flushes of a living writer."""
         selects = {name: f"SELECT '{name}', max(id) FROM {name}" for name in COUNTED}
         try:
-            found = dict(self._snapshot.rows(" UNION ALL ".join(selects.values())))
+            found: dict[str, Any] = dict(self._snapshot.rows(" UNION ALL ".join(selects.values())))
         except RunFormatError:
             found = {}
             for name, select in selects.items():

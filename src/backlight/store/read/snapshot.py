@@ -200,7 +200,7 @@ def _connect(uri: str) -> sqlite3.Connection:
 
 def _described(query: Callable[[str, tuple[Any, ...]], Rows]) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the statements of the tables, and what the file states of itself."""
-    tables = dict(query("SELECT name, sql FROM sqlite_master WHERE type = 'table'", ()))
+    tables: dict[str, str] = dict(query("SELECT name, sql FROM sqlite_master WHERE type = 'table'", ()))
     if "CREATE TABLE meta" not in tables.get("meta", ""):
         return tables, {}
     return tables, dict(query("SELECT key, value FROM meta WHERE key IN ('kind', 'format')", ()))

@@ -50,7 +50,7 @@ def exploding(run: Run, limits: ExplodingLimits) -> Iterator[Finding]:
         names=tuple(frame.names[c] for c in columns),
         values=frame.values[:, columns],
         measured=frame.measured[:, columns],
-        seen=None,
+        any_rank=None,
     )
     rms_SC = np.where(part.measured, part.values, np.nan)
     hits_SC = exploding_mask(rms_SC, part.measured, medians_SC, limits) & np.isfinite(rms_SC)
