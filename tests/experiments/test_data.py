@@ -17,7 +17,7 @@ from backlight.experiments.data.algorithmic import (
     permutation_table,
     unordered,
 )
-from backlight.experiments.data.split import apply_control, derived_seed, generator, seeded, share_out
+from backlight.experiments.data.split import apply_control, derived_seed, draw_split, generator, seeded
 from backlight.experiments.data.vectors import image_split, linear_teacher, load_images
 from backlight.experiments.published.doshi import Data as Polynomial
 from backlight.experiments.published.doshi import polynomial_table
@@ -65,21 +65,21 @@ def test_permutations_of_five_are_a_group():
 
 def test_a_split_is_disjoint_and_whole_and_follows_its_seed():
     pairs, results = modular_table(11, "add")
-    split = share_out(pairs, results, 40, seed=3)
+    split = draw_split(pairs, results, 40, seed=3)
     train, test = (set(map(tuple, x.tolist())) for x in (split.train_inputs, split.test_inputs))
     assert len(train) == 40
     assert not train & test
     assert train | test == set(map(tuple, pairs.tolist()))
     assert torch.equal(split.test_inputs.sum(1) % 11, split.test_labels)
-    assert torch.equal(split.train_inputs, share_out(pairs, results, 40, seed=3).train_inputs)
-    assert not torch.equal(split.train_inputs, share_out(pairs, results, 40, seed=4).train_inputs)
+    assert torch.equal(split.train_inputs, draw_split(pairs, results, 40, seed=3).train_inputs)
+    assert not torch.equal(split.train_inputs, draw_split(pairs, results, 40, seed=4).train_inputs)
     with pytest.raises(ValueError, match="train_size is 121, expected 1 to 120"):
-        share_out(pairs, results, 121, seed=3)
+        draw_split(pairs, results, 121, seed=3)
 
 
 def test_the_control_shuffles_labels_and_nothing_else():
     pairs, results = modular_table(11, "add")
-    split = share_out(pairs, results, 60, seed=0)
+    split = draw_split(pairs, results, 60, seed=0)
     control = apply_control(split, "random-labels", 0)
     assert torch.equal(control.train_inputs, split.train_inputs)
     assert torch.equal(control.test_inputs, split.test_inputs)

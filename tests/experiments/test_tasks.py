@@ -302,6 +302,7 @@ def test_an_epoch_sees_every_sample_once():
 
 def test_levi_follows_its_closed_form():
     settings = levi.Settings(
+        model=levi.Model(),
         data=levi.Data(inputs=30, outputs=2, train_size=40, test_size=10),
         training=levi.Training(lr=0.2, tolerance=1e-3),
     )

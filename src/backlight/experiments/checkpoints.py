@@ -30,15 +30,7 @@ class CheckpointError(ValueError):
 
 
 def save(directory: Path, step: int, state: Mapping[str, Any], *, keep: int = 2) -> Path:
-    """Write the state before ``step``, and remove all but the newest ``keep`` checkpoints.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be written.
-    TypeError
-        If the state holds anything but tensors, plain values, lists, tuples and mappings.
-    """
+    """Write the state before ``step``, and remove all but the newest ``keep`` checkpoints."""
     directory.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     torch.save(_plain(state), buffer)
@@ -50,13 +42,7 @@ def save(directory: Path, step: int, state: Mapping[str, Any], *, keep: int = 2)
 
 
 def newest(directory: Path) -> tuple[int, dict[str, Any]] | None:
-    """Return step and state of the newest readable checkpoint; None if there is no checkpoint.
-
-    Raises
-    ------
-    CheckpointError
-        If there are checkpoints, and none can be read.
-    """
+    """Return step and state of the newest readable checkpoint; None if there is no checkpoint."""
     problems = []
     for path in reversed(_saved(directory)):
         try:
@@ -90,13 +76,7 @@ def training_state(task: Task) -> dict[str, Any]:
 
 
 def restore(task: Task, state: Mapping[str, Any]) -> None:
-    """Load what :func:`training_state` returned.
-
-    Raises
-    ------
-    CheckpointError
-        If it belongs to another model or optimizer.
-    """
+    """Load what :func:`training_state` returned."""
     try:
         task.load_extra_state(state["extra"])
         task.model.load_state_dict(state["model"])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from backlight.experiments.data.algorithmic import modular_table, one_hot_pairs
-from backlight.experiments.data.split import apply_control, seeded, share_out
+from backlight.experiments.data.split import apply_control, draw_split, seeded
 from backlight.experiments.experiment import Experiment, Paper, Settings
 from backlight.experiments.models.mlp import PowerNet
 from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, adamw, one_hot_squared_error
@@ -58,7 +58,7 @@ def build(
     """Return the oracle, ready to train."""
     p, width, device = settings.data.p, settings.model.width, torch.device(device)
     pairs, results = modular_table(p, settings.data.operation)
-    split = share_out(one_hot_pairs(pairs, p), results, round(settings.data.train_share * len(pairs)), seed)
+    split = draw_split(one_hot_pairs(pairs, p), results, round(settings.data.train_share * len(pairs)), seed)
     split = apply_control(split, control, seed).to(device)
     with seeded(seed, "model"):
         model = PowerNet(2 * p, width, p, power=2).to(device)

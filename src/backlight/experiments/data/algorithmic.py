@@ -36,36 +36,22 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def modular_table(p: int, operation: str = "add") -> tuple[Tensor, Tensor]:
-    """Return pairs [n, 2] and results [n] of ``operation`` mod ``p``, int64, in order of a then b.
-
-    n is p², or p(p - 1) for ``"divide"``, where b = 0 is left out.
-
-    Raises
-    ------
-    ValueError
-        If there is no such operation, or ``p`` is no prime where division needs one.
-    """
+    """Return pairs [n, 2] and results [n] of ``operation`` mod ``p``, int64, in order of a then b."""
+    # n is p², or p(p - 1) for "divide", where b = 0 is left out.
     if operation not in OPERATIONS:
         raise ValueError(f"operation is {operation!r}, expected one of {', '.join(OPERATIONS)}")
     if p < 2:
         raise ValueError(f"p is {p}, expected at least 2")
     if operation == "divide" and any(p % d == 0 for d in range(2, int(p**0.5) + 1)):
-        raise ValueError(f"p is {p}, expected a prime: division mod p needs one")
+        raise ValueError(f"p is {p}, expected a prime, which division mod p needs")
     first = 1 if operation == "divide" else 0
     pairs = torch.cartesian_prod(torch.arange(p), torch.arange(first, p))
     return pairs, OPERATIONS[operation](pairs[:, 0], pairs[:, 1], p)
 
 
 def unordered(pairs: Tensor, results: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the samples with a ≤ b alone, for nets that cannot tell (a, b) from (b, a).
-
-    To such a net a test pair whose mirror image was trained on is no new sample.
-
-    Raises
-    ------
-    ValueError
-        If the operation is not commutative, so that one input would have two results.
-    """
+    """Return the samples with a ≤ b, for nets that cannot distinguish (a, b) from (b, a)."""
+    # For such a net a test pair whose mirror image was trained on is no new sample.
     first = pairs[:, 0] <= pairs[:, 1]
     table = {(a, b): result for (a, b), result in zip(pairs.tolist(), results.tolist(), strict=True)}
     odd = next((pair for pair in table if table.get(pair[::-1]) != table[pair]), None)
@@ -78,7 +64,7 @@ def unordered(pairs: Tensor, results: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def one_hot_pairs(pairs: Tensor, p: int) -> Tensor:
-    """Return pairs [n, 2] as [n, 2p] fp32: one-hot of a beside one-hot of b."""
+    """Return pairs [n, 2] as [n, 2p] fp32: one-hot of a, then one-hot of b."""
     return torch.nn.functional.one_hot(pairs, p).flatten(1).to(torch.float32)
 
 
@@ -90,16 +76,16 @@ def permutation_table(degree: int = 5) -> tuple[Tensor, Tensor]:
     """
     elements = torch.tensor(list(itertools.permutations(range(degree))))
     count = len(elements)
-    place = degree ** torch.arange(degree)
-    codes = elements @ place
+    weights = degree ** torch.arange(degree)
+    codes = elements @ weights
     order = torch.argsort(codes)
     pairs = torch.cartesian_prod(torch.arange(count), torch.arange(count))
     composed = torch.gather(elements[pairs[:, 0]], 1, elements[pairs[:, 1]])
-    return pairs, order[torch.searchsorted(codes[order], composed @ place)]
+    return pairs, order[torch.searchsorted(codes[order], composed @ weights)]
 
 
 NO_TOKEN = -1
-"""Stands where an atomic fact has no second relation."""
+"""Fills the second relation of an atomic fact."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +93,7 @@ class KnowledgeGraph:
     """Questions [n, 3] (head, relation, second relation or :data:`NO_TOKEN`) and answers [n], as tokens.
 
     Tokens 0 to entities - 1 are entities, those after are relations. ``train`` holds all atomic facts,
-    then the inferred ones that are trained on; ``atomic`` says how many of it are atomic.
+    then the inferred ones that are trained on; ``atomic`` counts the former.
     """
 
     train_questions: Tensor
@@ -122,16 +108,13 @@ class KnowledgeGraph:
 def knowledge_graph(
     entities: int, relations: int, degree: int, foreign_share: float, inferred_ratio: float, seed: int
 ) -> KnowledgeGraph:
-    """Draw a graph.
+    """Draw a random graph of two-hop questions, as Wang et al. (2405.15071) make theirs.
 
-    Parameters
-    ----------
-    degree:
-        Outgoing facts of each entity, each with a relation of its own and a random tail.
-    foreign_share:
-        Share of the atomic facts that is set aside, out of distribution.
-    inferred_ratio:
-        Inferred facts in training for each in-distribution atomic fact (the paper's φ).
+    An atomic fact (h, r, t) is an edge, an inferred fact (h, r₁, r₂, t) two consecutive edges. Each entity
+    has ``degree`` outgoing facts with distinct relations and random tails. A share ``foreign_share`` of the
+    atomic facts is set aside: it is trained on as facts, but no inferred fact that uses it is. Inferred
+    facts of two set-aside facts are out of distribution. Of those of two others, ``inferred_ratio`` (the
+    paper's φ) for each such atomic fact are trained on, and the rest is the in-distribution test.
 
     Raises
     ------
@@ -153,25 +136,26 @@ def knowledge_graph(
     for number, (head, _, _) in enumerate(facts):
         outgoing.setdefault(head, []).append(number)
     native: list[tuple[int, int, int, int]] = []
-    strange: list[tuple[int, int, int, int]] = []
+    out_of_distribution: list[tuple[int, int, int, int]] = []
     for first, (head, relation, bridge) in enumerate(facts):
         for second in outgoing[bridge]:
             question = (head, entities + relation, entities + facts[second][1], facts[second][2])
             if first in foreign and second in foreign:
-                strange.append(question)
+                out_of_distribution.append(question)
             elif first not in foreign and second not in foreign:
                 native.append(question)
     wanted = round(inferred_ratio * (len(facts) - len(foreign)))
-    if not 0 < wanted < len(native) or not strange:
+    if not 0 < wanted < len(native) or not out_of_distribution:
         raise ValueError(
             f"data.inferred_ratio {inferred_ratio} asks for {wanted} inferred facts in training, "
-            f"expected 1 to {len(native) - 1} ({len(strange)} are out of distribution); "
+            f"expected 1 to {len(native) - 1} ({len(out_of_distribution)} are out of distribution); "
             "change data.inferred_ratio, data.degree or data.foreign_share"
         )
     order = torch.randperm(len(native), generator=draw)
     inferred = torch.tensor(native)[order]
     atomic = torch.tensor([(head, entities + relation, NO_TOKEN, tail) for head, relation, tail in facts])
-    train, test, strangers = torch.cat([atomic, inferred[:wanted]]), inferred[wanted:], torch.tensor(strange)
+    train, test = torch.cat([atomic, inferred[:wanted]]), inferred[wanted:]
+    others = torch.tensor(out_of_distribution)
     return KnowledgeGraph(
-        train[:, :3], train[:, 3], test[:, :3], test[:, 3], strangers[:, :3], strangers[:, 3], len(facts)
+        train[:, :3], train[:, 3], test[:, :3], test[:, 3], others[:, :3], others[:, 3], len(facts)
     )

@@ -12,23 +12,20 @@ from torch import Tensor
 
 
 def derived_seed(seed: int, purpose: str) -> int:
-    """Return a seed in [0, 2⁶³) for one ``purpose`` of a run, such as ``"split"``.
-
-    Two purposes of one seed give unrelated streams, so that a longer split does not change the
-    initial weights.
-    """
+    """Return a seed in [0, 2⁶³) for one ``purpose`` of a run, such as ``"split"``."""
+    # Purposes have unrelated streams, so that a longer split does not change the initial weights.
     digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def generator(seed: int, purpose: str) -> torch.Generator:
-    """Return a generator on the CPU, so that every device sees the same draws."""
+    """Return a generator on the CPU, so that draws do not depend on the device."""
     return torch.Generator().manual_seed(derived_seed(seed, purpose))
 
 
 @contextmanager
 def seeded(seed: int, purpose: str) -> Iterator[None]:
-    """Draw from the global CPU state as ``seed`` and ``purpose`` say, and put the state back after."""
+    """Seed the global CPU state for one purpose, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(seed, purpose))
         yield
@@ -57,14 +54,8 @@ class Split:
         )
 
 
-def share_out(inputs: Tensor, labels: Tensor, train_size: int, seed: int) -> Split:
-    """Give ``train_size`` samples drawn without replacement to training, and all others to the test.
-
-    Raises
-    ------
-    ValueError
-        If one of the two shares would be empty.
-    """
+def draw_split(inputs: Tensor, labels: Tensor, train_size: int, seed: int) -> Split:
+    """Return ``train_size`` training samples drawn without replacement, and all others for testing."""
     total = len(inputs)
     if not 0 < train_size < total:
         raise ValueError(
@@ -77,16 +68,7 @@ def share_out(inputs: Tensor, labels: Tensor, train_size: int, seed: int) -> Spl
 
 
 def apply_control(split: Split, control: str, seed: int) -> Split:
-    """Return ``split`` as ``control`` wants it: unchanged, or with labels shuffled among the samples.
-
-    Training and test labels are permuted each among themselves, so that both keep how often each
-    label stands in them, and no label tells anything of its input.
-
-    Raises
-    ------
-    ValueError
-        If no control has that name.
-    """
+    """Return ``split`` unchanged, or with the labels permuted within training and within test samples."""
     if control not in CONTROLS:
         names = ", ".join(repr(name) for name in CONTROLS)
         raise ValueError(f"control is {control!r}, expected one of {names}")

@@ -31,15 +31,9 @@ def linear_teacher(
 def closed_form(difference: Tensor, samples: Tensor, lr: float, step: int) -> Tensor:
     """Return D_t = D₀ (I - 2ηΣ/outputs)^t, the difference of student and teacher after ``step`` steps.
 
-    Parameters
-    ----------
-    difference:
-        D₀ = S₀ - T, [outputs, inputs].
-    samples:
-        Training samples [N, inputs]; Σ = XᵀX/N.
-
-    The power is taken of the eigenvalues of Σ (Levi et al. 2310.16441), so that it is independent of a
-    loop over the steps.
+    ``difference`` is D₀ = S₀ - T, [outputs, inputs]; ``samples`` are the training samples [N, inputs], Σ =
+    XᵀX/N (Levi et al. 2310.16441). The power is taken of the eigenvalues of Σ, independently of a loop over
+    steps.
     """
     values, vectors = torch.linalg.eigh(samples.T @ samples / len(samples))
     factor = (1 - 2 * lr * values / len(difference)) ** step
@@ -51,13 +45,7 @@ KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """Return 1,797 images of 8 by 8 pixels as [1797, 64] fp32 in [0, 1], and labels 0 to 9.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If scikit-learn is not installed.
-    """
+    """Return 1,797 images of 8 by 8 pixels as [1797, 64] fp32 in [0, 1], and labels 0 to 9."""
     try:
         from sklearn import datasets  # noqa: PLC0415 - an extra, and slow to import
     except ModuleNotFoundError as error:
@@ -72,11 +60,8 @@ def load_digits() -> tuple[Tensor, Tensor]:
 def load_images(path: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return training images [N, pixels] fp32 in [0, 1] and labels, then test images and labels.
 
-    Parameters
-    ----------
-    path:
-        An .npz file with ``x_train``, ``y_train``, ``x_test`` and ``y_test``: integers from 0 to 255 or
-        floating numbers from 0 to 1, as MNIST is commonly handed around. Nothing pickled is read.
+    ``path`` is an .npz file with ``x_train``, ``y_train``, ``x_test`` and ``y_test``: integers from 0 to
+    255 or floating numbers from 0 to 1, the usual form of MNIST. Nothing pickled is read.
 
     Raises
     ------
@@ -112,16 +97,8 @@ def load_images(path: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def image_split(path: str, train_size: int, test_size: int, seed: int) -> Split:
-    """Return ``train_size`` training images and at most ``test_size`` test images drawn by ``seed``.
-
-    ``path`` is a file of images, or empty for the digits, whose training and test images are disjoint.
-    A ``test_size`` of 0 takes all.
-
-    Raises
-    ------
-    ValueError
-        If there are not that many.
-    """
+    """Return ``train_size`` training images and ``test_size`` test images (0: all), drawn by ``seed``."""
+    # An empty path stands for the digits, whose training and test images are disjoint.
     if path:
         train_x, train_y, test_x, test_y = load_images(path)
         train = torch.randperm(len(train_x), generator=generator(seed, "split"))

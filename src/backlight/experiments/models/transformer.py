@@ -8,21 +8,17 @@ from torch import Tensor, nn
 from backlight.experiments.data.algorithmic import NO_TOKEN
 
 
-def at_places(x_NTD: Tensor, places_N: Tensor) -> Tensor:
+def at_positions(x_NTD: Tensor, positions_N: Tensor) -> Tensor:
     """Return one position of each sample, [N, 1, width]."""
-    return x_NTD[torch.arange(len(x_NTD), device=x_NTD.device), places_N][:, None]
+    return x_NTD[torch.arange(len(x_NTD), device=x_NTD.device), positions_N][:, None]
 
 
 class CausalAttention(nn.Module):
     """Multi-head attention, each position over itself and those before; [N, T, width] to the same.
 
-    With places_N the values of one position of each sample alone are taken, [N, 1, width]: all that a
-    last block needs whose answer is read there, for a fraction of the time.
-
-    Raises
-    ------
-    ValueError
-        If ``heads`` does not divide ``width``.
+    With positions_N only one position of each sample is computed, [N, 1, width]: all that the last block
+    needs when the answer is read there, for a fraction of the time. Projections are linear layers, so that
+    every parameter has per-sample gradients by a kernel.
     """
 
     def __init__(self, width: int, heads: int, *, bias: bool) -> None:
@@ -35,20 +31,20 @@ class CausalAttention(nn.Module):
         self.value = nn.Linear(width, width, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)
 
-    def forward(self, x_NTD: Tensor, places_N: Tensor | None = None) -> Tensor:
+    def forward(self, x_NTD: Tensor, positions_N: Tensor | None = None) -> Tensor:
         """Return the attended values."""
         n, t, d = x_NTD.shape
-        asked_NQD = x_NTD if places_N is None else at_places(x_NTD, places_N)
+        asked_NQD = x_NTD if positions_N is None else at_positions(x_NTD, positions_N)
         query, key, value = (
             layer(x).view(n, -1, self.heads, d // self.heads).transpose(1, 2)
             for layer, x in ((self.query, asked_NQD), (self.key, x_NTD), (self.value, x_NTD))
         )
-        if places_N is None:
+        if positions_N is None:
             mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
-            # One query over a few places: products and sums are faster than the kernel for attention.
+            # One query over a few positions: products and sums are faster than the kernel for attention.
             scores_NHT = (query * key).sum(-1) * (d // self.heads) ** -0.5
-            later_NT = torch.arange(t, device=x_NTD.device) > places_N[:, None]
+            later_NT = torch.arange(t, device=x_NTD.device) > positions_N[:, None]
             weights_NHT = scores_NHT.masked_fill(later_NT[:, None], -torch.inf).softmax(-1)
             mixed = (weights_NHT[..., None] * value).sum(2, keepdim=True)
         result: Tensor = self.out(mixed.transpose(1, 2).reshape(n, -1, d))
@@ -73,10 +69,12 @@ class DecoderBlock(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
         self.feed_forward_norm = nn.LayerNorm(width)
 
-    def forward(self, x_NTD: Tensor, places_N: Tensor | None = None) -> Tensor:
-        """Return the next residual stream, [N, T, width]; [N, 1, width] with one place of each sample."""
-        attended = self.attention(x_NTD, places_N)
-        x_NTD = self.attention_norm((x_NTD if places_N is None else at_places(x_NTD, places_N)) + attended)
+    def forward(self, x_NTD: Tensor, positions_N: Tensor | None = None) -> Tensor:
+        """Return the next residual stream, [N, T, width]; [N, 1, width] with one position of each sample."""
+        attended = self.attention(x_NTD, positions_N)
+        x_NTD = self.attention_norm(
+            (x_NTD if positions_N is None else at_positions(x_NTD, positions_N)) + attended
+        )
         result: Tensor = self.feed_forward_norm(x_NTD + self.down(torch.relu(self.up(x_NTD))))
         return result
 
@@ -116,10 +114,10 @@ class GptBlock(nn.Module):
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x_NTD: Tensor, places_N: Tensor | None = None) -> Tensor:
-        """Return the next residual stream, [N, T, width]; [N, 1, width] with one place of each sample."""
-        attended = self.attention(self.attention_norm(x_NTD), places_N)
-        x_NTD = (x_NTD if places_N is None else at_places(x_NTD, places_N)) + attended
+    def forward(self, x_NTD: Tensor, positions_N: Tensor | None = None) -> Tensor:
+        """Return the next residual stream, [N, T, width]; [N, 1, width] with one position of each sample."""
+        attended = self.attention(self.attention_norm(x_NTD), positions_N)
+        x_NTD = (x_NTD if positions_N is None else at_positions(x_NTD, positions_N)) + attended
         hidden = nn.functional.gelu(self.up(self.feed_forward_norm(x_NTD)), approximate="tanh")
         result: Tensor = x_NTD + self.down(hidden)
         return result
@@ -148,8 +146,8 @@ class Gpt(nn.Module):
 
     def forward(self, tokens_NT: Tensor) -> Tensor:
         """Return the scores of the answer."""
-        places_NT = torch.arange(tokens_NT.shape[1], device=tokens_NT.device).expand_as(tokens_NT)
-        x_NTD = self.embed(tokens_NT.clamp(min=0)) + self.positions(places_NT)
+        positions_NT = torch.arange(tokens_NT.shape[1], device=tokens_NT.device).expand_as(tokens_NT)
+        x_NTD = self.embed(tokens_NT.clamp(min=0)) + self.positions(positions_NT)
         for block in list(self.blocks)[:-1]:
             x_NTD = block(x_NTD)
         # The answer is read at one position, so the last block computes no other.
@@ -184,8 +182,8 @@ class PlainTransformer(nn.Module):
 
     def forward(self, tokens_NT: Tensor) -> Tensor:
         """Return the scores of the answer."""
-        places_NT = torch.arange(tokens_NT.shape[1], device=tokens_NT.device).expand_as(tokens_NT)
-        x_NTD = self.embed(tokens_NT) + self.positions(places_NT)
+        positions_NT = torch.arange(tokens_NT.shape[1], device=tokens_NT.device).expand_as(tokens_NT)
+        x_NTD = self.embed(tokens_NT) + self.positions(positions_NT)
         for attention, up, down in zip(self.attentions, self.ups, self.downs, strict=True):
             x_NTD = x_NTD + attention(x_NTD)
             x_NTD = x_NTD + down(torch.relu(up(x_NTD)))

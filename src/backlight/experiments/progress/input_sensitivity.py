@@ -41,7 +41,7 @@ def attacked(
 def adversarial_accuracy(
     model: nn.Module, inputs: Tensor, labels: Tensor, *, radius: float, steps: int
 ) -> float:
-    """Return the share of samples still right after :func:`attacked`."""
+    """Return the accuracy after :func:`attacked`."""
     moved = attacked(model, inputs, labels, radius=radius, steps=steps)
     with torch.no_grad():
         return float((model(moved).argmax(1) == labels).double().mean())
@@ -71,7 +71,7 @@ def alignment(first: Tensor, second: Tensor) -> float:
 
 
 def circulant_deviation(matrix: Tensor, p: int) -> float:
-    """Return how far the blocks [p, p] of ``matrix`` are from circulant: ‖M - C‖² / ‖M‖², 0 to 1.
+    """Return the deviation of the blocks [p, p] of ``matrix`` from circulant: ‖M - C‖² / ‖M‖², 0 to 1.
 
     C is the nearest matrix whose blocks are circulant (entries depend on j - i mod p) or, where that is
     nearer, anticirculant (i + j mod p): the mean along each wrapped diagonal. Modular addition learned
@@ -81,11 +81,11 @@ def circulant_deviation(matrix: Tensor, p: int) -> float:
     total = float(square.square().sum())
     if not total:
         return float("nan")
-    place = torch.arange(p, device=square.device)
+    index = torch.arange(p, device=square.device)
     rest = 0.0
     for block in (b for rows in torch.split(square, p) for b in torch.split(rows, p, 1)):
         deviations = []
-        for diagonal in ((place[None] - place[:, None]) % p, (place[None] + place[:, None]) % p):
+        for diagonal in ((index[None] - index[:, None]) % p, (index[None] + index[:, None]) % p):
             sums = torch.zeros(p, dtype=torch.float64, device=square.device)
             sums.index_add_(0, diagonal.flatten(), block.flatten())
             deviations.append(float((block - (sums / p)[diagonal]).square().sum()))

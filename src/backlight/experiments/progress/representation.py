@@ -88,7 +88,7 @@ def excluded_loss(
     """Return the mean loss over the training pairs where the logits lose their key waves.
 
     Nanda et al. (2301.05217), section 5: it rises while the general solution is formed. ``trained``
-    holds the places of the training pairs.
+    holds the indices of the training pairs.
     """
     rest = logits_PC.detach().to(torch.float64) - key_part(logits_PC, p, frequencies)
     return float(losses(rest[trained], labels_P[trained]).mean())

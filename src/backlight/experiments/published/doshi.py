@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backlight.experiments.data.split import apply_control, seeded, share_out
+from backlight.experiments.data.split import apply_control, draw_split, seeded
 from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.mlp import PowerNet
 from backlight.experiments.progress.input_sensitivity import circulant_deviation, input_agop
@@ -83,7 +83,7 @@ def build(
     tuples, values = polynomial_table(settings.data)
     terms = tuples.shape[1]
     inputs = torch.nn.functional.one_hot(tuples, p).flatten(1).to(torch.float32)
-    split = share_out(inputs, values, round(settings.data.train_share * len(inputs)), seed)
+    split = draw_split(inputs, values, round(settings.data.train_share * len(inputs)), seed)
     split = apply_control(split, control, seed).to(device)
     with seeded(seed, "model"):
         model = PowerNet(terms * p, width, p, power=terms).to(device)

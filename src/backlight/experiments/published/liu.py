@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backlight.experiments.data.split import apply_control, generator, seeded, share_out
+from backlight.experiments.data.split import apply_control, draw_split, generator, seeded
 from backlight.experiments.experiment import Duration, Experiment, Paper, Settings, register
 from backlight.experiments.models.mlp import AdditionToy
 from backlight.experiments.progress.representation import representation_quality, weight_norm
@@ -67,7 +67,7 @@ def build(
     """Return the task."""
     p, training = settings.data.p, settings.training
     pairs = torch.combinations(torch.arange(p), with_replacement=True)
-    split = share_out(pairs, pairs.sum(1), settings.data.train_size, seed)
+    split = draw_split(pairs, pairs.sum(1), settings.data.train_size, seed)
     split = apply_control(split, control, seed).to(device)
     targets = torch.randn(2 * p - 1, settings.data.outputs, generator=generator(seed, "targets")).to(device)
     with seeded(seed, "model"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from backlight.experiments.data.algorithmic import modular_table, unordered
-from backlight.experiments.data.split import apply_control, seeded, share_out
+from backlight.experiments.data.split import apply_control, draw_split, seeded
 from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.mlp import FactoredPairMlp
 from backlight.experiments.progress.representation import inverse_participation_ratio, weight_norm
@@ -73,7 +73,7 @@ def build(
     if training.scope not in SCOPES:
         raise ValueError(f"training.scope is {training.scope!r}, expected one of {', '.join(SCOPES)}")
     pairs, results = unordered(*modular_table(p, "add"))
-    split = share_out(pairs, results, round(settings.data.train_share * len(pairs)), seed)
+    split = draw_split(pairs, results, round(settings.data.train_share * len(pairs)), seed)
     split = apply_control(split, control, seed).to(device)
     with seeded(seed, "model"):
         model = FactoredPairMlp(p, settings.model.embedding, settings.model.hidden).to(device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backlight.experiments.data.algorithmic import modular_table
-from backlight.experiments.data.split import apply_control, generator, seeded, share_out
+from backlight.experiments.data.split import apply_control, draw_split, generator, seeded
 from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.transformer import PlainTransformer
 from backlight.experiments.progress import representation as fourier
@@ -70,7 +70,7 @@ def build(
     pairs, results = modular_table(p, "add")
     tokens = torch.cat([pairs, torch.full((len(pairs), 1), p)], 1)
     train_size = round(settings.data.train_share * len(tokens))
-    split = apply_control(share_out(tokens, results, train_size, seed), control, seed).to(device)
+    split = apply_control(draw_split(tokens, results, train_size, seed), control, seed).to(device)
     trained = torch.randperm(len(tokens), generator=generator(seed, "split"))[:train_size].to(device)
     # What the net is trained on, with the labels of the control where it is one.
     labels = results.to(device).clone()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backlight.experiments.data.algorithmic import modular_table, permutation_table
-from backlight.experiments.data.split import apply_control, seeded, share_out
+from backlight.experiments.data.split import apply_control, draw_split, seeded
 from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.transformer import Decoder
 from backlight.experiments.progress.representation import softmax_collapse, weight_norm
@@ -110,7 +110,7 @@ def build(
     model_, training = settings.model, settings.training
     tokens, results, count = table(settings.data, model_.vocabulary)
     train_size = round(settings.data.train_share * len(tokens))
-    split = apply_control(share_out(tokens, results, train_size, seed), control, seed).to(device)
+    split = apply_control(draw_split(tokens, results, train_size, seed), control, seed).to(device)
     with seeded(seed, "model"):
         model = Decoder(
             model_.vocabulary, 5, layers=model_.layers, width=model_.width, heads=model_.heads

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from backlight.experiments.data.algorithmic import modular_table, unordered
-from backlight.experiments.data.split import apply_control, seeded, share_out
+from backlight.experiments.data.split import apply_control, draw_split, seeded
 from backlight.experiments.experiment import Duration, Experiment, Paper, Settings, register
 from backlight.experiments.models.mlp import PairMlp
 from backlight.experiments.models.transformer import Decoder
@@ -82,7 +82,7 @@ def build(
             raise ValueError(f"model.kind is {shape.kind!r}, expected 'decoder' or 'pairs'")
     model = model.to(device)
     train_size = round(data.train_share * len(inputs))
-    split = apply_control(share_out(inputs, results, train_size, seed), control, seed).to(device)
+    split = apply_control(draw_split(inputs, results, train_size, seed), control, seed).to(device)
     optimizer = torch.optim.Adam(
         model.parameters(), lr=training.lr, betas=(training.betas[0], training.betas[1]), eps=training.eps
     )

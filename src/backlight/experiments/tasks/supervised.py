@@ -34,8 +34,8 @@ def largest_is_label(outputs_NC: Tensor, labels_N: Tensor) -> Tensor:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` in evaluation mode, each module back in its own mode after; no gradients."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` in evaluation mode without gradients, and restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -55,15 +55,15 @@ class SupervisedTask:
     sample_losses:
         Outputs and labels of N samples → loss of each sample, [N]; the training loss is their mean.
     right:
-        Outputs and labels → whether each sample is right, [N] bool.
+        Outputs and labels → whether each sample is correct, [N] bool.
     batch_size:
         Samples in a training batch; 0 for all. Each epoch is one permutation, a function of seed
         and epoch; its last batch may be smaller.
     cheap, thorough:
-        Progress measures by name, called without gradients and in evaluation mode; those that need
-        gradients of their own enable them and never write to ``.grad``. None leaves a measure out.
+        Progress measures by name, called without gradients and in evaluation mode; one that needs
+        gradients enables them and never writes to ``.grad``. A value of None is left out.
     chunk:
-        Most samples in one forward of an evaluation.
+        Most samples in one forward pass of an evaluation.
     """
 
     model: nn.Module
@@ -96,11 +96,11 @@ class SupervisedTask:
         inputs, labels = self.split.train_inputs, self.split.train_labels
         if not 0 < self.batch_size < len(inputs):
             return inputs, labels
-        epoch, place = divmod(step, -(-len(inputs) // self.batch_size))
+        epoch, row = divmod(step, -(-len(inputs) // self.batch_size))
         if epoch != self._epoch:
             order = torch.randperm(len(inputs), generator=generator(self.seed, f"epoch {epoch}"))
             self._epoch, self._order = epoch, order.to(inputs.device)
-        chosen = self._order[place * self.batch_size : (place + 1) * self.batch_size]
+        chosen = self._order[row * self.batch_size : (row + 1) * self.batch_size]
         return inputs[chosen], labels[chosen]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -112,12 +112,12 @@ class SupervisedTask:
         return self.sample_losses(model(batch[0]), batch[1]).sum()
 
     def inputs(self, batch: Batch) -> Tensor | None:
-        """Return the input where it is real-valued; token ids have no input AGOP."""
+        """Return the input if it is real-valued; token ids have no input AGOP."""
         return batch[0] if batch[0].is_floating_point() else None
 
     def evaluate(self, *, thorough: bool) -> dict[str, float]:
-        """Return losses, accuracies and progress measures; nothing of the training is touched."""
-        with evaluating(self.model):
+        """Return losses, accuracies and progress measures without changing the training state."""
+        with evaluation_mode(self.model):
             split = self.split
             train_loss, train_accuracy = self.score(split.train_inputs, split.train_labels)
             test_loss, test_accuracy = self.score(split.test_inputs, split.test_labels)
@@ -144,14 +144,14 @@ class SupervisedTask:
         return loss / len(inputs), right / len(inputs)
 
     def before_step(self, step: int) -> None:
-        """Do nothing: such a task has no set steps."""
+        """Do nothing."""
 
     def extra_state(self) -> dict[str, Any]:
-        """Return nothing: model, optimizer and scheduler hold all that training changes."""
+        """Return nothing: model, optimizer and scheduler hold the whole state."""
         return {}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take back nothing."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +166,7 @@ class AdamWTraining(Duration):
 def adamw(
     model: nn.Module, training: AdamWTraining, eps: float = 1e-8, *, decay_vectors: bool = True
 ) -> torch.optim.AdamW:
-    """Return AdamW on all parameters of ``model``.
-
-    Without ``decay_vectors`` those of one dimension, biases and gains of a norm, do not decay: a second
-    group of the optimizer holds them.
-    """
+    """Return AdamW on all parameters; without ``decay_vectors``, biases and norm gains do not decay."""
     parameters = list(model.parameters())
     groups: list[dict[str, Any]] = [{"params": parameters}]
     if not decay_vectors:
@@ -188,15 +184,8 @@ def adamw(
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], norm: float) -> None:
-    """Scale the gradients to a common norm of at most ``norm`` as each step of ``optimizer`` begins.
-
-    0 leaves them as they are. What a run records is the gradient as backward left it, before the scaling.
-
-    Raises
-    ------
-    ValueError
-        If ``norm`` is negative or not finite.
-    """
+    """Clip gradients to a total norm of ``norm`` before each step of ``optimizer``; 0 does not clip."""
+    # A hook of the step: a run records the gradient as backward left it, before clipping.
     if not (math.isfinite(norm) and norm >= 0):
         raise ValueError(f"training.clip is {norm!r}, expected a norm above 0, or 0 for no clipping")
     held = list(parameters)
@@ -211,7 +200,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Par
 def linear_warmup(
     optimizer: torch.optim.Optimizer, steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """Return a rate that rises over ``steps`` updates and then stays; None for no steps."""
+    """Return a schedule that rises linearly over ``steps`` updates and then stays; None for no steps."""
     if steps < 1:
         return None
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min((done + 1) / steps, 1.0))

@@ -13,8 +13,6 @@ from backlight.experiments.data.split import generator
 from backlight.experiments.tasks.supervised import SupervisedTask
 
 MASKS = ("ticket", "random", "none")
-
-
 SCOPES = ("all", "matrix")
 
 
@@ -22,7 +20,7 @@ def magnitude_masks(weights: Mapping[str, Tensor], sparsity: float, scope: str =
     """Return masks [shape of the weight] bool, False for the ``sparsity`` smallest weights.
 
     They are the smallest of ``all`` weights together, or of each ``matrix`` by itself. Exactly
-    round(sparsity·count) go; of equal ones, those that come first.
+    round(sparsity·count) are pruned; of equal ones, the first.
     """
     if scope == "matrix":
         return {
@@ -38,7 +36,7 @@ def magnitude_masks(weights: Mapping[str, Tensor], sparsity: float, scope: str =
 
 
 def shuffled_masks(masks: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return random masks that leave as many weights of each tensor as ``masks`` do."""
+    """Return random masks that keep as many weights of each tensor as ``masks`` do."""
     draw = generator(seed, "random mask")
     shuffled = {}
     for name, mask in masks.items():
@@ -49,12 +47,12 @@ def shuffled_masks(masks: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 @dataclass
 class TicketTask(SupervisedTask):
-    """Dense training up to ``dense_steps``; there the mask is made and the rest rewound.
+    """Dense training up to ``dense_steps``, then training of the pruned and rewound net.
 
     Before step ``dense_steps`` every weight matrix is masked by :func:`magnitude_masks` (``ticket``), by
-    :func:`shuffled_masks` of them (``random``) or not at all (``none``), all parameters go back to what
-    they were at step 0, and the optimizer forgets. Pruned weights stay 0: they are put back after each
-    step of the optimizer, so that gradients are those of the loss and of nothing else.
+    :func:`shuffled_masks` of them (``random``) or not at all (``none``), all parameters are reset to their
+    initial values, and the optimizer state is cleared. Pruned weights stay 0: they are reset after each
+    optimizer step, so that gradients are those of the loss alone.
     """
 
     dense_steps: int = 0
@@ -64,11 +62,11 @@ class TicketTask(SupervisedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Rebuilding from the seed gives the same weights, so these are no part of the state.
+        # Rebuilding from the seed gives the same weights, so they are not part of the state.
         self._initial = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self._masks: dict[str, Tensor] = {}
         self._rewound = False
-        self.optimizer.register_step_post_hook(self._put_back)
+        self.optimizer.register_step_post_hook(self._reset_pruned)
 
     def before_step(self, step: int) -> None:
         """Prune and rewind once, before step ``dense_steps``."""
@@ -86,28 +84,28 @@ class TicketTask(SupervisedTask):
             for name, parameter in parameters.items():
                 parameter.copy_(self._initial[name])
         self.optimizer.state.clear()
-        self._put_back()
+        self._reset_pruned()
         self._rewound = True
 
-    def _put_back(self, *_: object) -> None:
+    def _reset_pruned(self, *_: object) -> None:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if name in self._masks:
                     parameter.mul_(self._masks[name])
 
     def evaluate(self, *, thorough: bool) -> dict[str, float]:
-        """Return what every supervised task does, the phase (0 dense, 1 rewound) and the pruned share."""
+        """Return the values of a supervised task, the phase (0 dense, 1 rewound) and the pruned share."""
         values = super().evaluate(thorough=thorough)
         count = sum(p.numel() for p in self.model.parameters())
-        gone = sum(int((~mask).sum()) for mask in self._masks.values())
-        return {**values, "progress/phase": float(self._rewound), "progress/sparsity": gone / count}
+        pruned = sum(int((~mask).sum()) for mask in self._masks.values())
+        return {**values, "progress/phase": float(self._rewound), "progress/sparsity": pruned / count}
 
     def extra_state(self) -> dict[str, Any]:
         """Return the masks and whether the net was rewound."""
         return {"rewound": self._rewound, "masks": {name: m.cpu() for name, m in self._masks.items()}}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`extra_state` gave."""
+        """Restore what :meth:`extra_state` returned."""
         device = self.split.train_inputs.device
         self._rewound = bool(state["rewound"])
         self._masks = {name: mask.to(device) for name, mask in state["masks"].items()}

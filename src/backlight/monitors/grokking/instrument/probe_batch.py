@@ -45,13 +45,7 @@ class Probe:
         self._inputs = inputs
 
     def measure(self, step: int, measures: Measures, recorder: Recorder) -> None:
-        """Record what is due at ``step`` for the current weights.
-
-        Raises
-        ------
-        GramError
-            If a parameter fails its coverage check, or has no kernel.
-        """
+        """Record what is due at ``step`` for the current weights."""
         due = {
             name: measures.due(getattr(measures, name), step) for name in ("mean_gradient", "gram", "vectors")
         }
@@ -71,13 +65,7 @@ class Probe:
             _record_eigenvectors(step, found, measures, recorder)
 
     def agop(self, step: int, measures: Measures, recorder: Recorder) -> None:
-        """Record the input AGOP if it is due and the input is real-valued.
-
-        Raises
-        ------
-        GramError
-            If the model cannot be called with the input alone.
-        """
+        """Record the input AGOP if it is due and the input is real-valued."""
         inputs = self._inputs(self._next_batch()) if measures.due(measures.agop, step) else None
         if inputs is None:
             return

@@ -36,13 +36,7 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def count(batch: Any) -> int:
-    """Return N, the length of the first dimension of the batch's tensors.
-
-    Raises
-    ------
-    GramError
-        If there is no tensor with a dimension, none has a sample, or they disagree.
-    """
+    """Return N, the length of the first dimension of the batch's tensors."""
     sizes = {f"batch{path}": tensor.shape[0] for path, tensor in tensors(batch) if tensor.dim()}
     if not sizes:
         raise GramError(
@@ -77,13 +71,7 @@ def between(batch: Any, start: int, stop: int) -> Any:
 
 
 def scalar(loss: Any) -> Tensor:
-    """Return ``loss`` if it is what a loss function must return.
-
-    Raises
-    ------
-    GramError
-        If it is not a real scalar that depends on a parameter.
-    """
+    """Return ``loss`` if it is what a loss function must return."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise GramError(

@@ -34,13 +34,7 @@ class Measured:
 
 
 def trainable(model: nn.Module) -> dict[str, Measured]:
-    """Return the trainable parameters in model order, tied ones once under their first name.
-
-    Raises
-    ------
-    GramError
-        If there is none, or one that cannot be measured.
-    """
+    """Return the trainable parameters in model order, tied ones once under their first name."""
     found: dict[int, Measured] = {}
     for named in _current_parameters(model):
         tensor = named.parameter
@@ -80,13 +74,7 @@ def modules(model: nn.Module) -> list[nn.Module]:
 
 
 def refuse_mixing(model: nn.Module) -> None:
-    """Refuse, by name, modules in which samples are not independent or parameters change.
-
-    Raises
-    ------
-    GramError
-        If there is one.
-    """
+    """Refuse, by name, modules in which samples are not independent or parameters change."""
     for name, module in walk(model):
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if batch_norm and (module.training or module.running_mean is None):
