@@ -78,8 +78,8 @@ def compare(training: Training, pairs: int, settings: dict[str, object] | None) 
     ratios = []
     with tempfile.TemporaryDirectory() as folder:
         watch = backlight.watch(training.model, training.optimizer, run=Path(folder) / "run", **settings)
-        watch._cadence.grace = 0.0  # a bench is short: with the grace the budget would never bind
         with watch:
+            watch._sampling.grace = 0.0  # a bench is short: with the grace the budget would never bind
             listeners = HUB.listeners
             for number in range(pairs + 4):
                 seconds = {}

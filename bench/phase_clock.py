@@ -22,7 +22,7 @@ from torch import profiler
 
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
-from backlight.capture.scope import Scope
+from backlight.capture.parameters import Scope
 from backlight.capture.steps import StepTracker
 from backlight.diagnose.profile.observer import Sink
 from backlight.diagnose.profile.ranges import ModuleRanges, PhaseRanges

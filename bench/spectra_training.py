@@ -50,7 +50,7 @@ def measured(pairs: int, micro: int, batch: int) -> tuple[list[float], float, in
                 optimizer.step()
                 seconds.append(time.thread_time() - begin)
                 # A step that is passed over would be no pair: the thread beside has its turn here.
-                while watch._replicating is not None and watch._replicating._beside.busy(2**60):
+                while any(one.name == "spectra" and one._worker.busy(2**60) for one in watch.monitors):
                     time.sleep(0.01)
         costs = [event.payload for event in backlight.open_run(run).events("spectra_cost")]
     steps = np.asarray(seconds[2:]).reshape(-1, 2)

@@ -60,16 +60,15 @@ def added_time(pairs: int, block: int) -> list[float]:
             training.model, training.optimizer, run=Path(folder) / "run", monitors="stalls"
         )
         with watch:
-            monitor = watch._stalling
-            assert monitor is not None
+            (monitor,) = (one for one in watch.monitors if one.name == "stalls")
             for number in range(pairs):
                 seconds = {}
                 for on in (True, False) if number % 2 else (False, True):
-                    (monitor._attach if on else monitor._detach)()
+                    (monitor.resume if on else monitor.pause)()
                     training.step()
                     seconds[on] = statistics.median(training.step()[0] for _ in range(block))
                 ratios.append(seconds[True] / seconds[False])
-            monitor._attach()
+            monitor.resume()
     return ratios
 
 

@@ -20,7 +20,7 @@ _PUBLIC = {
     "collect": "backlight.monitors.health.instrument.collect",
     "collect_groups": "backlight.monitors.health.instrument.collect",
     "findings_of": "backlight.findings.evaluate",
-    "gathered": "backlight.capture.gather",
+    "gathered": "backlight.capture.model_state",
     "gram": "backlight.monitors.grokking.instrument.gram.gram",
     "open_run": "backlight.store.read.run",
     "outer_product": "backlight.measure.gram.outer",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from backlight.capture.gather import gathered
+    from backlight.capture.model_state import gathered
     from backlight.findings.evaluate import findings_of
     from backlight.measure.gram.outer import outer_product
     from backlight.monitors.grokking.instrument.gram.gram import gram

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from backlight.capture.events import Listener
-    from backlight.capture.hub import Hub
-    from backlight.capture.parameters import ParameterTable
-    from backlight.capture.scope import Scope
+    from backlight.capture.hub import Hub, Listener
+    from backlight.capture.parameters import ParameterTable, Scope
     from backlight.capture.steps import StepSummary
     from backlight.notifier import Notifier
     from backlight.records import Finding, ParameterRecord
@@ -45,6 +43,14 @@ class StepClock(Protocol):
     @property
     def done(self) -> int:
         """Number of completed steps."""
+
+
+class Timed(Protocol):
+    """Something that takes time on behalf of backlight."""
+
+    @property
+    def spent(self) -> float:
+        """Seconds taken so far."""
 
 
 class Recorder(Protocol):
@@ -142,6 +148,9 @@ class RunContext:
         ``listen(listener)`` delivers raw events to a listener of this monitor until it is detached.
     disable:
         ``disable(error)`` detaches this monitor after an error outside of its hooks.
+    account:
+        ``account(timed)`` counts ``timed.spent``, seconds of a thread of this monitor, as a cost of the
+        watch.
     follow_forwards:
         Requests ``forward_begin`` and ``forward_end`` events of the outermost modules.
     alarm:
@@ -164,6 +173,7 @@ class RunContext:
     world_size: int
     listen: Callable[[Listener], None]
     disable: Callable[[Exception], None]
+    account: Callable[[Timed], None]
     follow_forwards: Callable[[], None]
     alarm: Callable[[int, str], None]
     publish: Callable[[str, int, float], None]
@@ -215,15 +225,13 @@ class Monitor:
     def detach(self, error: BaseException | None) -> None:
         """Remove everything that was attached; ``error`` is what ended the run, None if it finished."""
 
-    @property
-    def background_seconds(self) -> float:
-        """Seconds that the monitor's own threads have taken next to the training thread."""
-        return 0.0
-
     # On the training thread
 
     def on_step_start(self, step: int) -> None:
         """A step begins; it may or may not be recorded."""
+
+    def on_parameters_known(self) -> None:
+        """Every parameter is in the table: the first step is over, or the run ends before a second one."""
 
     def wants_step(self, step: int) -> bool:
         """Return whether this step must be recorded; called after :meth:`on_step_start`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backlight.capture.hub import HUB
-from backlight.capture.scope import Scope
+from backlight.capture.parameters import Scope
 from backlight.capture.steps import StepSink, StepSummary, StepTracker
 
 

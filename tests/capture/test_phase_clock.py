@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
+from backlight.capture.parameters import Scope
 from backlight.capture.phase_clock import PhaseClock
-from backlight.capture.scope import Scope
 from backlight.capture.steps import StepSummary, StepTracker
 from backlight.records import Phase
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from backlight.capture.hooks.patch import Patches
+    from backlight.capture.hooks import Patches
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from backlight.distributed import rank_and_size
 from backlight.records import Fingerprint
 
 if TYPE_CHECKING:
-    from backlight.capture.scope import Scope
+    from backlight.capture.parameters import Scope
 
 _PACKAGES = ("numpy", "transformers", "lightning", "accelerate", "datasets", "triton")
 

@@ -1,57 +1,18 @@
-"""Begin and end of the forward of outermost modules.
-
-The functions that sit on a module are of this file, not closures, so that the module can still be
-copied and pickled. A module that was compiled in place is left alone: a hook could make it compile again.
-"""
+"""Which models a script trains, and their outermost modules, whose forwards are reported by the hub."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from backlight.capture.events import Listener
-from backlight.capture.hooks.optimizers import parameters_of
-from backlight.capture.hub import HUB
+from backlight.capture.hub import HUB, Forwards, Listener, parameters_of
 from backlight.capture.modules import holding
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-    from backlight.capture.scope import Scope
-
-
-class Forwards:
-    """Hooks on outermost modules, which report to the hub; take them off with :meth:`leave`."""
-
-    def __init__(self) -> None:
-        self._handles: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
-
-    def follow(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Hook these modules as well.
-
-        One that was hooked before it was wrapped keeps its hooks: it may have been compiled with them.
-        """
-        for key in [k for k, (reference, _) in self._handles.items() if reference() is None]:
-            del self._handles[key]
-        for module in modules:
-            if id(module) not in self._handles and getattr(module, "_compiled_call_impl", None) is None:
-                handles = [
-                    module.register_forward_pre_hook(entered),
-                    module.register_forward_hook(returned, always_call=True),
-                ]
-                self._handles[id(module)] = (weakref.ref(module), handles)
-
-    def leave(self) -> None:
-        """Take all hooks off."""
-        for key in list(self._handles):
-            self._drop(key)
-
-    def _drop(self, key: int) -> None:
-        for handle in self._handles.pop(key)[1]:
-            handle.remove()
+    from backlight.capture.parameters import Scope
 
 
 class TrainedModels:
@@ -137,15 +98,3 @@ class ScopeForwards(Listener):
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Module]:
     return holding(HUB.seen.roots(), {id(tensor) for tensor in parameters_of(optimizer)})
-
-
-def entered(_module: torch.nn.Module, _args: Any) -> None:
-    """Hook before the forward of an outermost module."""
-    if not torch.compiler.is_compiling():
-        HUB.emit("forward_begin")
-
-
-def returned(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
-    """Hook after the forward of an outermost module, also when it raised."""
-    if not torch.compiler.is_compiling():
-        HUB.emit("forward_end")

@@ -1,24 +1,196 @@
-"""The one place that touches a process: installs the hooks once and hands events to listeners.
+"""The one place that touches a process: installs the hooks once and delivers events to listeners.
 
-Hooks are installed when the first listener arrives and taken off when the last one leaves. After a
-fork the child is switched off for good: data-loader workers must not see anything of ours.
+Hooks are installed when the first listener arrives and removed when the last one leaves. After a fork the
+child is switched off for good: data-loader workers must not see anything of backlight.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from backlight.capture import modules
-from backlight.capture.events import Listener
-from backlight.capture.hooks import backward, clipping, dataloader, grad_scaler, optimizers
-from backlight.capture.hooks.patch import Patches
+from backlight.capture import hooks, modules
+
+
+class Listener:
+    """Receives the raw events of every training in the process; each method does nothing here.
+
+    An exception out of a listener takes that listener off and never reaches the training; only
+    :class:`BaseException` that is no :class:`Exception` (such as a requested end of the script)
+    passes through.
+
+    Attributes
+    ----------
+    spent:
+        Host seconds that its methods have taken so far.
+    """
+
+    spent = 0.0
+
+    def forward_begin(self) -> None:
+        """An outermost module that is followed is called; see :mod:`backlight.capture.forward`."""
+
+    def forward_end(self) -> None:
+        """An outermost module that is followed has returned, or raised."""
+
+    def samples_given(self, samples: int | None) -> None:
+        """An outermost module was called with so many samples; None where unknown."""
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Outermost backward starts from ``roots``; empty where it starts from edges of a graph."""
+
+    def backward_end(self) -> None:
+        """Outermost backward is over, also when it raised."""
+
+    def backward_raised(self, error: BaseException) -> None:
+        """That backward, or computation of gradients, ends with ``error``; its end is reported after this."""
+
+    def nested_begin(self) -> None:
+        """A further backward, or computation of gradients, starts inside the outermost one."""
+
+    def grad_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """``torch.autograd.grad`` starts from ``roots``, outside any backward."""
+
+    def grad_end(self) -> None:
+        """``torch.autograd.grad`` is over, also when it raised."""
+
+    def scaled(self, loss: torch.Tensor, result: torch.Tensor) -> None:
+        """A gradient scaler multiplied ``loss`` and returned ``result``."""
+
+    def unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """The gradients of ``optimizer`` were just divided by the loss scale."""
+
+    def norm_begin(self) -> None:
+        """The norm of all gradients is being computed, as clipping by norm does first."""
+
+    def norm_end(self) -> None:
+        """That norm is computed; clipping by it is still to come."""
+
+    def clip_begin(
+        self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
+    ) -> None:
+        """Clipping of ``tensors`` (parameters or gradients) starts; ``kind`` is norm, value or refused."""
+
+    def clip_end(self) -> None:
+        """Clipping is over."""
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has just been constructed."""
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """``optimizer.step`` starts; with a closure the gradients are not there yet."""
+
+    def closure_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """A closure has been evaluated inside ``optimizer.step``: the gradients are there."""
+
+    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer.step`` is over."""
+
+    def scaler_begin(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """``scaler.step(optimizer)`` starts."""
+
+    def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
+        """``scaler.step(optimizer)`` is over; ``stepped`` says whether the optimizer was called."""
+
+    def batch_begin(self, source: int) -> None:
+        """A DataLoader is asked for a batch; ``source`` tells data sets apart."""
+
+    def batch(self, index: int, seconds: float) -> None:
+        """A DataLoader gave its batch number ``index`` after ``seconds`` of waiting."""
+
+    def batch_missing(self) -> None:
+        """A DataLoader that was asked had no batch left, or raised."""
+
+    def dropped(self, error: Exception) -> None:
+        """The listener raised ``error`` and has been taken off."""
+
+
+class SeenOptimizers:
+    """Weak references to the optimizers of this process, in the order in which they were met.
+
+    One that a scan found may belong to a training that is over: it counts as soon as it is used.
+
+    Attributes
+    ----------
+    goes_on:
+        Whether the closure of the step under way adds the last microbatch to gradients that are there.
+    """
+
+    goes_on = False
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._in_use: set[int] = set()
+
+    def use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember ``optimizer``, which was just made or is being used."""
+        self._meet(optimizer)
+        self._in_use.add(id(optimizer))
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+        if all(reference() is not optimizer for reference in self._references):
+            self._in_use.discard(id(optimizer))  # the id of one that is gone
+            self._references.append(weakref.ref(optimizer))
+
+    def scan(self) -> None:
+        """Look for optimizers that were made before the hooks were there."""
+        for candidate in gc.get_objects():
+            # type() first: isinstance() on a stranger may run its __class__ property.
+            if issubclass(type(candidate), torch.optim.Optimizer):
+                self._meet(candidate)
+
+    def use_holders(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count every optimizer that holds one of ``tensors`` as used."""
+        wanted = {id(tensor) for tensor in tensors}
+        for optimizer in self._alive():
+            if any(id(p) in wanted or id(p.grad) in wanted for p in parameters_of(optimizer)):
+                self._in_use.add(id(optimizer))
+
+    def rest(self) -> None:
+        """Count none as used any more: nobody watches from here on."""
+        self._in_use.clear()
+
+    def alive(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that exist and are in use."""
+        return [optimizer for optimizer in self._alive() if id(optimizer) in self._in_use]
+
+    def known(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that exist, in use or not."""
+        return self._alive()
+
+    def _alive(self) -> list[torch.optim.Optimizer]:
+        self._references = [r for r in self._references if r() is not None]
+        found = [reference() for reference in self._references]
+        return [o for o in found if o is not None and getattr(o, "param_groups", None)]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that ``optimizer`` holds, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def underlying(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that do the steps of ``optimizer``: itself, or those that it wraps.
+
+    Frameworks hand out objects that look like an optimizer and call one (Accelerate, Lightning), or several
+    (torchtitan, whose container has learning rates of its own that nobody uses). Torch's hooks see the steps
+    of those inside. A wrapper that is an optimizer in its own right, such as Lookahead, is itself what steps.
+    """
+    several = getattr(optimizer, "optimizers", None)
+    if isinstance(several, (list, tuple)) and several and all(hasattr(o, "param_groups") for o in several):
+        return [inner for one in several for inner in underlying(one)]
+    one = getattr(optimizer, "optimizer", None)
+    if isinstance(one, torch.optim.Optimizer) and not getattr(type(optimizer).step, "hooked", False):
+        return underlying(one)
+    return [optimizer]
 
 
 class Hub:
@@ -27,12 +199,13 @@ class Hub:
     def __init__(self) -> None:
         self.listeners: tuple[Listener, ...] = ()
         self._on_error: dict[int, Callable[[Exception], None]] = {}
+        self._receivers: dict[str, tuple[Listener, ...]] = {}
         self.backward_depth = 0
         self.grad_depth = 0
         self.own_passes = 0
         self.seen = modules.SeenModules()
-        self.optimizers = optimizers.SeenOptimizers()
-        self._patches = Patches()
+        self.optimizers = SeenOptimizers()
+        self._patches = hooks.Patches()
         self._handles: list[Any] = []
         self._pid = os.getpid()
 
@@ -43,7 +216,7 @@ class Hub:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Report nothing meanwhile: what the model does is asked for by us and no part of the training."""
+        """Report nothing meanwhile: passes on behalf of backlight are no part of the training run."""
         self.own_passes += 1
         try:
             yield
@@ -60,6 +233,7 @@ class Hub:
         if not self.listeners:
             self._install()
         self.listeners = (*self.listeners, listener)
+        self._receivers = {}
         if on_error is not None:
             self._on_error[id(listener)] = on_error
 
@@ -69,14 +243,21 @@ class Hub:
             return
         self.listeners = tuple(other for other in self.listeners if other is not listener)
         self._on_error.pop(id(listener), None)
+        self._receivers = {}
         if not self.listeners:
             self._uninstall()
 
     def emit(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method ``event`` of every listener, shielding the training from their errors."""
+        """Call the method ``event`` of every listener; one that raises is removed, and its error reported."""
         if self.own_passes:
             return
-        for listener in self.listeners:
+        receivers = self._receivers.get(event)
+        if receivers is None:
+            # Only those that do something at this event.
+            nothing = getattr(Listener, event)
+            receivers = tuple(one for one in self.listeners if getattr(type(one), event) is not nothing)
+            self._receivers[event] = receivers
+        for listener in receivers:
             begin = time.perf_counter()
             try:
                 getattr(listener, event)(*args, **kwargs)
@@ -88,9 +269,14 @@ class Hub:
 
     def _install(self) -> None:
         self.backward_depth = self.grad_depth = 0
-        for part in (backward, clipping, grad_scaler, dataloader):
-            part.install(self, self._patches)
-        self._handles = [*optimizers.install(self, self._patches), *modules.install(self.seen)]
+        for install in (
+            hooks.install_backward,
+            hooks.install_clipping,
+            hooks.install_grad_scaler,
+            hooks.install_dataloader,
+        ):
+            install(self, self._patches)
+        self._handles = [*hooks.install_optimizers(self, self._patches), *modules.install(self.seen)]
 
     def _uninstall(self) -> None:
         self._patches.undo()
@@ -103,6 +289,7 @@ class Hub:
         """Forget every listener without calling any, in a forked child."""
         self.listeners = ()
         self._on_error.clear()
+        self._receivers = {}
         self.backward_depth = self.grad_depth = 0
 
 
@@ -127,3 +314,46 @@ os.register_at_fork(after_in_child=HUB.switch_off)
 def capturing_graph() -> bool:
     """Whether a CUDA graph is being captured, where nothing of ours may run."""
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+class Forwards:
+    """Hooks on outermost modules, which report to the hub; take them off with :meth:`leave`."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
+
+    def follow(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Hook these modules as well.
+
+        One that was hooked before it was wrapped keeps its hooks: it may have been compiled with them.
+        """
+        for key in [k for k, (reference, _) in self._handles.items() if reference() is None]:
+            del self._handles[key]
+        for module in modules:
+            if id(module) not in self._handles and getattr(module, "_compiled_call_impl", None) is None:
+                handles = [
+                    module.register_forward_pre_hook(entered),
+                    module.register_forward_hook(returned, always_call=True),
+                ]
+                self._handles[id(module)] = (weakref.ref(module), handles)
+
+    def leave(self) -> None:
+        """Take all hooks off."""
+        for key in list(self._handles):
+            self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        for handle in self._handles.pop(key)[1]:
+            handle.remove()
+
+
+def entered(_module: torch.nn.Module, _args: Any) -> None:
+    """Hook before the forward of an outermost module."""
+    if not torch.compiler.is_compiling():
+        HUB.emit("forward_begin")
+
+
+def returned(_module: torch.nn.Module, _args: Any, _output: Any) -> None:
+    """Hook after the forward of an outermost module, also when it raised."""
+    if not torch.compiler.is_compiling():
+        HUB.emit("forward_end")

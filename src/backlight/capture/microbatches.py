@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from backlight.capture.events import Listener
-from backlight.capture.hub import HUB, capturing_graph
+from backlight.capture.hub import HUB, Listener, capturing_graph
 
 
 class GradientSink(Protocol):

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from backlight.capture.sharding.fsdp2 import shards
+from backlight.capture.sharding import shards
 
 _WRAPPERS = {
     "OptimizedModule": "_orig_mod",

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backlight.capture.events import Listener
-from backlight.capture.hooks.grad_scaler import scale_of
-from backlight.capture.hub import HUB, capturing_graph
+from backlight.capture.hooks import scale_of
+from backlight.capture.hub import HUB, Listener, capturing_graph
 from backlight.capture.parameters import settled
 from backlight.capture.phase_clock import PhaseClock
 from backlight.records import Phase
 
 if TYPE_CHECKING:
-    from backlight.capture.scope import Scope
+    from backlight.capture.parameters import Scope
 
 
 @dataclass

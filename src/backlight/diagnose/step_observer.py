@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from backlight.capture.forward import TrainedModels
-from backlight.capture.scope import Scope
+from backlight.capture.parameters import Scope
 from backlight.capture.steps import StepSummaries, StepSummary, StepTracker
 
 

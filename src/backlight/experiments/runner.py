@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from backlight.capture.fingerprint import take_fingerprint
-from backlight.capture.scope import Scope
+from backlight.capture.parameters import Scope
 from backlight.experiments import checkpoints
 from backlight.experiments.config import (
     Configuration,

@@ -25,7 +25,6 @@ class FingerprintMonitor(Monitor):
 
     def __init__(self, groups: dict[str, str]) -> None:
         self._groups = groups
-        self._taken = False
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
@@ -38,24 +37,12 @@ class FingerprintMonitor(Monitor):
             members([record.name for record in table.records], pattern)
 
     def attach(self, run: RunContext) -> None:
-        """Begin a run, whose fingerprint may differ from that of the one before."""
+        """Remember where the fingerprint goes."""
         self._run = run
-        self._taken = False
 
-    def on_step_start(self, step: int) -> None:
-        """Take the fingerprint at the second step."""
-        if step:
-            self._take()
-
-    def detach(self, error: BaseException | None) -> None:
-        """Take it of a run that had no second step."""
-        self._take()
-
-    def _take(self) -> None:
+    def on_parameters_known(self) -> None:
+        """Take the fingerprint, and look for groups without parameters."""
         table = self._run.scope.table
-        if self._taken or not table.records:
-            return
-        self._taken = True
         self._run.writer.fingerprint(take_fingerprint(self._run.scope, self._run.arguments))
         names = [record.name for record in table.records]
         for group, pattern in self._groups.items():

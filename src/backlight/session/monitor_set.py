@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from backlight.capture.hub import HUB
-from backlight.monitor import MONITORS, Monitor, RunContext
+from backlight.monitor import MONITORS, Monitor, RunContext, Timed
 from backlight.registry import warn
 
 if TYPE_CHECKING:
-    from backlight.capture.events import Listener
+    from backlight.capture.hub import Listener
     from backlight.notifier import Notifier
     from backlight.session.settings import Settings
 
@@ -70,6 +70,7 @@ class MonitorSet:
         self._listeners: dict[str, list[Listener]] = {monitor.name: [] for monitor in self._monitors}
         self._attached: tuple[Monitor, ...] = ()
         self._disabled: list[Monitor] = []
+        self._timed: list[Timed] = []
         self._lock = threading.Lock()
         self._calls: dict[str, tuple[tuple[Monitor, Callable[..., Any]], ...]] = {}
         self.seconds = {monitor.name: 0.0 for monitor in self._monitors}
@@ -80,7 +81,12 @@ class MonitorSet:
     def attach(self, run: RunContext) -> None:
         """Attach every monitor; what one of them listens to is removed with it."""
         for monitor in self._monitors:
-            own = replace(run, listen=partial(self._listen, monitor), disable=partial(self._disable, monitor))
+            own = replace(
+                run,
+                listen=partial(self._listen, monitor),
+                disable=partial(self._disable, monitor),
+                account=self._timed.append,
+            )
             self._attached = (*self._attached, monitor)
             self._guarded(monitor, monitor.attach, own)
         self._find_hooks()
@@ -101,8 +107,7 @@ class MonitorSet:
 
     def spent_outside_hooks(self) -> float:
         """Return the seconds that listeners and own threads of the monitors have taken."""
-        heard = sum(one.spent for listeners in self._listeners.values() for one in listeners)
-        return heard + sum(monitor.background_seconds for monitor in self._attached)
+        return sum(timed.spent for timed in self._timed)
 
     def _guarded(self, monitor: Monitor, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of a monitor: the only stopwatch and the only guard around its hooks."""
@@ -116,7 +121,9 @@ class MonitorSet:
             self.seconds[monitor.name] += time.perf_counter() - begin
 
     def _listen(self, monitor: Monitor, listener: Listener) -> None:
-        self._listeners[monitor.name].append(listener)
+        if listener not in self._listeners[monitor.name]:
+            self._listeners[monitor.name].append(listener)
+            self._timed.append(listener)
         HUB.add(listener, on_error=partial(self._disable, monitor))
 
     def _disable(self, monitor: Monitor, error: Exception) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,14 @@ from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
 from backlight.capture.steps import StepSink, StepSummary
 from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch
-from backlight.monitor import Gradients
+from backlight.monitor import Gradients, Timed
 from backlight.records import Layout, ParameterRecord
 from backlight.store.format.schema import SERIES
 
 if TYPE_CHECKING:
-    from backlight.capture.scope import Scope
+    from backlight.capture.parameters import Scope
     from backlight.notifier import Notifier
     from backlight.session.monitor_set import MonitorSet
-    from backlight.session.sampling import Cadence
 
 MAX_QUEUED_STEPS = 512
 """Records that may wait for a slow disk before the oldest is dropped."""
@@ -40,6 +39,74 @@ NO_BACKWARD = (
     "torch.func, or a backward inside a compiled function; loss and time of backward are not recorded"
 )
 """Why loss and backward are not measured where gradients come by a way that has no hooks."""
+
+BUDGET = 0.01
+"""Share of a training's time that the default monitors may take together."""
+
+GRACE_S = 2.0
+"""Seconds that a run may cost before the budget binds: a short run is recorded whole."""
+
+MAX_SPACING = 1024
+"""Widest spacing that the budget may lead to."""
+
+_REVIEW_STEPS = 32
+
+
+@dataclass
+class Sampling:
+    """Decides which steps are recorded: every Nth, or as many as the budget allows, on a regular grid.
+
+    Parameters
+    ----------
+    every:
+        Record every Nth step; None to double and halve the spacing by the budget.
+    budget:
+        Share of the elapsed time that may be spent.
+    grace:
+        Seconds that may be spent in any case.
+    """
+
+    every: int | None = None
+    budget: float = BUDGET
+    grace: float = GRACE_S
+    spacing: int = 1
+    _detail_until: int = -1
+    _reviewed: int = 0
+    _spent: float = 0.0
+    _elapsed: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            if self.every < 1:
+                raise ValueError(f"every={self.every}: expected a step count of 1 or more")
+            self.spacing = self.every
+
+    def wants(self, step: int) -> bool:
+        """Return whether ``step`` is recorded."""
+        return step % self.spacing == 0 or step <= self._detail_until
+
+    def detail(self, step: int, steps: int) -> None:
+        """Record every one of the next ``steps`` steps, because of an alarm."""
+        self._detail_until = max(self._detail_until, step + steps)
+
+    def in_detail(self, step: int) -> bool:
+        """Return whether ``step`` belongs to steps that an alarm asked for."""
+        return step <= self._detail_until
+
+    def review(self, step: int, spent: float, elapsed: float) -> int | None:
+        """Return the new spacing if ``spent`` of ``elapsed`` seconds asks for another, else None."""
+        if self.every is not None or step - self._reviewed < max(_REVIEW_STEPS, self.spacing):
+            return None
+        recent = spent - self._spent, elapsed - self._elapsed
+        self._reviewed, self._spent, self._elapsed = step, spent, elapsed
+        over = spent > self.grace + self.budget * elapsed
+        if over and recent[0] > self.budget * recent[1] and self.spacing < MAX_SPACING:
+            self.spacing *= 2
+            return self.spacing
+        if self.spacing > 1 and recent[0] < 0.4 * self.budget * recent[1]:
+            self.spacing //= 2
+            return self.spacing
+        return None
 
 
 @dataclass
@@ -147,14 +214,15 @@ class StepRecorder(StepSink):
 
     Parameters
     ----------
-    scope, cadence:
+    scope, sampling:
         What is watched, and which steps are recorded.
     monitors:
         What measures.
     notifier:
         Takes events.
-    spent:
-        Returns the seconds that the watch has taken so far.
+    timed:
+        What takes time on the training thread or next to it, besides the listeners of monitors; may still
+        grow.
 
     Attributes
     ----------
@@ -167,14 +235,15 @@ class StepRecorder(StepSink):
     def __init__(
         self,
         scope: Scope,
-        cadence: Cadence,
+        sampling: Sampling,
         monitors: MonitorSet,
         notifier: Notifier,
-        spent: Callable[[], float],
+        timed: Sequence[Timed],
     ) -> None:
-        self._scope, self._cadence = scope, cadence
+        self._scope, self._sampling = scope, sampling
         self._monitors, self._notifier = monitors, notifier
-        self._spent = spent
+        self._timed = timed
+        self._is_known = False
         self._record: StepRecord | None = None
         self._started = time.perf_counter()
         self._step = self._recorded = 0
@@ -187,24 +256,39 @@ class StepRecorder(StepSink):
         self.logged: deque[tuple[int, dict[str, Any]]] = deque()
         self.dropped = 0
 
+    def _spent(self) -> float:
+        """Return the seconds that the watch has taken so far."""
+        return sum(timed.spent for timed in self._timed) + self._monitors.spent_outside_hooks()
+
+    def finish(self) -> None:
+        """Tell the monitors of a run without a second step what its parameters are."""
+        self._announce_parameters()
+
+    def _announce_parameters(self) -> None:
+        if not self._is_known and self._scope.table.records:
+            self._is_known = True
+            self._monitors.call("on_parameters_known")
+
     def step_opens(self, index: int) -> bool:
-        """Decide whether a step is recorded: by the cadence, or because a monitor needs it."""
+        """Decide whether a step is recorded: by the sampling, or because a monitor needs it."""
         self._step = index
         self._record = None
+        if index:
+            self._announce_parameters()
         self._monitors.call("on_step_start", index)
-        spacing = self._cadence.review(index, self._spent(), time.perf_counter() - self._started)
+        spacing = self._sampling.review(index, self._spent(), time.perf_counter() - self._started)
         if spacing is not None:
             reason = "the budget of time for measuring"
             self._notifier.event("cadence", {"every": spacing, "reason": reason}, index)
         wanted = any(self._monitors.call("wants_step", index))
-        return self._cadence.wants(index) or wanted
+        return self._sampling.wants(index) or wanted
 
     def _current(self) -> StepRecord:
         rows = self._scope.table.records
         if self._record is None or len(self._record.parameters) != len(rows):
             # Where the table changed inside the step, what was measured by the old one is dropped.
             scalars = self._record.scalars if self._record is not None else {}
-            in_detail = self._cadence.in_detail(self._step)
+            in_detail = self._sampling.in_detail(self._step)
             self._record = StepRecord(self._step, self._recorded, rows, in_detail, scalars)
         return self._record
 

@@ -11,21 +11,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight.capture.forward import ScopeForwards
-from backlight.capture.hooks.optimizers import underlying
-from backlight.capture.hub import HUB
-from backlight.capture.parameters import build_table
-from backlight.capture.scope import Scope
+from backlight.capture.hub import HUB, underlying
+from backlight.capture.parameters import Scope, build_table
 from backlight.capture.steps import StepTracker, StopTraining
 from backlight.distributed import launch_id, rank_and_size
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitor import RunContext, Samples, check_monitors
+from backlight.monitor import Monitor, RunContext, Samples, Timed, check_monitors
 from backlight.notifier import Notifier
 from backlight.records import Finding, Made, RunStatus
 from backlight.session.monitor_set import MonitorSet, requested_monitors
 from backlight.session.run_directory import final_findings, open_writer
-from backlight.session.sampling import Cadence
 from backlight.session.settings import Settings
-from backlight.session.step_recorder import StepRecorder
+from backlight.session.step_recorder import Sampling, StepRecorder
 from backlight.session.writer_thread import ResultQueue, WriterThread
 from backlight.store.read.run import open_run
 from backlight.store.write.attempt import default_path
@@ -72,7 +69,7 @@ class Watch:
         self._writer: RunWriter | None = None
         self._published: dict[str, tuple[int, float]] = {}
         # Everything that can be refused is refused here, before anything is attached or written.
-        Cadence(settings.every)
+        Sampling(settings.every)
         check_monitors(settings.monitors)
         monitors = requested_monitors(settings)
         if samples is not None and not any(monitor.uses_samples for monitor in monitors):
@@ -135,9 +132,11 @@ class Watch:
         self._error: BaseException | None = None
         self._alarmed = -1
         self._published.clear()
-        self._monitors, self._cadence = monitors, Cadence(settings.every)
+        self._monitors, self._sampling = monitors, Sampling(settings.every)
         self._scope = Scope(self._models, self._optimizers)
-        self._recorder = StepRecorder(self._scope, self._cadence, monitors, notifier, self._spent)
+        # The hooks of monitors run inside the tracker, whose time includes theirs.
+        timed: list[Timed] = []
+        self._recorder = StepRecorder(self._scope, self._sampling, monitors, notifier, timed)
         self._tracker = StepTracker(
             self._scope, self._recorder, per_backward=settings.per_backward, max_steps=settings.steps
         )
@@ -146,6 +145,7 @@ class Watch:
         self._thread = WriterThread(
             self._recorder, results, monitors, writer, settings.flush_interval, notifier.trouble
         )
+        timed += [self._tracker, self._forwards, self._thread]
 
         def on_exit(*calls: Any) -> None:
             def leave() -> None:
@@ -168,7 +168,7 @@ class Watch:
             HUB.optimizers.scan()
         on_exit(self._forwards.stop)
         # While the writer thread runs: what a monitor has left is stored by it.
-        on_exit(lambda: monitors.detach(self._error))
+        on_exit(self._recorder.finish, lambda: monitors.detach(self._error))
         monitors.attach(self._context(writer, results))
         # Monitors are told of step 0, and of the end of the last one: the tracker starts after them and stops
         # first.
@@ -196,6 +196,7 @@ class Watch:
             world_size=size,
             listen=unbound,
             disable=unbound,
+            account=unbound,
             follow_forwards=lambda: self._forwards.start(
                 lambda error: self._notifier.trouble(error, "when a forward begins and ends")
             ),
@@ -263,6 +264,11 @@ class Watch:
         self._recorder.logged.append((max(self._tracker.done - 1, 0), values))
 
     @property
+    def monitors(self) -> tuple[Monitor, ...]:
+        """The monitors of a watch that is or was entered."""
+        return tuple(self._monitors)
+
+    @property
     def notifier(self) -> Notifier:
         """The notifier of this watch, for integrations."""
         return self._notifier
@@ -292,18 +298,13 @@ class Watch:
 
     # While it runs
 
-    def _spent(self) -> float:
-        """Return the seconds that the watch has taken: on the training thread, and in threads next to it."""
-        on_path = self._tracker.spent + self._forwards.spent  # the hooks of monitors are inside the tracker
-        return on_path + self._monitors.spent_outside_hooks() + self._thread.spent
-
     def _publish(self, name: str, step: int, value: float) -> None:
         self._published[name] = (step, value)
 
     def _alarm(self, step: int, cause: str) -> None:
         if step > self._alarmed:
             self._alarmed = step + self.settings.detail
-            self._cadence.detail(self._tracker.index, self.settings.detail)
+            self._sampling.detail(self._tracker.index, self.settings.detail)
             self._notifier.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
         self._monitors.call("on_alarm", step, cause)
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from backlight.capture.events import Listener
-from backlight.capture.hub import HUB
+from backlight.capture.hub import HUB, Listener
 
 
 class Events(Listener):

@@ -16,10 +16,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from backlight.capture.events import Listener
 from backlight.capture.expected_parameters import candidates, named_roots
-from backlight.capture.hooks.patch import Patches
-from backlight.capture.hub import HUB
+from backlight.capture.hooks import Patches
+from backlight.capture.hub import HUB, Listener
 from backlight.capture.module_calls import ModuleCalls, module_names
 from backlight.capture.operations import tensors_in
 from backlight.diagnose.checkpointing.region_state import differences, snapshot

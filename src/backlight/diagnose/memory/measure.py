@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from backlight.capture.events import Listener
-from backlight.capture.hub import HUB
+from backlight.capture.hub import HUB, Listener
 from backlight.capture.steps import StepSummary
 from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter
 from backlight.diagnose.memory.recorder import Recorder

@@ -14,7 +14,7 @@ from backlight.diagnose.node_origin import Origin, next_number
 from backlight.user_code import Line, definition, user_line
 
 if TYPE_CHECKING:
-    from backlight.capture.hooks.patch import Patches
+    from backlight.capture.hooks import Patches
     from backlight.diagnose.missing_gradients.tape import Tape
 
 

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backlight.capture.events import Listener
 from backlight.capture.expected_parameters import Candidate, RegistrationLines, candidates, named_roots
-from backlight.capture.hooks.patch import Patches
-from backlight.capture.hub import HUB
+from backlight.capture.hooks import Patches
+from backlight.capture.hub import HUB, Listener
 from backlight.capture.module_calls import ModuleCalls
 from backlight.diagnose.missing_gradients import custom_functions, reasons
 from backlight.diagnose.missing_gradients.flow import Flow

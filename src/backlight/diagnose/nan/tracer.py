@@ -12,9 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from backlight.capture.events import Listener
 from backlight.capture.expected_parameters import candidates, named_roots
-from backlight.capture.hub import HUB
+from backlight.capture.hub import HUB, Listener
 from backlight.capture.module_calls import ModuleCalls, module_names
 from backlight.diagnose.nan.origin import NanOrigin, describe, find_origin
 from backlight.diagnose.nan.value_tracker import NonFiniteRecord, ValueTracker, is_non_finite, storage_of

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import dataloader
 
-from backlight.capture.hooks.patch import Patches
+from backlight.capture.hooks import Patches
 
 CACHED_BATCH = "cached batch"
 ONE_THREAD = "one thread"

@@ -18,7 +18,7 @@ import torch
 
 from backlight.capture.forward import TrainedModels
 from backlight.capture.hub import HUB
-from backlight.capture.scope import Scope
+from backlight.capture.parameters import Scope
 from backlight.capture.steps import StepSummaries, StepSummary, StepTracker
 from backlight.diagnose.profile.device_phases import DevicePhases
 from backlight.diagnose.profile.optimizations import Live, look

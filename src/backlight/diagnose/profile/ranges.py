@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from backlight.capture.events import Listener
+from backlight.capture.hub import Listener
 from backlight.capture.modules import Prefixes, inner
 from backlight.records import Phase
 from backlight.trace.module_times import MODULE, PHASE

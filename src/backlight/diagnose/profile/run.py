@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from backlight.capture.fingerprint import take_fingerprint
-from backlight.capture.scope import Scope
+from backlight.capture.parameters import Scope
 from backlight.diagnose.profile.ablations import Confirmed, control_of_this_run
 from backlight.diagnose.profile.attention_flops import Attention, attention
 from backlight.diagnose.profile.observer import Observed, Observer

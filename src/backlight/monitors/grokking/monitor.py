@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from backlight.capture.gather import full, gathered, spread
+from backlight.capture.model_state import full, gathered, spread
 from backlight.capture.parameters import local
 from backlight.monitor import Gradients, Monitor, RunContext
 from backlight.monitors.grokking.model.disk_guard import DiskWatch

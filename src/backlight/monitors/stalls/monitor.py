@@ -13,9 +13,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Self
 
 import backlight
 from backlight import processes
@@ -35,8 +35,6 @@ from backlight.monitors.stalls.model.thresholds import Thresholds
 from backlight.store.write.watchdog import host_name
 
 if TYPE_CHECKING:
-    import torch
-
     from backlight.session.settings import Settings
 
 _CHECK_PERIODS = 20
@@ -68,7 +66,6 @@ class StallMonitor(Monitor):
     def __init__(self, stall_s: float | None = None, thresholds: Mapping[str, float] | None = None) -> None:
         self._stall_s = stall_s
         self._thresholds = dict(thresholds or {})
-        self._names: tuple[Any, tuple[str, ...]] = ((), ())
         self._groups: dict[int, list[int]] = {}
         self._dump: IO[bytes] | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
@@ -102,9 +99,7 @@ class StallMonitor(Monitor):
                 runtime_dir.leave(self._place)
             return
         main = threading.main_thread()
-        self.heartbeats = Heartbeat(
-            board, self._parameters, self._store_names, run.disable, self._store_buckets
-        )
+        self.heartbeats = Heartbeat(board, run.scope, self._store_names, self._store_buckets)
         self._collectives = Collectives(board, self._store_group)
         self._register_dump()
         self._sampler = StackSampler(
@@ -123,6 +118,7 @@ class StallMonitor(Monitor):
             stall=self._stall_s,
         )
         self.resume()
+        run.account(self._sampler)
         self._sampler.start()
 
     def detach(self, error: BaseException | None) -> None:
@@ -149,11 +145,6 @@ class StallMonitor(Monitor):
         if self._first_on_host and not self._watchdog_lives():
             runtime_dir.leave(self._place)
 
-    @property
-    def background_seconds(self) -> float:
-        """Seconds of the stack sampler."""
-        return self._sampler.spent if self.heartbeats is not None else 0.0
-
     def resume(self) -> None:
         """Install the hooks of the heartbeat."""
         if self.heartbeats is not None:
@@ -166,21 +157,12 @@ class StallMonitor(Monitor):
         if self.heartbeats is not None:
             self._run.hub.remove(self.heartbeats)
             self.heartbeats.detach()
-            self._names = ((), ())
             self._collectives.detach()
 
     def _unmeasured(self, what: str, reason: str) -> None:
         self._run.notifier.unmeasured(what, reason)
 
     # What the heartbeats ask for
-
-    def _parameters(self) -> tuple[tuple[str, ...], Sequence[torch.Tensor | None]]:
-        table = self._scope.table
-        if not table.records and self._scope.refresh():
-            table = self._scope.table
-        if self._names[0] is not table:
-            self._names = (table, tuple(record.name for record in table.records))
-        return self._names[1], [table.tensor(row) for row in range(len(table))]
 
     def _store_names(self, names: tuple[str, ...]) -> None:
         with contextlib.suppress(OSError):

@@ -52,25 +52,20 @@ class StepTimeMonitor(Monitor):
     def detach(self, error: BaseException | None) -> None:
         """Record the runtime info."""
         self._pauses.stop()
-        self._start()
         info = runtime_info(self._optimizers, self._core_wait)
         self._run.notifier.event(RUNTIME_INFO, info, max(self._run.clock.done - 1, 0))
 
     def on_step_start(self, step: int) -> None:
-        """Record pauses since the last step; read the optimizers once the first step is over."""
+        """Record pauses since the last step."""
         self._pauses.flush()
-        if step:
-            self._start()
 
-    def _start(self) -> None:
-        records = self._run.scope.table.records
-        if self._core_wait is None and records:
-            self._core_wait = CoreWait()
-            # Read now: they may be gone when the run ends.
-            self._optimizers = [g for o in self._run.scope.optimizers() for g in optimizer_groups(o)]
-            devices = {record.device.split(":")[0] for record in records} - {"cpu"}
-            if devices:
-                self._run.notifier.unmeasured(f"device time on {', '.join(sorted(devices))}", DEVICE_TIME)
+    def on_parameters_known(self) -> None:
+        """Read the optimizers, which may be gone when the run ends."""
+        self._core_wait = CoreWait()
+        self._optimizers = [g for o in self._run.scope.optimizers() for g in optimizer_groups(o)]
+        devices = {record.device.split(":")[0] for record in self._run.scope.table.records} - {"cpu"}
+        if devices:
+            self._run.notifier.unmeasured(f"device time on {', '.join(sorted(devices))}", DEVICE_TIME)
 
     def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
         """Add one scalar per phase."""

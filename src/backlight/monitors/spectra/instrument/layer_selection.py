@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backlight.capture.hub import HUB
+from backlight.capture.model_state import unsharded
 from backlight.capture.parameters import local
-from backlight.capture.unsharded import unsharded
 from backlight.monitors.spectra.instrument.layers import Selection, choose
 from backlight.monitors.spectra.instrument.replicate_buffer import Target, fitting
 from backlight.monitors.spectra.instrument.shared_step import owners
@@ -19,8 +19,7 @@ from backlight.monitors.spectra.model.recording import describe, leave_out
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from backlight.capture.parameters import ParameterTable
-    from backlight.capture.scope import Scope
+    from backlight.capture.parameters import ParameterTable, Scope
     from backlight.monitor import Recorder
     from backlight.monitors.spectra.instrument.rank_exchange import Exchange
     from backlight.monitors.spectra.model.options import Catching

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from backlight.capture.microbatches import InputSizes, Microbatches
-from backlight.capture.preserve_state import untouched
+from backlight.capture.model_state import untouched
 from backlight.monitor import Gradients, Monitor, RunContext
 from backlight.monitors.spectra.instrument import batch_split
 from backlight.monitors.spectra.instrument.batches import samples as samples_of

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from backlight.capture.hooks.patch import Patches
+from backlight.capture.hooks import Patches
 from backlight.monitors.stalls.model.shared_state import SharedState, Slot
 
 CALLS = (

@@ -12,16 +12,19 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import function
 
-from backlight.capture.events import Listener
-from backlight.capture.hooks.patch import Patches
+from backlight.capture.hooks import Patches
+from backlight.capture.hub import Listener
 from backlight.monitors.stalls.instrument.backward_position import BackwardPosition
 from backlight.monitors.stalls.model.shared_state import PHASES, ROWS, SharedState, Slot
 from backlight.records import Phase
+
+if TYPE_CHECKING:
+    from backlight.capture.parameters import Scope
 
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _DATA, _FORWARD, _BACKWARD = _NUMBER[Phase.DATA], _NUMBER[Phase.FORWARD], _NUMBER[Phase.BACKWARD]
@@ -42,12 +45,10 @@ class Heartbeat(Listener):
     ----------
     board:
         The board, open.
-    parameters:
-        Returns the names and tensors of the parameters that are watched; another tuple when they changed.
+    scope:
+        The parameters that are watched.
     on_parameters:
         Called with their names when they changed.
-    on_dropped:
-        Called with the error by which this listener was taken off.
     on_buckets:
         Called at the begin of the first backwards, until it returns False: DDP builds its buckets anew.
     """
@@ -55,19 +56,17 @@ class Heartbeat(Listener):
     def __init__(
         self,
         board: SharedState,
-        parameters: Callable[[], tuple[tuple[str, ...], Sequence[torch.Tensor | None]]],
+        scope: Scope,
         on_parameters: Callable[[tuple[str, ...]], None],
-        on_dropped: Callable[[Exception], None],
         on_buckets: Callable[[], bool] | None = None,
     ) -> None:
         self.board = board
         self.position = BackwardPosition(board)
         self._slots = board.slots
-        self._parameters = parameters
+        self._scope = scope
         self._on_parameters = on_parameters
-        self._on_dropped = on_dropped
         self._on_buckets = on_buckets
-        self._hooked: tuple[str, ...] = ()
+        self._hooked: object = None
         self._handles: list[Any] = []
         self._patches = Patches()
         self._names: dict[type, bytes] = {}
@@ -92,12 +91,7 @@ class Heartbeat(Listener):
         self._patches.undo()
         for handle in self._handles:
             handle.remove()
-        self._handles, self._hooked = [], ()
-
-    def dropped(self, error: Exception) -> None:
-        """Take off what is attached, and pass the error on."""
-        self.detach()
-        self._on_dropped(error)
+        self._handles, self._hooked = [], None
 
     # Phases
 
@@ -216,12 +210,16 @@ class Heartbeat(Listener):
     # Inside backward
 
     def _follow_parameters(self) -> None:
-        names, tensors = self._parameters()
-        if names is self._hooked:
+        if not self._scope.table.records:
+            self._scope.refresh()
+        table = self._scope.table
+        if table is self._hooked or not table.records:
             return
+        names = tuple(record.name for record in table.records)
+        tensors = [table.tensor(row) for row in range(len(table))]
         for handle in self._handles:
             handle.remove()
-        self._handles, self._hooked = [], names
+        self._handles, self._hooked = [], table
         arrived = functools.partial(_arrived, self._slots, self.board.rows)
         for row, tensor in enumerate(tensors):
             if tensor is not None and tensor.requires_grad and tensor.is_leaf:

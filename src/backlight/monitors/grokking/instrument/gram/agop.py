@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from backlight.capture.model_state import untouched
 from backlight.capture.modules import unwrapped
 from backlight.capture.per_sample import accumulated
-from backlight.capture.preserve_state import untouched
 from backlight.monitors.grokking.instrument.gram.checks import GramError
 from backlight.monitors.grokking.instrument.gram.parameters import eager
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backlight.capture.model_state import Untouched, untouched
 from backlight.capture.modules import unwrapped
 from backlight.capture.per_sample import Taps, gradients
-from backlight.capture.preserve_state import Untouched, untouched
 from backlight.measure.gram.factors import Factors, coarsest_dtype, common_shape, compress, concatenate
 from backlight.measure.gram.gram import SCRATCH_BYTES, combine, product_dtype
 from backlight.measure.gram.gram import gram as gram_of_pieces

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from backlight.capture.events import Listener
 from backlight.capture.forward import Forwards
-from backlight.capture.hub import HUB
-from backlight.capture.preserve_state import untouched
+from backlight.capture.hub import HUB, Listener
+from backlight.capture.model_state import untouched
 
 
 class Counting(Listener):

@@ -6,31 +6,31 @@ import itertools
 
 import pytest
 
-from backlight.session.sampling import Cadence
+from backlight.session.step_recorder import Sampling
 
 
-def simulate(cadence: Cadence, steps: int, step_seconds: float, cost: float) -> list[int]:
+def simulate(sampling: Sampling, steps: int, step_seconds: float, cost: float) -> list[int]:
     """Recorded steps of a training whose recorded steps cost ``cost`` seconds each."""
     recorded, spent = [], 0.0
     for step in range(steps):
-        cadence.review(step, spent, step * step_seconds)
-        if cadence.wants(step):
+        sampling.review(step, spent, step * step_seconds)
+        if sampling.wants(step):
             recorded.append(step)
             spent += cost
     return recorded
 
 
 def test_a_short_run_is_recorded_whole() -> None:
-    assert len(simulate(Cadence(), 1000, 0.001, 0.001)) == 1000
+    assert len(simulate(Sampling(), 1000, 0.001, 0.001)) == 1000
 
 
 def test_a_cheap_measurement_is_taken_at_every_step() -> None:
-    assert len(simulate(Cadence(), 20_000, 0.1, 0.0009)) == 20_000
+    assert len(simulate(Sampling(), 20_000, 0.1, 0.0009)) == 20_000
 
 
 def test_a_dear_measurement_is_thinned_to_the_budget() -> None:
     steps = 200_000
-    recorded = simulate(Cadence(), steps, 0.001, 0.001)
+    recorded = simulate(Sampling(), steps, 0.001, 0.001)
     assert 0.003 < len(recorded) / steps < 0.025
     late = [s for s in recorded if s > steps // 2]
     gaps = {b - a for a, b in itertools.pairwise(late)}
@@ -38,16 +38,16 @@ def test_a_dear_measurement_is_thinned_to_the_budget() -> None:
 
 
 def test_a_given_spacing_is_kept() -> None:
-    cadence = Cadence(every=7)
-    assert simulate(cadence, 100, 0.001, 10.0) == list(range(0, 100, 7))
+    sampling = Sampling(every=7)
+    assert simulate(sampling, 100, 0.001, 10.0) == list(range(0, 100, 7))
 
 
 def test_detail_records_every_step_for_a_while() -> None:
-    cadence = Cadence(every=10)
-    cadence.detail(11, 3)
-    assert [s for s in range(31) if cadence.wants(s)] == [*range(0, 15), 20, 30]
+    sampling = Sampling(every=10)
+    sampling.detail(11, 3)
+    assert [s for s in range(31) if sampling.wants(s)] == [*range(0, 15), 20, 30]
 
 
 def test_a_spacing_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="every=0: expected a step count of 1 or more"):
-        Cadence(every=0)
+        Sampling(every=0)

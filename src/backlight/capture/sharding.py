@@ -1,8 +1,12 @@
-"""Where the parameters of FSDP1 belong; torch has it under private names, read here alone.
+"""Where FSDP1 and FSDP2 keep the parameters that they manage: private names of torch, read here alone.
 
 FSDP1 lays the parameters of a module one behind the other and cuts the line into equal pieces, so that a rank
 holds a run of elements of some parameters and nothing of the others. With ``use_orig_params=True`` the names
 and the parameters stay, each as a view of its run; else there is one parameter, the line itself.
+
+A module of FSDP2 holds the shards of its parameters, or the whole ones while it computes, and for longer
+where the user says so. The optimizer always holds the shards: they are the parameters. The whole ones are
+memory that FSDP2 frees and fills again.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from backlight.records import Layout, Placement
@@ -60,3 +65,45 @@ def _places(handle: Any) -> Iterator[tuple[int, FlatPlace]]:
 
 def _run(whole: int, start: int, size: int) -> Placement:
     return Placement(Layout.SHARD, (whole,), (size,), (start if size else 0,))
+
+
+def held(module: nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 keeps for each parameter that ``module`` manages; nothing for any other module.
+
+    In a release that names it otherwise there is nothing.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", None)
+    # type() first: isinstance() on a stranger may run its __class__ property.
+    if kind is None or not issubclass(type(module), kind):
+        return
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        one = getattr(state, "_fsdp_param_group", None)
+        groups = [] if one is None else [one]
+    for group in groups:
+        yield from getattr(group, "fsdp_params", ())
+
+
+def shards(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
+    """Return the shard of each parameter that ``module`` manages, by ``id`` and name of who owns it."""
+    out: dict[tuple[int, str], nn.Parameter] = {}
+    for one in held(module):
+        place, shard = getattr(one, "_module_info", None), getattr(one, "sharded_param", None)
+        if place is None or not isinstance(shard, nn.Parameter):
+            continue
+        out[id(place.module), place.param_name] = shard
+        shared = zip(place.shared_modules, place.shared_param_names, strict=True)
+        out.update({(id(owner), name): shard for owner, name in shared})
+    return out
+
+
+def wholes(module: nn.Module) -> dict[int, torch.Tensor]:
+    """Return the whole parameter by the ``id`` of its shard, as far as there are any."""
+    out = {}
+    for one in held(module):
+        whole = getattr(one, "_unsharded_param", None)
+        if isinstance(whole, torch.Tensor):
+            out[id(one.sharded_param)] = whole
+    return out

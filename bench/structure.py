@@ -1,0 +1,135 @@
+"""The size of the code base, and how much of it one recorded step and one report execute.
+
+python bench/structure.py
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import statistics
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = str(ROOT / "src" / "backlight") + os.sep
+LARGEST_SHOWN = 5
+
+
+def lines_of(folder: str) -> dict[str, int]:
+    """Return the number of lines of every Python file below a folder, by path."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    return {str(file.relative_to(ROOT)): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+
+
+def percentile(values: list[int], share: float) -> int:
+    """Return the value below which that share of the values lies."""
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+class Executed:
+    """Counts Python calls by file of the package, on one thread or on all."""
+
+    def __init__(self, *, everywhere: bool) -> None:
+        self._everywhere = everywhere
+        self.calls: dict[str, int] = {}
+
+    def __enter__(self) -> Executed:
+        if self._everywhere:
+            threading.setprofile(self._on_event)
+        sys.setprofile(self._on_event)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        if self._everywhere:
+            threading.setprofile(None)
+
+    def _on_event(self, frame: FrameType, event: str, _argument: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE):
+            key = name.removeprefix(PACKAGE)
+            self.calls[key] = self.calls.get(key, 0) + 1
+
+
+def one_step(run: Path, steps: int = 6) -> tuple[Executed, Path]:
+    """Train a small model with the default monitors; return what its last step executed on this thread."""
+    import torch
+    from torch import nn
+
+    import backlight
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    executed = Executed(everywhere=False)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    with backlight.watch(model, optimizer, run=run, every=1):
+        for _ in range(steps - 1):
+            step()
+        with executed:
+            step()
+    return executed, run
+
+
+def one_report(run: Path, page: Path) -> tuple[Executed, int]:
+    """Render a report; return what it executed, and how many SQLite connections it opened."""
+    from backlight.findings.evaluate import findings_of
+    from backlight.report.page import write_report
+    from backlight.store.read.run import open_run
+
+    connections = 0
+    connect: Callable[..., Any] = sqlite3.connect
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal connections
+        connections += 1
+        return connect(*args, **kwargs)
+
+    sqlite3.connect = counted
+    try:
+        with Executed(everywhere=True) as executed:
+            opened = open_run(run)
+            write_report(opened, findings_of(opened), page)
+    finally:
+        sqlite3.connect = connect
+    return executed, connections
+
+
+def main() -> None:
+    """Print the figures."""
+    for folder in ("src", "tests"):
+        lengths = lines_of(folder)
+        filled = [count for count in lengths.values() if count]
+        print(f"{folder}: {sum(lengths.values()):,} lines in {len(lengths)} files ({len(filled)} not empty)")
+        print(
+            f"  lines per file: median {statistics.median(filled):.0f}, p95 {percentile(filled, 0.95)}, "
+            f"max {max(filled)}"
+        )
+        largest = sorted(lengths, key=lambda name: -lengths[name])[:LARGEST_SHOWN]
+        print("  largest: " + ", ".join(f"{name} {lengths[name]}" for name in largest))
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step, run = one_step(Path(folder) / "run")
+        count = sum(step.calls.values())
+        print(f"one recorded step: {count} calls in {len(step.calls)} files (training thread)")
+        for name in sorted(step.calls, key=lambda name: -step.calls[name]):
+            print(f"  {step.calls[name]:4d} {name}")
+        report, connections = one_report(run, Path(folder) / "report.html")
+        print(f"one report: {len(report.calls)} files, {connections} SQLite connections")
+
+
+if __name__ == "__main__":
+    main()

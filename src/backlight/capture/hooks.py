@@ -1,0 +1,381 @@
+"""Hooks on torch that report to the hub: backward, clipping, gradient scaling, data loading, optimizer steps.
+
+Each ``install_…`` function replaces attributes of torch for as long as somebody listens. What is not
+captured: a script that imported ``backward`` or ``grad`` by name before watching began, transforms of
+``torch.func``, and sources of data other than torch's DataLoader.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import dataloader
+
+if TYPE_CHECKING:
+    from backlight.capture.hub import Hub
+
+_transforms: Callable[[], Any] | None = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+
+_GROUP = "_group_tensors_by_device_and_dtype"
+_AHEAD = "accelerate.data_loader"
+
+
+@dataclass
+class Patches:
+    """Attributes that were replaced, and how to put them back.
+
+    A replacement that somebody else has wrapped since cannot be taken out without losing theirs:
+    it stays, and its wrapper must then pass every call straight through.
+    """
+
+    _replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+
+    def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> bool:
+        """Replace ``owner.name`` by ``wrap(original)``; False where there is no such attribute."""
+        original = vars(owner).get(name)
+        if original is None:
+            return False
+        replacement = wrap(original)
+        setattr(owner, name, replacement)
+        self._replaced.append((owner, name, original, replacement))
+        return True
+
+    def undo(self) -> list[str]:
+        """Put the originals back, last first; return the names of those that had to stay."""
+        stayed = []
+        while self._replaced:
+            owner, name, original, replacement = self._replaced.pop()
+            if vars(owner).get(name) is replacement:
+                setattr(owner, name, original)
+            else:
+                stayed.append(f"{getattr(owner, '__name__', owner)}.{name}")
+        return stayed
+
+
+def install_backward(hub: Hub, patches: Patches) -> None:
+    """Report every outermost backward, and every outermost computation of gradients, to the hub."""
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if not hub.active or torch.compiler.is_compiling():
+                original(tensors, *args, **kwargs)
+                return
+            tensors, roots = _kept(tensors)
+            if hub.backward_depth or hub.grad_depth:
+                # Re-entrant checkpointing calls this inside a backward: only the outermost counts.
+                hub.emit("nested_begin")
+                original(tensors, *args, **kwargs)
+                return
+            hub.emit("backward_begin", roots)
+            hub.backward_depth += 1
+            try:
+                original(tensors, *args, **kwargs)
+            except BaseException as error:
+                hub.emit("backward_raised", error)
+                raise
+            finally:
+                hub.backward_depth -= 1
+                hub.emit("backward_end")
+
+        return backward
+
+    def wrap_grad(original: Any) -> Any:
+        @functools.wraps(original)
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hub.active or torch.compiler.is_compiling() or _transforms is None or _transforms():
+                return original(outputs, inputs, *args, **kwargs)
+            outputs, roots = _kept(outputs)
+            if hub.backward_depth or hub.grad_depth:
+                hub.emit("nested_begin")
+                return original(outputs, inputs, *args, **kwargs)
+            hub.emit("grad_begin", roots)
+            hub.grad_depth += 1
+            try:
+                return original(outputs, inputs, *args, **kwargs)
+            except BaseException as error:
+                hub.emit("backward_raised", error)
+                raise
+            finally:
+                hub.grad_depth -= 1
+                hub.emit("grad_end")
+
+        return grad
+
+    patches.replace(torch.autograd, "backward", wrap)
+    patches.replace(torch.autograd, "grad", wrap_grad)
+
+
+def _kept(given: Any) -> tuple[Any, Sequence[torch.Tensor]]:
+    """Return what was given, an iterator read into a tuple, and the tensors in it."""
+    if isinstance(given, torch.Tensor):
+        return given, (given,)
+    if isinstance(given, Iterator):
+        given = tuple(given)
+    # type() first: an edge of a graph is a named tuple.
+    listed = given if type(given) in {list, tuple} else ()
+    return given, tuple(one for one in listed if isinstance(one, torch.Tensor))
+
+
+def install_clipping(hub: Hub, patches: Patches) -> None:
+    """Report clipping by norm and by value to the hub, before the gradients change.
+
+    ``clip_grad_norm_`` looks up two functions of its module at every call, the one that measures the norm and
+    the one that scales; ``clip_grad_value_`` looks up the one that groups gradients. Names that were imported
+    earlier are caught there too.
+    """
+    inside_norm = [0]
+
+    def wrap_scale(original: Any) -> Any:
+        @functools.wraps(original)
+        def scale(
+            parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            if not hub.active or torch.compiler.is_compiling():
+                return original(parameters, max_norm, total_norm, *args, **kwargs)
+            tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            hub.emit("clip_begin", "norm", tensors, float(max_norm), total_norm)
+            inside_norm[0] += 1
+            try:
+                return original(tensors, max_norm, total_norm, *args, **kwargs)
+            finally:
+                inside_norm[0] -= 1
+                hub.emit("clip_end")
+
+        return scale
+
+    def wrap_measure(original: Any) -> Any:
+        @functools.wraps(original)
+        def measure(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hub.active or torch.compiler.is_compiling():
+                return original(tensors, *args, **kwargs)
+            listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            hub.emit("norm_begin")
+            inside_norm[0] += 1
+            try:
+                return original(listed, *args, **kwargs)
+            except RuntimeError:
+                # error_if_nonfinite: the step is about to be lost, but its gradients are here.
+                hub.emit("clip_begin", "refused", listed, float("nan"), None)
+                hub.emit("clip_end")
+                raise
+            finally:
+                inside_norm[0] -= 1
+                hub.emit("norm_end")
+
+        return measure
+
+    def wrap_group(original: Any) -> Any:
+        @functools.wraps(original)
+        def group(lists: Any, *args: Any, **kwargs: Any) -> Any:
+            if hub.active and not inside_norm[0] and not torch.compiler.is_compiling():
+                _report_caller(hub, sys._getframe(1), lists[0])  # the only place that knows the value
+            return original(lists, *args, **kwargs)
+
+        return group
+
+    for name, wrap in (
+        ("_clip_grads_with_norm_", wrap_scale),
+        ("_get_total_norm", wrap_measure),
+        (_GROUP, wrap_group),
+    ):
+        patches.replace(clip_grad, name, wrap)
+
+
+def _report_caller(hub: Hub, frame: FrameType, grads: Any) -> None:
+    """Report a clipping function that reached the grouping by a name imported before watching."""
+    values = frame.f_locals
+    if frame.f_code.co_name == "clip_grad_value_":
+        hub.emit("clip_begin", "value", list(grads), float(values["clip_value"]), None)
+    elif frame.f_code.co_name == "_clip_grads_with_norm_":
+        # Not its parameters: a generator of them is exhausted by now.
+        hub.emit("clip_begin", "norm", list(grads), float(values["max_norm"]), values["total_norm"])
+    else:
+        return
+    hub.emit("clip_end")
+
+
+def install_grad_scaler(hub: Hub, patches: Patches) -> None:
+    """Report ``scale``, ``unscale_`` and ``step`` of every gradient scaler to the hub.
+
+    With a fused optimizer the gradients are still scaled inside ``step``, and whether the step is skipped is
+    decided on the device: both are tensors on the optimizer, read late.
+    """
+
+    def wrap_scale(original: Any) -> Any:
+        @functools.wraps(original)
+        def scale(self: Any, outputs: Any) -> Any:
+            result = original(self, outputs)
+            if hub.active and self.is_enabled() and isinstance(outputs, torch.Tensor):
+                hub.emit("scaled", outputs, result)
+            return result
+
+        return scale
+
+    def wrap_unscale(original: Any) -> Any:
+        @functools.wraps(original)
+        def unscale_(self: Any, optimizer: Any) -> None:
+            original(self, optimizer)
+            if hub.active and self.is_enabled():
+                hub.optimizers.use(optimizer)
+                hub.emit("unscaled", self, optimizer)
+
+        return unscale_
+
+    def wrap_step(original: Any) -> Any:
+        @functools.wraps(original)
+        def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hub.active or not self.is_enabled():
+                return original(self, optimizer, *args, **kwargs)
+            hub.optimizers.use(optimizer)
+            watcher = _Called(optimizer)
+            hub.emit("scaler_begin", self, optimizer)
+            try:
+                return original(self, optimizer, *args, **kwargs)
+            finally:
+                hub.emit("scaler_end", self, optimizer, stepped=watcher.called())
+
+        return step
+
+    scaler = torch.amp.grad_scaler.GradScaler
+    patches.replace(scaler, "scale", wrap_scale)
+    patches.replace(scaler, "unscale_", wrap_unscale)
+    patches.replace(scaler, "step", wrap_step)
+
+
+class _Called:
+    """Tells whether the optimizer's step ran, by a hook of that one call."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._called = False
+        self._handle = optimizer.register_step_post_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        self._called = True
+
+    def called(self) -> bool:
+        """Take the hook off and return whether the step ran."""
+        self._handle.remove()
+        return self._called
+
+
+def scale_of(scaler: Any) -> torch.Tensor | None:
+    """Return the scaler's scale tensor, or None where a release hides it."""
+    scale = getattr(scaler, "_scale", None)
+    return scale if isinstance(scale, torch.Tensor) else None
+
+
+def install_dataloader(hub: Hub, patches: Patches) -> None:
+    """Report every batch of every DataLoader to the hub, where torch has the class we know."""
+    base = getattr(dataloader, "_BaseDataLoaderIter", None)
+    if base is None:
+        return
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def __next__(self: Any) -> Any:  # noqa: N807
+            if not hub.active:
+                return original(self)
+            hub.emit("batch_begin", id(getattr(self, "_dataset", None)))
+            ahead = _fetches_ahead(sys._getframe(1))
+            begin = time.perf_counter()
+            try:
+                item = original(self)
+            except BaseException as error:
+                last = int(getattr(self, "_num_yielded", 0)) - 1
+                if ahead and last >= 0 and isinstance(error, StopIteration):
+                    hub.emit("batch", last, time.perf_counter() - begin)  # the one that was held back
+                else:
+                    hub.emit("batch_missing")
+                raise
+            index = int(getattr(self, "_num_yielded", 0)) - 1 - ahead
+            if index < 0:
+                hub.emit("batch_missing")  # the loop gets none of this call
+            else:
+                hub.emit("batch", index, time.perf_counter() - begin)
+            return item
+
+        return __next__
+
+    patches.replace(base, "__next__", wrap)
+
+
+def _fetches_ahead(caller: FrameType) -> int:
+    """Return how many batches the caller holds back: Accelerate, and so the Trainer, gives the one before."""
+    return int(caller.f_code.co_name == "__iter__" and caller.f_globals.get("__name__") == _AHEAD)
+
+
+def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
+    """Report optimizer steps to the hub; return the handles that remove the hooks.
+
+    With a closure (L-BFGS) the gradients appear inside ``step``: the pre-hook replaces the closure by one
+    that reports after each evaluation.
+    """
+
+    def wrap_init(original: Any) -> Any:
+        @functools.wraps(original)
+        def __init__(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(self, *args, **kwargs)
+            if hub.active:
+                hub.optimizers.use(self)
+                hub.emit("optimizer_made", self)
+
+        return __init__
+
+    patches.replace(torch.optim.Optimizer, "__init__", wrap_init)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not hub.active:
+            return None
+        hub.optimizers.use(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            hub.emit("optimizer_begin", optimizer, has_closure=False)
+            return None
+        hub.optimizers.goes_on = _goes_on(closure)
+        hub.emit("optimizer_begin", optimizer, has_closure=True)
+        reporting = _reporting(hub, optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": reporting}
+        return (args[0], reporting, *args[2:]), kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if hub.active:
+            hub.emit("optimizer_end", optimizer)
+
+    return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+
+
+def _goes_on(closure: Any) -> bool:
+    """Tell whether the backward in ``closure`` belongs to those before the step, as Lightning's does.
+
+    Its loop runs the last backward of an accumulation inside the step. Elsewhere gradients that are there
+    when a step with a closure begins are whole, and the closure is for other weights (SAM).
+    """
+    inner = getattr(closure, "func", closure)  # a partial
+    return (getattr(inner, "__module__", None) or "").startswith(("lightning.", "pytorch_lightning."))
+
+
+def _reporting(hub: Hub, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    @functools.wraps(closure)
+    def evaluate() -> Any:
+        loss = closure()
+        if hub.active:
+            hub.emit("closure_end", optimizer)
+        return loss
+
+    return evaluate

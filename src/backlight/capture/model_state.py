@@ -1,0 +1,140 @@
+"""A model in another state for a while: gathered from all ranks, or passed through and left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from backlight.capture.hub import HUB
+from backlight.capture.modules import walk
+from backlight.capture.sharding import wholes
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def spread(model: nn.Module) -> bool:
+    """Tell whether a parameter of ``model`` is a part of a whole on several processes."""
+    return any(hasattr(p, "placements") for _, module in walk(model) for p in _own(module).values())
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor; a collective where it is spread over processes."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Put whole parameters in place of the parts of ``model``, and take its communication off.
+
+    A collective: every process that holds a part has to come here. Each then holds all parameters in memory.
+    Inside, on any rank, the model is that of one process: ``backlight.gram`` measures it as such.
+    """
+    wholes: dict[int, nn.Parameter] = {}
+    places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for module in dict.fromkeys(module for _, module in walk(model)):
+        own = _own(module)
+        for key, part in own.items():
+            if hasattr(part, "placements"):
+                if id(part) not in wholes:
+                    wholes[id(part)] = nn.Parameter(full(part.detach()), requires_grad=part.requires_grad)
+                places.append((own, key, part))
+        for name in _HOOKS:
+            table = vars(module).get(name) or {}
+            if any(_communicates(hook) for hook in table.values()):
+                hooks.append((table, dict(table)))
+    try:
+        for own, key, part in places:
+            own[key] = wholes[id(part)]
+        for table, kept in hooks:
+            for number, hook in kept.items():
+                if _communicates(hook):
+                    del table[number]
+        yield
+    finally:
+        for own, key, part in places:
+            own[key] = part
+        for table, kept in hooks:
+            table.clear()
+            table.update(kept)  # in their order
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return vars(module).get("_parameters") or {}
+
+
+def _communicates(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+
+
+def unsharded(roots: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:
+    """Return the whole parameter by the ``id`` of the sharded one, as far as they exist.
+
+    Before the first forward of a module, and in a release that names them otherwise, there are none.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for root in roots:
+        for _, module in walk(root):
+            found.update(wholes(module))
+    return found
+
+
+class Untouched:
+    """What a model was before a pass, and whether the pass drew random numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        devices = {parameter.device for parameter in model.parameters()}
+        self.devices = [device for device in devices if device.type == "cuda"]
+        self.states = self._random()
+
+    def _random(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
+
+    @property
+    def drew(self) -> bool:
+        """Whether random numbers were drawn since."""
+        return not all(map(torch.equal, self.states, self._random()))
+
+    def rewind(self, states: Sequence[torch.Tensor] | None = None) -> None:
+        """Put the random state back, or put ``states`` of an earlier one in its place."""
+        first, *others = states or self.states
+        torch.set_rng_state(first)
+        for device, state in zip(self.devices, others, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    def restore(self) -> None:
+        """Put buffers, training modes and random state back."""
+        with torch.no_grad():
+            for module, name, buffer, values in self._buffers:
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
+        for module, training in self._modes:
+            module.training = training
+        self.rewind()
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[Untouched]:
+    """Restore buffers, training modes and random state of ``model`` at the end; nobody is told of passes."""
+    state = Untouched(model)
+    try:
+        with HUB.aside():
+            yield state
+    finally:
+        state.restore()
