@@ -20,6 +20,8 @@ from torch.nn.utils import clip_grad_value_ as clip_value_by_imported_name
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from zoo import NormedMlp, TiedEmbedding
+
 STEPS = 4
 NO_LOSS = ("loss and backward",)
 
@@ -57,26 +59,13 @@ def case(**expected: object) -> Callable[[Train], Train]:
     return decorate
 
 
-class Net(nn.Module):
-    """Two linear layers with a norm between them."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, width)
-        self.norm = nn.LayerNorm(width)
-        self.last = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))
-
-
 def batches(count: int, seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
         yield torch.randn(6, 4, generator=generator), torch.randint(0, 3, (6,), generator=generator)
 
 
-def build(make: Callable[[], nn.Module] = Net) -> nn.Module:
+def build(make: Callable[[], nn.Module] = NormedMlp) -> nn.Module:
     torch.manual_seed(0)
     return make()
 
@@ -305,23 +294,9 @@ def closure_by_keyword() -> list[Tensor]:
     return ends(model)
 
 
-class Tied(nn.Module):
-    """Embedding and head share their weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, 6)
-        self.body = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 10, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.embedding((x.abs() * 3).long().clamp(max=9))))[:, 0]
-
-
 @case()
 def tied() -> list[Tensor]:
-    model = build(Tied)
+    model = build(TiedEmbedding)
     return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -332,7 +307,7 @@ def frozen() -> list[Tensor]:
     return loop(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
 
 
-class WithSpare(Net):
+class WithSpare(NormedMlp):
     """Has a layer that forward never calls."""
 
     def __init__(self) -> None:
@@ -453,7 +428,7 @@ def compiled() -> list[Tensor]:
     return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-class Checkpointed(Net):
+class Checkpointed(NormedMlp):
     """Recomputes its body in backward."""
 
     reentrant = False
@@ -574,7 +549,7 @@ def copied_and_saved() -> list[Tensor]:
     return ends(model, control)
 
 
-class EditsItsOutput(Net):
+class EditsItsOutput(NormedMlp):
     """The caller edits what it returns in place."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,26 +16,15 @@ import torch
 from torch import nn
 
 import backlight
+from zoo import DropoutBlock
 
 STEPS = 12
 MEASURES = {"every": 2, "gram": 1, "mean_gradient": 1, "products": 1, "window": 1, "vectors": 2, "top_k": 3}
 
 
-class Net(nn.Module):
-    """An embedding, a normalisation with running statistics off the path, dropout, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Dropout(0.2))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.body(x))
-
-
-def build() -> tuple[Net, torch.optim.Optimizer]:
+def build() -> tuple[DropoutBlock, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Net()
+    model = DropoutBlock()
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 

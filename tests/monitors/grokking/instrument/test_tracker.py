@@ -14,6 +14,7 @@ from backlight.monitors.grokking.instrument.gradient_history import GradientSket
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker, stored
 from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier, left_out
+from zoo import BlockAndHead
 
 
 class MemoryRecorder:
@@ -136,18 +137,6 @@ def test_a_gradient_is_copied_before_it_changes() -> None:
     assert recorder.arrays[0, "gradient/w"].tolist() == [1.0, 1.0, 1.0]
 
 
-class Two(nn.Module):
-    """A block of two layers and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block(x))
-
-
 def squares(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(batch).square().sum()
 
@@ -155,7 +144,7 @@ def squares(model: nn.Module, batch: Any) -> torch.Tensor:
 @pytest.mark.parametrize("scope", ["full", "layers"])
 def test_the_probe_gives_mean_gram_vectors_and_agop(scope: str) -> None:
     torch.manual_seed(0)
-    model, batch, recorder = Two().double(), torch.randn(6, 3, dtype=torch.float64), MemoryRecorder()
+    model, batch, recorder = BlockAndHead().double(), torch.randn(6, 3, dtype=torch.float64), MemoryRecorder()
     probe = Probe(model, squares, batch, lambda given: given)
     measures = Measures(
         every=1, mean_gradient=1, gram=1, vectors=1, top_k=2, agop=1, scope=scope, precision="float64"
@@ -192,7 +181,7 @@ def test_the_probe_gives_mean_gram_vectors_and_agop(scope: str) -> None:
 
 
 def test_a_failure_is_told_or_raised() -> None:
-    model, told = Two(), list[tuple[str, str]]()
+    model, told = BlockAndHead(), list[tuple[str, str]]()
     recorder = MemoryRecorder()
     bad = Probe(model, lambda m, b: m(b).square().mean(), torch.randn(6, 3))
     Tracker(Measures(every=1, gram=1), recorder, bad, warn=lambda what, why: told.append((what, why))).sample(

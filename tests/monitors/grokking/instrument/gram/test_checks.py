@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import backlight
 from backlight.monitors.grokking.instrument.gram import checks
 from backlight.monitors.grokking.instrument.gram.checks import GramError
-from grokking.gram_models import images, labels
+from gram_setups import images, labels
 
 
 def alone(found: Any) -> bool:

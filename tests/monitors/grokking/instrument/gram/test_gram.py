@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backlight
+import gram_setups
+import zoo
 from backlight.monitors.grokking.instrument.gram import batches
 from backlight.monitors.grokking.instrument.gram.checks import GramError
-from grokking import gram_models
-from grokking.gram_models import MODELS, N, Setup, images, labels, text, tokens
+from gram_setups import MODELS, N, Setup, images, labels, text, tokens
 
 
 def rows(setup: Setup) -> dict[str, Tensor]:
@@ -100,7 +101,7 @@ def test_eigenvectors_of_a_layer_a_block_and_a_parameter(scope: str, centred: bo
         "block/1": {"1.0.weight", "1.0.bias", "1.2.weight", "1.2.bias"},
         "parameter/0.weight": {"0.weight"},
     }[scope]
-    setup = gram_models.Setup(net, labels, images(7), frozenset())
+    setup = gram_setups.Setup(net, labels, images(7), frozenset())
     A = flat({name: gradients for name, gradients in rows(setup).items() if name in members})
     B = A - A.mean(0) if centred else A
     found = backlight.gram(net, labels, setup.batch)
@@ -261,7 +262,7 @@ def test_a_mean_is_refused_with_the_way_out() -> None:
     net = nn.Sequential(nn.Linear(7, 3)).double()
     with pytest.raises(GramError, match=r"'0.weight'.* looks like a mean over 6 samples: return their sum"):
         backlight.gram(net, lambda m, b: F.cross_entropy(m(b[0]), b[1]), images(7))
-    bare = gram_models.Bare().double()
+    bare = zoo.BareParameters().double()
     with pytest.raises(GramError, match="looks like a mean over 6 samples"):
         backlight.gram(bare, lambda m, b: F.cross_entropy(m(b[0]), b[1]), images(7))
 
@@ -291,7 +292,7 @@ def test_samples_along_another_dimension_are_refused() -> None:
         out = model(batch[0].T)
         return F.cross_entropy(out.flatten(0, 1), batch[1].T.flatten(), reduction="sum")
 
-    net = gram_models.GPT(tied=False).double()
+    net = zoo.Gpt(tied=False).double()
     with pytest.raises(GramError, match=r"samples must lie along the first dimension.*\[0\] 5, batch\[1\] 6"):
         backlight.gram(net, loss, (ids.T, ids))
     # As many positions as samples: only a lone run can tell.
@@ -301,7 +302,7 @@ def test_samples_along_another_dimension_are_refused() -> None:
 
 
 def test_a_use_without_a_kernel_is_refused_where_no_fallback_can_be() -> None:
-    net = gram_models.Bare().double()
+    net = zoo.BareParameters().double()
     with pytest.raises(GramError, match=r"'scale': no kernel knows how it is used; allow fallback=True"):
         backlight.gram(net, labels, images(7), fallback=False)
     dropping = nn.Sequential(nn.Dropout(0.5), net)
@@ -310,7 +311,7 @@ def test_a_use_without_a_kernel_is_refused_where_no_fallback_can_be() -> None:
 
 
 def test_a_use_that_escapes_is_noticed_by_name() -> None:
-    net = gram_models.Bare().double()
+    net = zoo.BareParameters().double()
     net.scale.requires_grad_(False)
     net.matrix.requires_grad_(False)
     net.never.requires_grad_(False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import backlight
 from backlight.measure.gram.factors import LookupFactors, MatrixFactors, VectorFactors, compress, concatenate
 from backlight.monitors.grokking.instrument.gram.checks import GramError
-from grokking.gram_models import MODELS, N, images, labels
+from gram_setups import MODELS, N, images, labels
 
 
 @pytest.mark.parametrize("at_once", [1, 4])

@@ -8,7 +8,7 @@ from torch import nn
 
 import backlight
 from backlight.monitors.grokking.instrument.gram.fallback import per_sample
-from grokking.gram_models import MODELS
+from gram_setups import MODELS
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv1d", "conv2d", "conv3d", "gpt_tied_padded_reused", "recurrent"])

@@ -1,4 +1,4 @@
-"""The matrix of models whose Grams are compared with an autograd loop: each a model, a loss and a batch."""
+"""Models whose Grams are compared with an autograd loop: each with a loss and a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+
+import zoo
 
 N = 6
 DOUBLE = torch.float64
@@ -122,104 +123,46 @@ def cnn_with_running_statistics() -> tuple[nn.Module, Any]:
     return net.eval(), images(2, 5, 5)
 
 
-class Frames(nn.Module):
-    """Folds frames into the batch dimension, as video models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(2, 3, 2), nn.GroupNorm(1, 3), nn.Linear(27, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(self.conv(x.flatten(0, 1)))
-        return self.head(h.flatten(1)).unflatten(0, x.shape[:2]).sum(1)
-
-
 @model(labels)
 def frames() -> tuple[nn.Module, Any]:
-    return Frames(), images(4, 2, 4, 4)
-
-
-class GPT(nn.Module):
-    """A transformer with positions looked up without a batch dimension, tied or not, blocks used twice."""
-
-    def __init__(
-        self, *, tied: bool, times: int = 1, reentrant: bool | None = None, padding: int | None = None
-    ):
-        super().__init__()
-        self.emb, self.pos = nn.Embedding(11, 8, padding_idx=padding), nn.Embedding(5, 8)
-        self.ln, self.qkv, self.o = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8, bias=False)
-        self.rms, self.up, self.down = nn.RMSNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.times, self.reentrant = times, reentrant
-        if tied:
-            self.head.weight = self.emb.weight
-
-    def block(self, h: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.ln(h)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        h = h + self.o(mixed.transpose(1, 2).flatten(2))
-        return h + self.down(F.gelu(self.up(self.rms(h))))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.emb(ids) + self.pos(torch.arange(ids.shape[1]))
-        for _ in range(self.times):
-            if self.reentrant is None:
-                h = self.block(h)
-            else:
-                h = checkpoint(self.block, h, use_reentrant=self.reentrant)
-        return self.head(h)
+    return zoo.FrameConvolution(), images(4, 2, 4, 4)
 
 
 @model(tokens)
 def gpt() -> tuple[nn.Module, Any]:
-    return GPT(tied=False), text()
+    return zoo.Gpt(tied=False), text()
 
 
 @model(tokens)
 def gpt_tied_padded_reused() -> tuple[nn.Module, Any]:
-    return GPT(tied=True, times=2, padding=3), text()
+    return zoo.Gpt(tied=True, times=2, padding=3), text()
 
 
 @model(tokens)
 def gpt_checkpointed() -> tuple[nn.Module, Any]:
-    return GPT(tied=True, times=2, reentrant=False), text()
+    return zoo.Gpt(tied=True, times=2, reentrant=False), text()
 
 
 @model(tokens)
 def gpt_checkpointed_reentrant() -> tuple[nn.Module, Any]:
-    return GPT(tied=True, times=2, reentrant=True), text()
+    return zoo.Gpt(tied=True, times=2, reentrant=True), text()
 
 
 @model(tokens, *KERNELS, "vmap")
 def positions_as_long_as_the_batch() -> tuple[nn.Module, Any]:
-    net = GPT(tied=False)
+    net = zoo.Gpt(tied=False)
     net.pos = nn.Embedding(N, 8)
     return net, text(length=N)
 
 
-class Attention(nn.Module):
-    def __init__(self, *, batch_first: bool) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(11, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
-        self.head = nn.Linear(8, 11)
-        self.batch_first = batch_first
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.emb(ids if self.batch_first else ids.T)
-        h = h + self.attention(h, h, h, need_weights=False)[0]
-        h = self.head(h)
-        return h if self.batch_first else h.transpose(0, 1)
-
-
 @model(tokens, *KERNELS, "vmap")
 def multihead_attention() -> tuple[nn.Module, Any]:
-    return Attention(batch_first=True), text()
+    return zoo.SelfAttention(batch_first=True), text()
 
 
 @model(tokens, *KERNELS, "vmap")
 def multihead_attention_sequence_first() -> tuple[nn.Module, Any]:
-    return Attention(batch_first=False), text()
+    return zoo.SelfAttention(batch_first=False), text()
 
 
 @model(tokens, *KERNELS, "vmap")
@@ -228,69 +171,19 @@ def encoder_layer() -> tuple[nn.Module, Any]:
     return nn.Sequential(nn.Embedding(11, 8), layer, nn.Linear(8, 11)), text()
 
 
-class Bare(nn.Module):
-    """Bare parameters, a functional use of a module's weight, a function that vmap knows nothing of."""
-
-    def __init__(self, *, loop: bool = False) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 5)
-        self.scale = nn.Parameter(torch.randn(5))
-        self.matrix = nn.Parameter(torch.randn(5, 5))
-        self.shared = nn.Linear(5, 5, bias=False)
-        self.last = nn.Linear(5, 3)
-        self.never = nn.Parameter(torch.randn(2))
-        self.frozen = nn.Linear(5, 5).requires_grad_(False)
-        self.loop = loop
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x).tanh() * self.scale
-        h = torch.einsum("ni,io->no", h, self.matrix)
-        h = F.linear(self.shared(h).tanh(), self.shared.weight) + self.frozen(h)
-        if self.loop:
-            h = Cube.apply(h)
-        return self.last(h)
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * delta
-
-
 @model(labels, *KERNELS, "vmap")
 def bare_parameters() -> tuple[nn.Module, Any]:
-    return Bare(), images(7)
+    return zoo.BareParameters(), images(7)
 
 
 @model(labels, *KERNELS, "loop")
 def bare_parameters_without_vmap() -> tuple[nn.Module, Any]:
-    return Bare(loop=True), images(7)
-
-
-class Recurrent(nn.Module):
-    """One cell used at every position, and a query that is the same for all samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.norm = nn.Linear(8, 5), nn.LayerNorm(5)
-        self.query, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.new_zeros(len(x), 5)
-        for t in range(x.shape[1]):
-            h = self.norm(torch.tanh(self.cell(torch.cat([x[:, t], h], 1))))
-        return self.head(h * self.query(torch.ones(1, 4, dtype=x.dtype)))
+    return zoo.BareParameters(loop=True), images(7)
 
 
 @model(labels)
 def recurrent() -> tuple[nn.Module, Any]:
-    return Recurrent(), images(4, 3)
+    return zoo.RecurrentCell(), images(4, 3)
 
 
 @model(labels, *KERNELS, "vmap")
