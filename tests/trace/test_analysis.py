@@ -14,16 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_traces import REAL, WHY, Maker, write
 
-from backlight.trace import signals
+from backlight.trace import analysis
 from backlight.trace.analysis import RankAnalysis, analyse
-from backlight.trace.call_tree import tree
-from backlight.trace.errors import TraceError
-from backlight.trace.idle import Idle
-from backlight.trace.kinds import Kind, kind_of, short
-from backlight.trace.operators import Costs
-from backlight.trace.pairs import joined
+from backlight.trace.classification import Kind, kind_of, short
+from backlight.trace.events import TraceError
+from backlight.trace.operators import Costs, joined
 from backlight.trace.reader import read_trace
-from backlight.trace.timeline import Timeline
+from backlight.trace.timeline import Timeline, tree
+from backlight.trace.utilization import Idle
 
 US = 1000
 GEMM = "ampere_sgemm_128x64_tn"
@@ -63,8 +61,8 @@ def test_causes_of_idle_time(analysed: Callable[[Maker], RankAnalysis]) -> None:
     )
     assert row.busy == (80 + 40 + 50 + 95 + 100 + 150) * US
     assert row.busy + row.idle.total == row.duration == 1000 * US
-    assert signals.idle_share(found) == pytest.approx(0.485)
-    assert sum(signals.idle_causes(found).values()) == pytest.approx(1)
+    assert analysis.idle_share(found) == pytest.approx(0.485)
+    assert sum(analysis.idle_causes(found).values()) == pytest.approx(1)
 
 
 def test_overlap_and_shares(analysed: Callable[[Maker], RankAnalysis]) -> None:
@@ -82,7 +80,7 @@ def test_overlap_and_shares(analysed: Callable[[Maker], RankAnalysis]) -> None:
     overlap = found.steps[0].overlap
     assert (overlap.computation, overlap.communication, overlap.overlapped) == (350 * US, 300 * US, 150 * US)
     assert overlap.exposed == 150 * US
-    assert signals.exposed_communication(found) == pytest.approx(0.15)
+    assert analysis.exposed_communication(found) == pytest.approx(0.15)
     assert found.device_total == 500 * US
     kinds = {row.name: row for row in found.kinds if row.device}
     assert {name: row.device // US for name, row in kinds.items()} == {
@@ -93,7 +91,7 @@ def test_overlap_and_shares(analysed: Callable[[Maker], RankAnalysis]) -> None:
         assert sum(row.share for row in table) == pytest.approx(1)
         assert sum(row.device for row in table) == found.device_total
     assert found.transfers[0].bytes == 1000
-    assert signals.copy_share(found) == pytest.approx(0.1)
+    assert analysis.copy_share(found) == pytest.approx(0.1)
     operators = {row.name: row for row in found.operators}
     assert operators["aten::mm"].device == 200 * US
     assert operators["record_param_comms"].device == 150 * US
@@ -196,8 +194,8 @@ def test_without_a_device_or_steps(analysed: Callable[[Maker], RankAnalysis]) ->
     assert {row.name: row.share for row in found.kinds} == {"matmul": 0.8, "elementwise": 0.2}
     assert any("no ProfilerStep" in note for note in found.notes)
     assert any("not measured" in note for note in found.notes)
-    assert signals.idle_share(found) is None
-    assert signals.exposed_communication(found) is None
+    assert analysis.idle_share(found) is None
+    assert analysis.exposed_communication(found) is None
 
 
 def test_events_without_a_launch_are_not_forgotten(analysed: Callable[[Maker], RankAnalysis]) -> None:

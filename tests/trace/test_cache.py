@@ -10,8 +10,7 @@ from made_traces import Maker
 
 from backlight.trace import cache
 from backlight.trace.cache import cache_path, open_trace
-from backlight.trace.errors import TraceError
-from backlight.trace.events import Trace
+from backlight.trace.events import Trace, TraceError
 
 
 def made(path: Path, name: str = "aten::mm") -> Path:

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from made_traces import REAL, WHY, Maker
 
-from backlight.trace import signals
 from backlight.trace.analysis import analyse
-from backlight.trace.errors import TraceError
-from backlight.trace.events import Trace
+from backlight.trace.events import Trace, TraceError
+from backlight.trace.ranks import straggler
 from backlight.trace.reader import read_trace
 
 US = 1000
@@ -46,7 +45,7 @@ def test_the_late_rank_is_found_without_a_common_clock(tmp_path: Path) -> None:
     assert together.steps[0].waited == {0: 90 * US, 1: 80 * US, 2: 0}
     assert together.steps[0].last == 2
     assert together.steps[0].delay == 85 * US
-    assert signals.straggler(together) == (2, pytest.approx(85 / 900), 3)
+    assert straggler(together) == (2, pytest.approx(85 / 900), 3)
     assert together.clocks == "disagree"
     assert together.offsets == {0: 0, 1: 0, 2: 5_000_000 * US}
     assert any("clocks disagree: that of rank 2 is +5000.000 ms" in note for note in together.notes)
@@ -76,7 +75,7 @@ def test_collectives_of_different_number_are_not_matched(tmp_path: Path) -> None
     assert together.collectives == 0
     assert together.clocks == "not measured"
     assert together.steps == ()
-    assert signals.straggler(together) is None
+    assert straggler(together) is None
     assert any("not measured" in note for note in together.notes)
 
 

@@ -15,7 +15,7 @@ from made_traces import LAYOUTS, REAL, WHY, comparable, reference, text_of, writ
 
 from backlight.trace import chunks
 from backlight.trace.decoder import nanoseconds
-from backlight.trace.errors import TraceError
+from backlight.trace.events import TraceError
 from backlight.trace.reader import rank_in_name, read_trace
 
 NAMES = st.one_of(

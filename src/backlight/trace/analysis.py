@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
-from backlight.trace.communication import Overlap, overlap
 from backlight.trace.copies import Copy, Transfer, copies, transfers
 from backlight.trace.critical_path import CriticalPath, Paths
-from backlight.trace.errors import TraceError
-from backlight.trace.events import Trace
-from backlight.trace.idle import Causes, Idle
-from backlight.trace.operators import Costs, Row, by_kernel, by_kind, by_operator, by_phase
-from backlight.trace.pairs import Pair, device_time, pairs
+from backlight.trace.events import Trace, TraceError
+from backlight.trace.operators import (
+    Costs,
+    Pair,
+    Row,
+    by_kernel,
+    by_kind,
+    by_operator,
+    by_phase,
+    device_time,
+    pairs,
+)
 from backlight.trace.ranks import Ranks, check_ranks, ranks
 from backlight.trace.timeline import Step, Timeline
+from backlight.trace.utilization import Causes, Idle, Overlap, overlap
 
 
 @dataclass(frozen=True)
@@ -183,3 +190,40 @@ def _notes(timeline: Timeline, costs: Costs) -> list[str]:
                 f"{lost:,} device events ({share:.0%}) have no launch in the trace: their phase is not known"
             )
     return notes
+
+
+def idle_share(analysis: RankAnalysis) -> float | None:
+    """Return the median over steps of the part in which the device stands still; None without a device.
+
+    With :func:`idle_causes` this is what "launch-bound" and "data-bound" rest on.
+    """
+    shares = [
+        row.idle.total / row.duration for row in analysis.steps if row.device is not None and row.duration
+    ]
+    return float(np.median(shares)) if shares else None
+
+
+def idle_causes(analysis: RankAnalysis) -> dict[str, float]:
+    """Return the parts of the idle time by cause, which add up to 1; empty where nothing was idle."""
+    total = sum(row.idle.total for row in analysis.steps)
+    if not total:
+        return {}
+    return {f.name: sum(getattr(row.idle, f.name) for row in analysis.steps) / total for f in fields(Idle)}
+
+
+def exposed_communication(analysis: RankAnalysis) -> float | None:
+    """Return the median over steps of the part with communication and no computation.
+
+    None where no step communicates: that is not the same as fully hidden.
+    """
+    if not any(row.overlap.communication for row in analysis.steps):
+        return None
+    return float(np.median([row.overlap.exposed / row.duration for row in analysis.steps if row.duration]))
+
+
+def copy_share(analysis: RankAnalysis) -> float:
+    """Return the part of the busy time (of the host where there is no device) that copies and casts take.
+
+    The lines that cause them are in ``analysis.copies``, the most expensive first.
+    """
+    return sum(row.share for row in analysis.kinds if row.kind in {"copy and cast", "host copy"})

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.trace import categories
+from backlight.trace.classification import MEMCPY, PYTHON
 from backlight.trace.events import Events, Integers
-from backlight.trace.operators import Costs
-from backlight.trace.pairs import joined
+from backlight.trace.operators import Costs, joined
 
 LINE = "backlight.line/"
 """What the name of a range begins with that says which line of Python called the operators in it."""
@@ -67,7 +66,7 @@ class Copy:
 def transfers(costs: Costs) -> list[Transfer]:
     """Return what the device's copy engines did, by name; time as part of the union."""
     device, events = costs.timeline.device, costs.timeline.events
-    copies = categories.rows(events, categories.MEMCPY)[device.rows[costs.device_rows]]
+    copies = events.complete(MEMCPY)[device.rows[costs.device_rows]]
     rows = device.rows[costs.device_rows][copies]
     time = costs.shares[copies]
     found = []
@@ -83,7 +82,7 @@ def copies(costs: Costs, device: Integers) -> list[Copy]:
     """Return copies by types, layout and line; ``device`` is from :func:`pairs.device_time`."""
     timeline = costs.timeline
     tree, events = timeline.tree, timeline.events
-    wanted = categories.named(events, [word == "aten::copy_" for word in events.words["name"]])
+    wanted = events.where("name", lambda word: word == "aten::copy_")
     places = costs.host_rows[wanted[tree.rows[costs.host_rows]]]
     groups: dict[tuple[str, str, bool | None, str], list[int]] = defaultdict(list)
     lines = _lines(costs, places)
@@ -111,7 +110,7 @@ def _lines(costs: Costs, places: Integers) -> list[str]:
     """Return the Python line of each place: of a range, its call stack, or the functions around it."""
     timeline = costs.timeline
     tree, events = timeline.tree, timeline.events
-    python = categories.rows(events, categories.PYTHON)[tree.rows]
+    python = events.complete(PYTHON)[tree.rows]
     functions = bool(python.any())
     ranges = any(word.startswith(LINE) for word in events.words["name"])
     forwards = dict(zip(*(part.tolist() for part in reversed(joined(costs))), strict=True)) if ranges else {}

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.trace import categories
+from backlight.trace.classification import KINDS, PHASES, RUNTIME, short
 from backlight.trace.events import Integers
-from backlight.trace.idle import SYNCHRONISING
 from backlight.trace.intervals import EMPTY, Union, union
-from backlight.trace.kinds import short
-from backlight.trace.phases import PHASES
-from backlight.trace.timeline import KINDS, Step, Timeline
+from backlight.trace.timeline import Step, Timeline
+from backlight.trace.utilization import SYNCHRONISING
 
 BLOCKED = 50_000
 """Nanoseconds from which a launch, on a device busy all the while, is taken to wait for a full queue."""
@@ -66,10 +64,9 @@ class Paths:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         device, tree, events = timeline.device, timeline.tree, timeline.events
-        words = events.words["name"]
-        runtime = categories.rows(events, categories.RUNTIME)
-        waits = categories.named(events, [bool(SYNCHRONISING.search(word)) for word in words])
-        queues = categories.named(events, [bool(_QUEUEING.search(word)) for word in words])
+        runtime = events.complete(RUNTIME)
+        waits = events.where("name", lambda word: bool(SYNCHRONISING.search(word)))
+        queues = events.where("name", lambda word: bool(_QUEUEING.search(word)))
         places = np.flatnonzero((runtime & (waits | queues))[tree.rows])
         # Where the queue is full a launch returns when the device has finished something.
         length = tree.end[places] - tree.start[places]

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from backlight.trace.errors import TraceError
-from backlight.trace.events import COLUMNS, MISSING, Column, Integers
+from backlight.trace.events import COLUMNS, MISSING, Column, Integers, TraceError
 
 Number = int | float | str
 _NONE = msgspec.Raw(b"")

@@ -6,7 +6,7 @@ columns a third of it. Strings are codes into vocabularies, times are whole nano
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,10 @@ Integers = npt.NDArray[np.int64]
 
 MISSING = -1
 """In every column: the event does not say. No id, code or duration of a trace is negative."""
+
+
+class TraceError(ValueError):
+    """A file is no trace of torch.profiler, is damaged, or does not fit the others given with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +92,19 @@ class Events:
         wanted = set(texts)
         return [code for code, word in enumerate(self.words[name]) if word in wanted]
 
-    def where(self, name: str, accept: Mask) -> Mask:
-        """Return the rows whose code of ``name`` is accepted; ``accept`` is bool [vocabulary]."""
-        codes = self.columns[name]
-        # The last place answers for MISSING, which indexes from the end.
-        chosen: Mask = np.append(accept, False)[codes]
+    def where(self, name: str, accept: Callable[[str], bool]) -> Mask:
+        """Return the rows whose word in the coded column ``name`` is accepted, bool [events]."""
+        # The last element answers for MISSING, which indexes from the end.
+        accepted = np.array([*map(accept, self.words[name]), False], dtype=bool)
+        chosen: Mask = accepted[self.columns[name]]
         return chosen
+
+    def complete(self, categories: frozenset[str]) -> Mask:
+        """Return the complete events whose category, in lower case, is one of ``categories``."""
+        mask: Mask = self.where("category", lambda word: word.lower() in categories) & (
+            self.columns["kind"] == COMPLETE
+        )
+        return mask
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield every event as a dictionary of the columns, for tests and small exports."""

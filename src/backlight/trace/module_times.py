@@ -8,12 +8,13 @@ what ran inside a module's forward tells whose backward a node is (torch.profile
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.records import Phase
+from backlight.trace.classification import ANNOTATION, ENGINE, OPERATOR
 from backlight.trace.events import COMPLETE, Events
 
 PHASE = "backlight:"
@@ -21,9 +22,6 @@ PHASE = "backlight:"
 
 MODULE = "backlight.module/"
 """What the name of a module's range begins with; the model itself has the empty name."""
-
-ENGINE = "autograd::engine::evaluate_function: "
-"""What torch calls the evaluation of one node of backward, before the node's name."""
 
 
 @dataclass
@@ -124,7 +122,7 @@ def _backward(
 ) -> tuple[float, float]:
     owners = _owners(events, by_thread, backwards)
     whole = missing = 0.0
-    for spans in _spans(events, ENGINE, categories=("cpu_op", "operator")).values():
+    for spans in _spans(events, ENGINE, categories=OPERATOR).values():
         for span in spans:
             seconds = (span.end - span.start - span.inside) * scale
             whole += seconds
@@ -141,8 +139,7 @@ def _owners(
 ) -> dict[int, str]:
     """Return the innermost module of each sequence number that an operation of a forward has."""
     chosen = (events["kind"] == COMPLETE) & (events["sequence"] >= 0)
-    names = events.where("name", np.array([not word.startswith(ENGINE) for word in events.words["name"]]))
-    rows = np.flatnonzero(chosen & names)
+    rows = np.flatnonzero(chosen & events.where("name", lambda word: not word.startswith(ENGINE)))
     owners: dict[int, str] = {}
     grouped: dict[tuple[int, int], list[int]] = defaultdict(list)
     for row in rows[np.argsort(events["start"][rows], kind="stable")]:
@@ -165,15 +162,11 @@ def _owners(
 
 
 def _spans(
-    events: Events, prefix: str, categories: Iterable[str] = ("user_annotation",)
+    events: Events, prefix: str, categories: frozenset[str] = ANNOTATION
 ) -> dict[tuple[int, int], list[_Span]]:
     """Return the nested ranges whose name begins with ``prefix``, by process and thread, by start."""
-    accepted = np.array([word.startswith(prefix) for word in events.words["name"]], dtype=bool)
-    known = set(categories)
-    kinds = np.array([word in known for word in events.words["category"]], dtype=bool)
-    rows = np.flatnonzero(
-        (events["kind"] == COMPLETE) & events.where("name", accepted) & events.where("category", kinds)
-    )
+    named = events.where("name", lambda word: word.startswith(prefix))
+    rows = np.flatnonzero(named & events.complete(categories))
     order = np.lexsort((-events["duration"][rows], events["start"][rows]))
     found: dict[tuple[int, int], list[_Span]] = defaultdict(list)
     stacks: dict[tuple[int, int], list[_Span]] = defaultdict(list)

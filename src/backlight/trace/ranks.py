@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.trace.errors import TraceError
-from backlight.trace.events import Integers
-from backlight.trace.kinds import Kind
+from backlight.trace.classification import Kind
+from backlight.trace.events import Integers, TraceError
 from backlight.trace.timeline import Timeline
 
 CLOCK_TOLERANCE = 1_000_000
@@ -192,3 +191,17 @@ def _lateness(number: int, given: tuple[int, ...], by_rank: dict[int, Timeline],
     others = [value for rank, value in waited.items() if rank != last]
     delay = int(np.median(others)) - waited[last] if others else 0
     return Lateness(number, duration, waited, last, delay)
+
+
+def straggler(ranks: Ranks) -> tuple[int, float, int] | None:
+    """Return the rank that most often comes last, its delay and in how many steps it did.
+
+    The delay is the median, over the steps where it came last, of the time by which the median of the
+    others waited longer in collectives, as a part of the step. None without common collectives.
+    """
+    if not ranks.steps:
+        return None
+    last = [step.last for step in ranks.steps]
+    rank = max(sorted(set(last)), key=last.count)
+    own = [step.delay / max(step.duration[rank], 1) for step in ranks.steps if step.last == rank]
+    return rank, float(np.median(own)), len(own)

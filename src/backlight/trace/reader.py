@@ -10,11 +10,10 @@ from typing import IO, Any
 
 import msgspec
 
-from backlight.trace import chunks, foreign_formats
+from backlight.trace import chunks
 from backlight.trace.decoder import Columns, leniently, repaired
 from backlight.trace.decoder_processes import Workers, WorkersError
-from backlight.trace.errors import TraceError
-from backlight.trace.events import Column, Events, Gathering, Trace
+from backlight.trace.events import Column, Events, Gathering, Trace, TraceError
 
 PARALLEL = 64 * 2**20
 """Bytes of text from which several processes pay for their start."""
@@ -47,7 +46,7 @@ def read_trace(path: str | Path, *, workers: int = 1) -> Trace:
     with chunks.open_text(path) as file:
         head, text = chunks.read_head(file, path)
         if head is None:
-            error = foreign_formats.refusal(path, text, whole=not chunks.read(file, path, 1))
+            error = chunks.refusal(path, text, whole=not chunks.read(file, path, 1))
             raise error
         read = _Read(path, head)
         if workers > 1 and len(text) >= chunks.CHUNK:
@@ -160,7 +159,7 @@ class _Read:
                 without = chunks.without_trailing_comma(self.head.prefix + rest, error)
                 fixed = without[prefix:] if without is not None else repaired(rest)
                 if fixed == rest:
-                    refused = foreign_formats.broken(self.path, error, self.head.prefix)
+                    refused = chunks.broken(self.path, error, self.head.prefix)
                     raise refused from None
                 self._note("the text was repaired: a trailing comma, inf, nan or broken UTF-8")
                 rest = fixed
@@ -193,7 +192,7 @@ class _Read:
         return self._trace(events.events(words), metadata)
 
     def _trace(self, events: Events, metadata: dict[str, Any]) -> Trace:
-        foreign_formats.check(self.path, events, metadata)
+        chunks.check(self.path, events, metadata)
         about = metadata.get("distributedInfo")
         about = about if isinstance(about, dict) else {}
         return Trace(

@@ -7,22 +7,26 @@ All of it comes from the trace engine; here it is brought to one step, and what 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.trace import categories
-from backlight.trace.analysis import RankAnalysis, StepRow, analyse
-from backlight.trace.errors import TraceError
-from backlight.trace.events import Events, Trace
-from backlight.trace.logits import Logits, logits
-from backlight.trace.signals import exposed_communication, idle_causes, idle_share
+from backlight.trace.analysis import (
+    RankAnalysis,
+    StepRow,
+    analyse,
+    exposed_communication,
+    idle_causes,
+    idle_share,
+)
+from backlight.trace.classification import DEVICE, HOST, OPERATOR
+from backlight.trace.events import Events, Trace, TraceError
+from backlight.trace.operators import NO_OPERATOR
 from backlight.trace.timeline import Timeline
-
-NO_OPERATOR = "(no operator)"
-"""What lies in no operator: Python, the interpreter's own, waiting."""
 
 TOLERANCE = 0.02
 """Share by which parts may miss their whole."""
@@ -216,7 +220,7 @@ def split(trace: Trace, steps: int) -> tuple[Trace, Trace | None]:
         return trace, None
     events = trace.events
     ends = np.array([step.end for step in timeline.steps], dtype=np.int64)
-    host = np.flatnonzero(categories.rows(events, categories.HOST) & (events["duration"] > 0))
+    host = np.flatnonzero(events.complete(HOST) & (events["duration"] > 0))
     inside = timeline.step_of(events["start"][host])
     host, inside = host[inside >= 0], inside[inside >= 0]
     duration = events["duration"].copy()
@@ -225,7 +229,7 @@ def split(trace: Trace, steps: int) -> tuple[Trace, Trace | None]:
     if len(marked) <= steps:
         return dataclasses.replace(trace, events=events), None
     later = events["start"] >= marked[steps].start
-    device = categories.rows(events, categories.DEVICE)
+    device = events.complete(DEVICE)
     before, after = _kept(events, ~later | device), _kept(events, later | device)
     return dataclasses.replace(trace, events=before), dataclasses.replace(trace, events=after)
 
@@ -311,3 +315,33 @@ def _sum_error(trace: Trace) -> float:
             f"{trace.path}: the host times of a step miss the step by {worst:.1%}; expected {TOLERANCE:.0%}"
         )
     return worst
+
+
+_LOSSES = ("aten::cross_entropy_loss", "aten::_log_softmax", "aten::log_softmax")
+
+_SIZES = {"double": 8, "float": 4, "c10::BFloat16": 2, "c10::Half": 2}
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The largest input of a cross entropy; ``itemsize`` in bytes, 4 where the type is not known."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+
+def logits(trace: Trace) -> Logits | None:
+    """Return the largest logits of a trace; None where it has no cross entropy with shapes."""
+    events = trace.events
+    wanted = events.where("name", lambda word: word in _LOSSES)
+    found: dict[tuple[int, ...], str] = {}
+    for row in (wanted & events.complete(OPERATOR)).nonzero()[0].tolist():
+        shapes, types = (json.loads(events.word(key, row) or "[]") for key in ("shapes", "types"))
+        if shapes and isinstance(shapes[0], list) and all(isinstance(n, int) for n in shapes[0]):
+            found.setdefault(tuple(shapes[0]), str(types[0]) if types else "")
+    if not found:
+        return None
+    largest = max(found, key=math.prod)
+    kind = found[largest]
+    return Logits(largest, kind.removeprefix("c10::").lower(), _SIZES.get(kind, 4))

@@ -1,4 +1,4 @@
-"""One rank's trace with its parts joined: host calls, device events, the steps they belong to."""
+"""One rank's trace with its parts joined: the tree of host calls, device events, phases and steps."""
 
 from __future__ import annotations
 
@@ -9,16 +9,130 @@ from functools import cached_property
 import numpy as np
 
 from backlight.records import Phase
-from backlight.trace import categories
-from backlight.trace.call_tree import Tree, tree
-from backlight.trace.events import COMPLETE, Column, Events, Integers, Trace
-from backlight.trace.kinds import Kind, kind_of
-from backlight.trace.phases import PHASES, phases
-
-KINDS = tuple(Kind)
-"""A kind is stored as its place in this tuple."""
+from backlight.trace.classification import (
+    DEVICE,
+    HOST,
+    KINDS,
+    OPERATOR,
+    PHASES,
+    RUNTIME,
+    Kind,
+    kind_of,
+    phase_of,
+)
+from backlight.trace.events import COMPLETE, MISSING, Column, Events, Integers, Trace
 
 _STEP = re.compile(r"^ProfilerStep\s*#(\d+)$")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Host events in the order of their threads and starts.
+
+    Attributes
+    ----------
+    rows:
+        Rows of the events, int64 [H], by process, thread, start; a parent stands before its children.
+    parent:
+        Place in ``rows`` of the enclosing event, -1 at the top, int64 [H].
+    depth:
+        Number of enclosing events, int64 [H].
+    thread:
+        Number of the process and thread, int64 [H].
+    start, end, inner:
+        Nanoseconds: begin and end of the event, and its time less that of its children.
+    """
+
+    rows: Integers
+    parent: Integers
+    depth: Integers
+    thread: Integers
+    start: Integers
+    end: Integers
+    inner: Integers
+
+    def inherited(self, marks: Integers) -> Integers:
+        """Give every event the mark of itself or else of its nearest enclosing event that has one.
+
+        ``marks`` is int64 [H], negative for none. Outer marks do not override inner ones.
+        """
+        result = marks.copy()
+        for level in range(1, int(self.depth.max(initial=0)) + 1):
+            here = np.flatnonzero((self.depth == level) & (result < 0))
+            result[here] = result[self.parent[here]]
+        return result
+
+
+def tree(events: Events) -> Tree:
+    """Build the tree of all host events.
+
+    An event lies in another of its thread if its whole interval does. Where clocks are rough and two
+    intervals cross, the later one is taken as a sibling, and what they share counts as the later one's.
+    """
+    rows = np.flatnonzero(events.complete(HOST) & (events["duration"] >= 0))
+    pairs = (
+        events["process"][rows].astype(np.int64) << 32 | events["thread"][rows].astype(np.int64) & 0xFFFFFFFF
+    )
+    _, thread = np.unique(pairs, return_inverse=True)
+    start, end = events["start"][rows], events["start"][rows] + events["duration"][rows]
+    order = np.lexsort((rows, -end, start, thread))
+    rows, thread, start, end = rows[order], thread[order].astype(np.int64), start[order], end[order]
+    parent, depth, crossed = _parents(thread, start, end)
+    inner = end - start
+    inside = parent >= 0
+    np.subtract.at(inner, parent[inside], (end - start)[inside])
+    for place, overlap in crossed:
+        inner[place] -= overlap
+    return Tree(rows, parent, depth, thread, start, end, np.maximum(inner, 0))
+
+
+def _parents(
+    thread: Integers, start: Integers, end: Integers
+) -> tuple[Integers, Integers, list[tuple[int, int]]]:
+    """Return parent and depth of each place, and what to take from whom where intervals cross.
+
+    A moment in two intervals that cross belongs to the later one; what encloses both has lost it twice.
+    """
+    parents, depths = [-1] * len(end), [0] * len(end)
+    stack: list[int] = []
+    ends: list[int] = []
+    crossed: list[tuple[int, int]] = []
+    current = -1
+    for place, (number, begin, finish) in enumerate(
+        zip(thread.tolist(), start.tolist(), end.tolist(), strict=True)
+    ):
+        if number != current:
+            current, stack, ends = number, [], []
+        reached = begin
+        while ends and ends[-1] < finish:
+            before, ended = stack.pop(), ends.pop()
+            if ended > reached:
+                crossed.append((before, ended - reached))
+                reached = ended
+        if stack:
+            parents[place] = stack[-1]
+            depths[place] = len(stack)
+            if reached > begin:
+                crossed.append((stack[-1], begin - reached))
+        stack.append(place)
+        ends.append(finish)
+    return np.array(parents, dtype=np.int64), np.array(depths, dtype=np.int64), crossed
+
+
+def phases(events: Events, tree: Tree) -> Integers:
+    """Return the phase of every place of the tree, as a place in :data:`PHASES`, int64 [H].
+
+    Marks come from annotations, the autograd engine's own ranges and losses by name; the innermost
+    counts. What is unmarked and recorded by autograd is forward, all the rest is other.
+    """
+    marks = [phase_of(word) for word in events.words["name"]]
+    by_name = np.array([MISSING if mark is None else PHASES.index(mark) for mark in marks] + [MISSING])
+    result = tree.inherited(by_name[events["name"][tree.rows]].astype(np.int64))
+    operators = events.complete(OPERATOR)[tree.rows]
+    recorded = operators & (events["sequence"][tree.rows] >= 0) & (events["forward_thread"][tree.rows] <= 0)
+    weak = np.where((result < 0) & recorded, PHASES.index(Phase.FORWARD), result)
+    result = np.where(result < 0, tree.inherited(weak), result)
+    return np.where(result < 0, PHASES.index(Phase.OTHER), result)
 
 
 @dataclass(frozen=True)
@@ -88,7 +202,7 @@ class Timeline:
     @cached_property
     def operators(self) -> Integers:
         """Place of the innermost operator at or around each place of the tree, -1 for none."""
-        is_operator = categories.rows(self.events, categories.OPERATOR)[self.tree.rows]
+        is_operator = self.events.complete(OPERATOR)[self.tree.rows]
         return self.tree.inherited(np.where(is_operator, np.arange(len(is_operator)), -1))
 
     @cached_property
@@ -106,10 +220,9 @@ class Timeline:
             for code, word in enumerate(events.words["name"])
             if (found := _STEP.match(word))
         }
-        accept = [code in numbers for code in range(len(events.words["name"]))]
         rows = np.flatnonzero(
-            categories.named(events, accept)
-            & ~_on_device_row(events)
+            events.where("name", lambda word: bool(_STEP.match(word)))
+            & ~events.complete(frozenset({"gpu_user_annotation"}))
             & (events["kind"] == COMPLETE)
             & (events["duration"] > 0)
         )
@@ -126,9 +239,7 @@ class Timeline:
     @cached_property
     def whole(self) -> Step:
         """The window from the first to the last event that is work."""
-        mask = categories.rows(self.events, categories.HOST | categories.DEVICE) & (
-            self.events["duration"] >= 0
-        )
+        mask = self.events.complete(HOST | DEVICE) & (self.events["duration"] >= 0)
         if not mask.any():
             return Step(None, 0, 0)
         start = self.events["start"][mask]
@@ -138,7 +249,7 @@ class Timeline:
     def device(self) -> Device:
         """The device events."""
         events = self.events
-        mask = categories.rows(events, categories.DEVICE) & (events["duration"] >= 0)
+        mask = events.complete(DEVICE) & (events["duration"] >= 0)
         rows = np.flatnonzero(mask)
         rows = rows[np.argsort(events["start"][rows], kind="stable")]
         launch = self._launches(rows)
@@ -172,9 +283,9 @@ class Timeline:
     def _launches(self, rows: Integers) -> Integers:
         """Find the host call of each device event, by correlation, else by the operator's id."""
         events, place = self.events, self.tree.rows
-        runtime = categories.rows(events, categories.RUNTIME)[place]
+        runtime = events.complete(RUNTIME)[place]
         found = _match(events["correlation"][rows], events["correlation"][place], runtime)
-        operator = categories.rows(events, categories.OPERATOR)[place]
+        operator = events.complete(OPERATOR)[place]
         by_id = _match(events["external"][rows], events["external"][place], operator)
         return np.where(found >= 0, found, by_id)
 
@@ -188,10 +299,6 @@ class Timeline:
     def name(self, row: int) -> str:
         """Return the name of an event."""
         return self.events.word("name", row)
-
-
-def _on_device_row(events: Events) -> Column:
-    return categories.rows(events, frozenset({"gpu_user_annotation"}))
 
 
 def _match(wanted: Integers, known: Integers, among: Column) -> Integers:

@@ -17,8 +17,9 @@ from backlight.diagnose.profile.source_lines import LineRanges, lines_possible
 from backlight.diagnose.profile.throughput import throughput
 from backlight.trace.events import Trace
 from backlight.trace.module_times import attribute
+from backlight.trace.operators import NO_OPERATOR
 from backlight.trace.reader import read_trace
-from backlight.trace.step_operators import NO_OPERATOR, Operations, read_operations, split
+from backlight.trace.step_operators import Operations, read_operations, split
 
 BATCH, LENGTH, HEADS, SIZE, WORDS = 2, 8, 2, 4, 11
 

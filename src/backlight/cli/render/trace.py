@@ -14,11 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from backlight.trace.analysis import Analysis, RankAnalysis, StepRow
-from backlight.trace.idle import Idle
-from backlight.trace.kinds import short
+from backlight.trace.classification import short
 from backlight.trace.operators import Row
-from backlight.trace.ranks import Ranks
-from backlight.trace.signals import straggler
+from backlight.trace.ranks import Ranks, straggler
+from backlight.trace.utilization import Idle
 
 _PAGE_WIDTH = 150
 

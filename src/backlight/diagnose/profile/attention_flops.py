@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.records import Phase
+from backlight.trace.classification import PHASES
 from backlight.trace.events import Events, Trace
-from backlight.trace.phases import PHASES
 from backlight.trace.timeline import Timeline
 
 _CALL = "aten::scaled_dot_product_attention"

@@ -28,7 +28,7 @@ from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimi
 from backlight.monitors.steptime.model.step_times import SeriesError
 from backlight.monitors.steptime.monitor import GarbagePauses
 from backlight.records import Fingerprint, ParameterRecord
-from backlight.trace.errors import TraceError
+from backlight.trace.events import TraceError
 from backlight.trace.module_times import Attribution, attribute
 from backlight.trace.reader import read_trace
 from backlight.trace.step_operators import Operations, read_operations, split

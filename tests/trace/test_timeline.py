@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from made_traces import Maker
 
-from backlight.trace.call_tree import tree
 from backlight.trace.reader import read_trace
+from backlight.trace.timeline import tree
 
 
 def inner(path: Path, spans: dict[str, tuple[float, float]]) -> dict[str, float]:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.records import Phase
-from backlight.trace import categories
+from backlight.trace.classification import PHASES, RUNTIME, Kind
 from backlight.trace.events import Column, Integers
 from backlight.trace.intervals import Union, union
-from backlight.trace.phases import PHASES
 from backlight.trace.timeline import Step, Timeline
 
 SYNCHRONISING = re.compile(
@@ -77,10 +76,9 @@ class Causes:
         self._starts = device.start[here]
         launch = device.launch[here]
         self._launched = np.where(launch >= 0, tree.start[launch], -1) if len(tree.rows) else launch
-        words = events.words["name"]
-        runtime = categories.rows(events, categories.RUNTIME)
-        self._syncs = _host(timeline, runtime & _matching(timeline, SYNCHRONISING, words))
-        self._waits = _host(timeline, ~runtime & _matching(timeline, _WAITING, words))
+        runtime = events.complete(RUNTIME)
+        self._syncs = _host(timeline, runtime & _matching(timeline, SYNCHRONISING))
+        self._waits = _host(timeline, ~runtime & _matching(timeline, _WAITING))
         data = timeline.phases == PHASES.index(Phase.DATA)
         self._data = union(tree.start[data], tree.end[data])
 
@@ -118,10 +116,42 @@ class Causes:
         )
 
 
-def _matching(timeline: Timeline, pattern: re.Pattern[str], words: list[str]) -> Column:
-    return categories.named(timeline.events, [bool(pattern.search(word)) for word in words])
+def _matching(timeline: Timeline, pattern: re.Pattern[str]) -> Column:
+    return timeline.events.where("name", lambda word: bool(pattern.search(word)))
 
 
 def _host(timeline: Timeline, mask: Column) -> Union:
     chosen: Integers = np.flatnonzero(mask[timeline.tree.rows])
     return union(timeline.tree.start[chosen], timeline.tree.end[chosen])
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Nanoseconds in which a device computes, communicates, and does both.
+
+    ``communication - overlapped`` is exposed: in that time nothing else ran on the device.
+    """
+
+    computation: int
+    communication: int
+    overlapped: int
+
+    @property
+    def exposed(self) -> int:
+        """Communication that no computation hides."""
+        return self.communication - self.overlapped
+
+
+def overlap(timeline: Timeline, step: Step, number: int) -> Overlap:
+    """Return computation, communication and their overlap on one device in one window.
+
+    Copies count as computation here: while one runs the device is not merely waiting for others.
+    """
+    device = timeline.device
+    here = device.device == number
+    communicates = device.of_kind(Kind.COMMUNICATION)
+    talk = union(device.start[here & communicates], device.end[here & communicates])
+    work = union(device.start[here & ~communicates], device.end[here & ~communicates])
+    talk, work = talk.within(step.start, step.end), work.within(step.start, step.end)
+    both = int(work.covered(talk.start, talk.end).sum()) if len(talk.start) else 0
+    return Overlap(work.length, int(np.int64(talk.length)), both)

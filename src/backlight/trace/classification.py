@@ -1,9 +1,34 @@
-"""The kind of an operation, from the name of an operator or of a kernel."""
+"""What an event is, from its category and its name: device work, kind of operation, phase of the step.
+
+Categories differ between versions of the profiler and makers of devices; kinds and phases come from the names
+that torch, kernels and users write.
+"""
 
 from __future__ import annotations
 
 import enum
 import re
+
+from backlight.records import Phase
+
+KERNEL = frozenset({"kernel", "concurrent_kernel"})
+MEMCPY = frozenset({"gpu_memcpy", "memcpy"})
+MEMSET = frozenset({"gpu_memset", "memset"})
+DEVICE = KERNEL | MEMCPY | MEMSET
+"""Work on a device. Annotations and synchronisation on the device's rows are no work."""
+
+OPERATOR = frozenset({"cpu_op", "operator"})
+RUNTIME = frozenset({
+    "cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "hip_driver", "xpu_runtime", "mtia_runtime",
+    "privateuse1_runtime", "privateuse1_driver",
+})  # fmt: skip
+ANNOTATION = frozenset({"user_annotation"})
+PYTHON = frozenset({"python_function"})
+HOST = OPERATOR | RUNTIME | ANNOTATION | PYTHON
+"""What stands in a host thread's tree of calls."""
+
+ENGINE = "autograd::engine::evaluate_function: "
+"""Prefix of the evaluation of one node of backward, before the node's name."""
 
 
 class Kind(enum.StrEnum):
@@ -23,7 +48,7 @@ class Kind(enum.StrEnum):
 
 
 # The first that matches decides: what is special stands before what it is made of.
-_PATTERNS: tuple[tuple[Kind, str], ...] = (
+_KIND_PATTERNS: tuple[tuple[Kind, str], ...] = (
     (
         Kind.COMMUNICATION,
         r"nccl|rccl|gloo:|mscclpp|nvshmem|\bc10d::|_c10d_functional|record_param_comms|"
@@ -63,8 +88,10 @@ _PATTERNS: tuple[tuple[Kind, str], ...] = (
     ),
     (Kind.COPY, r"copy|\b(to|cast|toCopy|tocopy|clone|cat|contiguous|transpose)(backward)?\d*\b"),
 )  # fmt: skip
-_COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _PATTERNS)
-_WRAPPER = "autograd::engine::evaluate_function: "
+_COMPILED_KINDS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _KIND_PATTERNS)
+
+KINDS = tuple(Kind)
+"""A kind is stored as its index in this tuple."""
 
 
 def kind_of(name: str) -> Kind:
@@ -72,8 +99,8 @@ def kind_of(name: str) -> Kind:
 
     Names of kernels are long templates: only the first 400 characters are looked at.
     """
-    text = name.removeprefix(_WRAPPER)[:400].replace("fbgemm", "")  # a library's name, not what is done
-    for kind, pattern in _COMPILED:
+    text = name.removeprefix(ENGINE)[:400].replace("fbgemm", "")  # a library's name, not what is done
+    for kind, pattern in _COMPILED_KINDS:
         if pattern.search(text):
             return kind
     return Kind.OTHER
@@ -88,3 +115,38 @@ def short(name: str, width: int = 60) -> str:
         found = re.search(r"\w+_kernel_(?:cuda|impl)\w*", inner) or re.search(r"\w*(?:Functor|Ops)\w*", inner)
         bare = f"{bare.rpartition('::')[2]} [{found[0]}]" if found else bare
     return bare if len(bare) <= width else bare[: width - 1] + "…"
+
+
+PHASES = tuple(Phase)
+"""A phase is stored as its place in this tuple."""
+
+_PHASE_PATTERNS = tuple(
+    (phase, re.compile(pattern, re.IGNORECASE))
+    for phase, pattern in (
+        (Phase.BACKWARD, r"^autograd::engine::evaluate_function|^\W*(loss\.)?backward( pass)?\W*$"),
+        (
+            Phase.OPTIMIZER,
+            r"^Optimizer\.(step|zero_grad)#|^\W*(optimizer|optim)(\.step|\.zero_grad| step)?\W*$",
+        ),
+        (
+            Phase.DATA,
+            r"^enumerate\(DataLoader\)|dataloader\.py\(\d+\): __next__|^\W*(data|data_?load(ing|er)?)\W*$",
+        ),
+        (Phase.CLIP, r"clip_grad"),
+        (Phase.FORWARD, r"^\W*forward( pass)?\W*$|^(Distributed|FullySharded)DataParallel\.forward$"),
+        (Phase.EVALUATION, r"^\W*(eval|evaluation|validation|validate)\W*$"),
+        (Phase.CHECKPOINT, r"^\W*(save|saving)?[ _]?checkpoint(ing)?\W*$"),
+        (Phase.LOSS, r"^aten::\w*(_loss|cross_entropy_loss|kl_div|ctc_loss)(_nd|2d)?$|^\W*loss\W*$"),
+    )
+)
+
+
+def phase_of(name: str) -> Phase | None:
+    """Return the phase that a name marks, None if it marks none; ``backlight:forward`` marks forward."""
+    if name.startswith("backlight:"):
+        wanted = name.removeprefix("backlight:")
+        return Phase(wanted) if wanted in set(Phase) else None
+    for phase, pattern in _PHASE_PATTERNS:
+        if pattern.search(name):
+            return phase
+    return None
