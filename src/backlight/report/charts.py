@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.report.reduction import keep
+from backlight.report.frames import keep
 
 NUMBERS = 80_000
 """Numbers that one chart may hold before it is reduced to the extremes of its buckets."""

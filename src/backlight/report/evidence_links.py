@@ -1,4 +1,4 @@
-"""From the path of a piece of evidence to the place on the page that shows it."""
+"""Where the evidence of a finding is on the page, and the files that were collected during a stall."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from backlight.records import Evidence, Finding
 from backlight.report.frames import COLUMNS
 from backlight.report.panel import Panel
+from backlight.report.source import Source
+from backlight.text import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +85,46 @@ def _match(path: str, panel: Panel) -> int:
         if segments[: len(wanted)] == wanted:
             lengths.append(len(wanted))
     return max(lengths)
+
+
+LONGEST = 60_000
+"""Characters of one file that are shown."""
+
+MOST = 24
+"""Files that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Files below ``evidence/`` as text, and by rank what could not be collected.
+
+    ``more`` counts files beyond those that are shown.
+    """
+
+    files: tuple[tuple[str, str], ...]
+    missing: tuple[tuple[str, str], ...]
+    more: int = 0
+
+
+def collected(source: Source) -> Collected:
+    """Read the text evidence of a run; a file that is not text is left out."""
+    paths = [p for p in source.run.evidence() if p.endswith(".txt")]
+    if source.attempt is not None:
+        paths = [p for p in paths if p.startswith(f"attempt-{source.attempt:03d}/")]
+    files = []
+    for path in paths[:MOST]:
+        try:
+            text = source.run.read_evidence(path).decode("utf-8", "replace")
+        except OSError as error:
+            text = f"cannot be read: {error.strerror}"
+        shown = "\n".join(visible(line) for line in text[:LONGEST].splitlines())
+        files.append((path, shown + ("\n..." if len(text) > LONGEST else "")))
+    missing: dict[tuple[str, str], None] = {}
+    for event in source.run.events("stall"):
+        reasons = event.payload.get("not_collected")
+        if source.attempt not in {None, event.attempt} or not isinstance(reasons, dict):
+            continue
+        for rank, why in reasons.items():
+            for reason in why if isinstance(why, list) else [why]:
+                missing[visible(rank), visible(reason)] = None
+    return Collected(tuple(files), tuple(missing), max(len(paths) - MOST, 0))

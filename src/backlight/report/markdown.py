@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from backlight.records import Finding
-from backlight.report.evidence_files import collected
+from backlight.report.evidence_links import collected
 from backlight.report.source import Source
 from backlight.report.verdict import Outcome, by_severity, measurements, outcome, where
 from backlight.store.read.run import Run

@@ -23,7 +23,6 @@ from backlight.report.encoding import PRECISION, script_json
 from backlight.report.evidence_links import Place, place_of
 from backlight.report.geometry import figures_of
 from backlight.report.grokking_verdict import Learning
-from backlight.report.layers import figures_of as spectra_figures
 from backlight.report.panel import (
     Drawn,
     Failed,
@@ -35,6 +34,7 @@ from backlight.report.panel import (
     shown,
 )
 from backlight.report.source import Source
+from backlight.report.spectra import figures_of as spectra_figures
 from backlight.store.read.run import Run
 from backlight.text import duration, number, score, visible
 

@@ -12,8 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from backlight.report.live.guard import COOKIE
-from backlight.report.live.server import LiveServer
+from backlight.report.live.server import COOKIE, LiveServer
 
 
 class Shown:

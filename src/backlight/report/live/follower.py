@@ -22,8 +22,7 @@ from backlight.records import Finding, ParameterRecord, RunStatus
 from backlight.report import verdict
 from backlight.report.encoding import script_json
 from backlight.report.frames import ParameterFrames
-from backlight.report.live.run_state import EMPTY, READING, Stand, Standing, stand_of
-from backlight.report.live.step_window import window
+from backlight.report.live.run_state import EMPTY, READING, Stand, Standing, stand_of, window
 from backlight.report.page import belongs, head, panel_data
 from backlight.report.panel import Drawn, Failed, NotMeasured, Panel, failed, in_order, shown
 from backlight.report.source import Source

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.report.encoding import Packed, pack_log
+from backlight.report.frames import Buckets, cut
 from backlight.report.panel import Drawn, NotMeasured, panel
-from backlight.report.reduction import Buckets, cut
 from backlight.report.source import Source
 from backlight.store.format.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from backlight.report.charts import Axis, chart
-from backlight.report.layers import lines_over_steps
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
+from backlight.report.spectra import lines_over_steps
 
 CHARTS = (
     ("signal_share", "Signal share", Axis("share of the squared norm")),

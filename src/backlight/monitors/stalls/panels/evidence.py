@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backlight.report.evidence_files import collected
+from backlight.report.evidence_links import collected
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
 from backlight.text import visible

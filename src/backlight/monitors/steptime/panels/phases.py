@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.report.frames import cut
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
-from backlight.report.reduction import cut
 from backlight.report.source import Source
 from backlight.text import duration, percent, visible
 

@@ -1,0 +1,158 @@
+"""Panels of the memory account: over the step, and by module at the peak."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.monitors.steptime.panels.profile import Figures, figures
+from backlight.report.charts import Axis, Line, chart
+from backlight.report.panel import Drawn, Fact, NotMeasured, panel
+from backlight.report.source import Source
+from backlight.text import size, visible
+
+NAME = "memory.json"
+
+_NONE = "No memory was accounted: backlight memory SCRIPT --out RUN."
+
+
+@dataclass(frozen=True)
+class Accounted:
+    """What ``backlight memory --out`` stored.
+
+    Attributes
+    ----------
+    told:
+        What ``memory --json`` prints, and what the rows of the curve are.
+    positions, curve:
+        Events [P] of the steps, and bytes [kinds, P] there.
+    """
+
+    told: Mapping[str, Any]
+    positions: NDArray[np.int64]
+    curve: NDArray[np.float64]
+
+
+def account_of(source: Source) -> Accounted | str:
+    """Return the newest account of a run, or why there is none."""
+    paths = [p for p in source.run.evidence() if p.endswith(f"/{NAME}")]
+    if source.attempt is not None:
+        paths = [p for p in paths if p.startswith(f"attempt-{source.attempt:03d}/")]
+    if not paths:
+        return _NONE
+    path = sorted(paths)[-1]
+    try:
+        told = json.loads(source.run.read_evidence(path))
+        attempt = int(path.split("/")[0].removeprefix("attempt-"))
+        positions, curve = (
+            source.run.array(f"memory/{name}", attempt=attempt)[1] for name in ("positions", "curve")
+        )
+        if not len(positions) or not len(curve):
+            return f"The curve of {path} is missing: the account was not written to its end."
+        return Accounted(told, np.asarray(positions[-1], np.int64), np.asarray(curve[-1], np.float64))
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read: {error}."
+
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+@panel(
+    "memory_steps",
+    title="Memory over the step",
+    order=105,
+    series=("arrays/memory",),
+    note="Bytes of all tensors after each storage that came or went, by what they are for.",
+    monitor="steptime",
+)
+def memory_steps(source: Source) -> Drawn | NotMeasured:
+    """Draw the kinds as bands one above the other, what stays at the bottom."""
+    account = account_of(source)
+    if isinstance(account, str):
+        return NotMeasured(account)
+    told, at = account.told, account.positions
+    peak = float(account.curve.sum(axis=0).max())
+    factor, unit = next((entry for entry in _UNITS if peak >= entry[0]), (1.0, "B"))
+    lines: list[Line] = []
+    below = np.zeros(len(at))
+    for kind, row in zip(told["curve"]["kinds"], account.curve / factor, strict=True):
+        if row.any():
+            label = visible(str(kind)).replace("_", " ")
+            lines += [
+                Line(label, at, below + row, style="edge", down_to=f"below {label}"),
+                Line(f"below {label}", at, below, style="edge"),
+            ]
+            below = below + row
+    tones = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+    lines = [
+        Line(
+            line.label,
+            line.steps,
+            line.values,
+            style=line.style,
+            tone=tones[i // 2 % 8],
+            down_to=line.down_to,
+        )
+        for i, line in enumerate(lines)
+    ]
+    lines.append(Line("all", at, below, tone="eighth"))
+    marks: dict[str, list[int]] = {}
+    for begin, name in told["curve"]["phases"]:
+        if name in {"forward", "backward", "optimizer"}:
+            near = int(at[min(len(at) - 1, int(np.searchsorted(at, begin)))])
+            marks.setdefault(f"{visible(name)} begins", []).append(near)
+    drawn = chart(
+        lines,
+        Axis(unit, low=0.0),
+        marks={name: np.unique(np.array(places, dtype=np.int64)) for name, places in marks.items()},
+        across="event",
+    )
+    facts = (
+        Fact("peak", size(float(told["peak"]))),
+        Fact("in", visible(str(told["phase_at_peak"]))),
+        Fact("how", visible(str(told["how"]))),
+    )
+    remarks = ["A band reaches from what lies below it to that plus its own."]
+    events = int(told["curve"]["events"])
+    if len(at) < events:
+        remarks.append(f"Of {events:,} events the highest of each of {len(at):,} ranges is drawn.")
+    return Drawn("lines", {"charts": [drawn]}, facts, tuple(remarks))
+
+
+ROWS = 60
+"""Modules that are listed."""
+
+
+@panel(
+    "memory_modules",
+    title="Memory at the peak by module",
+    order=106,
+    series=("memory/modules",),
+    note="Each storage once, under the innermost module whose forward or backward made it.",
+    monitor="steptime",
+)
+def memory_modules(source: Source) -> Drawn | NotMeasured:
+    """List the modules, the fullest first."""
+    account = account_of(source)
+    if isinstance(account, str):
+        return NotMeasured(account)
+    kinds = [kind for kind, nbytes in account.told["kinds"].items() if nbytes]
+    modules = [module for module in account.told["modules"] if module["own"]]
+    rows = [
+        [
+            str(module["name"]) or "(no module)",
+            size(module["own"]),
+            size(module["inclusive"]),
+            *(size(module["kinds"][kind]) if module["kinds"].get(kind) else "" for kind in kinds),
+        ]
+        for module in modules[:ROWS]
+    ]
+    columns = ("Module", "Own", "Inclusive", *(kind.replace("_", " ").capitalize() for kind in kinds))
+    table = Figures("", columns, rows, frozenset(range(1, len(columns))))
+    remarks = [f"{len(modules) - ROWS:,} more modules hold less."] if len(modules) > ROWS else []
+    return figures([table], remarks)
