@@ -23,15 +23,13 @@ from torch import profiler
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
-from backlight.capture.steps import StepTracker
-from backlight.diagnose.profile.observer import Sink
-from backlight.diagnose.profile.ranges import ModuleRanges, PhaseRanges
-from backlight.diagnose.profile.source_lines import LineRanges
+from backlight.capture.steps import StepSummaries, StepTracker
+from backlight.diagnose.profile.ranges import LineRanges, ModuleRanges, PhaseRanges
 
 
 def clock(training: Training, pairs: int) -> tuple[list[float], list[float]]:
     """Return ratios of steps with the clock to steps without, and the shares that its hooks took."""
-    tracker = StepTracker(Scope([training.model], [training.optimizer]), Sink(lambda _summary: None))
+    tracker = StepTracker(Scope([training.model], [training.optimizer]), StepSummaries(lambda _summary: None))
     forwards = Forwards()
     ratios, shares = [], []
     for number in range(pairs + 4):

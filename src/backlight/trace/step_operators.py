@@ -38,37 +38,28 @@ _HOST_CAUSES = ("host_bound", "launch_gap", "synchronisation")
 
 
 @dataclass(frozen=True)
-class Operation:
-    """One operator in one phase, per step. ``host_ms`` is without the operators called inside.
+class OperatorTime:
+    """One operator of a phase, one kind of operation or one kernel, per step.
 
-    ``share`` is that of its phase: of the device time launched in it, or without a device of its host time.
+    ``host_ms`` is without the operators called inside. ``share`` is that of its phase (of the device time
+    launched
+    in it, or without a device of its host time); over all phases that of all operators.
     """
 
     name: str
-    phase: str
-    kind: str
     calls: float
     host_ms: float
     device_ms: float
     share: float
-
-
-@dataclass(frozen=True)
-class KindTime:
-    """One kind of operation over all phases, per step; ``share`` is of all operators' time."""
-
-    name: str
-    calls: float
-    host_ms: float
-    device_ms: float
-    share: float
+    phase: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True)
 class CopyTime:
     """Copies of one kind from one line, per step; ``share`` is of the step they were traced in.
 
-    ``contiguous`` says whether source and target lie alike in memory.
+    ``contiguous`` is whether source and target have the same layout.
     """
 
     source: str
@@ -83,7 +74,7 @@ class CopyTime:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedTime:
     """An operator and the node of backward that differentiates it, per step, what they call included."""
 
     forward: str
@@ -95,26 +86,18 @@ class Joined:
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """How the device was used: median shares of a step, and why it stood still; causes add up to 1."""
+    """Use of the device: median shares of a step, and the causes of idle time, which add up to 1.
+
+    ``launch_bound`` is whether the device mostly waits for the host to launch; ``statement`` says it in
+    words.
+    """
 
     name: str
     idle: float
     causes: dict[str, float]
     busy_ms: float
-
-    @property
-    def launch_bound(self) -> bool:
-        """Whether the device mostly waits for the host to launch."""
-        return self.idle > LAUNCH_BOUND and sum(self.causes.get(c, 0.0) for c in _HOST_CAUSES) > 0.5
-
-    @property
-    def statement(self) -> str:
-        """Say it in words."""
-        if self.launch_bound:
-            return f"launch-bound: device idle {self.idle:.0%}"
-        main = max(self.causes, key=lambda cause: self.causes[cause], default="")
-        why = f", mostly {main.replace('_', ' ')}" if main and self.idle > LAUNCH_BOUND else ""
-        return f"device idle {self.idle:.0%}{why}"
+    launch_bound: bool
+    statement: str
 
 
 @dataclass(frozen=True)
@@ -123,39 +106,41 @@ class Operations:
 
     Attributes
     ----------
-    steps:
+    traced_steps:
         Steps that the operators and kinds are averaged over.
-    step_ms:
+    traced_step_ms:
         Median length of a traced step.
-    phases:
+    traced_phases:
         Host milliseconds by phase in the trace.
     operators:
         By phase; within a phase the most expensive first. Their shares of a phase add up to 1.
     kernels:
         Device events by name, compiled and Triton kernels by theirs.
+    joined:
+        Operators with the node of backward that differentiates them.
+    device:
+        None where no device event was recorded.
     exposed_communication:
         Median share of a step with communication and no computation; None without communication.
     logits:
-        What the loss was computed on; None where no cross entropy was seen.
-    sum_error:
+        The input of the loss; None without a cross entropy.
+    trace_sum_error:
         Share by which the phases of the traced steps miss the steps, on the thread that runs them.
-    device:
-        None where no device event was recorded.
     """
 
-    steps: int
-    step_ms: float
-    phases: dict[str, float]
-    operators: tuple[Operation, ...]
-    kinds: tuple[KindTime, ...]
-    kernels: tuple[KindTime, ...]
+    traced_steps: int
+    traced_step_ms: float
+    traced_phases: dict[str, float]
+    operators: tuple[OperatorTime, ...]
+    kinds: tuple[OperatorTime, ...]
+    kernels: tuple[OperatorTime, ...]
     copies: tuple[CopyTime, ...]
-    pairs: tuple[Joined, ...]
+    joined: tuple[JoinedTime, ...]
     device: DeviceTime | None
     exposed_communication: float | None
     logits: Logits | None
-    sum_error: float
-    notes: tuple[str, ...] = ()
+    trace_sum_error: float
+    trace_notes: tuple[str, ...] = ()
 
 
 def read_operations(main: Trace, lines: Trace | None) -> Operations:
@@ -182,17 +167,20 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
     on_device = bool(one.device_total)
     copying = analyse([lines]).traces[0] if lines is not None else one
     return Operations(
-        steps=count,
-        step_ms=_step_ms(one.steps),
-        phases={row.phase: row.host * scale for row in one.phases},
+        traced_steps=count,
+        traced_step_ms=_step_ms(one.steps),
+        traced_phases={row.phase: row.host * scale for row in one.phases},
         operators=_operators(one, scale, on_device),
         kinds=tuple(
-            KindTime(r.name, r.calls / count, r.host * scale, r.device * scale, r.share) for r in one.kinds
+            OperatorTime(r.name, r.calls / count, r.host * scale, r.device * scale, r.share) for r in
+            one.kinds
         ),
-        kernels=tuple(KindTime(r.name, r.calls / count, 0.0, r.device * scale, r.share) for r in one.kernels),
+        kernels=tuple(
+            OperatorTime(r.name, r.calls / count, 0.0, r.device * scale, r.share) for r in one.kernels
+        ),
         copies=_copies(copying),
-        pairs=tuple(
-            Joined(
+        joined=tuple(
+            JoinedTime(
                 pair.forward, pair.backward, pair.calls / count,
                 (pair.forward_device if on_device else pair.forward_host) * scale,
                 (pair.backward_device if on_device else pair.backward_host) * scale,
@@ -202,8 +190,8 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
         device=_device(one, scale),
         exposed_communication=exposed_communication(one),
         logits=logits(main),
-        sum_error=_sum_error(main),
-        notes=one.notes,
+        trace_sum_error=_sum_error(main),
+        trace_notes=one.notes,
     )  # fmt: skip
 
 
@@ -239,7 +227,7 @@ def _kept(events: Events, mask: np.ndarray) -> Events:
     return Events({name: column[rows] for name, column in events.columns.items()}, events.words)
 
 
-def _operators(one: RankAnalysis, scale: float, on_device: bool) -> tuple[Operation, ...]:
+def _operators(one: RankAnalysis, scale: float, on_device: bool) -> tuple[OperatorTime, ...]:
     steps = round(1e-6 / scale)
     whole = {row.phase: (row.device if on_device else row.host) for row in one.phases}
     inside: dict[str, int] = defaultdict(int)
@@ -251,14 +239,14 @@ def _operators(one: RankAnalysis, scale: float, on_device: bool) -> tuple[Operat
         inside[row.phase] += row.host
         share = spent / whole[row.phase] if whole.get(row.phase) else 0.0
         found.append(
-            Operation(
-                row.name, row.phase, row.kind, row.calls / steps, row.host * scale, row.device * scale, share
+            OperatorTime(
+                row.name, row.calls / steps, row.host * scale, row.device * scale, share, row.phase, row.kind
             )
         )
     for phase in one.phases:
         rest = phase.host - inside[phase.phase]
         share = rest / whole[phase.phase] if not on_device and whole[phase.phase] else 0.0
-        found.append(Operation(NO_OPERATOR, phase.phase, "", 0.0, rest * scale, 0.0, share))
+        found.append(OperatorTime(NO_OPERATOR, 0.0, rest * scale, 0.0, share, phase.phase))
     order = {row.phase: place for place, row in enumerate(one.phases)}
     return tuple(sorted(found, key=lambda row: (order[row.phase], -row.share, -row.host_ms)))
 
@@ -283,7 +271,15 @@ def _device(one: RankAnalysis, scale: float) -> DeviceTime | None:
     if idle is None:
         return None
     names = ", ".join(name or f"device {number}" for number, name in one.devices.items())
-    return DeviceTime(names, idle, idle_causes(one), one.device_total * scale)
+    causes = idle_causes(one)
+    launch_bound = idle > LAUNCH_BOUND and sum(causes.get(cause, 0.0) for cause in _HOST_CAUSES) > 0.5
+    main = max(causes, key=lambda cause: causes[cause], default="")
+    statement = f"device idle {idle:.0%}"
+    if launch_bound:
+        statement = f"launch-bound: {statement}"
+    elif main and idle > LAUNCH_BOUND:
+        statement += f", mostly {main.replace('_', ' ')}"
+    return DeviceTime(names, idle, causes, one.device_total * scale, launch_bound, statement)
 
 
 def _step_ms(rows: Sequence[StepRow]) -> float:

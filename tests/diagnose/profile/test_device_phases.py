@@ -8,11 +8,11 @@ from torch import nn
 
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
-from backlight.diagnose.profile.device_phases import WAITING, DevicePhases
+from backlight.diagnose.profile.device_phases import MAX_PENDING_STEPS, DevicePhases
 
 
 class Stream:
-    """A device whose clock is set by hand, and which passes events only when it is told to."""
+    """A device with a manual clock, which passes events only on request."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -57,7 +57,7 @@ def play(phases: DevicePhases, stream: Stream) -> None:
     stream.now += 4
     phases.backward_end()
     stream.now += 5
-    phases.step_ends()
+    phases.end_step()
 
 
 STEP = {"data": 1.0, "forward": 2.0, "loss": 3.0, "backward": 4.0, "other": 5.0}
@@ -75,7 +75,7 @@ def test_phases_are_read_when_the_device_has_passed_them() -> None:
     assert stream.waits == 0
     phases.finish()
     assert phases.steps == [STEP] * 3
-    assert phases.given_up == 0
+    assert phases.dropped_steps == 0
 
 
 def test_events_are_used_again() -> None:
@@ -88,13 +88,13 @@ def test_events_are_used_again() -> None:
     assert stream.made < 40
 
 
-def test_what_waits_too_long_is_given_up_and_counted() -> None:
+def test_what_waits_too_long_is_dropped_steps_and_counted() -> None:
     stream = Stream()
     phases = DevicePhases(stream.event)
     stream.passed = -1.0
-    for _ in range(WAITING + 6):
+    for _ in range(MAX_PENDING_STEPS + 6):
         play(phases, stream)
-    assert phases.given_up == 5
+    assert phases.dropped_steps == 5
     assert stream.waits == 0
 
 
@@ -122,7 +122,7 @@ def test_a_long_backward_on_a_device_is_in_backward() -> None:
     for _ in range(6):
         Sleep.apply(model(x)).sum().backward()
         optimizer.step()
-        phases.step_ends()
+        phases.end_step()
     HUB.remove(phases)
     forwards.leave()
     phases.finish()

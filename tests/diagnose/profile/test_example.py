@@ -1,4 +1,4 @@
-"""The example with a slow loader and a needless cast: both are found, and the run that is kept shows it."""
+"""The example with a slow loader and a needless cast: both are found, and stored in the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "slow_step.py"
 CAST = 1 + next(i for i, line in enumerate(EXAMPLE.read_text().splitlines()) if "# the cast" in line)
 
 
-def backlight_says(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_backlight(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "backlight", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
@@ -24,7 +24,7 @@ def backlight_says(folder: Path, *arguments: str) -> subprocess.CompletedProcess
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     folder = tmp_path_factory.mktemp("example")
-    done = backlight_says(
+    done = run_backlight(
         folder, "profile", "--json", "--steps", "40", "--out", "run", str(EXAMPLE), "--decoding", "1"
     )
     assert done.returncode == 0, done.stderr
@@ -34,8 +34,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 def test_both_faults_are_found(kept: tuple[Path, dict[str, Any], str]) -> None:
     found = {finding["rule"]: finding for finding in kept[1]["findings"]}
     assert "phase/data" in found["data_bound"]["evidence"][0]["path"]
-    assert "Casts" in found["copy_heavy"]["claim"]
-    assert f"slow_step.py:{CAST} (forward)" in found["copy_heavy"]["claim"]
+    assert f"slow_step.py:{CAST} (forward)" in found["copy_heavy"]["subject"]["line"]
 
 
 def test_the_run_holds_every_clocked_step(kept: tuple[Path, dict[str, Any], str]) -> None:
@@ -59,14 +58,14 @@ def test_the_run_holds_every_clocked_step(kept: tuple[Path, dict[str, Any], str]
     assert not list(folder.glob("*.gz"))
 
 
-def test_the_profilers_own_lines_stay_out(kept: tuple[Path, dict[str, Any], str]) -> None:
+def test_the_profilers_own_output_is_suppressed(kept: tuple[Path, dict[str, Any], str]) -> None:
     assert "USDT" not in kept[2]
     assert "profiler_start" not in kept[2]
 
 
 def test_the_report_shows_it(kept: tuple[Path, dict[str, Any], str]) -> None:
     folder = kept[0]
-    done = backlight_says(folder, "report", "run")
+    done = run_backlight(folder, "report", "run")
     assert done.returncode == 0, done.stderr
     page = (folder / "run" / "report.html").read_text(encoding="utf-8")
     for title in ("Time per step", "Time by module", "Operators by phase", "Kinds of operation", "Copies"):
@@ -78,7 +77,7 @@ def test_a_folder_that_is_no_run_is_refused_before_the_script_starts(tmp_path: P
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("mine", encoding="utf-8")
     (tmp_path / "train.py").write_text("print('started')\n", encoding="utf-8")
-    done = backlight_says(tmp_path, "profile", "--out", "run", "train.py")
+    done = run_backlight(tmp_path, "profile", "--out", "run", "train.py")
     assert done.returncode == 2
     assert "started" not in done.stdout
     assert done.stderr.startswith("backlight: run")
@@ -126,19 +125,19 @@ counters = torch._dynamo.utils.counters["frames"]
 
 
 @pytest.mark.full
-def test_what_is_compiled_stays_compiled(tmp_path: Path) -> None:
+def test_compiled_code_stays_compiled(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(COMPILED, encoding="utf-8")
-    done = backlight_says(tmp_path, "profile", "--json", "--steps", "12", "train.py")
+    done = run_backlight(tmp_path, "profile", "--json", "--steps", "12", "train.py")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     states = {row["name"]: row["state"] for row in answer["optimizations"]}
     assert states["compiled regions"] == "on"
     assert any("CompiledFunction" in row["name"] for row in answer["operators"])
-    assert "lines of copies: compiled code would be compiled anew for them" in answer["not_measured"]
+    assert "lines of copies: compiled code would be recompiled for them" in answer["not_measured"]
     assert [module["name"] for module in answer["modules"]] == [""]
 
 
-TURNS = """
+ALTERNATING = """
 import torch
 from torch import nn
 first, second = nn.Linear(4, 4), nn.Linear(4, 1)
@@ -152,8 +151,8 @@ for _ in range(200):
 
 
 @pytest.mark.full
-def test_optimizers_that_step_in_turn_are_said_to(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TURNS, encoding="utf-8")
-    answer = json.loads(backlight_says(tmp_path, "profile", "--json", "--steps", "12", "train.py").stdout)
-    assert any("they step in turn" in text for text in answer["not_measured"])
+def test_alternating_optimizers_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ALTERNATING, encoding="utf-8")
+    answer = json.loads(run_backlight(tmp_path, "profile", "--json", "--steps", "12", "train.py").stdout)
+    assert any("they step alternately" in text for text in answer["not_measured"])
     assert {module["name"] for module in answer["modules"]} == {"Linear", "Linear#2"}

@@ -1,4 +1,4 @@
-"""Tables of a training that was traced in this process: sums, lines, shapes, what is on."""
+"""Tables of steps that were traced in this process: sums, lines, shapes, optimizations in use."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from backlight.diagnose.profile.attention_flops import attention
-from backlight.diagnose.profile.observer import Observer
+from backlight.diagnose.profile.observer import ProfileObserver
 from backlight.diagnose.profile.optimizations import OFF, ON, find_optimizations
-from backlight.diagnose.profile.source_lines import LineRanges, lines_possible
-from backlight.diagnose.profile.throughput import throughput
+from backlight.diagnose.profile.ranges import LineRanges, lines_possible
+from backlight.diagnose.profile.throughput import find_attention, throughput
 from backlight.trace.events import Trace
 from backlight.trace.module_times import attribute
 from backlight.trace.operators import NO_OPERATOR
@@ -25,7 +24,7 @@ BATCH, LENGTH, HEADS, SIZE, WORDS = 2, 8, 2, 4, 11
 
 
 class Enough(BaseException):
-    """The observer has seen what it wanted."""
+    """The observer has what it needs."""
 
 
 class Model(nn.Module):
@@ -46,17 +45,17 @@ class Model(nn.Module):
 LINE = 1 + next(i for i, line in enumerate(Path(__file__).read_text().splitlines()) if "# the copy" in line)
 
 
-def observed(path: Path, traced: int = 2) -> Observer:
+def observed(path: Path, traced: int = 2) -> ProfileObserver:
     model = Model()
     words = torch.randint(0, WORDS, (400, LENGTH))
 
     def stop() -> None:
         raise Enough
 
-    observer = Observer(stop, 4, traced, path)
+    observer = ProfileObserver(stop, 4, traced, path)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Enough), observer:
         # Another test of this process may have compiled something.
-        patch.setattr("backlight.diagnose.profile.observer.compiled", lambda: False)
+        patch.setattr("backlight.diagnose.profile.observer.has_compiled", lambda: False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         for (batch,) in DataLoader(TensorDataset(words), batch_size=BATCH):
             with torch.autocast("cpu", torch.bfloat16):
@@ -70,7 +69,7 @@ def observed(path: Path, traced: int = 2) -> Observer:
 
 
 @pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Observer, Trace, Trace, Operations]:
+def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[ProfileObserver, Trace, Trace, Operations]:
     path = tmp_path_factory.mktemp("traced") / "trace.json.gz"
     observer = observed(path)
     main, lines = split(read_trace(path), 2)
@@ -78,31 +77,33 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Observer, Trace, Tr
     return observer, main, lines, read_operations(main, lines)
 
 
-def test_operators_of_a_phase_add_up_to_it(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
+def test_operators_of_a_phase_add_up_to_it(taken: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
     tables = taken[3]
-    assert tables.steps == 2
-    assert tables.sum_error < 1e-9
-    assert {"data", "forward", "loss", "backward", "clip", "optimizer"} <= set(tables.phases)
-    for phase, whole in tables.phases.items():
+    assert tables.traced_steps == 2
+    assert tables.trace_sum_error < 1e-9
+    assert {"data", "forward", "loss", "backward", "clip", "optimizer"} <= set(tables.traced_phases)
+    for phase, whole in tables.traced_phases.items():
         rows = [row for row in tables.operators if row.phase == phase]
         assert sum(row.share for row in rows) == pytest.approx(1)
         assert sum(row.host_ms for row in rows) == pytest.approx(whole)
         assert any(row.name == NO_OPERATOR for row in rows)
     # One thread, one device-less machine: phases are the step.
-    assert sum(tables.phases.values()) == pytest.approx(tables.step_ms, rel=0.5)
+    assert sum(tables.traced_phases.values()) == pytest.approx(tables.traced_step_ms, rel=0.5)
 
 
 def test_forward_and_backward_of_an_operator_are_joined(
-    taken: tuple[Observer, Trace, Trace, Operations],
+    taken: tuple[ProfileObserver, Trace, Trace, Operations],
 ) -> None:
-    joined = {(pair.forward, pair.backward): pair for pair in taken[3].pairs}
+    joined = {(pair.forward, pair.backward): pair for pair in taken[3].joined}
     pair = joined["aten::embedding", "EmbeddingBackward0"]
     assert pair.calls == 1
     assert pair.forward_ms > 0
     assert pair.backward_ms > 0
 
 
-def test_copies_have_the_line_they_stand_on(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
+def test_copies_have_the_source_line_of_their_call(
+    taken: tuple[ProfileObserver, Trace, Trace, Operations],
+) -> None:
     rows = [row for row in taken[3].copies if row.line.startswith(f"{__file__}:{LINE} (forward)")]
     ahead = [row for row in rows if not row.line.endswith("backward")]
     behind = [row for row in rows if row.line.endswith("(forward), backward")]
@@ -112,9 +113,11 @@ def test_copies_have_the_line_they_stand_on(taken: tuple[Observer, Trace, Trace,
     assert [(row.source, row.target) for row in behind] == [("double", "c10::BFloat16")]
 
 
-def test_lines_are_traced_in_a_step_of_their_own(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
+def test_lines_are_traced_in_an_additional_step(
+    taken: tuple[ProfileObserver, Trace, Trace, Operations],
+) -> None:
     observer, main, lines, _ = taken
-    assert observer.observed.lined
+    assert observer.observed.has_lines
     assert len(observer.observed.traced) == 2
     used = [{trace.events.words["name"][code] for code in trace.events["name"]} for trace in (main, lines)]
     assert not any(name.startswith("backlight.line/") for name in used[0])
@@ -126,17 +129,15 @@ def test_a_mode_of_the_script_forbids_lines(tmp_path: Path) -> None:
     with torch.device("cpu"):
         assert not LineRanges().begin()
         observer = observed(tmp_path / "trace.json", traced=1)
-    assert not observer.observed.lined
-    assert observer.observed.trouble == [
-        "lines of copies: the script has a mode of torch functions of its own"
-    ]
+    assert not observer.observed.has_lines
+    assert observer.observed.trouble == ["lines of copies: the script has its own mode of torch functions"]
     assert len(observer.observed.traced) == 1
 
 
 def test_operations_of_attention_are_those_of_its_shapes(
-    taken: tuple[Observer, Trace, Trace, Operations],
+    taken: tuple[ProfileObserver, Trace, Trace, Operations],
 ) -> None:
-    found = attention(taken[1], 2)
+    found = find_attention(taken[1], 2)
     assert found is not None
     assert found.calls == 1
     assert found.operations == 12 * BATCH * HEADS * LENGTH * LENGTH * SIZE
@@ -150,14 +151,14 @@ def test_operations_of_attention_are_those_of_its_shapes(
     assert "recomputation is not counted as work, which takes 2.0 ms of a step" in reached.basis
 
 
-def test_logits_are_those_of_the_loss(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
+def test_logits_are_those_of_the_loss(taken: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
     logits = taken[3].logits
     assert logits is not None
     assert logits.shape == (BATCH * LENGTH, WORDS)
     assert logits.itemsize == {"bfloat16": 2, "float": 4}[logits.dtype]
 
 
-def test_what_is_optimised_already_is_known(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
+def test_optimizations_in_use_are_found(taken: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
     observer, main, _, tables = taken
     assert observer.observed.live is not None
     found = {o.name: o for o in find_optimizations(observer.observed.live, tables, attribute(main.events, 2))}
@@ -170,8 +171,8 @@ def test_what_is_optimised_already_is_known(taken: tuple[Observer, Trace, Trace,
     assert "called 1 times a step" in found["chunked loss"].detail
 
 
-def test_without_a_trace_what_only_it_can_tell_is_not_measured(
-    taken: tuple[Observer, Trace, Trace, Operations],
+def test_optimizations_without_a_trace_are_not_measured(
+    taken: tuple[ProfileObserver, Trace, Trace, Operations],
 ) -> None:
     live = taken[0].observed.live
     assert live is not None
@@ -180,7 +181,7 @@ def test_without_a_trace_what_only_it_can_tell_is_not_measured(
     assert found["fused optimizer"] == ON
 
 
-def test_nothing_of_the_observer_stays(taken: tuple[Observer, Trace, Trace, Operations]) -> None:
+def test_the_observer_removes_its_hooks(taken: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
     for model in taken[0].trained.models:
         for module in model.modules():
             assert not module._forward_hooks

@@ -59,14 +59,13 @@ def profile(
     from backlight.records import to_json
 
     check(script, module=module)
-    from backlight.diagnose.profile.ablations import confirm as test
-    from backlight.diagnose.profile.document import document
-    from backlight.diagnose.profile.run import Plan
+    from backlight.diagnose.profile.controls import run_controls
+    from backlight.diagnose.profile.result import find_findings, profile_run, store_profile
+    from backlight.diagnose.profile.run import ProfileOptions
     from backlight.diagnose.profile.run import profile as run
-    from backlight.diagnose.profile.save import findings, profile_run, store
 
     where = trace or (None if out is not None else Path(f"{Path(script).stem}-trace.json.gz"))
-    plan = Plan(
+    options = ProfileOptions(
         steps=steps,
         traced=traced,
         trace=where,
@@ -78,19 +77,21 @@ def profile(
     )
     arguments = list(context.args)
     with profile_run(out, script, arguments) as writer:
-        answer = run(script, arguments, plan, module=module)
+        profiled = run(script, arguments, options, module=module)
+        result = profiled.result
         if confirm:
             with progress() as advance:
-                outcomes = test(answer, plan, module=module, pairs=pairs, progress=advance)
-            answer = replace(answer, controls=outcomes)
-        content = document(answer) if writer is None else store(answer, writer)
-        found = findings(writer) if writer is not None and answer.rank == 0 else []
+                controls = run_controls(profiled, options, module=module, pairs=pairs, progress=advance)
+            result = result.model_copy(update={"controls": controls})
+        if writer is not None:
+            result = store_profile(replace(profiled, result=result), writer)
+        found = find_findings(writer) if writer is not None and result.rank == 0 else []
     if not as_json:
-        show(answer, found)
+        show(result, found)
         if out is not None:
             Page().say(("run: ", "dim"), f"{out}: backlight report {out}")
-    elif answer.rank == 0:
-        print_json({**content, "findings": to_json(found)})
+    elif result.rank == 0:
+        print_json({**result.model_dump(mode="json"), "findings": to_json(found)})
     return 0
 
 

@@ -12,12 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from backlight.cli.console import Page
-from backlight.diagnose.profile.document import short_line
+from backlight.text import duration
 
 if TYPE_CHECKING:
-    from backlight.diagnose.profile.run import Profile
+    from backlight.diagnose.profile.result import ProfileResult
     from backlight.records import Finding
-    from backlight.trace.step_operators import Operations
 
 MODULES, OPERATORS, LINES = 12, 5, 8
 """Modules, operators of a phase, and copies that are printed; --json has them all."""
@@ -26,25 +25,24 @@ SMALL = 0.01
 """Share of a phase from which an operator is printed."""
 
 
-def show(profile: Profile, findings: Sequence[Finding] = ()) -> None:
-    """Print a profile, and what the rules say of it."""
+def show(result: ProfileResult, findings: Sequence[Finding] = ()) -> None:
+    """Print a profile and its findings."""
     page = Page()
-    page.say((headline(profile), "bold"))
-    if profile.rank == 0:
-        _phases(profile)
-        _modules(profile)
-        if profile.operations is not None:
-            _operators(profile.operations)
-            _kinds(profile.operations)
-            _copies(profile.operations)
-        _optimizations(profile)
-        for control in profile.controls:
-            page.say((control.says, "bold" if control.confirmed else ""))
+    page.say((headline(result), "bold"))
+    if result.rank == 0:
+        _phases(result)
+        _modules(result)
+        _operators(result)
+        _kinds(result)
+        _copies(result)
+        _optimizations(result)
+        for control in result.controls:
+            page.say((control.text, "bold" if control.confirmed else ""))
         for finding in findings:
             page.say((f"{finding.severity}: ", "bold"), finding.title)
             page.say(("  fix: ", "dim"), finding.fix)
             page.say(("  refuted if ", "dim"), finding.refuted_if)
-    _notes(profile, page)
+    _notes(result, page)
 
 
 @contextlib.contextmanager
@@ -56,87 +54,78 @@ def progress() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, of: shown.update(task, completed=done, total=of)
 
 
-def headline(profile: Profile) -> str:
+def headline(result: ProfileResult) -> str:
     """Return the step in one line."""
-    steps = profile.steps
-    steady = steps.steady
-    if steps.step is None:
-        return f"step not measured: {steady.trouble} (first {_seconds(steady.first)})"
-    half = (steps.step.high - steps.step.low) / 2 * 1e3
-    parts = ", ".join(f"{p.name.replace('_', ' ')} {p.median_ms:.1f}" for p in steps.phases)
+    step = result.step
+    if step is None:
+        return f"step not measured: {result.not_measured[-1]} (first {duration(result.first_ms / 1e3)})"
+    half = (step.high_ms - step.low_ms) / 2
+    parts = ", ".join(f"{name.replace('_', ' ')} {p.median_ms:.1f}" for name, p in result.phases.items())
     line = (
-        f"step {steps.step.median * 1e3:.1f} ms ± {half:.1f} ({steady.warmup} warm-up dropped; "
-        f"first {_seconds(steady.first)}): {parts}"
+        f"step {step.median_ms:.1f} ms ± {half:.1f} ({result.warmup_dropped} warm-up dropped; "
+        f"first {duration(result.first_ms / 1e3)}): {parts}"
     )
-    reached = profile.throughput
-    if reached is not None and reached.tokens_per_second is not None:
-        line += f"; {_thousands(reached.tokens_per_second)} tokens/s"
-        if reached.mfu is not None:
-            line += f"; MFU {reached.mfu:.0%}" if reached.mfu >= 0.1 else f"; MFU {reached.mfu:.1%}"
-    if profile.operations is not None and profile.operations.device is not None:
-        line += f"; {profile.operations.device.statement}"
-    return line
+    if result.tokens_per_second is not None:
+        rate = result.tokens_per_second
+        line += f"; {rate / 1e3:.0f}k tokens/s" if rate >= 1e4 else f"; {rate:.0f} tokens/s"
+        if result.mfu is not None:
+            line += f"; MFU {result.mfu:.0%}" if result.mfu >= 0.1 else f"; MFU {result.mfu:.1%}"
+    return f"{line}; {result.device.statement}" if result.device is not None else line
 
 
-def _notes(profile: Profile, page: Page) -> None:
+def _notes(result: ProfileResult, page: Page) -> None:
     def note(text: str) -> None:
         page.say(("note: ", "dim"), text)
 
-    if profile.observed.device:
+    if result.device_phases:
         note("times of phases are of the host, which runs ahead of the device; --json has device_phases")
-    if profile.overhead is not None:
+    if result.tracing_overhead is not None:
         note(
-            f"traced steps took {profile.overhead:.2f} times as long as clocked ones; "
+            f"traced steps took {result.tracing_overhead:.2f} times as long as clocked ones; "
             "times of steps and phases are from the clocked ones"
         )
-    for trouble in (*profile.trouble, profile.steps.steady.trouble):
-        if trouble:
-            note(f"not measured: {trouble}")
-    for text in profile.operations.notes if profile.operations is not None else ():
+    for trouble in result.not_measured:
+        note(f"not measured: {trouble}")
+    for text in result.trace_notes:
         note(text)
-    if profile.throughput is not None:
-        note(
-            ("MFU: " if profile.throughput.mfu is not None else "MFU not measured: ")
-            + profile.throughput.basis
-        )
-    if profile.trace_path is not None:
-        page.say(("trace: ", "dim"), str(profile.trace_path), " (chrome://tracing, ui.perfetto.dev)")
-    if profile.code:
-        note(f"the script ended with exit code {profile.code}")
+    if result.mfu_basis is not None:
+        note(f"MFU{'' if result.mfu is not None else ' not measured'}: {result.mfu_basis}")
+    if result.trace is not None:
+        page.say(("trace: ", "dim"), result.trace, " (chrome://tracing, ui.perfetto.dev)")
+    if result.exit_code:
+        note(f"the script ended with exit code {result.exit_code}")
 
 
-def _phases(profile: Profile) -> None:
+def _phases(result: ProfileResult) -> None:
     table = _table("phase", "median ms", "p95 ms", "MAD ms", "share")
-    for phase in profile.steps.phases:
+    for name, phase in result.phases.items():
         table.add_row(
-            Text(phase.name.replace("_", " ")),
+            Text(name.replace("_", " ")),
             f"{phase.median_ms:.2f}", f"{phase.p95_ms:.2f}", f"{phase.mad_ms:.2f}", f"{phase.share:.1%}",
         )  # fmt: skip
     _print(table)
 
 
-def _modules(profile: Profile) -> None:
-    if profile.modules is None:
-        return
+def _modules(result: ProfileResult) -> None:
     table = _table("module", "calls", "forward ms", "own", "backward ms", "own", "recomputed")
-    chosen = sorted(profile.modules.modules, key=lambda m: -(m.forward_exclusive + m.backward_exclusive))
+    chosen = sorted(result.modules or (), key=lambda m: -(m.forward_exclusive_ms + m.backward_exclusive_ms))
     for module in chosen[:MODULES]:
         table.add_row(
             Text(module.name or "(model)"),
-            f"{module.calls:g}", f"{module.forward * 1e3:.2f}", f"{module.forward_exclusive * 1e3:.2f}",
-            f"{module.backward * 1e3:.2f}", f"{module.backward_exclusive * 1e3:.2f}",
-            f"{module.recomputed * 1e3:.2f}" if module.recomputed else "",
+            f"{module.calls:g}", f"{module.forward_ms:.2f}", f"{module.forward_exclusive_ms:.2f}",
+            f"{module.backward_ms:.2f}", f"{module.backward_exclusive_ms:.2f}",
+            f"{module.recomputed_ms:.2f}" if module.recomputed_ms else "",
         )  # fmt: skip
     if len(chosen) > MODULES:
         table.add_row(Text(f"{len(chosen) - MODULES} more", style="dim"), *[""] * 6)
     _print(table)
 
 
-def _operators(tables: Operations) -> None:
-    device = tables.device is not None
+def _operators(result: ProfileResult) -> None:
+    device = result.device is not None
     table = _table("operator", "phase", "calls", "device ms" if device else "self ms", "of phase")
-    for phase in tables.phases:
-        rows = [row for row in tables.operators if row.phase == phase and row.share >= SMALL]
+    for phase in result.traced_phases or ():
+        rows = [row for row in result.operators or () if row.phase == phase and row.share >= SMALL]
         for row in rows[:OPERATORS]:
             spent = row.device_ms if device else row.host_ms
             calls = f"{row.calls:g}" if row.calls else ""
@@ -144,38 +133,38 @@ def _operators(tables: Operations) -> None:
     _print(table)
 
 
-def _kinds(tables: Operations) -> None:
-    device = tables.device is not None
+def _kinds(result: ProfileResult) -> None:
+    device = result.device is not None
     table = _table("kind of operation", "calls", "device ms" if device else "self ms", "share")
-    for row in tables.kinds:
+    for row in result.kinds or ():
         if row.share >= SMALL:
             spent = row.device_ms if device else row.host_ms
             table.add_row(row.name, f"{row.calls:g}", f"{spent:.2f}", f"{row.share:.0%}")
     _print(table)
 
 
-def _copies(tables: Operations) -> None:
-    device = tables.device is not None
+def _copies(result: ProfileResult) -> None:
+    device = result.device is not None
     table = _table("copy", "layout", "calls", "elements", "ms", "of step", "line")
-    for row in tables.copies[:LINES]:
+    for row in (result.copies or ())[:LINES]:
         if row.share < SMALL:
             break
-        layout = {None: "", True: "alike", False: "differs"}[row.contiguous]
+        layout = {None: "", True: "same", False: "differs"}[row.contiguous]
         types = f"{row.source} -> {row.target}" if row.source else "types not recorded"
         elements = "" if row.elements is None else f"{row.elements:,.0f}"
         spent = row.device_ms if device else row.host_ms
         table.add_row(
             Text(types), layout, f"{row.calls:g}", elements, f"{spent:.2f}", f"{row.share:.0%}",
-            Text(short_line(row.line) or "not recorded"),
+            Text(row.line or "not recorded"),
         )  # fmt: skip
     _print(table)
 
 
-def _optimizations(profile: Profile) -> None:
+def _optimizations(result: ProfileResult) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("optimisation", "", "seen"):
+    for title in ("optimization", "", "observed"):
         table.add_column(title)
-    for row in profile.optimizations:
+    for row in result.optimizations:
         table.add_row(row.name, row.state, Text(row.detail))
     _print(table)
 
@@ -198,11 +187,3 @@ def _print(table: Table) -> None:
 def _short(name: str, width: int = 48) -> str:
     name = name.removeprefix("autograd::engine::evaluate_function: ")
     return name if len(name) <= width else name[: width - 1] + "…"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
-
-
-def _thousands(number: float) -> str:
-    return f"{number / 1e3:.0f}k" if number >= 1e4 else f"{number:.0f}"

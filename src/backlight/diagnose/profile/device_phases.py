@@ -1,8 +1,9 @@
-"""Device time between the boundaries of phases: events in the stream, read when the device has passed them.
+"""Device time of each phase, from events in the stream.
 
-Nothing waits inside a step: an event is put into the stream at each boundary, and the times between
-events are read once the last event of a step has passed, at the end of a later step or of the script.
-What lies between two events is the time of the stream, in which it worked or stood still.
+Nothing waits inside a step: an event is recorded at each boundary of phases, and the times between events are
+read once the device has passed the last event of a step, at the end of a later step or of the script. The
+time
+between two events includes idle time of the stream.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from backlight.capture.hub import capturing_graph
 from backlight.diagnose.profile.ranges import PhaseRanges
 from backlight.records import Phase
 
-WAITING = 64
-"""Steps that may wait to be read; what is older than that is given up and counted."""
+MAX_PENDING_STEPS = 64
+"""Steps that may wait to be read; older ones are dropped and counted."""
 
 
-class Mark(Protocol):
-    """What is used of :class:`torch.cuda.Event`."""
+class DeviceEvent(Protocol):
+    """The used part of :class:`torch.cuda.Event`."""
 
     def record(self) -> None:
-        """Put the event into the current stream."""
+        """Record the event in the current stream."""
 
     def query(self) -> bool:
-        """Tell whether the stream has passed it."""
+        """Return whether the stream has passed it."""
 
     def synchronize(self) -> None:
         """Wait until the stream has passed it."""
@@ -38,12 +39,12 @@ class Mark(Protocol):
         """Return milliseconds from this event to a later one."""
 
 
-def _event() -> Mark:
+def _event() -> DeviceEvent:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # as torch has it
 
 
 class DevicePhases(PhaseRanges):
-    """Marks phases in the current stream.
+    """DeviceEvents phases in the current stream.
 
     Parameters
     ----------
@@ -53,40 +54,40 @@ class DevicePhases(PhaseRanges):
     Attributes
     ----------
     steps:
-        Seconds by phase of each step that was read, in order.
-    given_up:
-        Steps whose events were not passed before too many others waited.
+        Seconds by phase of each step, in order.
+    dropped_steps:
+        Steps whose events were not passed before too many others were pending.
     """
 
-    def __init__(self, make: Callable[[], Mark] = _event) -> None:
+    def __init__(self, make: Callable[[], DeviceEvent] = _event) -> None:
         super().__init__()
         self._make = make
-        self._spare: list[Mark] = []
-        self._marks: list[tuple[str, Mark]] = []
-        self._waiting: deque[list[tuple[str, Mark]]] = deque()
+        self._spare: list[DeviceEvent] = []
+        self._marks: list[tuple[str, DeviceEvent]] = []
+        self._pending: deque[list[tuple[str, DeviceEvent]]] = deque()
         self.steps: list[dict[str, float]] = []
-        self.given_up = 0
+        self.dropped_steps = 0
 
-    def step_ends(self) -> None:
-        """End the step: read what has passed, wait for nothing."""
+    def end_step(self) -> None:
+        """End the step: read the steps that have passed, without waiting."""
         if not self._marks:
             self._mark()  # the first boundary of the first step
             return
         self._mark()
-        self._waiting.append(self._marks)
+        self._pending.append(self._marks)
         # The last event of this step is the first of the next.
         self._marks = [self._marks[-1]]
-        while self._waiting and self._waiting[0][-1][1].query():
-            self._read(self._waiting.popleft())
-        while len(self._waiting) > WAITING:
-            self.given_up += 1
-            self._free(self._waiting.popleft())
+        while self._pending and self._pending[0][-1][1].query():
+            self._read(self._pending.popleft())
+        while len(self._pending) > MAX_PENDING_STEPS:
+            self.dropped_steps += 1
+            self._free(self._pending.popleft())
 
     def finish(self) -> None:
-        """Read the steps that are left; the training is over, and the device may be waited for."""
-        while self._waiting:
-            self._waiting[0][-1][1].synchronize()
-            self._read(self._waiting.popleft())
+        """Read the remaining steps; the steps are over, so that waiting for the device is allowed."""
+        while self._pending:
+            self._pending[0][-1][1].synchronize()
+            self._read(self._pending.popleft())
 
     def _mark(self) -> None:
         if capturing_graph():
@@ -95,14 +96,14 @@ class DevicePhases(PhaseRanges):
         event.record()
         self._marks.append((self._open[-1][0] if self._open else Phase.OTHER, event))
 
-    def _read(self, marks: list[tuple[str, Mark]]) -> None:
+    def _read(self, marks: list[tuple[str, DeviceEvent]]) -> None:
         times: dict[str, float] = {}
         for (phase, begin), (_, end) in pairwise(marks):
             times[phase] = times.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
         self.steps.append(times)
         self._free(marks)
 
-    def _free(self, marks: list[tuple[str, Mark]]) -> None:
+    def _free(self, marks: list[tuple[str, DeviceEvent]]) -> None:
         self._spare += [event for _, event in marks[:-1]]
 
     def _enter(self, phase: str) -> None:
@@ -118,5 +119,5 @@ class DevicePhases(PhaseRanges):
                 self._mark()
 
     def close(self) -> None:
-        """Forget what is open."""
+        """Close the open phases."""
         self._open.clear()

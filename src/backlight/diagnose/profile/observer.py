@@ -1,37 +1,48 @@
-"""Watch a script for a profile: some steps with the clock alone, then a few with torch's profiler.
+"""Observe a script for a profile: some steps with the clock alone, then a few with torch's profiler.
 
-The times of steps come from the first, where nothing but a clock runs; what operations and modules
-share of them comes from the second, whose overhead is known from both.
+The times of steps come from the clocked ones; the shares of operations and modules come from the traced ones,
+whose
+overhead is known from both.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from backlight.capture.forward import TrainedModels
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
-from backlight.capture.steps import StepSummaries, StepSummary, StepTracker
+from backlight.capture.steps import StepSummary
 from backlight.diagnose.profile.device_phases import DevicePhases
-from backlight.diagnose.profile.optimizations import Live, look
-from backlight.diagnose.profile.ranges import ModuleRanges, PhaseRanges, compiled, is_compiled
-from backlight.diagnose.profile.source_lines import LineRanges, lines_possible
+from backlight.diagnose.profile.optimizations import LiveObjects, read_live_objects
+from backlight.diagnose.profile.ranges import (
+    LineRanges,
+    ModuleRanges,
+    PhaseRanges,
+    has_compiled,
+    is_compiled,
+    lines_possible,
+)
+from backlight.diagnose.step_observer import StepObserver
 from backlight.distributed import world
 from backlight.monitors.steptime.model.step_times import WINDOW_STEPS, find_steady
 from backlight.records import Phase
 
+EXTENSION = 4
+"""Times as many steps are clocked as requested where no steady part is found in them."""
+
+MIN_EXTENDED_STEPS = 1 + 2 * WINDOW_STEPS
+"""Requested steps from which clocking is extended; fewer are taken as they are."""
+
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step: its host seconds, those of its phases, which add up to them, and who stepped, by number."""
+    """One step: host seconds, those of its phases, which add up, and the numbers of its optimizers."""
 
     seconds: float
     phases: dict[str, float]
@@ -42,79 +53,47 @@ class StepTime:
 
 @dataclass
 class Observed:
-    """What was seen of a script.
+    """Steps and live objects of a script.
 
     Attributes
     ----------
-    steps:
-        Steps under the clock alone, in order, the cold first one included.
-    traced:
-        Steps under the profiler.
+    steps, traced:
+        Steps under the clock alone, in order, the cold first one included; steps under the profiler.
+    has_lines:
+        Whether one more step follows in the trace, with the source lines of its calls.
     device:
         Seconds of the device by phase of the clocked steps from the second on; empty without a device.
     live, description:
-        What the live objects said when the clocked steps were over; what ``describe`` made of the scope.
-    lined:
-        Whether one more step follows them in the trace, with the lines of its calls.
+        The live objects at the end of the clocked steps; what ``describe`` made of the scope.
     trouble:
-        Why something that was asked for is not there.
+        What was requested and is missing, and why.
     """
 
+    trouble: list[str]
     steps: list[StepTime] = field(default_factory=list)
     traced: list[StepTime] = field(default_factory=list)
-    lined: bool = False
+    has_lines: bool = False
     device: list[dict[str, float]] = field(default_factory=list)
-    live: Live | None = None
+    live: LiveObjects | None = None
     description: Any = None
-    trouble: list[str] = field(default_factory=list)
 
 
-LONGER = 4
-"""Times as many steps that are clocked where no steady part is found in the steps that were asked for."""
-
-WORTH = 1 + 2 * WINDOW_STEPS
-"""Steps from which it is worth going on for a steady part; who asks for fewer gets those."""
-
-
-class _Tracker(StepTracker):
-    """Tells when the models may be known: at the end of a backward."""
-
-    found: Callable[[], None]
-    made: Callable[[torch.optim.Optimizer], None]
-    trouble: Callable[[Exception], None]
-
-    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look for the model that it holds, so that its first forward is seen."""
-        self.made(optimizer)
-
-    def backward_end(self) -> None:
-        """Look for the models whose forwards are to be followed."""
-        super().backward_end()
-        self.found()
-
-    def dropped(self, error: Exception) -> None:
-        """Remember that nothing is measured any more."""
-        self.trouble(error)
-
-
-class Observer(AbstractContextManager["Observer"]):
-    """Entered before a script and left after it; ends the script when it has seen enough.
+class ProfileObserver(StepObserver):
+    """Clocks and traces steps of a script, then ends it.
 
     Parameters
     ----------
     stop:
         Ends the script.
-    steps:
-        Steps under the clock, the cold first one included.
-    traced:
-        Steps under the profiler after them; 0 for none.
+    steps, traced:
+        Steps under the clock, the cold first one included; steps under the profiler after them, 0 for none.
     trace:
-        Where the profiler's trace goes, in Chrome's format; compressed if it ends in ``.gz``. None to let
-        these steps pass without a profiler, as ranks other than the first do.
+        Path of the trace, in Chrome's format; compressed if it ends in ``.gz``. None to run these steps
+        without a profiler, as ranks other than the first do.
     stacks:
-        Record the stack of every operation in all traced steps, instead of lines in one step more.
+        Record the stack of every operation in all traced steps, instead of lines in one additional step.
     describe:
-        Called with the scope when the clocked steps are over.
+        Called with the scope at the end of the clocked steps.
     """
 
     def __init__(
@@ -127,103 +106,87 @@ class Observer(AbstractContextManager["Observer"]):
         stacks: bool = False,
         describe: Callable[[Scope], Any] | None = None,
     ) -> None:
-        self.observed = Observed()
-        self._stop = stop
+        super().__init__(stop)
+        self.observed = Observed(self.trouble)
         self._steps = steps
         self._wanted = traced
-        # Ranks wait for each other: all of them take the same number of steps, and then leave.
-        self._several = world().size > 1
-        self._total = steps + (traced + 2 if traced else 0) if self._several else 0
+        # Ranks wait for each other: all of them take the same number of steps, and then end.
+        self._is_distributed = world().size > 1
+        self._total = steps + (traced + 2 if traced else 0) if self._is_distributed else 0
         self._seen = 0
-        self._over = False
+        self._is_over = False
         self._trace = trace
         self._stacks = stacks
         self._describe = describe
-        self._wants_lines = False
-        self._scope = Scope()
-        self.trained = TrainedModels(self._scope)
         self._modules = ModuleRanges()
-        self._lines = LineRanges()
-        self._lining = False
         self._phases = PhaseRanges()
+        self._lines = LineRanges()
+        self._wants_lines = self._has_lines = False
         self._profiler: torch.profiler.profile | None = None
-        self._dropped = False
+        self._skipped_first = False
         self._exported = False
         self._device = DevicePhases() if torch.cuda.is_available() else None
-        self._tracker = _Tracker(self._scope, StepSummaries(self._closes))
-        self._tracker.found = self.trained.of_scope
-        self._tracker.made = self.trained.of_optimizer
-        self._tracker.trouble = self._lost
 
-    def __enter__(self) -> Observer:
+    def __enter__(self) -> ProfileObserver:
         """Attach the clock."""
-        self._tracker.start()
+        super().__enter__()
         if self._device is not None:
             HUB.add(self._device)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Take everything off, and keep what a script that ended early has left."""
-        self._tracker.finish()
+    def on_finish(self) -> None:
+        """Keep what a script that ended early has left."""
         if self.observed.live is None and self.observed.steps:
-            self._look()
+            self._read_live_objects()
         self._end_trace()
         self._end_device()
-        self.trained.leave()
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that were seen."""
-        return self._scope.optimizers()
-
-    def _lost(self, error: Exception) -> None:
-        self.observed.trouble.append(f"the clock stopped after {type(error).__name__}: {error}")
-
-    def _closes(self, summary: StepSummary) -> None:
-        if self._over:
+    def on_step_end(self, summary: StepSummary) -> None:
+        """Count a step, and switch from the clock to the profiler, or end the script."""
+        if self._is_over:
             return  # the script is ending
         self._seen += 1
-        if self._live_steps():
-            self.observed.steps.append(_step(summary))
+        if self._is_clocking():
+            self.observed.steps.append(_step_time(summary))
             if self._device is not None:
-                self._device.step_ends()
-            if self._live_steps():
+                self._device.end_step()
+            if self._is_clocking():
                 return
             self._end_device()
-            self._look()
+            self._read_live_objects()
             if self._wanted and self._trace is not None:
                 self._begin_trace()
-        elif self._profiler is not None and self._traced(summary):
+        elif self._profiler is not None and self._is_last_traced(summary):
             self._end_trace()
         if self._profiler is None and self._seen >= self._total:
-            self._over = True
+            self._is_over = True
             self._stop()
 
-    def _live_steps(self) -> bool:
-        """Tell whether the next step belongs under the clock; without a steady part it goes on for longer."""
+    def _is_clocking(self) -> bool:
+        """Return whether the next step is clocked; without a steady part clocking is extended."""
         count = len(self.observed.steps)
-        if count < self._steps or self._several:
+        if count < self._steps or self._is_distributed:
             return count < self._steps
-        if count >= LONGER * self._steps or self.observed.live is not None:
+        if count >= EXTENSION * self._steps or self.observed.live is not None:
             return False
-        return count >= WORTH and not len(find_steady([s.seconds for s in self.observed.steps]).values)
+        seconds = [step.seconds for step in self.observed.steps]
+        return count >= MIN_EXTENDED_STEPS and not len(find_steady(seconds).values)
 
-    def _traced(self, summary: StepSummary) -> bool:
-        """Count a step under the profiler; tell whether it was the last."""
+    def _is_last_traced(self, summary: StepSummary) -> bool:
+        """Count a step under the profiler; return whether it was the last."""
         if self._profiler is not None:
             self._profiler.step()
-        if not self._dropped:
-            self._dropped = True  # the first step under the profiler pays for its start
+        if not self._skipped_first:
+            self._skipped_first = True  # the first step under the profiler includes its start
             return False
-        if self._lining:
-            self.observed.lined = True
+        if self._has_lines:
+            self.observed.has_lines = True
             return True
-        self.observed.traced.append(_step(summary))
+        self.observed.traced.append(_step_time(summary))
         if len(self.observed.traced) < self._wanted:
             return False
-        self._lining = self._wants_lines and self._lines.begin()
-        return not self._lining
+        self._has_lines = self._wants_lines and self._lines.begin()
+        return not self._has_lines
 
     def _end_device(self) -> None:
         """Read the device's phases; its events are for the clocked steps alone."""
@@ -232,18 +195,18 @@ class Observer(AbstractContextManager["Observer"]):
             HUB.remove(device)
             device.finish()
             self.observed.device = device.steps
-            if device.given_up:
-                self.observed.trouble.append(f"phases on the device of {device.given_up} steps")
+            if device.dropped_steps:
+                self.trouble.append(f"phases on the device of {device.dropped_steps} steps")
 
-    def _look(self) -> None:
-        turns = {frozenset(step.optimizers) for step in self.observed.steps[1:]}
-        if len(turns) > 1:
-            self.observed.trouble.append(
-                f"a step of all {len(self._scope.optimizers())} optimizers: they step in turn, and the step "
-                "of each counts as one, so that figures of steps are over unlike ones"
+    def _read_live_objects(self) -> None:
+        optimizers = self.scope.optimizers()
+        if len({frozenset(step.optimizers) for step in self.observed.steps[1:]}) > 1:
+            self.trouble.append(
+                f"a step of all {len(optimizers)} optimizers: they step alternately, and each of their steps "
+                "counts as one, so that figures are averages over different steps"
             )
-        self.observed.live = look(self.trained.models, self._scope.optimizers())
-        self.observed.description = self._describe(self._scope) if self._describe is not None else None
+        self.observed.live = read_live_objects(self.trained.models, optimizers)
+        self.observed.description = self._describe(self.scope) if self._describe is not None else None
 
     def _begin_trace(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -265,13 +228,11 @@ class Observer(AbstractContextManager["Observer"]):
 
     def _lines_possible(self) -> bool:
         models = self.trained.models
-        if any(is_compiled(module) for model in models for module in model.modules()) or compiled():
-            self.observed.trouble.append("lines of copies: compiled code would be compiled anew for them")
+        if has_compiled() or any(is_compiled(module) for model in models for module in model.modules()):
+            self.trouble.append("lines of copies: compiled code would be recompiled for them")
             return False
         if not lines_possible():
-            self.observed.trouble.append(
-                "lines of copies: the script has a mode of torch functions of its own"
-            )
+            self.trouble.append("lines of copies: the script has its own mode of torch functions")
             return False
         return True
 
@@ -290,16 +251,16 @@ class Observer(AbstractContextManager["Observer"]):
                 warnings.simplefilter("ignore")  # a script that ended early leaves an incomplete cycle
                 profiler.stop()
         if not self.observed.traced:
-            self.observed.trouble.append("no step was traced: the script ended before")
+            self.trouble.append("no step was traced: the script ended before")
 
     def _export(self, profiler: torch.profiler.profile) -> None:
         self._exported = True
         profiler.export_chrome_trace(str(self._trace))
 
 
-def _step(summary: StepSummary) -> StepTime:
+def _step_time(summary: StepSummary) -> StepTime:
     phases = {str(name): seconds for name, seconds in summary.phases.items()}
     phases[Phase.OTHER] = max(0.0, summary.seconds - sum(phases.values()))
     # The names of learning rates hold the number of their optimizer: lr/<number>/<group>.
-    stepped = tuple(dict.fromkeys(name.split("/")[1] for name, _ in summary.rates))
-    return StepTime(summary.seconds, phases, summary.separated, summary.backwards, stepped)
+    optimizers = tuple(dict.fromkeys(name.split("/")[1] for name, _ in summary.rates))
+    return StepTime(summary.seconds, phases, summary.separated, summary.backwards, optimizers)

@@ -1,6 +1,6 @@
-"""Which optimisations a training already has, from its live objects and its trace.
+"""Optimizations that a run already uses, from its live objects and its trace.
 
-Advice must not repeat what is there. What neither the objects nor the trace can tell says so.
+Advice must not repeat what is in use. What neither shows is not measured.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, dataloader
 
-from backlight.diagnose.profile.ranges import compiled, is_compiled
+from backlight.diagnose.profile.ranges import has_compiled, is_compiled
 from backlight.distributed import world
 from backlight.processes import available_cores
 from backlight.records import Phase
+from backlight.text import listed
 from backlight.trace.module_times import Attribution
 from backlight.trace.step_operators import Operations
 
@@ -34,7 +35,7 @@ _LOSS = re.compile(r"^aten::(cross_entropy_loss|nll_loss_nd)$")
 
 @dataclass(frozen=True)
 class Optimization:
-    """One optimisation: ``state`` is ``on``, ``off`` or ``not measured``, ``detail`` what was seen."""
+    """One optimization: ``state`` is ``on``, ``off`` or ``not measured``, ``detail`` what was observed."""
 
     name: str
     state: str
@@ -42,21 +43,21 @@ class Optimization:
 
 
 @dataclass
-class Live:
-    """What the live objects of a training say; the script's frames are gone when its trace is read.
+class LiveObjects:
+    """State of the live objects of a run; the script's frames are gone when its trace is read.
 
     Attributes
     ----------
     optimizers:
-        Type, whether a group asks for the fused and for the foreach way, of each optimizer.
+        Type of each optimizer, and whether a group sets ``fused`` and ``foreach``.
     compiled:
         Names of compiled modules, or that a function was compiled.
     types:
         Elements of the parameters by type.
     autocast:
-        Types of the autocast that was on when a module was called.
+        Types of the autocast that was active when a module was called.
     loaders:
-        Workers and words of each DataLoader.
+        Workers and a description of each DataLoader.
     matmul:
         Precision of float32 products.
     threads, cores:
@@ -73,17 +74,19 @@ class Live:
     cores: int = 1
 
 
-def look(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Live:
-    """Look at what lives now."""
+def read_live_objects(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> LiveObjects:
+    """Return the state of the live objects."""
     types: Counter[str] = Counter()
     for parameter in {id(p): p for model in models for p in model.parameters()}.values():
         types[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
     regions = [
         name or "(model)" for model in models for name, module in model.named_modules() if is_compiled(module)
     ]
-    return Live(
-        optimizers=[(type(o).__name__, _asks(o, "fused"), _asks(o, "foreach")) for o in optimizers],
-        compiled=tuple(regions) or (("a function",) if compiled() else ()),
+    return LiveObjects(
+        optimizers=[(type(o).__name__, _is_set(o, "fused"), _is_set(o, "foreach")) for o in optimizers],
+        compiled=tuple(regions) or (("a function",) if has_compiled() else ()),
         types=dict(types.most_common()),
         loaders=_loaders(),
         matmul=torch.get_float32_matmul_precision(),
@@ -93,9 +96,9 @@ def look(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer
 
 
 def find_optimizations(
-    live: Live, operations: Operations | None, modules: Attribution | None
+    live: LiveObjects, operations: Operations | None, modules: Attribution | None
 ) -> tuple[Optimization, ...]:
-    """Say what is on, from the live objects and from the trace where there is one."""
+    """Return the state of each optimization, from the live objects and the trace, where there is one."""
     names: dict[str, float] | None = None
     updates: set[str] | None = None
     if operations is not None:
@@ -106,7 +109,7 @@ def find_optimizations(
     return (
         _optimizer(live, updates),
         Optimization(
-            "compiled regions", ON if live.compiled else OFF, _some(live.compiled) or "nothing was compiled"
+            "compiled regions", ON if live.compiled else OFF, listed(live.compiled) or "nothing was compiled"
         ),
         _checkpointing(modules),
         _precision(live),
@@ -120,48 +123,44 @@ def find_optimizations(
     )
 
 
-def _asks(optimizer: torch.optim.Optimizer, way: str) -> bool:
-    return any(bool(group.get(way)) for group in optimizer.param_groups)
+def _is_set(optimizer: torch.optim.Optimizer, option: str) -> bool:
+    return any(bool(group.get(option)) for group in optimizer.param_groups)
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _optimizer(live: Live, names: set[str] | None) -> Optimization:
-    told, states = [], []
+def _optimizer(live: LiveObjects, names: set[str] | None) -> Optimization:
+    parts, states = [], []
     for kind, fused, foreach in live.optimizers:
         if fused or any(name.startswith("aten::_fused_") for name in names or ()):
-            way, state = "fused", ON
+            how, state = "fused", ON
         elif foreach or any(name.startswith("aten::_foreach_") for name in names or ()):
-            way, state = "foreach", ON
+            how, state = "foreach", ON
         elif names is None:
-            way, state = "its default, which depends on the device", UNKNOWN
+            how, state = "its default, which depends on the device", UNKNOWN
         else:
-            way, state = "a loop over parameters", OFF
-        told.append(f"{kind}: {way}")
+            how, state = "a loop over parameters", OFF
+        parts.append(f"{kind}: {how}")
         states.append(state)
-    if not told:
+    if not parts:
         return Optimization("fused optimizer", UNKNOWN, "no optimizer was alive")
     return Optimization(
-        "fused optimizer", OFF if OFF in states else states[0], _some(list(dict.fromkeys(told)))
+        "fused optimizer", OFF if OFF in states else states[0], listed(list(dict.fromkeys(parts)))
     )
 
 
 def _checkpointing(modules: Attribution | None) -> Optimization:
     if modules is None:
         return Optimization("checkpointing", UNKNOWN, "no trace")
-    again = [module.name or "(model)" for module in modules.modules if module.recomputed]
-    if not again:
+    recomputed = [module.name or "(model)" for module in modules.modules if module.recomputed]
+    if not recomputed:
         return Optimization("checkpointing", OFF, "no module was called in backward")
-    return Optimization("checkpointing", ON, f"recomputed: {_some(again)}")
+    return Optimization("checkpointing", ON, f"recomputed: {listed(recomputed)}")
 
 
-def _precision(live: Live) -> Optimization:
+def _precision(live: LiveObjects) -> Optimization:
     types = ", ".join(f"{name} {count:,}" for name, count in live.types.items())
     if live.autocast:
         return Optimization(
-            "low precision", ON, f"autocast to {_some(sorted(live.autocast))}; parameters: {types}"
+            "low precision", ON, f"autocast to {listed(sorted(live.autocast))}; parameters: {types}"
         )
     low = any(name in {"bfloat16", "float16"} or name.startswith("float8") for name in live.types)
     return Optimization("low precision", ON if low else OFF, f"no autocast; parameters: {types}")
@@ -193,27 +192,27 @@ def _chunked_loss(names: dict[str, float] | None) -> Optimization:
 
 
 def _loaders() -> list[tuple[int, str]]:
-    # A loop over a loader that it has just made keeps the iterator alone alive.
+    # A loop over a loader that it has just created keeps only the iterator alive.
     iterators = getattr(dataloader, "_BaseDataLoaderIter", None)
     kinds = tuple(kind for kind in (DataLoader, iterators) if kind is not None)
-    # type() first: isinstance() on a stranger may run its __class__ property.
+    # type() first: isinstance() on a third-party object may run its __class__ property.
     return [_loader(one) for one in gc.get_objects() if issubclass(type(one), kinds)]
 
 
 def _loader(loader: Any) -> tuple[int, str]:
-    def said(name: str) -> Any:
+    def get(name: str) -> Any:
         return getattr(loader, name, getattr(loader, f"_{name}", None))
 
-    workers = int(said("num_workers") or 0)
+    workers = int(get("num_workers") or 0)
     words = [f"{workers} workers"]
     if workers:
-        words.append(f"prefetch {said('prefetch_factor')}")
-        words += ["persistent"] if said("persistent_workers") else []
-    words += ["pinned memory"] if said("pin_memory") else []
+        words.append(f"prefetch {get('prefetch_factor')}")
+        words += ["persistent"] if get("persistent_workers") else []
+    words += ["pinned memory"] if get("pin_memory") else []
     return workers, ", ".join(words)
 
 
-def _workers(live: Live) -> Optimization:
+def _workers(live: LiveObjects) -> Optimization:
     if not live.loaders:
         return Optimization("data-loader workers", UNKNOWN, "no DataLoader of torch")
     state = ON if any(workers for workers, _ in live.loaders) else OFF
@@ -222,7 +221,7 @@ def _workers(live: Live) -> Optimization:
     )
 
 
-def _threads(live: Live) -> Optimization:
+def _threads(live: LiveObjects) -> Optimization:
     local = world().local_size
-    told = f"{live.threads} on {live.cores} cores" + (f", {local} ranks" if local > 1 else "")
-    return Optimization("threads within operations", ON if live.threads > 1 else OFF, told)
+    detail = f"{live.threads} on {live.cores} cores" + (f", {local} ranks" if local > 1 else "")
+    return Optimization("threads within operations", ON if live.threads > 1 else OFF, detail)

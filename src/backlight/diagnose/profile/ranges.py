@@ -1,54 +1,58 @@
-"""Ranges in a torch profile: which phase a training is in, and which module's forward.
+"""Ranges in a torch profile: phases of the step, forwards of modules, and source lines of operations.
 
-Only in the few steps that are traced: a range costs some microseconds even where nobody records it.
+Only in the few traced steps: a range costs some microseconds even where nothing records it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from backlight.capture.hub import Listener
 from backlight.capture.modules import Prefixes, inner
 from backlight.records import Phase
+from backlight.trace.copies import LINE
 from backlight.trace.module_times import MODULE, PHASE
 
 
 class PhaseRanges(Listener):
-    """Writes the phases of a training into the profile that is being taken.
+    """Writes the phases of a step into the active profile.
 
-    What follows a forward is called loss: that no backward came is not known before.
+    What follows a forward is called loss, whether or not a backward comes.
     """
 
     def __init__(self) -> None:
         self._open: list[tuple[str, Any]] = []
 
     def batch_begin(self, source: int) -> None:
-        """Waiting for data begins."""
-        self._rest()
+        """Begin to wait for data."""
+        self._end_loss()
         self._enter(Phase.DATA)
 
     def batch(self, index: int, seconds: float) -> None:
-        """A batch came."""
+        """End with a batch."""
         self._leave(Phase.DATA)
 
     def batch_missing(self) -> None:
-        """No batch came."""
+        """End without a batch."""
         self._leave(Phase.DATA)
 
     def forward_begin(self) -> None:
-        """An outermost module is called."""
+        """Begin the forward of an outermost module."""
         if not self._inside(Phase.BACKWARD):
-            self._rest()
+            self._end_loss()
             self._enter(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
 
     def forward_end(self) -> None:
-        """An outermost module has returned."""
+        """End the forward of an outermost module."""
         if self._inside(Phase.EVALUATION):
             self._leave(Phase.EVALUATION)
         elif self._inside(Phase.FORWARD):
@@ -57,52 +61,52 @@ class PhaseRanges(Listener):
                 self._enter(Phase.LOSS)
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
-        """Backward begins."""
-        self._rest()
+        """Begin backward."""
+        self._end_loss()
         self._enter(Phase.BACKWARD)
 
     def backward_end(self) -> None:
-        """Backward is over."""
+        """End backward."""
         self._leave(Phase.BACKWARD)
 
     def norm_begin(self) -> None:
-        """The norm is computed, which clipping does first."""
-        self._rest()
+        """Begin the total norm, the first part of clipping."""
+        self._end_loss()
         self._enter(Phase.CLIP)
 
     def norm_end(self) -> None:
-        """The norm is computed."""
+        """End the total norm."""
         self._leave(Phase.CLIP)
 
     def clip_begin(
         self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
     ) -> None:
-        """Clipping begins."""
-        self._rest()
+        """Begin clipping."""
+        self._end_loss()
         self._enter(Phase.CLIP)
 
     def clip_end(self) -> None:
-        """Clipping is over."""
+        """End clipping."""
         self._leave(Phase.CLIP)
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """The optimizer begins."""
-        self._rest()
+        """Begin the optimizer."""
+        self._end_loss()
         self._enter(Phase.OPTIMIZER)
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer is done."""
+        """End the optimizer."""
         self._leave(Phase.OPTIMIZER)
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the open ranges."""
         while self._open:
             self._open.pop()[1].__exit__(None, None, None)
 
     def _inside(self, phase: str) -> bool:
         return any(name == phase for name, _ in self._open)
 
-    def _rest(self) -> None:
+    def _end_loss(self) -> None:
         self._leave(Phase.LOSS)
 
     def _enter(self, phase: str) -> None:
@@ -120,21 +124,20 @@ class PhaseRanges(Listener):
 
 
 class ModuleRanges:
-    """Writes the forward of every module into the profile that is being taken."""
+    """Writes the forward of every module into the active profile."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
 
     @property
     def autocast(self) -> set[str]:
-        """Types of the autocast that was on when a module was called."""
+        """Types of the autocast that was active when a module was called."""
         return set(_autocast)
 
     def follow(self, roots: Iterable[nn.Module]) -> None:
         """Hook every module of the models, each under its first name; several models have prefixes.
 
-        The inside of a compiled module is left alone: a hook there would be compiled in, or compile
-        the model again.
+        The inside of a compiled module gets no hooks: they would be compiled in, or recompile the model.
         """
         seen: set[int] = set()
         _autocast.clear()
@@ -147,7 +150,7 @@ class ModuleRanges:
                     self._handles.append(module.register_forward_hook(returned, always_call=True))
 
     def leave(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -184,7 +187,7 @@ def returned(module: nn.Module, _args: Any, _output: Any) -> None:
 
 
 def _reachable(wrapper: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of a model, a compiled module as itself and nothing below it."""
+    """Yield name and module of a model, nothing below a compiled module."""
     module = wrapper
     while not is_compiled(module) and (wrapped := inner(module)) is not None:
         module = wrapped
@@ -195,13 +198,84 @@ def _reachable(wrapper: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether a module's forward is compiled, in place or as a wrapper."""
+    """Return whether a module's forward is compiled, in place or as a wrapper."""
     return (
         type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
     )
 
 
-def compiled() -> bool:
-    """Tell whether anything was compiled in this process so far, a function included."""
+def has_compiled() -> bool:
+    """Return whether anything was compiled in this process, a function included."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return bool(counters is not None and counters["frames"]["ok"])
+
+
+_LIBRARY = tuple(
+    str(Path(module.__file__).parent) + "/"
+    for module in (torch, sys.modules["backlight"])
+    if module.__file__ is not None
+)
+
+
+class LineRanges:
+    """Writes the source line of every torch call into the active profile, for one traced step.
+
+    torch.profiler's own stacks name the line at which a function begins, and cost a hook on every Python
+    call. Here each torch call gets a range with its exact line; a copy inside such a call, as for a layout
+    change in a matrix product, lies in the range of that call.
+    """
+
+    def __init__(self) -> None:
+        self._mode: _LineMode | None = None
+
+    def begin(self) -> bool:
+        """Start; return False where another mode is active that could be left in the wrong order."""
+        if _function_modes():
+            return False
+        self._mode = _LineMode()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]  # as torch has it
+        return True
+
+    def end(self) -> None:
+        """Stop; a mode that is not the innermost is only switched off."""
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return
+        mode.on = False
+        modes = _function_modes()
+        if modes and modes[-1] is mode:
+            mode.__exit__(None, None, None)
+
+
+def lines_possible() -> bool:
+    """Return whether :class:`LineRanges` can be used: no other function mode is active."""
+    return not _function_modes()
+
+
+def _function_modes() -> list[Any]:
+    with contextlib.suppress(AttributeError):  # a private name of torch
+        stack: Any = torch.overrides._get_current_function_mode_stack
+        return list(stack())
+    return [None]
+
+
+class _LineMode(TorchFunctionMode):
+    on = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        # Reading an attribute is no operation; the operations of backward have lines of their own.
+        if not self.on or name in {"__get__", "backward"}:
+            return func(*args, **(kwargs or {}))
+        with torch.profiler.record_function(LINE + _line()):
+            return func(*args, **(kwargs or {}))
+
+
+def _line() -> str:
+    frame = sys._getframe(2)
+    first = frame
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+        frame = frame.f_back
+    if frame.f_code.co_filename.startswith(_LIBRARY):
+        frame = first
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -1,27 +1,35 @@
-"""Profile a script: observe it, read back its trace, and put together what both say."""
+"""Profile a script: observe it, read its trace, and combine both into one result."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import resource
+import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.parameters import Scope
-from backlight.diagnose.profile.ablations import Confirmed, control_of_this_run
-from backlight.diagnose.profile.attention_flops import Attention, attention
-from backlight.diagnose.profile.observer import Observed, Observer
-from backlight.diagnose.profile.optimizations import Optimization, find_optimizations
+from backlight.diagnose.profile.controls import control_from_environment
+from backlight.diagnose.profile.observer import Observed, ProfileObserver
+from backlight.diagnose.profile.optimizations import find_optimizations
+from backlight.diagnose.profile.result import (
+    ModuleMilliseconds,
+    PeakMemory,
+    ProfileResult,
+    StepMilliseconds,
+)
 from backlight.diagnose.profile.step_summary import StepProfile, summarize_steps
-from backlight.diagnose.profile.throughput import Throughput, peak_of, throughput
+from backlight.diagnose.profile.throughput import Attention, find_attention, peak_flops, throughput
 from backlight.distributed import world
 from backlight.launch.observe import end_script, explain
 from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
@@ -35,83 +43,15 @@ from backlight.trace.step_operators import Operations, read_operations, split
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes: the peak so far, and how much there is; ``of`` says of what."""
-
-    peak: int
-    capacity: int
-    of: str
-
-
-@dataclass(frozen=True)
-class Profile:
-    """A profiled script.
-
-    Attributes
-    ----------
-    script, arguments, code:
-        The script, its arguments, and its own exit code.
-    rank:
-        Whose profile it is; rank 0 alone is traced.
-    steps:
-        What the clocked steps say.
-    observed:
-        The steps themselves.
-    throughput:
-        Tokens per second and MFU, or why they are not measured; None without a steady step.
-    trace_path:
-        Where the trace is; None where none was taken or kept.
-    trace:
-        The trace as its file holds it, where it was asked for; empty otherwise.
-    operations, modules:
-        Tables from the trace.
-    optimizations:
-        What is on already.
-    description:
-        Fingerprint, parameters and circumstances; None where the script ended before any step.
-    pauses:
-        Pauses by Python's garbage collector: the step in which each fell, and what is known of it.
-    memory:
-        Peak of the device, or of the process where there is none.
-    overhead:
-        How much longer a traced step took than a clocked one, as a ratio.
-    trouble:
-        What could not be measured, and why.
-    controls:
-        Outcomes of the controls, where they were asked for.
-    """
-
-    script: str
-    arguments: tuple[str, ...]
-    code: int
-    rank: int
-    steps: StepProfile
-    observed: Observed
-    throughput: Throughput | None
-    trace_path: Path | None
-    trace: bytes
-    operations: Operations | None
-    modules: Attribution | None
-    optimizations: tuple[Optimization, ...]
-    overhead: float | None
-    memory: Memory
-    parameters: int
-    description: Description | None
-    pauses: tuple[tuple[int, dict[str, Any]], ...]
-    trouble: tuple[str, ...]
-    controls: tuple[Confirmed, ...] = ()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to take.
+class ProfileOptions:
+    """What to profile.
 
     Attributes
     ----------
     steps, traced:
         Steps under the clock, and under torch's profiler after them.
     trace:
-        Where the trace goes; None to keep it nowhere.
+        Path of the trace; None to keep none.
     keep:
         Also return the trace as its file holds it.
     stacks:
@@ -132,44 +72,78 @@ class Plan:
     quiet: bool = False
 
 
-def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = False) -> Profile:
-    """Run a script for as many steps as a profile takes, and say where they went.
+@dataclass(frozen=True)
+class Description:
+    """Fingerprint, parameters and runtime info at the end of the clocked steps."""
+
+    fingerprint: Fingerprint
+    records: tuple[ParameterRecord, ...]
+    runtime_info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A profiled script.
+
+    Attributes
+    ----------
+    result:
+        The profile as one record.
+    observed:
+        The steps themselves.
+    operations:
+        Tables from the trace, with whole paths of files; None where none was taken.
+    trace:
+        The trace as its file holds it, where it was requested; empty otherwise.
+    pauses:
+        Pauses by Python's garbage collector: step and payload of each.
+    """
+
+    result: ProfileResult
+    observed: Observed
+    operations: Operations | None
+    trace: bytes
+    pauses: tuple[tuple[int, dict[str, Any]], ...]
+
+
+def profile(script: str, arguments: list[str], options: ProfileOptions, *, module: bool = False) -> Profile:
+    """Run a script for as many steps as needed, and return where their time went.
 
     Parameters
     ----------
     script, arguments, module:
         As for :func:`backlight.launch.script.launch`.
-    plan:
-        What to take.
+    options:
+        What to profile.
 
     Raises
     ------
     ValueError
-        If no step was seen, or what was seen does not add up.
+        If the script took no step, or phases do not add up.
     """
     # Kineto reports its own starts and stops on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     rank = world().rank
     with tempfile.TemporaryDirectory(prefix="backlight-profile-") as folder:
-        wanted = plan.traced > 0 and rank == 0
-        path = (plan.trace or Path(folder) / "trace.json.gz").absolute() if wanted else None
-        describe = functools.partial(_describe, arguments=tuple(arguments), waiting=CoreWait())
-        observer = Observer(end_script, plan.steps, plan.traced, path, stacks=plan.stacks, describe=describe)
+        wanted = options.traced > 0 and rank == 0
+        path = (options.trace or Path(folder) / "trace.json.gz").absolute() if wanted else None
+        describe = functools.partial(_describe, arguments=tuple(arguments), core_wait=CoreWait())
+        observer = ProfileObserver(
+            end_script, options.steps, options.traced, path, stacks=options.stacks, describe=describe
+        )
+        observed = observer.observed
         pauses: list[tuple[int, dict[str, Any]]] = []
         collector = GarbagePauses(
-            lambda _kind, payload, step: pauses.append((step or 0, payload)),
-            lambda: len(observer.observed.steps),
+            lambda _kind, payload, step: pauses.append((step or 0, payload)), lambda: len(observed.steps)
         )
-        controlled = control_of_this_run() or contextlib.nullcontext()
         collector.start()
-        with controlled:
-            code = explain(observer, script, arguments, module=module, quiet=plan.quiet, compiled=True)
+        with control_from_environment() or contextlib.nullcontext():
+            code = explain(observer, script, arguments, module=module, quiet=options.quiet, compiled=True)
         collector.stop()
-        observed = observer.observed
         if not observed.steps:
             raise ValueError(
                 f"{script}: ended (exit code {code}) without a step of an optimizer after a backward; "
-                "expected a training"
+                "expected a training script"
             )
         try:
             summary = summarize_steps(
@@ -177,98 +151,148 @@ def profile(script: str, arguments: list[str], plan: Plan, *, module: bool = Fal
                 [step.phases for step in observed.steps],
                 [step.separated for step in observed.steps],
             )
-            read = _read(path, observed) if path is not None and observed.traced else None
+            read = _read_trace(path, observed) if path is not None and observed.traced else None
         except (SeriesError, TraceError) as error:
             raise ValueError(f"{script}: {error}") from None
-        kept = path.read_bytes() if read is not None and path is not None and plan.keep else b""
-    operations, modules, calls = read if read is not None else (None, None, None)
+        kept = path.read_bytes() if read is not None and path is not None and options.keep else b""
+    operations, modules, attention = read if read is not None else (None, None, None)
     parameters = {id(p): p for model in observer.trained.models for p in model.parameters()}
     count = sum(p.numel() for p in parameters.values())
     live = observed.live
-    return Profile(
+    result = ProfileResult(
         script=script,
         arguments=tuple(arguments),
-        code=code,
         rank=rank,
-        steps=summary,
-        observed=observed,
-        throughput=_throughput(summary, plan, count, calls, modules),
-        trace_path=plan.trace if read is not None else None,
-        trace=kept,
-        operations=operations,
-        modules=modules,
-        optimizations=find_optimizations(live, operations, modules) if live is not None else (),
-        overhead=_overhead(summary, observed),
-        memory=_memory(),
+        world_size=world().size,
+        exit_code=code,
+        sum_error=summary.sum_error,
+        device_phases=_device_phases(observed, summary.steady.warmup),
+        backwards_per_step=_middle([step.backwards for step in observed.steps]),
         parameters=count,
-        description=observed.description,
-        pauses=tuple(pauses),
-        trouble=tuple(observed.trouble),
+        memory=_peak_memory(),
+        optimizations=find_optimizations(live, operations, modules) if live is not None else (),
+        tracing_overhead=_overhead(summary, observed),
+        trace=str(options.trace) if read is not None and options.trace is not None else None,
+        not_measured=tuple(text for text in (*observed.trouble, summary.steady.trouble) if text),
+        **_step_fields(summary),
+        **_throughput_fields(summary, options, count, attention, modules),
+        **(_trace_fields(operations) if operations is not None else {}),
+        **(_module_fields(modules) if modules is not None else {}),
     )
+    return Profile(result, observed, operations, kept, tuple(pauses))
 
 
-@dataclass(frozen=True)
-class Description:
-    """What the live training was when its clocked steps were over."""
-
-    fingerprint: Fingerprint
-    records: tuple[ParameterRecord, ...]
-    circumstances: dict[str, Any]
-
-
-def _describe(scope: Scope, arguments: tuple[str, ...], waiting: CoreWait) -> Description:
+def _describe(scope: Scope, arguments: tuple[str, ...], core_wait: CoreWait) -> Description:
     groups = [group for optimizer in scope.optimizers() for group in optimizer_groups(optimizer)]
-    facts = runtime_info(groups, waiting)
-    return Description(take_fingerprint(scope, arguments), tuple(scope.table.records), facts)
+    info = runtime_info(groups, core_wait)
+    return Description(take_fingerprint(scope, arguments), tuple(scope.table.records), info)
 
 
-def _read(path: Path, observed: Observed) -> tuple[Operations, Attribution, Attention | None]:
+def _read_trace(path: Path, observed: Observed) -> tuple[Operations, Attribution, Attention | None]:
     steps = len(observed.traced)
     main, lines = split(read_trace(path), steps)
-    return (
-        read_operations(main, lines if observed.lined else None),
-        attribute(main.events, steps),
-        attention(main, steps),
-    )
+    operations = read_operations(main, lines if observed.has_lines else None)
+    return operations, attribute(main.events, steps), find_attention(main, steps)
 
 
-def _throughput(
-    summary: StepProfile, plan: Plan, count: int, calls: Attention | None, modules: Attribution | None
-) -> Throughput | None:
+def _step_fields(summary: StepProfile) -> dict[str, Any]:
+    step = summary.step
+    return {
+        "first_ms": summary.steady.first * 1e3,
+        "warmup_dropped": summary.steady.warmup,
+        "phases": summary.phases,
+        "step": None
+        if step is None
+        else StepMilliseconds(
+            *(1e3 * value for value in (step.median, step.low, step.high, step.p95, step.mad)), step.count
+        ),
+    }
+
+
+def _throughput_fields(
+    summary: StepProfile,
+    options: ProfileOptions,
+    parameters: int,
+    attention: Attention | None,
+    modules: Attribution | None,
+) -> dict[str, Any]:
     if summary.step is None:
-        return None
-    peak, device = plan.peak, ""
+        return {}
+    peak, device = options.peak, ""
     if peak is None and torch.cuda.is_available():
         device = torch.cuda.get_device_name()
-        peak = peak_of(device)
-    # Shapes are those of one rank.
-    each = calls.operations * world().size / plan.tokens if calls is not None and plan.tokens else None
-    outermost = [m for m in modules.modules if m.recomputed] if modules is not None else []
-    inner = {m.name for m in outermost}
-    return throughput(
+        peak = peak_flops(device)
+    rows = modules.modules if modules is not None else ()
+    recomputed = {m.name: m.recomputed for m in rows if m.recomputed}
+    reached = throughput(
         summary.step.median,
-        tokens=plan.tokens,
-        parameters=count,
-        attention=each,
+        tokens=options.tokens,
+        parameters=parameters,
+        # Shapes are those of one rank.
+        attention=attention.operations * world().size / options.tokens
+        if attention is not None and options.tokens
+        else None,
         peak=peak,
         world=world().size,
         device=device,
-        recomputed=sum(m.recomputed for m in outermost if m.name.rpartition(".")[0] not in inner),
+        recomputed=sum(s for name, s in recomputed.items() if name.rpartition(".")[0] not in recomputed),
     )
+    return {
+        "tokens_per_second": reached.tokens_per_second,
+        "mfu": reached.mfu,
+        "mfu_basis": reached.basis,
+    }
 
 
-def _memory() -> Memory:
+def _trace_fields(operations: Operations) -> dict[str, Any]:
+    fields = {field.name: getattr(operations, field.name) for field in dataclasses.fields(operations)}
+    fields["copies"] = tuple(
+        dataclasses.replace(row, line=row.line.removeprefix(f"{Path.cwd()}{os.sep}"))
+        for row in operations.copies
+    )
+    return fields
+
+
+def _module_fields(modules: Attribution) -> dict[str, Any]:
+    rows = tuple(
+        ModuleMilliseconds(
+            m.name,
+            m.calls,
+            *(
+                1e3 * seconds
+                for seconds in (
+                    m.forward, m.forward_exclusive, m.recomputed, m.backward, m.backward_exclusive,
+                )
+            ),
+        )
+        for m in modules.modules
+    )  # fmt: skip
+    return {"modules": rows, "backward_unattributed_ms": modules.unattributed * 1e3}
+
+
+def _device_phases(observed: Observed, warmup: int) -> dict[str, float] | None:
+    """Return the median milliseconds of the device by phase, over the steady steps; None without a device."""
+    steps = observed.device[max(0, warmup - 1) :]  # the first step has no begin on the device
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {
+        str(name): 1e3 * statistics.median(step.get(name, 0.0) for step in steps) for name in names
+    } or None
+
+
+def _peak_memory() -> PeakMemory:
     if torch.cuda.is_available():
         whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        return Memory(torch.cuda.max_memory_allocated(), int(whole), "device")
+        return PeakMemory(torch.cuda.max_memory_allocated(), int(whole), "device")
     # Kilobytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Memory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, pages, "process")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return PeakMemory(peak, psutil.virtual_memory().total, "process")
 
 
 def _overhead(summary: StepProfile, observed: Observed) -> float | None:
-    if summary.step is None or not observed.traced:
-        return None
-    times = sorted(step.seconds for step in observed.traced)
-    return times[len(times) // 2] / summary.step.median
+    traced = _middle([step.seconds for step in observed.traced])
+    return None if summary.step is None or traced is None else traced / summary.step.median
+
+
+def _middle(values: list[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None

@@ -1,15 +1,23 @@
-"""Tokens per second and the share of the peak that they make (MFU).
+"""Tokens per second, and their share of the device's peak (MFU).
 
 ``MFU = tokens/s · (6 N + 12 L d T) / (world · peak)`` (Chowdhery et al., 2204.02311, appendix B): six
 operations per parameter and token for forward and backward, and attention's scores and mixing. Recomputed
-forwards are work that the model did not need, and do not count.
+forwards are not required by the model, and do not count.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
-PEAKS: tuple[tuple[str, float], ...] = (
+import numpy as np
+
+from backlight.records import Phase
+from backlight.trace.classification import PHASES
+from backlight.trace.events import Events, Trace
+from backlight.trace.timeline import Timeline
+
+PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
     ("H100", 989e12),
@@ -26,21 +34,17 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("MI250", 362e12),
 )
 """Dense bf16 or fp16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets; the first
-that fits counts. An MI250 is two devices to torch, and each has half of 362e12."""
+match counts. An MI250 is two devices to torch, and each has half of 362e12."""
+
+_CALL = "aten::scaled_dot_product_attention"
+_KERNELS = "aten::_scaled_dot_product_"
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """What a step gets done; what was not given or is not known is None.
+    """Tokens per second over all ranks, and MFU; None where unknown.
 
-    Attributes
-    ----------
-    tokens_per_second:
-        Over all ranks.
-    mfu:
-        Share of the peak.
-    basis:
-        What the MFU rests on, in words; why there is none where there is none.
+    ``basis`` states what the MFU rests on, or why there is none.
     """
 
     tokens_per_second: float | None
@@ -48,9 +52,18 @@ class Throughput:
     basis: str
 
 
-def peak_of(device: str) -> float | None:
-    """Return the peak of a device by its name, None for one that the table does not hold."""
-    for part, peak in PEAKS:
+@dataclass(frozen=True)
+class Attention:
+    """Calls of attention per step, their operations forward and backward, and the shape of a query."""
+
+    calls: float
+    operations: float
+    shape: str
+
+
+def peak_flops(device: str) -> float | None:
+    """Return the peak of a device by its name, None for an unknown one."""
+    for part, peak in PEAK_FLOPS:
         if part.lower() in device.lower():
             return peak / 2 if part == "MI250" else peak
     return None
@@ -78,8 +91,8 @@ def throughput(
     parameters:
         N: parameters that a token passes through.
     attention:
-        12 L d T: operations of attention per token, forward and backward; None where it is not known,
-        and left out then.
+        12 L d T: operations of attention per token, forward and backward; None where unknown, and then left
+        out.
     peak:
         FLOP/s of one device.
     world:
@@ -87,7 +100,7 @@ def throughput(
     device:
         Its name, where the peak is that of the table.
     recomputed:
-        Seconds of a step that forwards inside backward take, which are stated.
+        Seconds of a step that forwards inside backward take, for the basis.
     """
     if tokens is None:
         return Throughput(None, None, "tokens per step were not given (--tokens-per-step)")
@@ -95,20 +108,58 @@ def throughput(
     if peak is None:
         return Throughput(rate, None, "the peak of this device is not known (--peak-flops)")
     per_token = 6 * parameters + (attention or 0.0)
-    terms = f"6 N with N = {parameters:,} (all parameters)"
-    terms += (
+    counted = (
         f", and {attention:,.4g} of attention (12 L d T) a token"
         if attention
         else ", attention not counted (no call of scaled_dot_product_attention with shapes in the trace)"
     )
     source = f" ({device}, dense 16 bit)" if device else ""
-    again = (
-        f", which takes {recomputed * 1e3:,.1f} ms of a step here"
-        if recomputed
-        else ", of which there is none"
-    )
+    work = f", which takes {recomputed * 1e3:,.1f} ms of a step here" if recomputed else "; there is none"
     basis = (
-        f"{terms}; peak {peak / 1e12:,.4g} TFLOP/s a device{source} on {world} device(s); "
-        f"recomputation is not counted as work{again}"
+        f"6 N with N = {parameters:,} (all parameters){counted}; "
+        f"peak {peak / 1e12:,.4g} TFLOP/s a device{source} on {world} device(s); "
+        f"recomputation is not counted as work{work}"
     )
     return Throughput(rate, rate * per_token / (world * peak), basis)
+
+
+def find_attention(trace: Trace, steps: int) -> Attention | None:
+    """Return the operations of attention per step; None where no call with shapes is in the trace.
+
+    With batch B, heads H, lengths T and S, and head dimension D, one call has ``12 B H T S D`` operations:
+    scores
+    and mixing take 4 T d per token and layer forward, and backward twice that; a causal mask is not
+    subtracted.
+    Calls inside backward are recomputed ones, which MFU does not count.
+    """
+    timeline = Timeline(trace)
+    events, tree = timeline.events, timeline.tree
+    codes = [
+        code
+        for code, name in enumerate(events.words["name"])
+        if name == _CALL or (name.startswith(_KERNELS) and "backward" not in name)
+    ]
+    if not codes:
+        return None
+    is_call = np.isin(events["name"][tree.rows], codes)
+    # A kernel lies inside the call that chose it, and is counted with it.
+    above = tree.inherited(np.where(is_call, np.arange(len(is_call)), -1))
+    is_outermost = is_call & ~np.where(tree.parent >= 0, above[tree.parent] >= 0, False)
+    is_forward = timeline.phases != PHASES.index(Phase.BACKWARD)
+    in_step = timeline.step_of(tree.start) >= 0
+    rows = tree.rows[is_outermost & is_forward & in_step].tolist()
+    found = [call for row in rows if (call := _operations(events, row)) is not None]
+    if not found:
+        return None
+    return Attention(len(found) / steps, sum(operations for operations, _ in found) / steps, found[0][1])
+
+
+def _operations(events: Events, row: int) -> tuple[float, str] | None:
+    text = events.word("shapes", row)
+    shapes = json.loads(text) if text else []
+    if len(shapes) < 2 or any(not isinstance(s, list) or len(s) < 2 for s in shapes[:2]):
+        return None
+    query, key = shapes[0], shapes[1]
+    length, size = query[-2:]
+    batch = int(np.prod(query[:-2], dtype=np.int64))
+    return 12.0 * batch * length * key[-2] * size, "x".join(map(str, query))

@@ -88,7 +88,7 @@ def measure(recipe: Recipe, steps: int) -> dict[str, Any]:
         "step_ms": found.step.median * 1e3,
         "low_ms": found.step.low * 1e3,
         "high_ms": found.step.high * 1e3,
-        "phases": {row.name: row.median_ms for row in found.phases},
+        "phases": {name: phase.median_ms for name, phase in found.phases.items()},
         "memory": int(torch.cuda.max_memory_allocated(device)) if device is not None else None,
         "message": found.steady.trouble,
     }

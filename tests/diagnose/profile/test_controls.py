@@ -1,4 +1,4 @@
-"""Controls: what is suspected, what a control changes, and when a claim is withdrawn."""
+"""Controls: which costs are suspected, what a control changes, and when a claim is withdrawn."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from backlight.diagnose.profile import ablations
-from backlight.diagnose.profile.ablations import Suspicion, confirm, suspicions
-from backlight.diagnose.profile.interventions import (
+from backlight.diagnose.profile import controls
+from backlight.diagnose.profile.controls import (
     CACHED_BATCH,
     FUSED_OPTIMIZER,
     NO_CLIPPING,
     ONE_THREAD,
     WITHOUT_LINE,
     Control,
+    ControlRunError,
+    Suspicion,
+    find_suspicions,
+    run_controls,
 )
-from backlight.diagnose.profile.optimizations import Live, Optimization
-from backlight.diagnose.profile.run import Plan
+from backlight.diagnose.profile.optimizations import LiveObjects, Optimization
+from backlight.diagnose.profile.run import ProfileOptions
 
 
 def profile(shares: dict[str, float], **more: Any) -> Any:
     return SimpleNamespace(
-        script="train.py",
-        arguments=(),
-        steps=SimpleNamespace(phases=[SimpleNamespace(name=n, share=s) for n, s in shares.items()]),
-        optimizations=[Optimization("fused optimizer", more.get("fused", "off"), "")],
-        observed=SimpleNamespace(live=Live(threads=more.get("threads", 1), cores=4)),
+        result=SimpleNamespace(
+            phases={name: SimpleNamespace(share=share) for name, share in shares.items()},
+            optimizations=[Optimization("fused optimizer", more.get("fused", "off"), "")],
+        ),
+        observed=SimpleNamespace(live=LiveObjects(threads=more.get("threads", 1), cores=4)),
         operations=SimpleNamespace(
             operators=[SimpleNamespace(calls=10, host_ms=more.get("host", 10.0))],
             copies=[SimpleNamespace(line=line, share=share) for line, share in more.get("copies", ())],
@@ -58,19 +61,22 @@ def profile(shares: dict[str, float], **more: Any) -> Any:
     ],
 )
 def test_what_is_suspected(found: Any, expected: list[str]) -> None:
-    assert [suspicion.name for suspicion in suspicions(found)] == expected
+    assert [suspicion.name for suspicion in find_suspicions(found)] == expected
 
 
 def outcome(monkeypatch: pytest.MonkeyPatch, without: list[Any], with_it: list[Any]) -> Any:
     taken: dict[bool, list[Any]] = {False: list(without), True: list(with_it)}
     order: list[bool] = []
 
-    def run(_profile: Any, _plan: Plan, _what: Suspicion, *, module: bool, on: bool) -> Any:
+    def run(_profile: Any, _options: ProfileOptions, _what: Suspicion, *, module: bool, on: bool) -> float:
         order.append(on)
-        return taken[on].pop(0)
+        taken_ms = taken[on].pop(0)
+        if isinstance(taken_ms, str):
+            raise ControlRunError(taken_ms)
+        return taken_ms
 
-    monkeypatch.setattr(ablations, "_run", run)
-    (found,) = confirm(profile({"data": 0.3}), Plan(), module=False, pairs=len(without))
+    monkeypatch.setattr(controls, "_run", run)
+    (found,) = run_controls(profile({"data": 0.3}), ProfileOptions(), module=False, pairs=len(without))
     return found, order
 
 
@@ -79,21 +85,21 @@ def test_a_control_that_is_faster_confirms_with_its_interval(monkeypatch: pytest
     assert found.confirmed
     assert found.low < found.ratio < found.high < 1
     assert found.ratio == pytest.approx(0.70, abs=0.02)
-    assert found.says.startswith("confirmed: waiting for data takes 30% of a step; with the control (cached")
+    assert found.text.startswith("confirmed: waiting for data takes 30% of a step; with the control (cached")
     assert order == [False, True, True, False, False, True, True, False]
 
 
 def test_a_control_that_changes_nothing_withdraws_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = outcome(monkeypatch, [10, 11, 10.5], [10.1, 10.8, 10.6])
     assert not found.confirmed
-    assert found.says.startswith("withdrawn: waiting for data takes 30% of a step, but with the control")
+    assert found.text.startswith("withdrawn: waiting for data takes 30% of a step, but with the control")
 
 
 def test_a_control_that_fails_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, order = outcome(monkeypatch, [10, 10, 10], ["the script failed", 1, 1])
+    found, order = outcome(monkeypatch, [10, 10, 10], ["with the control: the script failed", 1, 1])
     assert not found.confirmed
     assert found.ratio is None
-    assert found.says.endswith("takes 30% of a step; with the control: the script failed")
+    assert found.text.endswith("takes 30% of a step; with the control: the script failed")
     assert order == [False, True]
 
 
@@ -101,12 +107,12 @@ def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="--confirm: controls are run by one process"):
-        confirm(profile({}), Plan(), module=False, pairs=5)
+        run_controls(profile({}), ProfileOptions(), module=False, pairs=5)
 
 
 def test_two_pairs_are_too_few() -> None:
     with pytest.raises(ValueError, match="--pairs 2: expected 3 or more"):
-        confirm(profile({}), Plan(), module=False, pairs=2)
+        run_controls(profile({}), ProfileOptions(), module=False, pairs=2)
 
 
 # What the controls do
@@ -192,6 +198,6 @@ def test_a_slow_loader_is_confirmed_end_to_end(tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "--steps", "12", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    controls = {row["name"]: row for row in json.loads(done.stdout)["controls"]}
-    assert controls[CACHED_BATCH]["confirmed"]
-    assert controls[CACHED_BATCH]["ratio"] < 0.6
+    found = {row["name"]: row for row in json.loads(done.stdout)["controls"]}
+    assert found[CACHED_BATCH]["confirmed"]
+    assert found[CACHED_BATCH]["ratio"] < 0.6

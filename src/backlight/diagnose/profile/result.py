@@ -1,0 +1,211 @@
+"""A profile as one record: for ``--json``, ``evidence/profile.json`` and the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from backlight.diagnose.profile.controls import ControlResult
+from backlight.diagnose.profile.optimizations import Optimization
+from backlight.diagnose.profile.step_summary import PhaseTime
+from backlight.distributed import launch_id, world
+from backlight.findings.evaluate import evaluate_rules
+from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, RUNTIME_INFO
+from backlight.monitors.steptime.monitor import REMAINDER
+from backlight.records import Finding, Made, Phase, RunStatus
+from backlight.store.errors import RunWriteError
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
+from backlight.trace.step_operators import CopyTime, DeviceTime, JoinedTime, Logits, OperatorTime
+
+if TYPE_CHECKING:
+    from backlight.diagnose.profile.run import Profile
+
+PROFILE = "profile.json"
+TRACE = "trace.json.gz"
+
+
+@dataclass(frozen=True)
+class StepMilliseconds:
+    """The steady step: median with its interval, 95th percentile, median absolute deviation."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    p95_ms: float
+    mad_ms: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class ModuleMilliseconds:
+    """Host time of one module per step; exclusive times are without the modules inside.
+
+    ``recomputed_ms`` is forward time inside backward, which checkpointing costs; it is a part of backward.
+    """
+
+    name: str
+    calls: float
+    forward_ms: float
+    forward_exclusive_ms: float
+    recomputed_ms: float
+    backward_ms: float
+    backward_exclusive_ms: float
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes: the peak so far, and the capacity; ``of`` is ``device`` or ``process``."""
+
+    peak: int
+    capacity: int
+    of: str
+
+
+class ProfileResult(BaseModel):
+    """A profile; what was not measured is None. Times are milliseconds per step.
+
+    Attributes
+    ----------
+    exit_code:
+        The script's own.
+    rank:
+        Whose profile it is; rank 0 alone is traced.
+    phases, device_phases:
+        Host time by phase, and median device time by phase.
+    sum_error, trace_sum_error:
+        Largest share by which phases miss their step, clocked and traced.
+    mfu_basis:
+        What the MFU rests on, or why there is none.
+    backward_unattributed_ms:
+        Backward time of no module: the loss, sums of gradients, the engine.
+    tracing_overhead:
+        Ratio of a traced step to a clocked one.
+    trace:
+        Path of the trace; None where none was taken or kept.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int = 2
+    script: str
+    arguments: tuple[str, ...]
+    rank: int
+    world_size: int
+    exit_code: int
+    step: StepMilliseconds | None
+    first_ms: float
+    warmup_dropped: int
+    phases: dict[str, PhaseTime]
+    times_are: str = "host"
+    device_phases: dict[str, float] | None
+    sum_error: float
+    backwards_per_step: float | None
+    parameters: int
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    mfu_basis: str | None = None
+    modules: tuple[ModuleMilliseconds, ...] | None = None
+    backward_unattributed_ms: float | None = None
+    traced_steps: int | None = None
+    traced_step_ms: float | None = None
+    traced_phases: dict[str, float] | None = None
+    trace_sum_error: float | None = None
+    exposed_communication: float | None = None
+    logits: Logits | None = None
+    operators: tuple[OperatorTime, ...] | None = None
+    kinds: tuple[OperatorTime, ...] | None = None
+    kernels: tuple[OperatorTime, ...] | None = None
+    copies: tuple[CopyTime, ...] | None = None
+    joined: tuple[JoinedTime, ...] | None = None
+    device: DeviceTime | None = None
+    trace_notes: tuple[str, ...] = ()
+    memory: PeakMemory
+    controls: tuple[ControlResult, ...] = ()
+    optimizations: tuple[Optimization, ...]
+    tracing_overhead: float | None
+    trace: str | None = None
+    not_measured: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def profile_run(path: Path | None, script: str, arguments: list[str]) -> Iterator[RunWriter | None]:
+    """Open the run directory of a profile before anything is measured; without a path, a temporary one.
+
+    A rank other than the first has no temporary one: its rules are not evaluated.
+
+    Raises
+    ------
+    RunWriteError
+        If it cannot be written; RunExistsError where it holds something else.
+    """
+    with contextlib.ExitStack() as stack:
+        if path is None and world().rank != 0:
+            yield None
+            return
+        if path is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="backlight-profile-"))
+            path = Path(folder) / "run"
+        yield RunWriter.create(
+            path,
+            name=path.name,
+            script=script,
+            arguments=arguments,
+            monitors=("steptime",),
+            rank=world().rank,
+            world_size=world().size,
+            run_id=launch_id(),
+        )
+
+
+def find_findings(writer: RunWriter) -> list[Finding]:
+    """Return the findings on the stored profile."""
+    return evaluate_rules(open_run(writer.path), made=Made.LIVE)
+
+
+def store_profile(profile: Profile, writer: RunWriter) -> ProfileResult:
+    """Write a profile and close its run; return the result as stored.
+
+    Every clocked step has the scalars ``phase/<phase>``, in seconds, the cold first one included; the rest
+    is in ``evidence/profile.json``, and the trace next to it.
+
+    Raises
+    ------
+    RunWriteError
+        If the disk refuses.
+    """
+    result, steps, description = profile.result, profile.observed.steps, profile.observed.description
+    if description is not None:
+        writer.fingerprint(description.fingerprint)
+        writer.parameter_table(description.records)
+        writer.event(None, RUNTIME_INFO, description.runtime_info)
+    for at, payload in profile.pauses:
+        if at < len(steps):
+            writer.event(at, GARBAGE_COLLECTION, payload)
+    for number, step in enumerate(steps):
+        writer.scalars(
+            number, {_scalar(name, separated=step.separated): s for name, s in step.phases.items()}
+        )
+    for text in result.not_measured:
+        what, _, reason = text.partition(": ")
+        writer.event(None, "unmeasured", {"what": what, "reason": reason or text})
+    if profile.trace:
+        result = result.model_copy(update={"trace": writer.evidence(TRACE, profile.trace)})
+    if result.rank == 0:
+        writer.evidence(PROFILE, result.model_dump_json(indent=1))
+    writer.flush()
+    lost = writer.lost
+    writer.close(RunStatus.FINISHED if result.exit_code == 0 else RunStatus.FAILED)
+    if lost is not None:
+        raise RunWriteError(f"the profile was not stored: {lost}")
+    return result
+
+
+def _scalar(phase: str, separated: bool) -> str:
+    return f"phase/{REMAINDER if phase == Phase.OTHER and not separated else phase}"
