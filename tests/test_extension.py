@@ -56,21 +56,21 @@ def backlight(installed: Path, *arguments: object) -> str:
 
 def run(installed: Path, name: str, rate: float) -> Path:
     out = installed / name
-    options = ("--every", 1, "--tracker", "lines", "--out", out)
+    options = ("--every", 1, "--tracker", "lines", "--monitors", "health,oscillation", "--out", out)
     backlight(installed, "run", *options, "train.py", rate)
     return out
 
 
 @pytest.mark.full
-def test_rule_and_probe_find_the_fault_and_not_the_healthy_twin(installed: Path) -> None:
-    sick, healthy = run(installed, "sick", 0.55), run(installed, "healthy", 0.01)
+def test_monitor_and_rule_find_the_fault_and_not_its_control(installed: Path) -> None:
+    sick, healthy = run(installed, "sick", 0.55), run(installed, "control", 0.01)
     (finding,) = json.loads(backlight(installed, "findings", sick, "--json"))
     assert finding["rule"] == "oscillating"
     assert finding["evidence"][0]["value"] > 0.9
     assert json.loads(backlight(installed, "findings", healthy, "--json")) == []
-    told = [json.loads(line) for line in (sick / "export" / "lines.jsonl").read_text().splitlines()]
-    assert told[29]["oscillation/flipped"] > 0.9
-    assert told[-1]["finding"] == "oscillating"
+    lines = [json.loads(line) for line in (sick / "export" / "lines.jsonl").read_text().splitlines()]
+    assert lines[29]["oscillation/flipped"] > 0.9
+    assert lines[-1]["finding"] == "oscillating"
     backlight(installed, "report", sick, "--out", installed / "sick.html")
     assert "Gradients that change their sign" in (installed / "sick.html").read_text()
 
@@ -79,7 +79,7 @@ def test_rule_and_probe_find_the_fault_and_not_the_healthy_twin(installed: Path)
 def test_doctor_names_what_it_adds_with_its_version(installed: Path) -> None:
     checks = {check["what"]: check for check in json.loads(backlight(installed, "doctor", "--json"))}
     for what in (
-        "probe oscillation",
+        "monitor oscillation",
         "rule oscillating",
         "panel oscillation",
         "experiment teacher",

@@ -107,7 +107,7 @@ def test_an_error_of_ours_in_a_forward_does_not_reach_the_training(
     def broken(_self: object) -> None:
         raise RuntimeError("broken board")
 
-    monkeypatch.setattr("backlight.monitors.stalls.instrument.heartbeat.Beats.forward_begin", broken)
+    monkeypatch.setattr("backlight.monitors.stalls.instrument.heartbeat.Heartbeat.forward_begin", broken)
     model, hooks = train(tmp_path / "run", ("stalls", "steptime"))
     assert len(hooks) == 3
     run = backlight.open_run(tmp_path / "run")

@@ -13,12 +13,12 @@ from backlight.report.source import Source
     order=25,
     series=("scalars/oscillation",),
     note="Share of entries whose sign is not that of the recorded step before.",
-    monitor="health",
+    monitor="oscillation",
 )
 def oscillation(source: Source) -> Drawn | NotMeasured:
     """Draw the share; chance gives a half."""
     flipped = source.scalar("oscillation/flipped")
     if not len(flipped.steps):
-        return NotMeasured("The probe oscillation did not measure this run.")
+        return NotMeasured("The monitor oscillation did not measure this run.")
     lines = [Line("changed sign", flipped.steps, flipped.values, tone="first")]
     return Drawn("lines", {"charts": [chart(lines, Axis("share of entries"))]})

@@ -18,7 +18,7 @@ SHARE = 0.8
 """Share of entries from which on they count as going to and fro; chance gives 0.5."""
 
 
-@rule("oscillating", monitor="health")
+@rule("oscillating", monitor="oscillation")
 def oscillating(run: Run, thresholds: Any) -> Iterator[Finding]:
     """Find gradients that point the other way at each step."""
     flipped = run.scalar("oscillation/flipped")

@@ -1,0 +1,34 @@
+"""A monitor: the share of gradient entries whose sign is not that of the recorded step before."""
+
+from __future__ import annotations
+
+import torch
+
+from backlight.monitor import Gradients, Monitor, RunContext
+from backlight.session.step_recorder import StepRecord
+
+
+class OscillationMonitor(Monitor):
+    """Compares the signs of each gradient with those of the recorded step before."""
+
+    name = "oscillation"
+    records = "changes of sign"
+
+    def attach(self, run: RunContext) -> None:
+        """Start without anything to compare with."""
+        self._before: dict[int, torch.Tensor] = {}
+
+    def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
+        """Add the share of changed signs; it stays on its device, so that nothing here waits."""
+        changed, total = [], 0
+        for row, gradient in zip(gradients.rows, gradients.tensors, strict=True):
+            if gradient is None:
+                continue
+            signs = torch.sign(gradient.detach())
+            before = self._before.get(row)
+            if before is not None and before.shape == signs.shape:
+                changed.append((signs * before < 0).sum())
+                total += signs.numel()
+            self._before[row] = signs
+        if changed:  # not measured is not 0
+            record.add_scalars({"oscillation/flipped": torch.stack(changed).sum() / total})
