@@ -17,7 +17,15 @@ from backlight.experiments.data.algorithmic import modular_table, one_hot_pairs
 from backlight.experiments.data.split import apply_control, draw_split, seeded
 from backlight.experiments.experiment import Experiment, Paper, Settings
 from backlight.experiments.models.mlp import PowerNet
-from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, adamw, one_hot_squared_error
+from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, one_hot_squared_error
+
+PAPER = Paper(
+    arxiv="2301.02679",
+    title="Grokking modular arithmetic",
+    authors="Gromov",
+    claim="A two-layer quadratic net groks modular addition, and its solution has a closed form.",
+    unclear="Sizes and training are chosen for speed, not published.",
+)
 
 
 @dataclass(frozen=True)
@@ -62,21 +70,11 @@ def build(
     split = apply_control(split, control, seed).to(device)
     with seeded(seed, "model"):
         model = PowerNet(2 * p, width, p, power=2).to(device)
-    optimizer = adamw(model, settings.training)
-    return SupervisedTask(model, optimizer, split, seed, chance=1 / p, sample_losses=one_hot_squared_error)
+    return SupervisedTask.with_adamw(
+        model, split, seed, settings.training, chance=1 / p, sample_losses=one_hot_squared_error
+    )
 
 
 ORACLE = Experiment(
-    name="oracle",
-    title="Fast oracle: modular addition in a quadratic net",
-    paper=Paper(
-        arxiv="2301.02679",
-        title="Grokking modular arithmetic",
-        authors="Gromov",
-        claim="A two-layer quadratic net groks modular addition, and its solution has a closed form.",
-        unclear="Sizes and training are chosen for speed, not published.",
-    ),
-    settings=SETTINGS,
-    ci=SETTINGS,
-    build=build,
+    "oracle", "Fast oracle: modular addition in a quadratic net", PAPER, SETTINGS, SETTINGS, build
 )

@@ -1,29 +1,21 @@
-"""What decays, and how gradients are clipped."""
+"""Weight decay of vectors, and gradient clipping."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from backlight.experiments.tasks.supervised import adamw, clip_gradients
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
-    lr: float = 0.1
-    weight_decay: float = 0.5
-    betas: tuple[float, float] = (0.9, 0.99)
+from backlight.experiments.tasks.supervised import AdamWTraining, adamw, clip_gradients
 
 
 @pytest.mark.parametrize("decay_vectors", [True, False])
-def test_vectors_decay_unless_taken_out(decay_vectors):
+def test_vectors_decay_unless_excluded(decay_vectors):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     nn.init.normal_(model[0].bias)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = adamw(model, Training(), decay_vectors=decay_vectors)
+    optimizer = adamw(model, AdamWTraining(lr=0.1, weight_decay=0.5, decay_vectors=decay_vectors))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -33,7 +25,7 @@ def test_vectors_decay_unless_taken_out(decay_vectors):
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(0.0, 5.0), (2.0, 2.0), (7.0, 5.0)])
-def test_a_step_is_taken_with_gradients_of_the_norm_at_most(limit, expected):
+def test_gradients_are_clipped_to_the_norm(limit, expected):
     weights = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))]
     optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:]}], lr=1.0)
     clip_gradients(optimizer, weights, limit)
@@ -45,7 +37,7 @@ def test_a_step_is_taken_with_gradients_of_the_norm_at_most(limit, expected):
 
 
 @pytest.mark.parametrize("norm", [-1.0, math.inf, math.nan])
-def test_a_norm_that_cannot_be_is_refused(norm):
+def test_an_impossible_norm_is_refused(norm):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(
         ValueError, match=r"training.clip is .*, expected a norm above 0, or 0 for no clipping"

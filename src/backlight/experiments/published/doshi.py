@@ -12,7 +12,17 @@ from backlight.experiments.experiment import Experiment, Paper, Settings, regist
 from backlight.experiments.models.mlp import PowerNet
 from backlight.experiments.progress.input_sensitivity import circulant_deviation, input_agop
 from backlight.experiments.progress.representation import inverse_participation_ratio, weight_norm
-from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, adamw, one_hot_squared_error
+from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, one_hot_squared_error
+
+PAPER = Paper(
+    arxiv="2406.03495",
+    title="Grokking Modular Polynomials",
+    authors="Doshi, He, Das, Gromov",
+    claim="Two-layer nets with a power activation grok modular addition of many terms; each neuron "
+    "ends on one wave, so that the inverse participation ratio rises.",
+    unclear="Width, learning rate, weight decay and β of each figure could not be checked against "
+    "the paper; those here are the values known from the authors' work on modular arithmetic.",
+)
 
 
 @dataclass(frozen=True)
@@ -95,11 +105,11 @@ def build(
     def deviation() -> float:
         return circulant_deviation(input_agop(model, split.train_inputs[:256]), p)
 
-    return SupervisedTask(
+    return SupervisedTask.with_adamw(
         model,
-        adamw(model, training),
         split,
         seed,
+        training,
         chance=1 / p,
         sample_losses=one_hot_squared_error,
         cheap={"fourier_ipr": participation, "weight_norm": lambda: weight_norm(model.parameters())},
@@ -109,20 +119,12 @@ def build(
 
 register(
     Experiment(
-        name="doshi",
-        title="Doshi: modular polynomials",
-        paper=Paper(
-            arxiv="2406.03495",
-            title="Grokking Modular Polynomials",
-            authors="Doshi, He, Das, Gromov",
-            claim="Two-layer nets with a power activation grok modular addition of many terms; each neuron "
-            "ends on one wave, so that the inverse participation ratio rises.",
-            unclear="Width, learning rate, weight decay and β of each figure could not be checked against "
-            "the paper; those here are the values known from the authors' work on modular arithmetic.",
-        ),
-        settings=PUBLISHED,
-        ci=CI,
-        build=build,
+        "doshi",
+        "Doshi: modular polynomials",
+        PAPER,
+        PUBLISHED,
+        CI,
+        build,
         effect="late generalisation, neurons on one wave",
     )
 )

@@ -19,12 +19,21 @@ from backlight.experiments.progress.representation import weight_norm
 from backlight.experiments.tasks.supervised import (
     AdamWTraining,
     SupervisedTask,
-    adamw,
     cross_entropy,
     one_hot_squared_error,
 )
 
 LOSSES = {"cross-entropy": cross_entropy, "squared-error": one_hot_squared_error}
+
+PAPER = Paper(
+    arxiv="2402.15555",
+    title="Deep Networks Always Grok and Here is Why",
+    authors="Humayun, Balestriero, Baraniuk",
+    claim="Accuracy on attacked samples comes long after accuracy on clean ones, while local "
+    "complexity around the data falls; clean accuracy itself need not be delayed.",
+    unclear="Attack and radius of each figure; the public code for MNIST measures complexity at "
+    "radii .05 to 5 and 50 vertices, depths 2 to 6, with GELU as the last default of its file.",
+)
 
 
 @dataclass(frozen=True)
@@ -120,14 +129,13 @@ def build(
     def complexity(points: torch.Tensor) -> float:
         return local_complexity(hidden, points, frame, training.frame_radius)
 
-    return SupervisedTask(
+    return SupervisedTask.with_adamw(
         model,
-        adamw(model, training),
         split,
         seed,
+        training,
         chance=0.1,
         sample_losses=LOSSES[training.loss],
-        batch_size=training.batch_size,
         cheap={"weight_norm": lambda: weight_norm(model.parameters())},
         thorough={
             "adversarial_accuracy": robust,
@@ -140,20 +148,12 @@ def build(
 
 register(
     Experiment(
-        name="humayun",
-        title="Humayun: delayed robustness",
-        paper=Paper(
-            arxiv="2402.15555",
-            title="Deep Networks Always Grok and Here is Why",
-            authors="Humayun, Balestriero, Baraniuk",
-            claim="Accuracy on attacked samples comes long after accuracy on clean ones, while local "
-            "complexity around the data falls; clean accuracy itself need not be delayed.",
-            unclear="Attack and radius of each figure; the public code for MNIST measures complexity at "
-            "radii .05 to 5 and 50 vertices, depths 2 to 6, with GELU as the last default of its file.",
-        ),
-        settings=PUBLISHED,
-        ci=CI,
-        build=build,
+        "humayun",
+        "Humayun: delayed robustness",
+        PAPER,
+        PUBLISHED,
+        CI,
+        build,
         effect="late robustness",
         expects="",
     )

@@ -14,6 +14,16 @@ from backlight.experiments.experiment import Duration, Experiment, Paper, Settin
 from backlight.experiments.progress.representation import weight_norm
 from backlight.experiments.tasks.supervised import SupervisedTask
 
+PAPER = Paper(
+    arxiv="2310.16441",
+    title="Grokking in Linear Estimators -- A Solvable Model that Groks without Understanding",
+    authors="Levi, Beck, Bar-Sinai",
+    claim="A linear student fits long before it generalises where λ = d/N is near 1, as its closed "
+    "form D_t = D_0 (I - 2ηΣ/d_out)^t says; the delay is one of the accuracy's threshold.",
+    unclear="Sizes, rate and ε differ between figures; those here have λ = .9 and ε = 1e-3 and "
+    "could not be checked against each of them.",
+)
+
 
 @dataclass(frozen=True)
 class Data:
@@ -93,21 +103,4 @@ def build(
     )
 
 
-register(
-    Experiment(
-        name="levi",
-        title="Levi: linear teacher and student",
-        paper=Paper(
-            arxiv="2310.16441",
-            title="Grokking in Linear Estimators -- A Solvable Model that Groks without Understanding",
-            authors="Levi, Beck, Bar-Sinai",
-            claim="A linear student fits long before it generalises where λ = d/N is near 1, as its closed "
-            "form D_t = D_0 (I - 2ηΣ/d_out)^t says; the delay is one of the accuracy's threshold.",
-            unclear="Sizes, rate and ε differ between figures; those here have λ = .9 and ε = 1e-3 and "
-            "could not be checked against each of them.",
-        ),
-        settings=PUBLISHED,
-        ci=CI,
-        build=build,
-    )
-)
+register(Experiment("levi", "Levi: linear teacher and student", PAPER, PUBLISHED, CI, build))

@@ -13,6 +13,16 @@ from backlight.experiments.models.mlp import AdditionToy
 from backlight.experiments.progress.representation import representation_quality, weight_norm
 from backlight.experiments.tasks.supervised import SupervisedTask
 
+PAPER = Paper(
+    arxiv="2205.10343",
+    title="Towards Understanding Grokking: An Effective Theory of Representation Learning",
+    authors="Liu, Kitouni, Nolte, Michaud, Tegmark, Williams",
+    claim="Generalisation comes when embeddings form parallelograms; how fast that is against the "
+    "decoder decides between comprehension, grokking, memorisation and confusion.",
+    unclear="The tolerance of a parallelogram and whether it is on the distance or its square; "
+    "the public code has the square below 0.01, which is used here.",
+)
+
 
 @dataclass(frozen=True)
 class Data:
@@ -112,20 +122,12 @@ def build(
 
 register(
     Experiment(
-        name="liu",
-        title="Liu: effective theory of representation learning",
-        paper=Paper(
-            arxiv="2205.10343",
-            title="Towards Understanding Grokking: An Effective Theory of Representation Learning",
-            authors="Liu, Kitouni, Nolte, Michaud, Tegmark, Williams",
-            claim="Generalisation comes when embeddings form parallelograms; how fast that is against the "
-            "decoder decides between comprehension, grokking, memorisation and confusion.",
-            unclear="The tolerance of a parallelogram and whether it is on the distance or its square; "
-            "the public code has the square below 0.01, which is used here.",
-        ),
-        settings=PUBLISHED,
-        ci=CI,
-        build=build,
+        "liu",
+        "Liu: effective theory of representation learning",
+        PAPER,
+        PUBLISHED,
+        CI,
+        build,
         effect="structure with generalisation",
         expects="",
         ci_expects="no-delay",

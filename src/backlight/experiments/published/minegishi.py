@@ -11,8 +11,19 @@ from backlight.experiments.data.split import apply_control, draw_split, seeded
 from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.mlp import FactoredPairMlp
 from backlight.experiments.progress.representation import inverse_participation_ratio, weight_norm
-from backlight.experiments.tasks.supervised import AdamWTraining, adamw
+from backlight.experiments.tasks.supervised import AdamWTraining
 from backlight.experiments.tasks.tickets import MASKS, SCOPES, TicketTask
+
+PAPER = Paper(
+    arxiv="2310.19470",
+    title="Bridging Lottery Ticket and Grokking: Understanding Grokking from Inner Structure of Networks",
+    authors="Minegishi, Iwasawa, Matsuo",
+    claim="The subnetwork of the largest weights after grokking, rewound to its initial values, "
+    "generalises much earlier than the dense net; a random subnetwork of that size does not.",
+    unclear="The sparsity of .4 in the public file is the share that stays, so .6 are pruned; the "
+    "paper varies it. The weight decay of the dense net, 1, is read off the names of its runs. The "
+    "public code leaves b + a out of the table, and so is it here, with a + a kept.",
+)
 
 
 @dataclass(frozen=True)
@@ -77,11 +88,11 @@ def build(
     split = apply_control(split, control, seed).to(device)
     with seeded(seed, "model"):
         model = FactoredPairMlp(p, settings.model.embedding, settings.model.hidden).to(device)
-    return TicketTask(
+    return TicketTask.with_adamw(
         model,
-        adamw(model, training),
         split,
         seed,
+        training,
         chance=1 / p,
         cheap={
             "weight_norm": lambda: weight_norm(model.parameters()),
@@ -96,22 +107,6 @@ def build(
 
 register(
     Experiment(
-        name="minegishi",
-        title="Minegishi: grokking tickets",
-        paper=Paper(
-            arxiv="2310.19470",
-            title="Bridging Lottery Ticket and Grokking: Understanding Grokking from Inner Structure of "
-            "Networks",
-            authors="Minegishi, Iwasawa, Matsuo",
-            claim="The subnetwork of the largest weights after grokking, rewound to its initial values, "
-            "generalises much earlier than the dense net; a random subnetwork of that size does not.",
-            unclear="The sparsity of .4 in the public file is the share that stays, so .6 are pruned; the "
-            "paper varies it. The weight decay of the dense net, 1, is read off the names of its runs. The "
-            "public code leaves b + a out of the table, and so is it here, with a + a kept.",
-        ),
-        settings=PUBLISHED,
-        ci=CI,
-        build=build,
-        effect="an early ticket",
+        "minegishi", "Minegishi: grokking tickets", PAPER, PUBLISHED, CI, build, effect="an early ticket"
     )
 )

@@ -13,7 +13,17 @@ from backlight.experiments.experiment import Experiment, Paper, Settings, regist
 from backlight.experiments.models.transformer import PlainTransformer
 from backlight.experiments.progress import representation as fourier
 from backlight.experiments.progress.representation import weight_norm
-from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, adamw, linear_warmup
+from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask
+
+PAPER = Paper(
+    arxiv="2301.05217",
+    title="Progress measures for grokking via mechanistic interpretability",
+    authors="Nanda, Chan, Lieberum, Smith, Steinhardt",
+    claim="A one-layer transformer learns addition by Fourier waves; restricted loss falls and "
+    "excluded loss rises before the test loss falls.",
+    unclear="Key frequencies are those of the trained net in the paper; here they are the strongest "
+    "of the embedding at the step that is measured, so that no later step is looked at.",
+)
 
 
 @dataclass(frozen=True)
@@ -93,15 +103,13 @@ def build(
         outputs, keys = logits()
         return fourier.excluded_loss(outputs, labels, p, keys, trained, precise_cross_entropy)
 
-    optimizer = adamw(model, training)
-    return SupervisedTask(
+    return SupervisedTask.with_adamw(
         model,
-        optimizer,
         split,
         seed,
+        training,
         chance=1 / p,
         sample_losses=precise_cross_entropy,
-        scheduler=linear_warmup(optimizer, training.warmup),
         cheap={
             "weight_norm": lambda: weight_norm(model.parameters()),
             "fourier_ipr": lambda: fourier.inverse_participation_ratio(model.embed.weight[:p].T),
@@ -112,20 +120,12 @@ def build(
 
 register(
     Experiment(
-        name="nanda",
-        title="Nanda: modular addition with progress measures",
-        paper=Paper(
-            arxiv="2301.05217",
-            title="Progress measures for grokking via mechanistic interpretability",
-            authors="Nanda, Chan, Lieberum, Smith, Steinhardt",
-            claim="A one-layer transformer learns addition by Fourier waves; restricted loss falls and "
-            "excluded loss rises before the test loss falls.",
-            unclear="Key frequencies are those of the trained net in the paper; here they are the strongest "
-            "of the embedding at the step that is measured, so that no later step is looked at.",
-        ),
-        settings=PUBLISHED,
-        ci=CI,
-        build=build,
+        "nanda",
+        "Nanda: modular addition with progress measures",
+        PAPER,
+        PUBLISHED,
+        CI,
+        build,
         effect="late generalisation, restricted loss first",
     )
 )

@@ -11,7 +11,17 @@ from backlight.experiments.data.vectors import image_split
 from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.mlp import Mlp
 from backlight.experiments.progress.representation import weight_norm
-from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, adamw, one_hot_squared_error
+from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, one_hot_squared_error
+
+PAPER = Paper(
+    arxiv="2210.01117",
+    title="Omnigrok: Grokking Beyond Algorithmic Data",
+    authors="Liu, Michaud, Tegmark",
+    claim="Weights begun eight times too large memorise first and generalise when weight decay has "
+    "brought their norm down; begun at the usual size they do not grok.",
+    unclear="The paper trains in fp64 and does not state the weight decay of each figure; 0.01 is "
+    "that of the public code. Training here is in fp32.",
+)
 
 
 @dataclass(frozen=True)
@@ -68,14 +78,13 @@ def build(
         model = Mlp((split.train_inputs.shape[1], *settings.model.hidden, 10), scale=settings.model.scale).to(
             device
         )
-    return SupervisedTask(
+    return SupervisedTask.with_adamw(
         model,
-        adamw(model, training),
         split,
         seed,
+        training,
         chance=0.1,
         sample_losses=one_hot_squared_error,
-        batch_size=training.batch_size,
         cheap={
             "weight_norm": lambda: weight_norm(model.parameters()),
             "last_layer_norm": lambda: weight_norm(model.layers[-1].parameters()),
@@ -83,21 +92,4 @@ def build(
     )
 
 
-register(
-    Experiment(
-        name="omnigrok",
-        title="Omnigrok: images with a large initialisation",
-        paper=Paper(
-            arxiv="2210.01117",
-            title="Omnigrok: Grokking Beyond Algorithmic Data",
-            authors="Liu, Michaud, Tegmark",
-            claim="Weights begun eight times too large memorise first and generalise when weight decay has "
-            "brought their norm down; begun at the usual size they do not grok.",
-            unclear="The paper trains in fp64 and does not state the weight decay of each figure; 0.01 is "
-            "that of the public code. Training here is in fp32.",
-        ),
-        settings=PUBLISHED,
-        ci=CI,
-        build=build,
-    )
-)
+register(Experiment("omnigrok", "Omnigrok: images with a large initialisation", PAPER, PUBLISHED, CI, build))

@@ -15,6 +15,15 @@ from backlight.experiments.models.transformer import Decoder
 from backlight.experiments.progress.representation import smallest_margin, softmax_collapse, weight_norm
 from backlight.experiments.tasks.supervised import SupervisedTask, linear_warmup
 
+PAPER = Paper(
+    arxiv="2206.04817",
+    title="The Slingshot Mechanism: An Empirical Study of Adaptive Optimizers and the Grokking Phenomenon",
+    authors="Thilak, Littwin, Zhai, Saremi, Paiss, Susskind",
+    claim="Adam without weight decay goes through cycles: the last layer's norm grows, the training "
+    "loss spikes, the norm rests; generalisation comes with such cycles.",
+    unclear="Batch size and β of each figure; those of Power et al. are taken.",
+)
+
 
 @dataclass(frozen=True)
 class Data:
@@ -107,20 +116,12 @@ def build(
 
 register(
     Experiment(
-        name="thilak",
-        title="Thilak: the slingshot mechanism",
-        paper=Paper(
-            arxiv="2206.04817",
-            title="The Slingshot Mechanism: An Empirical Study of Adaptive Optimizers and the Grokking "
-            "Phenomenon",
-            authors="Thilak, Littwin, Zhai, Saremi, Paiss, Susskind",
-            claim="Adam without weight decay goes through cycles: the last layer's norm grows, the training "
-            "loss spikes, the norm rests; generalisation comes with such cycles.",
-            unclear="Batch size and β of each figure; those of Power et al. are taken.",
-        ),
-        settings=PUBLISHED,
-        ci=CI,
-        build=build,
+        "thilak",
+        "Thilak: the slingshot mechanism",
+        PAPER,
+        PUBLISHED,
+        CI,
+        build,
         effect="slingshots, and generalisation with them",
     )
 )

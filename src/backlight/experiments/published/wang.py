@@ -11,12 +11,17 @@ from backlight.experiments.data.split import Split, apply_control, seeded
 from backlight.experiments.experiment import Experiment, Paper, Settings, register
 from backlight.experiments.models.transformer import Gpt
 from backlight.experiments.progress.representation import weight_norm
-from backlight.experiments.tasks.supervised import (
-    AdamWTraining,
-    SupervisedTask,
-    adamw,
-    clip_gradients,
-    linear_warmup,
+from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask
+
+PAPER = Paper(
+    arxiv="2405.15071",
+    title="Grokked Transformers are Implicit Reasoners: A Mechanistic Journey to the Edge of Generalization",
+    authors="Wang, Yue, Su, Sun",
+    claim="Two-hop questions in distribution are answered long after training is fitted; those out "
+    "of distribution never are.",
+    unclear="φ differs between figures, here it is the largest. β of AdamW, clipping and what does "
+    "not decay are those of the released code; its command leaves GPT-2's dropout on, here is none. "
+    "Each entity, relation and tail is one token here as there, but no end of text is predicted.",
 )
 
 
@@ -47,9 +52,8 @@ class Model:
 class Training(AdamWTraining):
     """AdamW, rate 1e-4, batches of 512, weight decay .1, 2,000 updates of warm-up (section 2).
 
-    What the paper leaves out is as in its code (github.com/OSU-NLP-Group/GrokkedTransformer): β, gradients
-    clipped to the norm ``clip`` (0: not), and biases and the gains of LayerNorm out of the weight decay
-    unless ``decay_vectors``.
+    What the paper leaves out is as in its code (github.com/OSU-NLP-Group/GrokkedTransformer): β, clipping,
+    and no weight decay of biases and the gains of LayerNorm.
     """
 
     steps: int = 1_500_000
@@ -100,16 +104,12 @@ def build(
         model = Gpt(
             data.entities + data.relations, 3, layers=shape.layers, width=shape.width, heads=shape.heads
         ).to(device)
-    optimizer = adamw(model, training, decay_vectors=training.decay_vectors)
-    clip_gradients(optimizer, model.parameters(), training.clip)
-    task = SupervisedTask(
+    task = SupervisedTask.with_adamw(
         model,
-        optimizer,
         split,
         seed,
+        training,
         chance=1 / data.entities,
-        scheduler=linear_warmup(optimizer, training.warmup),
-        batch_size=training.batch_size,
     )
     atomic = slice(0, graph.atomic)
     task.cheap = {
@@ -122,22 +122,12 @@ def build(
 
 register(
     Experiment(
-        name="wang",
-        title="Wang: two-hop questions on a knowledge graph",
-        paper=Paper(
-            arxiv="2405.15071",
-            title="Grokked Transformers are Implicit Reasoners: A Mechanistic Journey to the Edge of "
-            "Generalization",
-            authors="Wang, Yue, Su, Sun",
-            claim="Two-hop questions in distribution are answered long after training is fitted; those out "
-            "of distribution never are.",
-            unclear="φ differs between figures, here it is the largest. β of AdamW, clipping and what does "
-            "not decay are those of the released code; its command leaves GPT-2's dropout on, here is none. "
-            "Each entity, relation and tail is one token here as there, but no end of text is predicted.",
-        ),
-        settings=PUBLISHED,
-        ci=CI,
-        build=build,
+        "wang",
+        "Wang: two-hop questions on a knowledge graph",
+        PAPER,
+        PUBLISHED,
+        CI,
+        build,
         effect="late in distribution, never out of it",
     )
 )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,61 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+@dataclass(frozen=True)
+class AdamWTraining(Duration):
+    """The training section of an experiment with AdamW, whose ``weight_decay`` is decoupled.
+
+    0 means all samples for ``batch_size``, no ``warmup`` (in updates), and no gradient clipping to the norm
+    ``clip``. Without ``decay_vectors`` biases and the gains of norms do not decay.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-8
+    batch_size: int = 0
+    warmup: int = 0
+    clip: float = 0.0
+    decay_vectors: bool = True
+
+
+def adamw(model: nn.Module, training: AdamWTraining) -> torch.optim.AdamW:
+    """Return AdamW on all parameters; vectors are in a second group if they do not decay."""
+    parameters = list(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": parameters}]
+    if not training.decay_vectors:
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1]},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+    return torch.optim.AdamW(
+        groups, lr=training.lr, weight_decay=training.weight_decay, betas=training.betas, eps=training.eps
+    )
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], norm: float) -> None:
+    """Clip gradients to a total norm of ``norm`` before each step of ``optimizer``; 0 does not clip."""
+    # A hook of the step: a run records the gradient as backward left it, before clipping.
+    if not (math.isfinite(norm) and norm >= 0):
+        raise ValueError(f"training.clip is {norm!r}, expected a norm above 0, or 0 for no clipping")
+    held = list(parameters)
+
+    def clip(_optimizer: torch.optim.Optimizer, _args: Any, _keywords: Any) -> None:
+        nn.utils.clip_grad_norm_(held, norm)
+
+    if norm:
+        optimizer.register_step_pre_hook(clip)
+
+
+def linear_warmup(
+    optimizer: torch.optim.Optimizer, steps: int
+) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """Return a schedule that rises linearly over ``steps`` updates and then stays; None for no steps."""
+    if steps < 1:
+        return None
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min((done + 1) / steps, 1.0))
+
+
 @dataclass
 class SupervisedTask:
     """A task whose samples are tensors; see :class:`backlight.experiments.experiment.Task`.
@@ -80,6 +135,17 @@ class SupervisedTask:
     cheap: Mapping[str, Callable[[], float | None]] = field(default_factory=dict)
     thorough: Mapping[str, Callable[[], float | None]] = field(default_factory=dict)
     chunk: int = 4096
+
+    @classmethod
+    def with_adamw(
+        cls, model: nn.Module, split: Split, seed: int, training: AdamWTraining, **options: Any
+    ) -> Self:
+        """Return a task with the optimizer, schedule and batch size of ``training``."""
+        optimizer = adamw(model, training)
+        clip_gradients(optimizer, model.parameters(), training.clip)
+        scheduler = linear_warmup(optimizer, training.warmup)
+        batch = {"batch_size": training.batch_size, **options}
+        return cls(model, optimizer, split, seed, scheduler=scheduler, **batch)
 
     def __post_init__(self) -> None:
         train = len(self.split.train_inputs)
@@ -152,55 +218,3 @@ class SupervisedTask:
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Do nothing."""
-
-
-@dataclass(frozen=True)
-class AdamWTraining(Duration):
-    """The training section of an experiment with AdamW; ``weight_decay`` is decoupled."""
-
-    lr: float = 1e-3
-    weight_decay: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.98)
-
-
-def adamw(
-    model: nn.Module, training: AdamWTraining, eps: float = 1e-8, *, decay_vectors: bool = True
-) -> torch.optim.AdamW:
-    """Return AdamW on all parameters; without ``decay_vectors``, biases and norm gains do not decay."""
-    parameters = list(model.parameters())
-    groups: list[dict[str, Any]] = [{"params": parameters}]
-    if not decay_vectors:
-        groups = [
-            {"params": [p for p in parameters if p.ndim > 1]},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-    return torch.optim.AdamW(
-        groups,
-        lr=training.lr,
-        weight_decay=training.weight_decay,
-        betas=(training.betas[0], training.betas[1]),
-        eps=eps,
-    )
-
-
-def clip_gradients(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], norm: float) -> None:
-    """Clip gradients to a total norm of ``norm`` before each step of ``optimizer``; 0 does not clip."""
-    # A hook of the step: a run records the gradient as backward left it, before clipping.
-    if not (math.isfinite(norm) and norm >= 0):
-        raise ValueError(f"training.clip is {norm!r}, expected a norm above 0, or 0 for no clipping")
-    held = list(parameters)
-
-    def clip(_optimizer: torch.optim.Optimizer, _args: Any, _keywords: Any) -> None:
-        nn.utils.clip_grad_norm_(held, norm)
-
-    if norm:
-        optimizer.register_step_pre_hook(clip)
-
-
-def linear_warmup(
-    optimizer: torch.optim.Optimizer, steps: int
-) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """Return a schedule that rises linearly over ``steps`` updates and then stays; None for no steps."""
-    if steps < 1:
-        return None
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min((done + 1) / steps, 1.0))
