@@ -85,7 +85,7 @@ def test_the_thresholds_of_the_docs_exist(tmp_path: Path) -> None:
 
 
 def test_every_command_is_in_the_readme() -> None:
-    application._load()
+    application.load_commands()
     text = (ROOT / "README.md").read_text()
     for name in typer.main.get_command(application.app).commands:
         assert re.search(rf"`(backlight )?{re.escape(name)}\b", text), f"{name} is not in the README"

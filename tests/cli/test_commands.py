@@ -156,34 +156,34 @@ def test_commands_are_registered_once_however_often_main_is_called(command: Run)
     assert (len(application.app.registered_commands), len(application.app.registered_groups)) == before
 
 
+def _commands() -> dict[str, typer.core.TyperCommand]:
+    application.load_commands()
+    found = dict(typer.main.get_command(application.app).commands)
+    group = found.pop("grok")
+    return found | {f"grok {name}": command for name, command in group.commands.items()}
+
+
 def test_the_surface_is_frozen() -> None:
-    application._load()
-    commands = typer.main.get_command(application.app).commands
+    """``surface.json`` holds every command with its options; a change of it is a change for users."""
     surface = {
-        name: sorted(
-            option for parameter in command.params for option in parameter.opts if option.startswith("--")
-        )
-        for name, command in commands.items()
+        name: sorted(o for parameter in command.params for o in parameter.opts if o.startswith("-"))
+        for name, command in sorted(_commands().items())
     }
-    expected = {
-        "compact": ["--every", "--force"],
-        "compare": ["--ab", "--factor", "--json", "--limit", "--rounds", "--steps"],
-        "demo": ["--out", "--steps"],
-        "doctor": ["--json"],
-        "export": ["--all", "--max-directions", "--overwrite", "--rows", "--to"],
-        "findings": ["--fail-on", "--json"],
-        "join": [],
-        "memory": ["--batch-setting", "--budget", "--checkpointing", "--fake", "--json", "--out", "--set",
-                   "--steps", "--warmup"],
-        "open": ["--browser", "--port"],
-        "query": ["--csv", "--json", "--out", "--overwrite", "--rows", "--tables"],
-        "report": ["--animate", "--bundle", "--format", "--out", "--plots"],
-        "spectra": ["--budget", "--checkpoints", "--device", "--dtype", "--exclude", "--include", "--json",
-                    "--max-directions", "--method", "--out", "--replicates", "--seed", "--set"],
-        "run": ["--config", "--every", "--exact-updates", "--group", "--histogram", "--max-disk", "--out",
-                "--per-backward", "--reduce", "--monitors", "--slurm", "--slurm-script", "--stall",
-                "--steps", "--trace", "--tracker"],
-        "sweep": ["--at", "--fake", "--json", "--limit", "--max-memory", "--set", "--steps"],
-        "top": ["--once"],
-    }  # fmt: skip
-    assert {name: surface[name] for name in expected} == expected
+    assert surface == json.loads(Path(__file__).with_name("surface.json").read_text())
+
+
+def test_help_is_one_short_line_each() -> None:
+    for name, command in _commands().items():
+        summary = command.help.split("\n\n")[0]
+        assert len(summary) <= 70, name
+        assert summary.endswith("."), name
+        for parameter in command.params:
+            if parameter.name not in {"help", "context"}:
+                assert parameter.help, (name, parameter.name)
+                assert len(parameter.help) <= 70, (name, parameter.name)
+
+
+def test_commands_are_grouped_in_help(command: Run) -> None:
+    _, out, _ = command("--help")
+    positions = [out.index(f" {panel} ") for panel in application.PANELS]
+    assert positions == sorted(positions)

@@ -187,7 +187,7 @@ def test_refusals_are_one_line(arguments: tuple[str, ...], message: str, command
 def test_the_surface_is_frozen() -> None:
     import typer
 
-    application._load()
+    application.load_commands()
     group = typer.main.get_command(application.app).commands["grok"]
     surface = {
         name: sorted(o for parameter in found.params for o in parameter.opts if o.startswith("--"))

@@ -198,7 +198,7 @@ def test_report_writes_pictures(command: Command, runs: Path, tmp_path: Path) ->
 def test_the_surface_is_frozen() -> None:
     import typer
 
-    application._load()
+    application.load_commands()
     group = typer.main.get_command(application.app).commands["grok"].commands
     surface = {
         name: sorted(o for p in group[name].params for o in p.opts if o.startswith("--"))

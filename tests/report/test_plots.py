@@ -158,7 +158,7 @@ def test_a_file_is_no_folder(full: Source, tmp_path: Path) -> None:
 def test_without_matplotlib_the_extra_is_named(
     full: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backlight.cli.errors import told
+    from backlight.cli.errors import message
 
     real = builtins.__import__
 
@@ -170,7 +170,7 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setattr(builtins, "__import__", blocked)
     with pytest.raises(ModuleNotFoundError) as refused:
         write_plots(full, tmp_path / "plots")
-    assert told(refused.value) == "matplotlib is not installed here: pip install 'backlight[plots]'"
+    assert message(refused.value) == "matplotlib is not installed here: pip install 'backlight[plots]'"
     assert not (tmp_path / "plots").exists()
 
 

@@ -102,7 +102,7 @@ def test_refusals_are_one_line(tmp_path: Path, made: list[Path], capsys: pytest.
 
 
 def test_the_surface_is_frozen() -> None:
-    application._load()
+    application.load_commands()
     command = typer.main.get_command(application.app).commands["trace"]
     options = sorted(o for parameter in command.params for o in parameter.opts if o.startswith("--"))
     assert options == ["--cache", "--json", "--out", "--step", "--top", "--workers"]

@@ -1,4 +1,4 @@
-"""The ``backlight`` command: every module of :mod:`backlight.cli.commands` is one command."""
+"""The ``backlight`` command: every module of :mod:`backlight.cli.commands` declares one command."""
 
 from __future__ import annotations
 
@@ -8,26 +8,66 @@ import inspect
 import pkgutil
 import sys
 import traceback
-from typing import Annotated, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
 import backlight
-from backlight.cli import commands
-from backlight.cli.errors import REFUSALS, told
+from backlight.cli.errors import REFUSALS, message
+
+Panel = Literal["Start", "Diagnose", "Runs", "Cluster", "Research"]
+PANELS: tuple[Panel, ...] = ("Start", "Diagnose", "Runs", "Cluster", "Research")
+"""Groups of commands in ``--help``, in this order."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_HELP = {"help_option_names": ["-h", "--help"]}
+_OPTIONS: dict[str, Any] = {
+    "no_args_is_help": True,
+    "pretty_exceptions_enable": False,
+    "add_completion": False,
+    "context_settings": _HELP,
+}
 
 app = typer.Typer(
-    name="backlight",
-    help="See inside the backward pass of any PyTorch training, unchanged.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    name="backlight", help="See inside the backward pass of any PyTorch training, unchanged.", **_OPTIONS
 )
-
+grok = typer.Typer(name="grok", help="Run experiments on grokking and diagnose grokking in runs.", **_OPTIONS)
 
 # Newer releases of typer carry a click of their own: the class is found by its name.
 _USAGE: type[Any] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def command(
+    name: str, panel: Panel = "Research", *, group: str = "", script: bool = False, extra: bool = False
+) -> Callable[[_Function], _Function]:
+    """Register a function as a command.
+
+    Parameters
+    ----------
+    name, panel:
+        Its name, and its group in ``--help``.
+    group:
+        ``"grok"`` for a command of that group.
+    script:
+        Whether what follows the first argument belongs to the user's script, as in ``python``.
+    extra:
+        Whether additional arguments are passed through in ``context.args``.
+    """
+
+    def register(function: _Function) -> _Function:
+        # Sections of a docstring are for readers of the code, not of --help.
+        text = inspect.cleandoc(function.__doc__ or "").split("\n\nRaises\n")[0].split("\n\nParameters\n")[0]
+        settings: dict[str, Any] = {
+            "allow_extra_args": script or extra,
+            "allow_interspersed_args": not script,
+        }
+        target = grok if group else app
+        target.command(name, help=text, rich_help_panel=panel, context_settings=settings)(function)
+        return function
+
+    return register
 
 
 def _version(wanted: bool) -> None:
@@ -51,27 +91,26 @@ def options(
 
 
 @functools.cache
-def _load() -> None:
-    # Once: a process that calls `main` again would otherwise register every command again.
-    for module in pkgutil.iter_modules(commands.__path__):
-        importlib.import_module(f"{commands.__name__}.{module.name}").add_to(app)
-    for command in app.registered_commands:
-        # A docstring's sections are for readers of the code, not of --help.
-        written = inspect.cleandoc(getattr(command.callback, "__doc__", "") or "")
-        command.help = written.split("\n\nRaises\n")[0].split("\n\nParameters\n")[0]
+def load_commands() -> None:
+    """Import every command once: a process may call :func:`main` again."""
+    folder = Path(__file__).parent / "commands"
+    for module in pkgutil.walk_packages([str(folder)], "backlight.cli.commands."):
+        importlib.import_module(module.name)
+    # Panels are listed in the order in which they first occur.
+    app.registered_commands.sort(key=lambda found: PANELS.index(found.rich_help_panel))  # type: ignore[arg-type]
+    app.add_typer(grok, rich_help_panel="Research")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and leave with its exit code.
+    """Run the command line and exit.
 
-    0 is done, 1 is what the user asked to fail on, 2 is an error that is told in one line; a watched
-    script leaves with its own code.
+    Exit code 0 is done, 1 is what the user asked to fail on, 2 is an error, reported in one line; a watched
+    script exits with its own code.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    _load()
-    command = typer.main.get_command(app)
+    load_commands()
     try:
-        code = command.main(arguments, prog_name="backlight", standalone_mode=False)
+        code = typer.main.get_command(app).main(arguments, prog_name="backlight", standalone_mode=False)
     except typer.Abort:
         sys.exit(130)
     except _USAGE as error:
@@ -81,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
         if "--traceback" in arguments[:1]:
             traceback.print_exc()
         else:
-            print(f"backlight: {told(error)}", file=sys.stderr)
+            print(f"backlight: {message(error)}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         sys.stderr.close()

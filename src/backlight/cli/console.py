@@ -1,44 +1,50 @@
-"""What the commands that explain a script share in print: rank prefix, source lines, JSON."""
+"""The console of all commands: literal text, the rank prefix, source lines, JSON."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
+from backlight.distributed import world
+
 if TYPE_CHECKING:
     from backlight.user_code import Line
 
 
+def make_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
+    """Return a console that prints text literally: brackets of names and messages are no markup."""
+    return Console(stderr=stderr, soft_wrap=soft_wrap, markup=False, highlight=False, emoji=False)
+
+
 def rank_prefix() -> str:
-    """Return ``[rank N] `` under a launcher of several processes, else nothing."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return f"[rank {os.environ.get('RANK', '?')}] " if several else ""
+    """Return ``[rank N] `` if a launcher started several processes, else nothing."""
+    here = world()
+    return f"[rank {here.rank}] " if here.size > 1 else ""
 
 
-def place(line: Line | None) -> str:
-    """Return ``path:number`` with the source behind it, empty for None."""
+def source_line(line: Line | None) -> str:
+    """Return ``path:number`` and the source text, empty for None."""
     if line is None:
         return ""
     return f"{line}  {line.text}" if line.text else str(line)
 
 
 def line_json(line: Line | None) -> dict[str, Any] | None:
-    """Return a line as JSON types."""
+    """Return a source line as JSON types."""
     if line is None:
         return None
     return {"line": str(line), "function": line.function, "source": line.text}
 
 
 class Page:
-    """Prints plain lines with a little colour, never wrapping or interpreting what a script named."""
+    """Prints lines with colour; never wraps or interprets names from a script."""
 
     def __init__(self, *, errors: bool = False) -> None:
-        self._console = Console(stderr=errors)
+        self._console = make_console(stderr=errors)
         self._prefix = rank_prefix()
 
     def say(self, *parts: tuple[str, str] | str) -> None:
@@ -50,10 +56,10 @@ class Page:
             else:
                 text.append(*part)
         sys.stdout.flush()
-        self._console.print(text, soft_wrap=True, highlight=False)
+        self._console.print(text, soft_wrap=True)
         (sys.stderr if self._console.stderr else sys.stdout).flush()
 
 
 def print_json(answer: Any) -> None:
-    """Print an answer as JSON."""
+    """Print a result as JSON."""
     print(json.dumps(answer, indent=2))

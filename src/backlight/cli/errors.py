@@ -1,4 +1,4 @@
-"""What a command can be refused for, as one line and exit code 2."""
+"""Errors that a command reports as one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REFUSALS: tuple[type[Exception], ...] = (
     UnknownNameError,
     ModuleNotFoundError,
 )
-"""Errors whose message tells what, where, expected, got and the way out."""
+"""Errors whose message names what, where, expected, got and the fix."""
 
 _EXTRAS = {
     "torch": "torch",
@@ -32,8 +32,8 @@ _EXTRAS = {
 }
 
 
-def told(error: Exception) -> str:
-    """Return the one line for ``error``; for a missing package, how to install it."""
+def message(error: Exception) -> str:
+    """Return the line for ``error``; for a missing package, how to install it."""
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         return f"{error.name} is not installed here: pip install 'backlight[{_EXTRAS[error.name]}]'"
     return str(error) or type(error).__name__

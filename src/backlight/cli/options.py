@@ -1,11 +1,24 @@
-"""Values of options as people write them: sizes of files, groups of parameters."""
+"""Options and arguments that several commands share, and the values that they take."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from backlight.text import assignments
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
+Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
+Module = Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, as python -m does.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON; a script prints to stderr.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
+SlurmScript = Annotated[
+    Path | None, typer.Option("--slurm-script", help="Write the batch script instead of submitting it.")
+]
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -16,7 +29,7 @@ def parse_size(text: str, where: str) -> int:
     Raises
     ------
     ValueError
-        If the text is no positive size.
+        If the text is not a positive size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", text, re.IGNORECASE)
     size = int(float(found[1]) * _FACTORS[found[2].upper()]) if found else 0

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from backlight.cli.console import make_console
 
 if TYPE_CHECKING:
     from backlight.experiments.runner import Progress as Seen
@@ -19,7 +20,7 @@ class Bar:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._console = Console(stderr=True)
+        self._console = make_console(stderr=True)
         self._told = -1
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -45,7 +46,7 @@ class Bar:
     def warn(self, text: str) -> None:
         """Print a warning above the bar."""
         line = f"backlight: {text}"
-        self._bar.console.print(line, markup=False, highlight=False, style="yellow", soft_wrap=True)
+        self._bar.console.print(line, style="yellow", soft_wrap=True)
 
     def show(self, seen: Seen) -> None:
         """Show how far the run is."""

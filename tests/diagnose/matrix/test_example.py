@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
 
 from backlight.diagnose.matrix.report import MatrixReport
 from backlight.diagnose.matrix.runner import execute, prepare
@@ -101,12 +100,3 @@ def test_two_ranks_show_the_same_fault(tmp_path: Path) -> None:
     ranks = next(c for c in report.comparisons if c.case == "ranks=two")
     assert ranks.outcome == "none"
     assert any("ranks: 2" in text or "world_size" in text for text in ranks.differences)
-
-
-def test_the_options_are_frozen() -> None:
-    from backlight.cli import app as application
-
-    application._load()
-    matrix = typer.main.get_command(application.app).commands["matrix"]
-    options = sorted(o for parameter in matrix.params for o in parameter.opts if o.startswith("--"))
-    assert options == ["--again", "--bundle", "--check", "--fail-on", "--init", "--json", "--only", "--out"]

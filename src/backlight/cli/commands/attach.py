@@ -6,18 +6,26 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from backlight.cli.app import command
+from backlight.cli.console import make_console
+from backlight.cli.options import Json
 
 
+@command("attach", "Diagnose")
 def attach(
-    pid: Annotated[int, typer.Argument(metavar="PID", help="The process.")],
-    seconds: Annotated[float, typer.Option("--seconds", min=0.5, help="How long to look.")] = 2.0,
+    pid: Annotated[int, typer.Argument(metavar="PID", help="Process id.")],
+    seconds: Annotated[float, typer.Option("--seconds", min=0.5, help="Observation time in seconds.")] = 2.0,
     native: Annotated[
-        bool, typer.Option("--native/--no-native", help="Take native stacks, which pauses it for a moment.")
+        bool,
+        typer.Option("--native/--no-native", help="Take native stacks, which pauses the process briefly."),
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Say what a process does, all threads, Python and native, and what cannot be seen from outside."""
+    """Diagnose a running process from outside.
+
+    Reports all threads, Python and native, and what is not observable.
+    """
     from backlight.monitors.stalls.model.attach import attach as look_into
     from backlight.monitors.stalls.model.stacks import format_sample
     from backlight.records import to_json
@@ -26,7 +34,7 @@ def attach(
     if as_json:
         print(json.dumps(to_json(found)))
         return
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console = make_console(soft_wrap=True)
     console.print(found.diagnosis.claim)
     console.print(f"confidence {found.diagnosis.confidence}; refuted if {found.diagnosis.refuted_if}")
     console.print(f"next: {found.diagnosis.next_check}\n")
@@ -35,8 +43,3 @@ def attach(
         console.print(format_sample(sample))
     for what in found.unseen:
         console.print(f"not seen: {what}")
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("attach")(attach)

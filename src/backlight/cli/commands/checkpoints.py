@@ -6,23 +6,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from backlight.cli.app import command
+from backlight.cli.options import Json, Module, Script
+
 if TYPE_CHECKING:
     from backlight.diagnose.checkpointing.observer import CheckpointObserver
 
 
+@command("checkpoints", "Diagnose", script=True)
 def checkpoints(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script; with -m, a module.")],
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    script: Script,
+    module: Module = False,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Optimizer steps to observe before the script is ended.")
+        int, typer.Option("--steps", min=1, help="Optimizer steps before the script is ended.")
     ] = 2,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one object; what the script prints goes to standard error.")
-    ] = False,
-    fail: Annotated[bool, typer.Option("--fail", help="Exit 1 if anything is remarked.")] = False,
+    as_json: Json = False,
+    fail: Annotated[bool, typer.Option("--fail", help="Exit 1 if a region has remarks.")] = False,
 ) -> int:
-    """Inspect activation checkpointing: backlight checkpoints [OPTIONS] SCRIPT [ITS ARGUMENTS].
+    """Inspect activation checkpointing in a training script.
 
     For each region: its mode and line, in-place operations inside, state that differs between forward
     and recomputation, attention inputs that are not contiguous, and parameters that its boundary cuts.
@@ -53,7 +55,7 @@ def checkpoints(
 
 
 def _print(page: Any, observer: CheckpointObserver, code: int) -> None:
-    from backlight.cli.console import place
+    from backlight.cli.console import source_line
 
     regions = observer.regions
     looked = f"{observer.steps} steps, {observer.backwards} backwards"
@@ -65,10 +67,10 @@ def _print(page: Any, observer: CheckpointObserver, code: int) -> None:
     for region in regions:
         page.say(
             (region.function, "bold"), f"  {region.mode}, {region.calls} calls, ",
-            f"{region.recomputations} recomputations  {place(region.line)}",
+            f"{region.recomputations} recomputations  {source_line(region.line)}",
         )  # fmt: skip
         for remark in region.remarks:
-            where = place(remark.line) if remark.line != region.line else ""
+            where = source_line(remark.line) if remark.line != region.line else ""
             page.say("  ", (f"{remark.kind}: ", "yellow"), remark.text, f"  {where}" if where else "")
     for note in observer.notes:
         page.say(("note: ", "dim"), note)
@@ -101,10 +103,3 @@ def _as_json(observer: CheckpointObserver, script: str, code: int) -> dict[str, 
         ],
         "notes": observer.notes,
     }
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``; what follows SCRIPT belongs to the script."""
-    app.command("checkpoints", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(
-        checkpoints
-    )

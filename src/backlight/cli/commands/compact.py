@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from backlight.cli.app import command
+from backlight.cli.options import Run
 
+
+@command("compact", "Runs")
 def compact(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
+    path: Run,
     every: Annotated[
-        int | None, typer.Option("--every", min=1, help="Keep only every Nth recorded step of each series.")
+        int | None, typer.Option("--every", min=1, help="Recorded steps between those that are kept.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also where this machine cannot tell whether the writer lives.")
+        bool, typer.Option("--force", help="Compact although the writer may still run.")
     ] = False,
 ) -> None:
-    """Finish what a killed process left open, and make the files small."""
+    """Repair and compact a run directory."""
     from backlight.store.maintenance.compact import compact as tidy
 
     done = tidy(path, every=every, force=force)
     print(f"{done.before / 1e6:.1f} MB before, {done.after / 1e6:.1f} MB after")
     for line in done.notes:
         print(line)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("compact")(compact)

@@ -7,31 +7,37 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from backlight.cli.app import command
+from backlight.cli.console import make_console
+from backlight.cli.options import Json
 
 
+@command("compare", "Runs")
 def compare(
     first: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="The run to compare with.", show_default=False)
+        Path | None, typer.Argument(metavar="RUN", help="Reference run.", show_default=False)
     ] = None,
     second: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="The run to compare.", show_default=False)
+        Path | None, typer.Argument(metavar="RUN", help="Run to compare.", show_default=False)
     ] = None,
     factor: Annotated[
-        str | None, typer.Option("--factor", help="The one argument or field that may differ, such as --lr.")
+        str | None, typer.Option("--factor", help="Argument or field that may differ, as --lr.")
     ] = None,
     ab: Annotated[
         tuple[str, str] | None,
-        typer.Option("--ab", help="Two commands to run in turns instead, such as 'python train.py --fused'."),
+        typer.Option("--ab", help="Two commands to run interleaved."),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=3, help="With --ab: pairs of runs.")] = 6,
-    steps: Annotated[int, typer.Option("--steps", min=12, help="With --ab: steps of each run.")] = 60,
-    limit: Annotated[float, typer.Option("--limit", min=1, help="With --ab: seconds for one run.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
+    rounds: Annotated[int, typer.Option("--rounds", min=3, help="Pairs of runs, with --ab.")] = 6,
+    steps: Annotated[int, typer.Option("--steps", min=12, help="Steps of each run, with --ab.")] = 60,
+    limit: Annotated[
+        float, typer.Option("--limit", min=1, help="Time limit of a run in seconds, with --ab.")
+    ] = 600.0,
+    as_json: Json = False,
 ) -> int:
-    """Compare the series of two runs whose fingerprints agree; exit code 1 if they do not.
+    """Compare two runs, or the step times of two commands.
 
-    With --ab 'COMMAND' 'COMMAND', run both in turns and compare the times of their steps.
+    Exit code 1 if the runs are not comparable. With --ab 'COMMAND' 'COMMAND', run both interleaved.
 
     Raises
     ------
@@ -55,7 +61,7 @@ def compare(
     if as_json:
         print(json.dumps({"verdict": comparison.verdict, **to_json(comparison)}, indent=2))
     else:
-        print_comparison(comparison, Console())
+        print_comparison(comparison, make_console())
     return 0 if comparison.comparable else 1
 
 
@@ -73,10 +79,5 @@ def _alternate(
     if as_json:
         print(json.dumps({"verdict": result.times.verdict, **to_json(result)}, indent=2))
     else:
-        print_alternated(result, Console())
+        print_alternated(result, make_console())
     return 0
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("compare")(compare)

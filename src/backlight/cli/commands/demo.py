@@ -11,14 +11,17 @@ from typing import Annotated
 
 import typer
 
+from backlight.cli.app import command
 
+
+@command("demo", "Start")
 def demo(
     out: Annotated[
-        Path | None, typer.Option("--out", help="Run directory; without it runs/demo-<time>.")
+        Path | None, typer.Option("--out", help="Run directory; default runs/demo-<time>.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=10, help="Steps to train.")] = 120,
+    steps: Annotated[int, typer.Option("--steps", min=10, help="Training steps.")] = 120,
 ) -> int:
-    """Train a small transformer on the standard library's sources, watched, and write the report."""
+    """Train a small transformer under backlight and write the report."""
     from backlight.analysis.report import write_html
     from backlight.cli.demo_script import example_script
 
@@ -42,8 +45,3 @@ def demo(
     if code == 0:
         print(f"report: {write_html(target, target / 'report.html').resolve()}")
     return code
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("demo")(demo)

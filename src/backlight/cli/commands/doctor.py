@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
-import typer
-from rich.console import Console
 from rich.table import Table
+
+from backlight.cli.app import command
+from backlight.cli.console import make_console
+from backlight.cli.options import Json
 
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 
 
+@command("doctor", "Start")
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
+    as_json: Json = False,
 ) -> int:
-    """Check what backlight needs; exit code 1 if training cannot be watched here."""
+    """Check what works on this machine.
+
+    Exit code 1 if training scripts cannot be watched here.
+    """
     from backlight.cli.doctor import examine
     from backlight.records import to_json
 
@@ -29,10 +34,5 @@ def doctor(
         for check in checks:
             colour = _COLOURS[check.state]
             table.add_row(f"[{colour}]{check.state}[/]", check.what, check.found, check.meaning)
-        Console().print(table)
+        make_console().print(table)
     return int(any(check.state == "missing" and check.required for check in checks))
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("doctor")(doctor)

@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from backlight.cli.app import command
+from backlight.cli.options import Overwrite, Run
+
 
 class Table(enum.StrEnum):
     """Tables of a run."""
@@ -25,34 +28,32 @@ class Table(enum.StrEnum):
     ATTEMPTS = "attempts"
 
 
+@command("export", "Runs")
 def export(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
+    path: Run,
     target: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="File to write: .csv, .parquet or .h5.")
     ] = None,
     to: Annotated[
         list[str] | None,
-        typer.Option(
-            "--to", help="Send it to a tracker, NAME or NAME=TARGET (tensorboard=DIR); again for more."
-        ),
+        typer.Option("--to", help="Tracker NAME or NAME=TARGET (repeatable)."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    overwrite: Overwrite = False,
     rows: Annotated[
         Table | None,
         typer.Option(
             "--rows",
-            help="What a row is: a parameter at a step, a direction of its spectra at a step, or one of a "
-            "table of that name. Without it spectra where a run holds them and no gradients.",
+            help="Rows: a parameter or spectrum at a step, or a table.",
         ),
     ] = None,
     whole: Annotated[
-        bool, typer.Option("--all", help="Every table of the run, each as NAME.<table>.csv or .parquet.")
+        bool, typer.Option("--all", help="Export all tables, as NAME.<table>.csv or .parquet.")
     ] = False,
     max_directions: Annotated[
-        int | None, typer.Option("--max-directions", help="Most directions of a layer at a step.")
+        int | None, typer.Option("--max-directions", help="Maximum directions of a layer at a step.")
     ] = None,
 ) -> None:
-    """Write the series of a run to a file for other programs, or to a tracker, and print what was written.
+    """Export a run to CSV, Parquet or HDF5, or to a tracker.
 
     Raises
     ------
@@ -82,8 +83,3 @@ def export(
         return
     for written in write(run, target, overwrite=overwrite, rows=rows, max_directions=max_directions):
         print(written)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("export")(export)

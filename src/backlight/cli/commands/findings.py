@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from backlight.cli.app import command
+from backlight.cli.console import make_console
+from backlight.cli.options import Json, Run
 
 
+@command("findings", "Runs")
 def findings(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
+    path: Run,
+    as_json: Json = False,
     fail_on: Annotated[
         str | None,
-        typer.Option("--fail-on", help="Exit 1 on this severity or rule, as 'error' or 'non_finite,spike'."),
+        typer.Option("--fail-on", help="Severities and rules that exit with 1, as error,spike."),
     ] = None,
 ) -> int:
     """Print the findings of a run."""
@@ -31,10 +34,5 @@ def findings(
     if as_json:
         print(json.dumps(to_json(found), indent=2, allow_nan=True))
     else:
-        print_findings(run, found, Console())
+        print_findings(run, found, make_console())
     return int(failing is not None and any(map(failing, found)))
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("findings")(findings)

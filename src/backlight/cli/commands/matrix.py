@@ -7,32 +7,34 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from backlight.cli.app import command
+from backlight.cli.console import make_console
+from backlight.cli.options import Json
 
 
+@command("matrix", "Diagnose", extra=True)
 def matrix(
     context: typer.Context,
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="The plan, a TOML file.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="Plan file.")],
     init: Annotated[
-        bool, typer.Option("--init", help="Write a plan; what follows is a script with its arguments.")
+        bool, typer.Option("--init", help="Write a plan for a script and its arguments.")
     ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Check the plan and list its cases; run nothing.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check the plan and list its cases only.")] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the matrix; without it runs/matrix-<plan>.")
+        Path | None, typer.Option("--out", help="Directory of the matrix; default runs/matrix-<plan>.")
     ] = None,
-    only: Annotated[list[str] | None, typer.Option("--only", help="Run this case; again for more.")] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="Case to run (repeatable).")] = None,
     again: Annotated[
         list[str] | None,
-        typer.Option("--again", help="Run this case although it has a result; again for more."),
+        typer.Option("--again", help="Case to run again (repeatable)."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one object.")] = False,
+    as_json: Json = False,
     bundle: Annotated[
-        Path | None, typer.Option("--bundle", help="Also pack everything into FILE.tar.gz or FILE.zip.")
+        Path | None, typer.Option("--bundle", help="Archive to write, FILE.tar.gz or FILE.zip.")
     ] = None,
     fail_on: Annotated[
-        str | None, typer.Option("--fail-on", help="Exit 1 if a case has one of these verdicts, by commas.")
+        str | None, typer.Option("--fail-on", help="Verdicts that exit with 1, separated by commas.")
     ] = None,
 ) -> int:
     """Run controlled cases, collect evidence and evaluate each one.
@@ -63,7 +65,7 @@ def matrix(
     if bundle is not None:
         check_archive(bundle)
     prepared = prepare(plan)
-    console = Console(stderr=as_json)
+    console = make_console(stderr=as_json)
     if check:
         print_cases(prepared.cases, console)
         return 0
@@ -73,7 +75,7 @@ def matrix(
         folder,
         only=only or (),
         again=again or (),
-        on_start=lambda case: console.print(f"{case.name} ...", markup=False, highlight=False, style="dim"),
+        on_start=lambda case: console.print(f"{case.name} ...", style="dim"),
         on_end=lambda one: console.print(result_line(one), soft_wrap=True),
     )
     _, page = write_reports(folder)
@@ -81,14 +83,7 @@ def matrix(
         print(REPORTS.dump_json(report, indent=2).decode())
     else:
         print_report(report, console)
-        console.print(f"report: {page}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"report: {page}", soft_wrap=True)
     if bundle is not None:
         print(write_bundle(folder, bundle), file=sys.stderr if as_json else sys.stdout)
     return int(any(case.evaluation.verdict in failing for case in report.cases))
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``; with --init, what follows the plan is a script with its arguments."""
-    app.command("matrix", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(
-        matrix
-    )

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from backlight.cli.app import command
+from backlight.cli.options import Json, Module, Script
+
 if TYPE_CHECKING:
     from backlight.diagnose.nan.origin import NanOrigin
     from backlight.diagnose.nan.tracer import NanTracer
@@ -14,22 +17,21 @@ SHOWN = 8
 """Names of a list that are printed; --json has them all."""
 
 
+@command("nan", "Diagnose", script=True)
 def nan(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script; with -m, a module.")],
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    script: Script,
+    module: Module = False,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Optimizer steps to look at; without it all.")
+        int | None, typer.Option("--steps", min=1, help="Optimizer steps to check; default all.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one object; what the script prints goes to standard error.")
-    ] = False,
-    fail: Annotated[bool, typer.Option("--fail", help="Exit 1 if a birthplace was found.")] = False,
+    as_json: Json = False,
+    fail: Annotated[bool, typer.Option("--fail", help="Exit 1 if an origin was found.")] = False,
 ) -> int:
-    """Find the first operation that made a NaN or infinity: backlight nan [OPTIONS] SCRIPT [ITS ARGUMENTS].
+    """Find the operation that produced the first NaN or infinity.
 
-    Every operation is checked, which takes time but changes none of the training's numbers. The script
-    is ended once a loss, a gradient or a parameter is not finite.
+    Every operation is checked, which takes time but changes no number of the run. The script is ended once a
+    loss, a gradient or a parameter is not finite.
 
     Raises
     ------
@@ -57,7 +59,7 @@ def nan(
 
 
 def _print(page: Any, tracer: NanTracer, code: int) -> None:
-    from backlight.cli.console import place
+    from backlight.cli.console import source_line
 
     found = tracer.found
     looked = f"{tracer.operations} operations, {tracer.backwards} backwards, {tracer.step + 1} steps"
@@ -67,11 +69,11 @@ def _print(page: Any, tracer: NanTracer, code: int) -> None:
         where = f" of {found.module}" if found.module else ""
         page.say((f"{found.value} at step {found.step}, in {found.phase}: ", "bold red"), _born(found), where)
         if found.operation:
-            page.say("  line: ", (place(found.line) or "not known (no frame of the script)", "bold"))
+            page.say("  line: ", (source_line(found.line) or "not known (no frame of the script)", "bold"))
         if found.backward_line is not None:
-            page.say("  in backward: ", place(found.backward_line))
+            page.say("  in backward: ", source_line(found.backward_line))
         if found.constant is not None:
-            page.say("  made of the infinity put in at: ", place(found.constant))
+            page.say("  made of the infinity put in at: ", source_line(found.constant))
         page.say("  noticed in: ", found.symptom)
         if found.modules:
             page.say("  then spread over: ", _some(found.modules))
@@ -145,8 +147,3 @@ def _as_json(tracer: NanTracer, script: str, code: int) -> dict[str, Any]:
         "passing": tracer.passing,
         "notes": tracer.notes,
     }
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``; what follows SCRIPT belongs to the script."""
-    app.command("nan", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(nan)

@@ -9,19 +9,20 @@ from typing import Annotated
 
 import typer
 
+from backlight.cli.app import command
 
+
+@command("open", "Runs")
 def open_page(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="The run directories; they may still be empty.")
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories; they may still be empty.")
     ],
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port of this machine; 0 takes one that is free.")
-    ] = 0,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 for any free port.")] = 0,
     browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="Open the page in the browser as well.")
+        bool, typer.Option("--browser/--no-browser", help="Open the page in the browser.")
     ] = True,
 ) -> None:
-    """Serve a live page of one run or of several, on this machine alone, until Ctrl-C."""
+    """Serve a live page of one or more runs on this machine."""
     from backlight.analysis.live import Live, followed
 
     live = Live(followed(paths), port)
@@ -34,8 +35,3 @@ def open_page(
         pass  # how it is closed
     finally:
         live.close()
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("open")(open_page)

@@ -8,50 +8,51 @@ from typing import Annotated
 
 import typer
 
+from backlight.cli.app import command
+from backlight.cli.options import Json, Module, Script
 
+
+@command("profile", "Diagnose", script=True)
 def profile(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script; with -m, a module.")],
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    script: Script,
+    module: Module = False,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Steps to clock, the cold first one included.")
+        int, typer.Option("--steps", min=1, help="Steps to time, the cold first one included.")
     ] = 30,
     traced: Annotated[
-        int, typer.Option("--traced", min=0, help="Steps to trace after them; 0 for the clock alone.")
+        int, typer.Option("--traced", min=0, help="Steps to trace after them; 0 for none.")
     ] = 3,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", help="Where the trace goes; without it <script>-trace.json.gz."),
+        typer.Option("--trace", help="Trace file; default <script>-trace.json.gz."),
     ] = None,
     stacks: Annotated[
         bool,
-        typer.Option("--stacks", help="Record whole stacks in the trace; slow, and traced steps stretch."),
+        typer.Option("--stacks", help="Record whole stacks in the trace; slows traced steps."),
     ] = False,
     tokens: Annotated[
         int | None, typer.Option("--tokens-per-step", min=1, help="Tokens of one step, over all ranks.")
     ] = None,
     peak: Annotated[
-        float | None, typer.Option("--peak-flops", min=1, help="FLOP/s of one device, such as 989e12.")
+        float | None, typer.Option("--peak-flops", min=1, help="Peak FLOP/s of one device, as 989e12.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Keep the profile as a run directory, for report and compare."),
+        typer.Option("--out", help="Run directory to store the profile in."),
     ] = None,
     confirm: Annotated[
         bool,
-        typer.Option("--confirm", help="Test what the profile suggests: run again, with and without it."),
+        typer.Option("--confirm", help="Test each suggestion: run with and without it."),
     ] = False,
     pairs: Annotated[
-        int, typer.Option("--pairs", min=3, help="Runs with and without each control of --confirm.")
+        int, typer.Option("--pairs", min=3, help="Pairs of runs for each suggestion of --confirm.")
     ] = 5,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one object; what the script prints goes to standard error.")
-    ] = False,
+    as_json: Json = False,
 ) -> int:
-    """Say where the time of a step goes: backlight profile [OPTIONS] SCRIPT [ITS ARGUMENTS].
+    """Profile step time by phase, module and operator.
 
-    The script runs until its steps are counted: some under a clock alone, then a few under torch's
-    profiler. It is ended after them.
+    The script is ended after its steps: some are timed by the clock alone, then a few under torch's profiler.
     """
     from backlight.cli.console import Page, print_json
     from backlight.cli.render.profile import progress, show
@@ -93,10 +94,3 @@ def profile(
     elif result.rank == 0:
         print_json({**result.model_dump(mode="json"), "findings": to_json(found)})
     return 0
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``; what follows SCRIPT belongs to the script."""
-    app.command("profile", context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(
-        profile
-    )

@@ -10,31 +10,34 @@ from typing import Annotated, Any
 
 import typer
 from rich.cells import cell_len
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from backlight.cli.app import command
+from backlight.cli.console import make_console
+from backlight.cli.options import Json, Overwrite, Run
 
+
+@command("query", "Runs")
 def query(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.")],
+    path: Run,
     statement: Annotated[
-        str | None, typer.Argument(metavar="SQL", help="One SELECT, in the words of DuckDB.")
+        str | None, typer.Argument(metavar="SQL", help="One SELECT statement of DuckDB.")
     ] = None,
     tables: Annotated[
         bool, typer.Option("--tables", help="List tables and columns with their units.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
+    as_json: Json = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Write all rows to a file, .parquet or .csv.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Most rows of the printed table.")] = 50,
+    out: Annotated[Path | None, typer.Option("--out", help="File for all rows, .parquet or .csv.")] = None,
+    overwrite: Overwrite = False,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Maximum rows of the printed table.")] = 50,
 ) -> None:
-    """Ask a run in SQL: its series, scalars, events, findings and parameters are tables.
+    """Query a run with SQL.
 
-    For example: backlight query RUN "select parameter, max(norm) from gradient group by all order by 2 desc".
-    The statement can read this run and nothing else, and write nothing.
+    Series, scalars, events, findings and parameters are tables, for example:
+    backlight query RUN "select parameter, max(norm) from gradient group by all order by 2 desc".
+    The statement can read this run only, and write nothing.
 
     Raises
     ------
@@ -72,7 +75,7 @@ def _print_rows(answer: Any, most: int) -> None:
     """Print a table, or each row as a list of its own where a table is wider than the terminal."""
     shown = list(itertools.islice(answer.rows(), most + 1))
     cells = [[_cell(value) for value in row] for row in shown[:most]]
-    console = Console()
+    console = make_console()
     if not cells:
         console.print(f"no rows of {', '.join(answer.names)}", style="dim", markup=False)
         return
@@ -125,7 +128,7 @@ def _print_tables(tables: Any, *, as_json: bool) -> None:
         ]
         print(json.dumps(listed, indent=2))
         return
-    console = Console()
+    console = make_console()
     for known in tables.values():
         console.print(Text.assemble((known.name, "bold"), f"  {known.meaning}"))
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -134,8 +137,3 @@ def _print_tables(tables: Any, *, as_json: bool) -> None:
                 Text(f"  {column.name}"), column.kind, Text(column.unit), Text(column.meaning, style="dim")
             )
         console.print(table)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("query")(query)

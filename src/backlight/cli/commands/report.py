@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from backlight.cli.app import command
+
 
 class Format(enum.StrEnum):
     """Forms of a report."""
@@ -17,30 +19,29 @@ class Format(enum.StrEnum):
     MD = "md"
 
 
+@command("report", "Runs")
 def report(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory, or that of a matrix.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, or the directory of a matrix.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="File to write; without it RUN/report.html.")
+        Path | None, typer.Option("--out", "-o", help="File to write; default RUN/report.html.")
     ] = None,
-    form: Annotated[Format, typer.Option("--format", help="html, or md for a ticket.")] = Format.HTML,
+    form: Annotated[Format, typer.Option("--format", help="Format: html or md.")] = Format.HTML,
     bundle: Annotated[
         Path | None,
-        typer.Option("--bundle", help="Write everything as one archive instead: FILE.tar.gz or FILE.zip."),
+        typer.Option("--bundle", help="Archive to write instead: FILE.tar.gz or FILE.zip."),
     ] = None,
     plots: Annotated[
         Path | None,
-        typer.Option("--plots", help="Also write the same pictures as SVG and PNG into this folder."),
+        typer.Option("--plots", help="Directory for the charts as SVG and PNG."),
     ] = None,
     animate: Annotated[
         bool,
-        typer.Option(
-            "--animate", help="With --plots: the steps of spectra as a GIF and a PNG for each, by layer."
-        ),
+        typer.Option("--animate", help="Animate spectra by layer, with --plots."),
     ] = False,
 ) -> None:
-    """Write one HTML file that works offline, and print its path.
+    """Write the report of a run or matrix as one offline file.
 
-    What could not be drawn stands as a sentence in its place, and on standard error; the exit code is then 2.
+    A panel that cannot be drawn becomes a sentence, and the exit code is 2.
 
     Raises
     ------
@@ -89,8 +90,3 @@ def _written(
             print(picture)
         if pictures.words_only:
             print(f"no pictures, but words: {', '.join(pictures.words_only)}", file=sys.stderr)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("report")(report)

@@ -7,56 +7,58 @@ from typing import Annotated
 
 import typer
 
+from backlight.cli.app import command
+from backlight.cli.options import Json
 
+
+@command("spectra", "Research")
 def spectra(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.py", help="build_model, batches and loss.")],
     checkpoints: Annotated[
         list[str] | None,
         typer.Option(
-            "--checkpoints", metavar="PATTERN", help="Files to load, quoted: 'ckpt/*.pt'; again for more."
+            "--checkpoints", metavar="PATTERN", help="Checkpoints, quoted: 'ckpt/*.pt' (repeatable)."
         ),
     ] = None,
     replicates: Annotated[
-        int, typer.Option("--replicates", min=3, help="Batches whose gradients are compared.")
+        int, typer.Option("--replicates", min=3, help="Number of batches to compare.")
     ] = 16,
     include: Annotated[
         list[str] | None,
-        typer.Option("--include", metavar="PATTERN", help="Matrices to measure: 'blocks.*'; again for more."),
+        typer.Option("--include", metavar="PATTERN", help="Matrices to measure, as 'blocks.*' (repeatable)."),
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option("--exclude", metavar="PATTERN", help="Matrices to leave out; again for more."),
+        typer.Option("--exclude", metavar="PATTERN", help="Matrices to skip (repeatable)."),
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the recipe; again for more."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Recipe setting (repeatable)."),
     ] = None,
     method: Annotated[
-        str, typer.Option("--method", help="How matrices are decomposed: auto, svd, gram, randomized.")
+        str, typer.Option("--method", help="Decomposition: auto, svd, gram, randomized.")
     ] = "auto",
     max_directions: Annotated[
-        int | None, typer.Option("--max-directions", min=1, help="Most directions of a layer to measure.")
+        int | None, typer.Option("--max-directions", min=1, help="Maximum directions of a layer.")
     ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", help="cpu, cuda, cuda:1; without it CUDA where there is some.")
+        str | None, typer.Option("--device", help="Device: cpu, cuda, cuda:1; default CUDA if available.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Of the model and its inputs: float32, bfloat16, float64.")
+        str | None, typer.Option("--dtype", help="Data type: float32, bfloat16, float64.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of everything that is drawn.")] = 0,
-    budget: Annotated[
-        str, typer.Option("--budget", help="Memory for replicates on each rank; less means more backwards.")
-    ] = "2G",
+    seed: Annotated[int, typer.Option("--seed", help="Random seed.")] = 0,
+    budget: Annotated[str, typer.Option("--budget", help="Memory for replicates per rank, as 2G.")] = "2G",
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Run directory; one that is there is gone on with. Without it runs/..."),
+        typer.Option("--out", help="Run directory, resumed if it exists; default runs/..."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
+    as_json: Json = False,
 ) -> int:
-    """Measure which singular directions of the gradients would come back with other data.
+    """Separate signal from noise in gradient singular directions.
 
     Each replicate is the gradient of one batch of the recipe. Without --checkpoints the freshly built model
-    is measured. Under torchrun the layers are spread over the ranks; the numbers stay the same.
+    is measured. Under torchrun the layers are distributed over the ranks; the numbers stay the same.
     """
     from backlight.cli.options import parse_size
     from backlight.cli.render.spectra import as_object, bar, show
@@ -94,8 +96,3 @@ def spectra(
     else:
         show(outcome, run)
     return 0
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("spectra")(spectra)

@@ -8,27 +8,34 @@ from typing import Annotated
 
 import typer
 
+from backlight.cli.app import command
+from backlight.cli.options import Json
 
+
+@command("sweep", "Diagnose")
 def sweep(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.py", help="The recipe to build and run.")],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.py", help="Recipe file.")],
     chosen: Annotated[
         list[str],
-        typer.Option("--set", help="A setting and its values: dim=512,768,1024; one value fixes it."),
+        typer.Option("--set", help="Setting with values, dim=512,768 (repeatable)."),
     ],
-    steps: Annotated[int, typer.Option("--steps", min=12, help="Steps to clock at each size.")] = 30,
+    steps: Annotated[int, typer.Option("--steps", min=12, help="Timed steps at each size.")] = 30,
     fake: Annotated[
-        bool, typer.Option("--fake", help="Predict memory and operations on fake tensors; nothing need fit.")
+        bool, typer.Option("--fake", help="Predict memory and operations on fake tensors.")
     ] = False,
-    limit: Annotated[float, typer.Option("--limit", min=1, help="Seconds for one size.")] = 600.0,
+    limit: Annotated[float, typer.Option("--limit", min=1, help="Time limit of a size in seconds.")] = 600.0,
     max_memory: Annotated[
-        float | None, typer.Option("--max-memory", min=0.1, help="GiB that one size may hold.")
+        float | None, typer.Option("--max-memory", min=0.1, help="Memory limit of a size in GiB.")
     ] = None,
     at: Annotated[
-        list[str] | None, typer.Option("--at", help="Ask the fits for another size, within twice the range.")
+        list[str] | None, typer.Option("--at", help="Setting to extrapolate to, NAME=VALUE (repeatable).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one object.")] = False,
+    as_json: Json = False,
 ) -> int:
-    """Measure a recipe at several sizes, each in a process of its own, and fit how time and memory grow."""
+    """Measure a recipe at several sizes and fit how it scales.
+
+    Each size runs in its own process.
+    """
     from backlight.cli.render.comparison import Turns
     from backlight.cli.render.sweep import as_object, show
     from backlight.diagnose.scaling.sweep import parse_axes
@@ -52,8 +59,3 @@ def sweep(
     else:
         show(found)
     return 0
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("sweep")(sweep)

@@ -6,23 +6,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from backlight.cli.app import command
+from backlight.cli.console import make_console
 
 
+@command("top", "Runs")
 def top(
-    path: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory; it may still be empty.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory; it may still be empty.")],
     once: Annotated[
-        bool, typer.Option("--once", help="Print one frame and leave; so it is where this is no terminal.")
+        bool, typer.Option("--once", help="Print one frame; the default without a terminal.")
     ] = False,
 ) -> None:
-    """Show a training live in the terminal: loss, phases, parameters, findings. q or Ctrl-C leaves."""
+    """Show a run live in the terminal.
+
+    Press q or Ctrl-C to quit.
+    """
     from backlight.analysis.live import followed
     from backlight.cli.render.live import show
 
     (run,) = followed([path])
-    show(run, Console(), once=once)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("top")(top)
+    show(run, make_console(), once=once)

@@ -6,29 +6,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from backlight.cli.app import command
+from backlight.cli.options import Json, Module, Script
+
 if TYPE_CHECKING:
     from backlight.diagnose.missing_gradients.parameter_rows import MissingGradients, Row
     from backlight.user_code import Line
 
 
+@command("why-no-grad", "Diagnose", script=True)
 def why_no_grad(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script; with -m, a module.")],
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    script: Script,
+    module: Module = False,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="Optimizer steps to observe before the script is ended.")
+        int, typer.Option("--steps", min=1, help="Optimizer steps before the script is ended.")
     ] = 3,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one object; what the script prints goes to standard error.")
-    ] = False,
-    fail: Annotated[
-        bool, typer.Option("--fail", help="Exit 1 if a parameter has no gradient or no optimizer.")
-    ] = False,
+    as_json: Json = False,
+    fail: Annotated[bool, typer.Option("--fail", help="Exit 1 if a parameter is not trained.")] = False,
 ) -> int:
-    """Say why parameters get no gradient: backlight why-no-grad [OPTIONS] SCRIPT [ITS ARGUMENTS].
+    """Explain why parameters receive no gradient.
 
-    What the graph of the first loss tells is printed before the first backward runs. The script is
-    ended after a few steps; nothing is stored.
+    What the graph of the first loss shows is printed before the first backward. The script is ended after a
+    few steps; nothing is stored.
 
     Raises
     ------
@@ -67,12 +67,12 @@ def why_no_grad(
 
 
 def _print_row(page: Any, row: Row) -> None:
-    from backlight.cli.console import place
+    from backlight.cli.console import source_line
 
     reason = row.reason
     if reason is not None:
         shape = "x".join(map(str, row.shape)) or "scalar"
-        where = place(reason.line)
+        where = source_line(reason.line)
         page.say(
             "  ", (row.name, "bold"), f" [{shape}]  ", (reason.text, "yellow"), f"  {where}" if where else ""
         )
@@ -80,7 +80,7 @@ def _print_row(page: Any, row: Row) -> None:
 
 def _print(page: Any, answer: MissingGradients, code: int, told: dict[str, str]) -> None:
     """Print what is new since the rows that were ``told`` before the first backward, and the sum."""
-    from backlight.cli.console import place
+    from backlight.cli.console import source_line
 
     watched = f"{answer.watched} parameters, {answer.steps} steps, {answer.backwards} backwards"
     fresh = [row for row in answer.rows if row.reason and told.get(row.name) != row.reason.text]
@@ -92,7 +92,7 @@ def _print(page: Any, answer: MissingGradients, code: int, told: dict[str, str])
     for name in cleared:
         page.say("  ", (name, "bold"), "  got a gradient later")
     if answer.failure is not None:
-        page.say(("backward failed: ", "red"), answer.failure.text, f"  {place(answer.failure.line)}")
+        page.say(("backward failed: ", "red"), answer.failure.text, f"  {source_line(answer.failure.line)}")
     if answer.rows:
         noun = "parameter is" if len(answer.rows) == 1 else "parameters are"
         page.say((f"{len(answer.rows)} {noun} not trained", "bold"), f" ({watched})")
@@ -133,14 +133,3 @@ def _as_json(answer: MissingGradients, script: str, code: int) -> dict[str, Any]
         else {"text": failure.text, "place": line_json(failure.line), "saved": line_json(failure.saved)},
         "notes": answer.notes,
     }
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``; what follows SCRIPT belongs to the script."""
-    app.command(
-        "why-no-grad",
-        context_settings={
-            "allow_extra_args": True,
-            "allow_interspersed_args": False,
-        },
-    )(why_no_grad)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from backlight.analysis.ab_test import Alternated, words_of
 from backlight.analysis.compare import Comparison
+from backlight.cli.console import make_console
 from backlight.monitors.steptime.model.step_comparison import TimeComparison
 
 
@@ -74,7 +75,7 @@ class Turns(AbstractContextManager["Turns"]):
     """A progress bar on standard error, quiet where that is no terminal."""
 
     def __init__(self, *, quiet: bool = False, what: str = "run") -> None:
-        console = Console(stderr=True)
+        console = make_console(stderr=True)
         self._what = what
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(),

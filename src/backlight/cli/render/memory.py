@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from backlight.cli.console import Page, print_json
+from backlight.cli.console import Page, make_console, print_json
 from backlight.text import size
 
 if TYPE_CHECKING:
@@ -105,11 +104,11 @@ def _tables(page: Page, result: StepMemory) -> None:
     table = _table("kind", "at the peak", "share")
     for kind, nbytes in result.kinds.items():
         table.add_row(kind.replace("_", " "), size(nbytes), f"{nbytes / result.peak:.1%}")
-    Console().print(table)
+    make_console().print(table)
     highest = _table("phase", "highest")
     for phase, nbytes in result.phases.items():
         highest.add_row(phase, size(nbytes))
-    Console().print(highest)
+    make_console().print(highest)
     modules = _table("module at the peak", "own", "inclusive", *COLUMNS.values())
     for module in result.modules[:MAX_MODULES]:
         kinds = {kind.value: nbytes for kind, nbytes in module.kinds.items()}
@@ -119,7 +118,7 @@ def _tables(page: Page, result: StepMemory) -> None:
             size(module.inclusive),
             *(size(kinds[kind]) if kinds.get(kind) else "" for kind in COLUMNS),
         )
-    Console().print(modules)
+    make_console().print(modules)
     if len(result.modules) > MAX_MODULES:
         _note(page, f"{len(result.modules) - MAX_MODULES} more modules in --json")
     tensors = _table("live at the peak", "bytes")
@@ -133,7 +132,7 @@ def _tables(page: Page, result: StepMemory) -> None:
             tensor.kind.replace("_", " "),
             Text(" ".join(part for part in (tensor.module, tensor.operation.removeprefix("aten.")) if part)),
         )
-    Console().print(tensors)
+    make_console().print(tensors)
     logits = result.logits
     if logits is not None:
         page.say(
@@ -154,7 +153,7 @@ def _savings(savings: tuple[Saving, ...]) -> None:
             Text(what), size(saving.peak), size(saving.saved),
             _flops(saving.recomputed_flops), f"{saving.share_of_step:.1%}",
         )  # fmt: skip
-    Console().print(table)
+    make_console().print(table)
 
 
 def _fit(page: Page, fit: Fit) -> None:

@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from backlight.cli.console import Page
+from backlight.cli.console import Page, make_console
 from backlight.text import duration
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def show(result: ProfileResult, findings: Sequence[Finding] = ()) -> None:
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[int, int], None]]:
     """Show how many runs of controls are done, on a terminal."""
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
         task = shown.add_task("controls", total=None)
         yield lambda done, of: shown.update(task, completed=done, total=of)
@@ -180,8 +179,8 @@ def _table(first: str, *others: str) -> Table:
 
 def _print(table: Table) -> None:
     if table.row_count:
-        Console().print(table)
-        Console().print()
+        make_console().print(table)
+        make_console().print()
 
 
 def _short(name: str, width: int = 48) -> str:

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from backlight.cli.console import make_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,7 @@ SHOWN = 20
 @contextmanager
 def bar() -> Iterator[Callable[[Stage], None]]:
     """Give what shows how far a measurement is, on standard error; silent where that is no terminal."""
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     progress = Progress(
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
@@ -131,13 +132,13 @@ def _table(known: dict[str, Layer], measured: Sequence[Measurement]) -> None:
             _number(one["noise_scale"]),
             _number(one["stable_rank_gradient"]),
         )
-    Console().print(table)
+    make_console().print(table)
     if len(chosen) > SHOWN:
         _say(("note: ", "dim"), f"{len(chosen) - SHOWN} more layers in --json")
 
 
 def _say(*parts: tuple[str, str] | str) -> None:
-    Console().print(Text.assemble(*parts), soft_wrap=True, highlight=False)
+    make_console().print(Text.assemble(*parts), soft_wrap=True, highlight=False)
 
 
 def _count(measured: Sequence[Measurement]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
+from backlight.cli.console import make_console
 
 
 def after_run(path: Path) -> None:
@@ -14,11 +14,11 @@ def after_run(path: Path) -> None:
     from backlight.store.errors import StoreError
     from backlight.store.read.run import open_run
 
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     try:
         run = open_run(path)
         print_findings(run, findings_of(run), console)
     except StoreError as error:
-        console.print(f"backlight: {error}", markup=False, highlight=False)
+        console.print(f"backlight: {error}")
         return
-    console.print(f"next: backlight report {path}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"next: backlight report {path}", soft_wrap=True)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from backlight.cli.console import make_console
 from backlight.diagnose.scaling.sweep import DONE, Point, Scaling
 from backlight.records import to_json
 
@@ -16,7 +17,7 @@ UNITS = {"step_ms": "step", "memory": "memory", "flops": "operations", "paramete
 
 def show(found: Scaling, console: Console | None = None) -> None:
     """Print a sweep."""
-    console = console or Console()
+    console = console or make_console()
     swept = list(found.points[0].settings)
     phases = list(dict.fromkeys(phase for point in found.points for phase in point.phases))
     columns = ["parameters"]

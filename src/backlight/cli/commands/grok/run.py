@@ -1,24 +1,92 @@
-"""The ways in which ``backlight grok run`` runs: here, as a sweep, as jobs of a cluster."""
+"""``backlight grok run``: run an experiment or a sweep of it, here or on a cluster; go on with one."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from backlight.cli.launch.grok_options import configured
+from backlight.cli.app import command
+from backlight.cli.commands.grok.options import (
+    CONFIG,
+    DEVICE,
+    NAME,
+    PRESET,
+    SEED,
+    SET,
+    STEPS,
+    configured,
+    overlay,
+)
+from backlight.cli.options import SlurmScript
 
 if TYPE_CHECKING:
     from backlight.experiments.config import Configuration
 
 
+@command("run", group="grok")
+def run(
+    name: Annotated[str | None, NAME] = None,
+    preset: Annotated[str | None, PRESET] = None,
+    config: Annotated[Path | None, CONFIG] = None,
+    changes: Annotated[list[str] | None, SET] = None,
+    steps: Annotated[int | None, STEPS] = None,
+    seed: Annotated[int | None, SEED] = None,
+    device: Annotated[str | None, DEVICE] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Run directory; default runs/NAME-PRESET-seed-N.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False,
+    control: Annotated[
+        str | None,
+        typer.Option("--control", help="Matched control to run as well: random-labels."),
+    ] = None,
+    degrade: Annotated[
+        bool, typer.Option("--degrade", help="Record less, without asking, if not all fits.")
+    ] = False,
+    seeds: Annotated[str | None, typer.Option("--seeds", help="Seeds, one run each: 0-4 or 0,1,7.")] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option("--sweep", metavar="KEY=V,V", help="Key and values, one run each (repeatable)."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Concurrent runs; default: as cores allow.")
+    ] = None,
+    slurm: Annotated[
+        list[str] | None,
+        typer.Option("--slurm", metavar="KEY=VALUE", help="Slurm option, as partition=gpu (repeatable)."),
+    ] = None,
+    slurm_script: SlurmScript = None,
+) -> int:
+    """Run an experiment into a run directory.
+
+    An interrupted run resumes with --resume to the same numbers. Before the start, its cost is compared with
+    the free memory and disk.
+    """
+    asked = _Request(
+        name=name,
+        preset=preset,
+        config=config,
+        options=overlay(changes, steps=steps, seed=seed, device=device),
+        out=out,
+        control=control or "",
+        degrade=degrade,
+    )
+    if seeds is not None or sweep:
+        return _sweep(asked, seeds, sweep or [], jobs, slurm, slurm_script)
+    if slurm is not None or slurm_script is not None:
+        return _submit(asked, slurm or [], slurm_script)
+    return _run_here(asked, resume=resume)
+
+
 @dataclass(frozen=True)
-class Asked:
+class _Request:
     """What the command line asks for."""
 
     name: str | None
@@ -34,7 +102,7 @@ class Asked:
         return configured(self.name, self.preset, self.config, self.options)
 
     def arguments(self) -> list[str]:
-        """Return the command line of a run like this one, without its folder."""
+        """Return the command line of this run, without its directory."""
         line = [self.name] if self.name else []
         line += ["--preset", self.preset] if self.preset else []
         line += ["--config", str(self.config.absolute())] if self.config else []
@@ -43,7 +111,7 @@ class Asked:
         return [*line, "--degrade"] if self.degrade else line
 
 
-def here(asked: Asked, *, resume: bool) -> int:
+def _run_here(asked: _Request, *, resume: bool) -> int:
     """Run in this process, the run and then its control; return the exit code."""
     from backlight.experiments.runner import default_directory, finished, resumed
 
@@ -101,8 +169,8 @@ def _one(
     return 0
 
 
-def sweep(
-    asked: Asked,
+def _sweep(
+    asked: _Request,
     seeds: str | None,
     sweeps: list[str],
     jobs: int | None,
@@ -110,7 +178,6 @@ def sweep(
     script: Path | None,
 ) -> int:
     """Run one process for each member of a sweep; return the exit code."""
-    from backlight.cli.launch.grok_options import overlay
     from backlight.experiments.runner import finished
     from backlight.experiments.sweep import command, concurrent_runs, members, run_all
     from backlight.experiments.sweep import seeds as seeds_of
@@ -152,7 +219,7 @@ def sweep(
     return 2 if failed else 0
 
 
-def submit(asked: Asked, slurm: list[str], script: Path | None) -> int:
+def _submit(asked: _Request, slurm: list[str], script: Path | None) -> int:
     """Submit the run as a job, or write its script; return the exit code."""
     from backlight.experiments.runner import default_directory
     from backlight.experiments.sweep import Member, command
@@ -164,7 +231,7 @@ def submit(asked: Asked, slurm: list[str], script: Path | None) -> int:
 
 
 def _as_jobs(
-    asked: Asked,
+    asked: _Request,
     configuration: Configuration,
     commands: list[list[str]],
     root: Path,
@@ -198,8 +265,6 @@ def _as_jobs(
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
-    import json
-
     out: list[tuple[str, Any]] = []
     for key, value in values.items():
         out += (

@@ -8,26 +8,30 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from backlight.cli.app import command
+from backlight.cli.console import make_console
+from backlight.cli.options import Json
 
 
+@command("detect", group="grok")
 def detect(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of objects.")] = False,
+    as_json: Json = False,
     control: Annotated[
-        Path | None, typer.Option("--control", help="The matched control, whatever it says of itself.")
+        Path | None, typer.Option("--control", help="Run directory of the matched control.")
     ] = None,
     chance: Annotated[
-        float | None, typer.Option("--chance", help="Accuracy of guessing, in place of what a run states.")
+        float | None, typer.Option("--chance", help="Accuracy of guessing; default as recorded.")
     ] = None,
     test_size: Annotated[
-        int | None, typer.Option("--test-size", help="Test samples, in place of what a run states.")
+        int | None, typer.Option("--test-size", help="Number of test samples; default as recorded.")
     ] = None,
 ) -> int:
-    """Judge runs by their accuracies, with the intervals of both times, the sweep and the control.
+    """Diagnose grokking in stored runs.
 
-    A control is found among the given runs and in the folders beside each. Exit code 2 if a run cannot be
-    judged; the others are.
+    A control is found among the given runs and in directories next to each. Exit code 2 if a run cannot be
+    evaluated; the others are.
     """
     from backlight.analysis.grokking import beside, examine
     from backlight.cli.render.grok import print_examined
@@ -36,7 +40,7 @@ def detect(
 
     opened = [open_run(path) for path in runs]
     against = open_run(control) if control is not None else None
-    console, out, failed = Console(), [], False
+    console, out, failed = make_console(), [], False
     for run in opened:
         try:
             found = examine(
@@ -53,8 +57,3 @@ def detect(
     if as_json:
         print(json.dumps(out, indent=2))
     return 2 if failed else 0
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("detect")(detect)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
-import typer
-from rich.console import Console
 from rich.table import Table
 
+from backlight.cli.app import command
+from backlight.cli.console import make_console
+from backlight.cli.options import Json
 
+
+@command("list", group="grok")
 def listing(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """List the experiments: name, what it is, source, its effect, the verdicts of that claim and of ci."""
+    """List the experiments with their sources and effects."""
     from backlight.experiments.experiment import EXPERIMENTS
 
     found = [
@@ -39,9 +41,4 @@ def listing(
     for one in found:
         expects = one["expects"] or "-"
         table.add_row(one["name"], one["title"], one["arxiv"], one["effect"], expects, one["ci_expects"])
-    Console().print(table)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("list")(listing)
+    make_console().print(table)

@@ -11,15 +11,13 @@ import typer
 if TYPE_CHECKING:
     from backlight.experiments.config import Configuration
 
-NAME = typer.Argument(metavar="NAME", help="An experiment, see backlight grok list.")
-PRESET = typer.Option(
-    "--preset", help="ci (the default): seconds to minutes on one core; paper: as published."
-)
-CONFIG = typer.Option("--config", help="A YAML file, as backlight grok config prints it.")
-SET = typer.Option("--set", metavar="KEY=VALUE", help="Set a key: training.lr=0.001; again for more.")
-STEPS = typer.Option("--steps", min=1, help="Train so many steps.")
+NAME = typer.Argument(metavar="NAME", help="Experiment, see backlight grok list.")
+PRESET = typer.Option("--preset", help="Preset: ci (default, up to minutes) or paper.")
+CONFIG = typer.Option("--config", help="YAML file, as backlight grok config prints it.")
+SET = typer.Option("--set", metavar="KEY=VALUE", help="Configuration key, as training.lr=0.001 (repeatable).")
+STEPS = typer.Option("--steps", min=1, help="Training steps.")
 SEED = typer.Option("--seed", help="Seed of data, weights and batches.")
-DEVICE = typer.Option("--device", help="cpu, cuda, cuda:1, ...")
+DEVICE = typer.Option("--device", help="Device: cpu, cuda, cuda:1.")
 
 
 def overlay(

@@ -8,23 +8,25 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from backlight.cli.app import command
+from backlight.cli.console import make_console
+from backlight.cli.options import Json
 
 
+@command("compare", group="grok")
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more run directories.")],
     align: Annotated[
-        bool, typer.Option("--align", help="Count the steps of each run from its t_generalise.")
+        bool, typer.Option("--align", help="Count steps of each run from its generalisation.")
     ] = False,
     measure: Annotated[
-        list[str] | None, typer.Option("--measure", help="Only measures that begin so; again for more.")
+        list[str] | None, typer.Option("--measure", help="Prefix of measures to show (repeatable).")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Also write one HTML file that works offline.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one object with every curve.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="HTML file to write.")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Lay accuracies, losses and measures of several runs over each other, by step or from t_generalise."""
+    """Overlay measures of several runs by step or generalisation."""
     from backlight.analysis.overlay import as_page, overlay
     from backlight.cli.render.grok import print_overlaid
     from backlight.report.overlay import write_overlay
@@ -34,12 +36,7 @@ def compare(
     if as_json:
         print(json.dumps(overlaid.as_json(), indent=2))
     else:
-        print_overlaid(overlaid, Console())
+        print_overlaid(overlaid, make_console())
     if out is not None:
         written = write_overlay(as_page(overlaid), out)
         print(written, file=sys.stderr if as_json else sys.stdout)
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("compare")(compare)

@@ -10,41 +10,46 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from backlight.cli.launch.grok_options import DEVICE, PRESET, SEED, SET, STEPS, overlay
+from backlight.cli.app import command
+from backlight.cli.commands.grok.options import DEVICE, PRESET, SEED, SET, STEPS, overlay
+from backlight.cli.console import make_console
+from backlight.cli.options import Json
 
 if TYPE_CHECKING:
     from backlight.experiments.cost import Estimate
 
 
+@command("estimate", group="grok")
 def estimate(
-    what: Annotated[
-        str, typer.Argument(metavar="CONFIG|NAME", help="A YAML file, or the name of an experiment.")
-    ],
+    what: Annotated[str, typer.Argument(metavar="CONFIG|NAME", help="YAML file or name of an experiment.")],
     preset: Annotated[str | None, PRESET] = None,
     changes: Annotated[list[str] | None, SET] = None,
     steps: Annotated[int | None, STEPS] = None,
     seed: Annotated[int | None, SEED] = None,
     device: Annotated[str | None, DEVICE] = None,
-    out: Annotated[Path, typer.Option("--out", help="Where the run would go: its disk is looked at.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Directory whose free disk space is checked.")] = Path(
         "runs"
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the estimate as one object.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Time a few steps and each measure; print time, memory and disk of the whole run, and what would fit."""
-    from backlight.cli.launch.grok_options import configured
+    """Estimate time, memory and disk of an experiment.
+
+    Times a few steps and each measure.
+    """
+    from backlight.cli.commands.grok.options import configured
     from backlight.experiments.cost import estimate_of
 
     file = Path(what)
     named = None if file.suffix in {".yaml", ".yml"} else what
     options = overlay(changes, steps=steps, seed=seed, device=device)
     configuration = configured(named, preset, None if named else file, options)
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     with console.status("timing") as status:
         found = estimate_of(configuration, out, on_part=lambda part: status.update(f"timing {part}"))
     if as_json:
         print(json.dumps(found.as_mapping(), indent=2))
     else:
-        show(found, Console())
+        show(found, make_console())
 
 
 def show(found: Estimate, console: Console) -> None:
@@ -71,14 +76,12 @@ def show(found: Estimate, console: Console) -> None:
     if tier == TIERS[0]:
         console.print("Everything fits.")
         return
-    console.print(f"Does not fit: {found.problem(TIERS[0])}.", markup=False, highlight=False)
+    console.print(f"Does not fit: {found.problem(TIERS[0])}.")
     if tier:
         names = ", ".join(found.left_out(tier))
-        console.print(f"With --degrade: {tier}; left out: {names}.", markup=False, highlight=False)
+        console.print(f"With --degrade: {tier}; left out: {names}.")
     else:
-        console.print(
-            f"Not even scalars alone fit: {found.problem(TIERS[-1])}.", markup=False, highlight=False
-        )
+        console.print(f"Not even scalars alone fit: {found.problem(TIERS[-1])}.")
 
 
 def duration(seconds: float) -> str:
@@ -87,8 +90,3 @@ def duration(seconds: float) -> str:
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds:.2g} s"
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("estimate")(estimate)
