@@ -127,8 +127,8 @@ def _submit(
 ) -> int:
     """Submit the watched run as one job, or write its batch script; return the exit code."""
     from backlight.launch.slurm import ENDED, Job, batch_script, parameters, require, submit, write_script
-    from backlight.store.write.attempt import default_path
     from backlight.store.platform.filesystem import file_system_type, is_network_type
+    from backlight.store.write.attempt import default_path
 
     given = parameters(slurm)
     path = (out if out is not None else default_path(target)).absolute()
