@@ -97,7 +97,7 @@ def load_commands() -> None:
     for module in pkgutil.walk_packages([str(folder)], "backlight.cli.commands."):
         importlib.import_module(module.name)
     # Panels are listed in the order in which they first occur.
-    app.registered_commands.sort(key=lambda found: PANELS.index(found.rich_help_panel))  # type: ignore[arg-type]
+    app.registered_commands.sort(key=lambda found: PANELS.index(found.rich_help_panel))
     app.add_typer(grok, rich_help_panel="Research")
 
 
