@@ -1,7 +1,7 @@
-"""The monitor of stalls: how often its verdicts are right, and what it costs while nothing stalls.
+"""The stalls monitor: how often its diagnoses are right, and what it costs while nothing stalls.
 
-The fault suite of the tests is run and scored: right, undetermined, wrong. Cost: nanoseconds of a beat, and
-the time that the monitor adds to a step of the demo model, by alternating blocks with and without it.
+The fault suite of the tests is run and scored: correct, inconclusive, wrong. Cost: nanoseconds of a heartbeat, and
+the time that the monitor adds to a step of the demo model, by interleaved blocks with and without it.
 
     OMP_WAIT_POLICY=PASSIVE python bench/stalls.py [--all]
 """
@@ -33,13 +33,13 @@ from overhead import Training  # noqa: E402 - beside us
 from faults.verdicts import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score  # noqa: E402 - beside us
 
 
-def beat_cost(count: int = 200_000) -> float:
+def heartbeat_cost(count: int = 200_000) -> float:
     """Return the nanoseconds that the hook of a parameter takes."""
     from backlight.monitors.stalls.instrument.heartbeat import _arrived
 
     with tempfile.TemporaryDirectory() as folder:
-        board = SharedState(Path(folder) / "rank-00000.board")
-        slots, rows = board.slots, board.rows
+        shared_state = SharedState(Path(folder) / "rank-00000.state")
+        slots, rows = shared_state.slots, shared_state.rows
         parameter = torch.zeros(1)
         rounds = []
         for _ in range(5):
@@ -170,7 +170,7 @@ def main() -> None:
         cost = Table(title="what the monitor costs while nothing stalls")
         cost.add_column("what")
         cost.add_column("value", justify="right")
-        cost.add_row("one beat (the hook of a parameter)", f"{beat_cost():.0f} ns")
+        cost.add_row("one beat (the hook of a parameter)", f"{heartbeat_cost():.0f} ns")
         low, middle, high = statistics.quantiles(added_time(options.pairs, options.block), n=4)
         cost.add_row("added to a step of the demo model, median", f"{(middle - 1) * 100:+.2f} %")
         cost.add_row("quartiles over pairs of blocks", f"{(low - 1) * 100:+.2f} … {(high - 1) * 100:+.2f} %")

@@ -1,20 +1,23 @@
-"""What the kernel says of a process, without touching it: states, CPU time, waits. No torch.
+"""Processes and threads of this machine, read from ``/proc`` without touching them. No torch.
 
-Everything here is read from ``/proc``; what is denied or gone reads as None and is said by the caller.
+psutil reads children, arguments and environments. What it lacks is read here: exit status, start in clock
+ticks, waits of single threads and run-queue delay. What is denied or gone reads as None or empty.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+_CGROUP = Path("/sys/fs/cgroup")
 
 _ioctl: Callable[..., Any] | None = None
 with contextlib.suppress(ImportError):
@@ -22,16 +25,14 @@ with contextlib.suppress(ImportError):
 
     _ioctl = fcntl.ioctl
 
-_CGROUP = Path("/sys/fs/cgroup")
+_PIDFD_INFO_BYTES = 64
+_PIDFD_INFO_MASK = struct.Struct("=Q")
+_PIDFD_INFO_EXIT = 1 << 3
+# PIDFD_GET_INFO with the first version of its structure; the exit status is at byte 60.
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11
+_PR_SET_PTRACER = 0x59616D61
 
-_INFO_SIZE = 64
-_INFO_MASK = struct.Struct("=Q")
-_INFO_EXIT = 1 << 3
-_GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
-"""PIDFD_GET_INFO with the first version of its structure; the exit status stands at byte 60."""
-
-TICK = os.sysconf("SC_CLK_TCK")
-"""Ticks per second in which the kernel counts CPU time."""
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 _SYSCALLS = {
     "x86_64": {
@@ -63,160 +64,128 @@ _WAITS = {
 }
 
 
-@dataclass(frozen=True)
-class Thread:
-    """One thread.
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One row of the process table.
 
     Attributes
     ----------
     state:
-        The kernel's letter.
-    ticks:
-        Its CPU time, in ticks.
-    ran, waited, turns:
-        Nanoseconds on a processor and in the queue for one, and how often it was put on one; all 0 where the
-        kernel does not say.
-    wait:
-        What it sleeps for, in words.
+        Letter of the kernel: R, S, D, T, Z.
+    start:
+        Clock ticks since boot; together with the pid it identifies a process.
+    cpu_s:
+        CPU time of all threads.
+    exit_status:
+        Wait status, once the process is dead.
     """
-
-    tid: int
-    name: str
-    state: str
-    ticks: int
-    ran: int = 0
-    waited: int = 0
-    turns: int = 0
-    wait: str = ""
-
-
-@dataclass(frozen=True)
-class Process:
-    """One process: ``ticks`` of all its threads, ``memory`` in bytes, ``exit_code`` once it is dead."""
 
     pid: int
     name: str
     state: str
-    ticks: int
+    parent: int
+    session: int
     start: int
-    memory: int = 0
-    exit_code: int = 0
-    parent: int = 0
+    num_threads: int
+    cpu_s: float
+    exit_status: int = 0
 
     @property
-    def stopped(self) -> bool:
-        """Whether it was stopped by a signal or a debugger."""
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped it."""
         return self.state in {"T", "t"}
 
     @property
-    def dead(self) -> bool:
-        """Whether it is gone but for its entry."""
+    def is_dead(self) -> bool:
+        """Whether only its entry in the process table is left."""
         return self.state in {"Z", "X"}
 
 
-def process(pid: int) -> Process | None:
-    """Return what the kernel says of a process, None where there is none."""
-    fields = _stat(Path(f"/proc/{pid}/stat"))
-    if fields is None:
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """One thread: nanoseconds on a processor and in its run queue, number of time slices; 0 if not known."""
+
+    tid: int
+    name: str
+    state: str
+    cpu_s: float
+    ran_ns: int = 0
+    queued_ns: int = 0
+    slices: int = 0
+
+
+def read_process(pid: int) -> Process | None:
+    """Return the entry of a process, None where there is none."""
+    found = _read_stat(Path(f"/proc/{pid}/stat"))
+    if found is None:
         return None
-    name, rest = fields
+    name, rest = found
     return Process(
-        pid=pid,
-        name=name,
-        state=rest[0],
-        ticks=int(rest[11]) + int(rest[12]),
-        start=int(rest[19]),
-        memory=int(rest[21]) * os.sysconf("SC_PAGE_SIZE"),
-        exit_code=int(rest[49]) if len(rest) > 49 else 0,
-        parent=int(rest[1]),
-    )
+        pid, name, rest[0], int(rest[1]), int(rest[3]), int(rest[19]), int(rest[17]), _cpu_s(rest),
+        int(rest[49]) if len(rest) > 49 else 0,
+    )  # fmt: skip
 
 
-def alive(pid: int) -> bool:
-    """Tell whether a process lives; one of which only the entry is left does not."""
-    found = process(pid)
-    return found is not None and not found.dead
+def read_process_table() -> dict[int, Process]:
+    """Return all visible processes by pid."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return {pid: found for pid in pids if (found := read_process(pid)) is not None}
 
 
-def readable(pid: int) -> bool:
-    """Tell whether the kernel lets us look into a process, as tracing it needs."""
-    try:
-        Path(f"/proc/{pid}/exe").readlink()
-    except PermissionError:
-        return False
-    except OSError:
-        return True  # gone, which is no denial
-    return True
-
-
-def threads(pid: int) -> tuple[Thread, ...]:
+def read_threads(pid: int) -> tuple[Thread, ...]:
     """Return the threads of a process, the main thread first; empty where there is no process."""
     try:
         tids = sorted((int(p.name) for p in Path(f"/proc/{pid}/task").iterdir()), key=lambda t: (t != pid, t))
     except OSError:
         return ()
-    out = []
+    threads = []
     for tid in tids:
-        fields = _stat(Path(f"/proc/{pid}/task/{tid}/stat"))
-        if fields is not None:
-            name, rest = fields
-            out.append(Thread(tid, name, rest[0], int(rest[11]) + int(rest[12]), *_scheduled(pid, tid)))
-    return tuple(out)
+        task = Path(f"/proc/{pid}/task/{tid}")
+        found = _read_stat(task / "stat")
+        if found is None:
+            continue
+        scheduled = (0, 0, 0)
+        with contextlib.suppress(OSError, ValueError):
+            ran, queued, slices = map(int, (task / "schedstat").read_text(encoding="ascii").split())
+            scheduled = (ran, queued, slices)
+        threads.append(Thread(tid, found[0], found[1][0], _cpu_s(found[1]), *scheduled))
+    return tuple(threads)
 
 
-def _scheduled(pid: int, tid: int) -> tuple[int, int, int]:
-    """Return nanoseconds on a processor and in the queue for one, and how often a thread was put on one."""
+def _read_stat(path: Path) -> tuple[str, list[str]] | None:
     try:
-        ran, waited, turns = Path(f"/proc/{pid}/task/{tid}/schedstat").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return 0, 0, 0
-    return int(ran), int(waited), int(turns)
+        text = path.read_bytes().decode("utf-8", "replace")
+    except OSError:
+        return None
+    # The name is in parentheses and may itself hold spaces and parentheses.
+    begin, end = text.find("("), text.rfind(")")
+    rest = text[end + 1 :].split()
+    return (text[begin + 1 : end], rest) if len(rest) > 21 else None
 
 
-def waits_for(pid: int, tid: int) -> str:
-    """Return in words what a sleeping thread waits for, empty where the kernel does not say."""
-    task = Path(f"/proc/{pid}/task/{tid}")
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        number = (task / "syscall").read_text(encoding="ascii").split()[0]
-        name = _SYSCALLS.get(os.uname().machine, {}).get(int(number), "") if number.isdecimal() else ""
-        if name:  # a call that was restarted after a signal goes by another number
-            return _WAITS.get(name, "")
-    with contextlib.suppress(OSError):
-        channel = (task / "wchan").read_text(encoding="ascii").strip()
-        for word, meaning in _WAITS.items():
-            if channel.startswith(word) or f"_{word}" in channel:
-                return meaning
-    return ""
+def _cpu_s(stat: list[str]) -> float:
+    return (int(stat[11]) + int(stat[12])) / TICKS_PER_S
 
 
-def children(pid: int) -> tuple[Process, ...]:
-    """Return the direct children of a process."""
-    found: list[Process] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                for word in (task / "children").read_text(encoding="ascii").split():
-                    child = process(int(word))
-                    if child is not None:
-                        found.append(child)
-    return tuple(found)
+def is_alive(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    found = read_process(pid)
+    return found is not None and not found.is_dead
 
 
-def kernel_stacks(pid: int, limit: int = 200) -> str:
-    """Return the state, CPU time and wait of every thread as text, the form in which they are kept."""
-    lines = ["tid      state  cpu_s    waits_for            name"]
-    every = threads(pid)
-    for thread in every[:limit]:
-        wait = waits_for(pid, thread.tid) if thread.state in {"S", "D"} else ""
-        seconds = thread.ticks / TICK
-        lines.append(f"{thread.tid:<8} {thread.state:<6} {seconds:<8.2f} {wait or '-':<20} {thread.name}")
-    if len(every) > limit:
-        lines.append(f"and {len(every) - limit} more")
-    return "\n".join(lines) + "\n"
+def is_traceable(pid: int) -> bool:
+    """Return whether the kernel permits this process to trace ``pid``; True for one that is gone."""
+    try:
+        Path(f"/proc/{pid}/exe").readlink()
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
-def catches(pid: int, number: int) -> bool:
-    """Tell whether a process has a handler for a signal, without which the signal would end it."""
+def handles_signal(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal, without which the signal would end it."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("SigCgt:"):
@@ -224,11 +193,92 @@ def catches(pid: int, number: int) -> bool:
     return False
 
 
-def killed_for_memory() -> int | None:
-    """Return how often the kernel has killed for memory in this control group, None where it does not say."""
+def send_signal(process: Process, number: int) -> bool:
+    """Send a signal to exactly this process, never to another with its pid; return whether it was sent."""
+    descriptor = -1
+    try:
+        with contextlib.suppress(AttributeError, OSError):
+            descriptor = os.pidfd_open(process.pid)
+        now = read_process(process.pid)
+        if now is None or now.start != process.start:
+            return False
+        if descriptor >= 0:
+            signal.pidfd_send_signal(descriptor, number)
+        else:
+            os.kill(process.pid, number)
+    except OSError:
+        return False
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return True
+
+
+def wait_reason(pid: int, tid: int) -> str:
+    """Return in words what a sleeping thread waits for, empty where the kernel does not report it."""
+    task = Path(f"/proc/{pid}/task/{tid}")
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        number = (task / "syscall").read_text(encoding="ascii").split()[0]
+        name = _SYSCALLS.get(os.uname().machine, {}).get(int(number), "") if number.isdecimal() else ""
+        if name:  # a call that was restarted after a signal has another number
+            return _WAITS.get(name, "")
+    channel = wait_channel(pid, tid)
+    return next((m for word, m in _WAITS.items() if channel.startswith(word) or f"_{word}" in channel), "")
+
+
+def wait_channel(pid: int, tid: int) -> str:
+    """Return the kernel function in which a thread sleeps, empty where it runs or reading is denied."""
+    try:
+        channel = Path(f"/proc/{pid}/task/{tid}/wchan").read_text(encoding="ascii").strip("\0\n ")
+    except (OSError, ValueError):
+        return ""
+    return "" if channel == "0" else channel
+
+
+def children(pid: int) -> tuple[Process, ...]:
+    """Return the direct children of a process."""
+    found = [read_process(child.pid) for child in _query(pid, "children", [])]
+    return tuple(child for child in found if child is not None)
+
+
+def command_line(pid: int) -> tuple[str, ...]:
+    """Return the arguments of a process, empty where they cannot be read."""
+    return tuple(_query(pid, "cmdline", ()))
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with, empty where it cannot be read."""
+    return dict(_query(pid, "environ", {}))
+
+
+def _query(pid: int, method: str, default: Any) -> Any:
+    import psutil  # noqa: PLC0415 - 50 ms, and every command imports this module
+
+    try:
+        return getattr(psutil.Process(pid), method)()
+    except (psutil.Error, OSError):
+        return default
+
+
+def format_threads(pid: int, limit: int = 200) -> str:
+    """Return state, CPU time and wait of every thread as a table of text."""
+    lines = ["tid      state  cpu_s    waits_for            name"]
+    threads = read_threads(pid)
+    for thread in threads[:limit]:
+        wait = wait_reason(pid, thread.tid) if thread.state in {"S", "D"} else ""
+        lines.append(
+            f"{thread.tid:<8} {thread.state:<6} {thread.cpu_s:<8.2f} {wait or '-':<20} {thread.name}"
+        )
+    if len(threads) > limit:
+        lines.append(f"and {len(threads) - limit} more")
+    return "\n".join(lines) + "\n"
+
+
+def count_oom_kills() -> int | None:
+    """Return how often the kernel has killed for memory in this control group, None where not known."""
     for name in ("memory.events", "memory/memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):
-            for line in (Path("/sys/fs/cgroup") / name).read_text(encoding="ascii").splitlines():
+            for line in (_CGROUP / name).read_text(encoding="ascii").splitlines():
                 word, _, value = line.partition(" ")
                 if word == "oom_kill":
                     return int(value)
@@ -239,44 +289,45 @@ def killed_for_memory() -> int | None:
     return None
 
 
-def exit_code_by(pidfd: int) -> int | None:
-    """Return how the process behind a descriptor ended, as a wait status; None where the kernel does not say.
+def exit_status(pidfd: int) -> int | None:
+    """Return the wait status of the process behind a descriptor, None where it runs or the kernel is older.
 
-    Kernels from 6.15 on keep it for those who hold a descriptor, also after the parent has looked.
+    Kernels from 6.15 on keep it for the holder of a descriptor, also after the parent has read it.
     """
     if _ioctl is None:
         return None
-    buffer = bytearray(_INFO_SIZE)
-    _INFO_MASK.pack_into(buffer, 0, _INFO_EXIT)
+    buffer = bytearray(_PIDFD_INFO_BYTES)
+    _PIDFD_INFO_MASK.pack_into(buffer, 0, _PIDFD_INFO_EXIT)
     try:
-        _ioctl(pidfd, _GET_INFO, buffer)
+        _ioctl(pidfd, _PIDFD_GET_INFO, buffer)
     except OSError:
         return None
-    if not _INFO_MASK.unpack_from(buffer, 0)[0] & _INFO_EXIT:
+    if not _PIDFD_INFO_MASK.unpack_from(buffer, 0)[0] & _PIDFD_INFO_EXIT:
         return None
     return int(struct.unpack_from("=i", buffer, 60)[0])
 
 
-def cause(exit_code: int) -> str:
-    """Say in words how a process ended, from the status that its parent would get."""
-    number = exit_code & 0x7F
+def describe_exit(status: int) -> str:
+    """Return in words how a process with this wait status ended."""
+    number = status & 0x7F
     if number:
         try:
             return f"killed by {signal.Signals(number).name}"
         except ValueError:
             return f"killed by signal {number}"
-    return f"ended with exit code {exit_code >> 8 & 0xFF}"
+    return f"ended with exit code {status >> 8 & 0xFF}"
 
 
-def _stat(path: Path) -> tuple[str, list[str]] | None:
-    try:
-        text = path.read_bytes().decode("utf-8", "replace")
-    except OSError:
-        return None
-    # The name stands in parentheses and may itself hold spaces and parentheses.
-    begin, end = text.find("("), text.rfind(")")
-    rest = text[end + 1 :].split()
-    return (text[begin + 1 : end], rest) if len(rest) > 21 else None
+def allow_tracing(pid: int) -> bool:
+    """Permit process ``pid`` and its children to take stacks of this process; return whether that was needed.
+
+    Only the Yama security module asks for it; elsewhere the kernel refuses the call and nothing changes.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    with contextlib.suppress(OSError, AttributeError):
+        return bool(ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0) == 0)
+    return False
 
 
 def available_cores() -> int:
@@ -286,6 +337,8 @@ def available_cores() -> int:
 
 def available_memory() -> int:
     """Return the bytes that can be allocated without swapping, within the limit of a container."""
+    import psutil  # noqa: PLC0415 - 50 ms, and every command imports this module
+
     free = psutil.virtual_memory().available
     try:
         limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
@@ -299,4 +352,6 @@ def available_memory() -> int:
 
 def resident_memory() -> int:
     """Return the bytes of memory that this process has resident."""
+    import psutil  # noqa: PLC0415 - 50 ms, and every command imports this module
+
     return int(psutil.Process().memory_info().rss)

@@ -1,22 +1,31 @@
-"""Lines of the user's code: the innermost frame that belongs neither to torch, Python nor backlight."""
+"""Tell the user's code from libraries, and find the line of the user's code in a stack. No torch."""
 
 from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
-_OWN = str(Path(__file__).parent) + os.sep
-_PYTHON = tuple({sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep})
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_BACKLIGHT = Path(__file__).parent.as_posix() + "/"
+_STDLIB = tuple({Path(sysconfig.get_path(name)).as_posix() + "/" for name in ("stdlib", "platstdlib")})
+_PYTHON_LIBRARY = re.compile(r"/lib(?:64)?/python3[.\d]*/")
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/")
+# Also a torch that is not installed into site-packages, and one of another process.
+_TORCH = re.compile(
+    r"/torch/(?:_|amp/|autograd/|cuda/|distributed/|export/|func/|functional\.py|fx/|jit/|nn/|optim/|overrides\.py"
+    r"|profiler/|serialization\.py|utils/)"
+)
+_LAUNCHER = _BACKLIGHT + "launch/"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SourceLine:
     """A line of source code."""
 
     path: str
@@ -37,44 +46,60 @@ class Line:
         return linecache.getline(self.path, self.number).strip()
 
 
-_users: dict[str, bool] = {}
-_lines: dict[tuple[CodeType, int], Line] = {}
+@cache
+def is_third_party(path: str) -> bool:
+    """Return whether a file belongs to an installed package other than torch and backlight."""
+    path = path.replace("\\", "/")
+    return bool(_INSTALLED.search(path)) and not path.startswith(_BACKLIGHT) and not _TORCH.search(path)
 
 
-def _is_users(path: str) -> bool:
-    known = _users.get(path)
-    if known is None:
-        torch = getattr(sys.modules.get("torch"), "__file__", None)
-        library = (str(Path(torch).parent) + os.sep,) if torch else ()
-        known = not path.startswith((*library, _OWN, "<"))
-        if known and path.startswith(_PYTHON):
-            known = any(part in path for part in _INSTALLED)
-        _users[path] = known
-    return known
+@cache
+def is_user_code(path: str) -> bool:
+    """Return whether a file belongs to neither Python, torch, backlight nor another installed package."""
+    path = path.replace("\\", "/")
+    library = path.startswith((_BACKLIGHT, "<", *_STDLIB))
+    return bool(path) and not (
+        library or _INSTALLED.search(path) or _PYTHON_LIBRARY.search(path) or _TORCH.search(path)
+    )
 
 
-def user_line(frame: FrameType | None = None) -> Line | None:
-    """Return the line at which user code called into torch; None where no frame is the user's.
+_lines: dict[tuple[CodeType, int], SourceLine] = {}
+
+
+def user_line(frame: FrameType | None = None) -> SourceLine | None:
+    """Return the innermost line of the user's code.
+
+    Where no frame is the user's, as for ``python -m package``, the outermost line of a third-party package is
+    returned; None where there is none either.
 
     Parameters
     ----------
     frame:
-        Where to begin looking outwards; None for the caller.
+        Frame to start from, outwards; None for the caller.
     """
     frame = sys._getframe(1) if frame is None else frame
+    outermost = None
     while frame is not None:
-        code = frame.f_code
-        if _is_users(code.co_filename):
-            key = (code, frame.f_lineno)
-            line = _lines.get(key)
-            if line is None:
-                line = _lines[key] = Line(code.co_filename, frame.f_lineno, code.co_name)
-            return line
+        path = frame.f_code.co_filename
+        if is_user_code(path):
+            return _line_of(frame)
+        if is_third_party(path):
+            outermost = frame
+        elif outermost is not None and path.startswith(_LAUNCHER):
+            break  # what lies outside started backlight
         frame = frame.f_back
-    return None
+    return None if outermost is None else _line_of(outermost)
 
 
-def definition(function: object) -> Line | None:
-    """Return the line at which a Python function is defined, or None."""
+def _line_of(frame: FrameType) -> SourceLine:
+    key = (frame.f_code, frame.f_lineno)
+    line = _lines.get(key)
+    if line is None:
+        line = _lines[key] = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return line
+
+
+def definition(function: object) -> SourceLine | None:
+    """Return the line at which a Python function is defined; None for anything else."""
     code = getattr(function, "__code__", None)
-    return None if code is None else Line(code.co_filename, code.co_firstlineno, code.co_name)
+    return None if code is None else SourceLine(code.co_filename, code.co_firstlineno, code.co_name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from backlight.capture.modules import SeenModules, named_parameters, unwrapped, walk
-from backlight.user_code import Line, user_line
+from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
     import torch
@@ -82,8 +82,8 @@ class RegistrationLines:
     """Lines at which parameters were registered and optimizers made."""
 
     def __init__(self) -> None:
-        self._parameters: dict[int, tuple[weakref.ref[Any], Line]] = {}
-        self._optimizers: dict[int, tuple[weakref.ref[Any], Line]] = {}
+        self._parameters: dict[int, tuple[weakref.ref[Any], SourceLine]] = {}
+        self._optimizers: dict[int, tuple[weakref.ref[Any], SourceLine]] = {}
 
     def install(self, patches: Patches) -> list[Any]:
         """Begin to note; return the handles of the hooks."""
@@ -110,15 +110,15 @@ class RegistrationLines:
 
         return [register_module_parameter_registration_hook(on_parameter)]
 
-    def of_parameter(self, parameter: Any) -> Line | None:
+    def of_parameter(self, parameter: Any) -> SourceLine | None:
         """Return the line that registered ``parameter``."""
         return _still(self._parameters, parameter)
 
-    def of_optimizer(self, optimizer: Any) -> Line | None:
+    def of_optimizer(self, optimizer: Any) -> SourceLine | None:
         """Return the line that made ``optimizer``."""
         return _still(self._optimizers, optimizer)
 
 
-def _still(table: dict[int, tuple[weakref.ref[Any], Line]], thing: Any) -> Line | None:
+def _still(table: dict[int, tuple[weakref.ref[Any], SourceLine]], thing: Any) -> SourceLine | None:
     known = table.get(id(thing))
     return known[1] if known is not None and known[0]() is thing else None

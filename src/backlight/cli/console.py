@@ -12,7 +12,7 @@ from rich.text import Text
 from backlight.distributed import world
 
 if TYPE_CHECKING:
-    from backlight.user_code import Line
+    from backlight.user_code import SourceLine
 
 
 def make_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
@@ -26,14 +26,14 @@ def rank_prefix() -> str:
     return f"[rank {here.rank}] " if here.size > 1 else ""
 
 
-def source_line(line: Line | None) -> str:
+def source_line(line: SourceLine | None) -> str:
     """Return ``path:number`` and the source text, empty for None."""
     if line is None:
         return ""
     return f"{line}  {line.text}" if line.text else str(line)
 
 
-def line_json(line: Line | None) -> dict[str, Any] | None:
+def line_json(line: SourceLine | None) -> dict[str, Any] | None:
     """Return a source line as JSON types."""
     if line is None:
         return None

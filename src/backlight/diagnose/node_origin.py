@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from backlight.user_code import Line
+    from backlight.user_code import SourceLine
 
 next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # not exported
 """Return the number that the next node of this thread will take."""
@@ -25,7 +25,7 @@ class Origin:
     """Where a node comes from: the operation, its line, and the module that was running."""
 
     operation: str
-    line: Line | None
+    line: SourceLine | None
     module: str = ""
 
 

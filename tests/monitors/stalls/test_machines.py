@@ -1,4 +1,4 @@
-"""Sidecars of several machines, each of which sees its own ranks: the reader makes one diagnosis of them."""
+"""Watchdogs of several machines, each of which observes its own ranks; the reader joins them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from backlight.findings.evaluate import findings_of
-from backlight.monitors.stalls.model import joint_diagnosis, runtime_dir
-from backlight.monitors.stalls.model.joint_diagnosis import pack, together, unpack
+from backlight.monitors.stalls.model import peers, runtime_dir
 from backlight.monitors.stalls.model.observation import Observation
-from backlight.monitors.stalls.model.shared_state import PHASES, SharedState, Slot, State
+from backlight.monitors.stalls.model.peers import HostObservation, join, pack, unpack
+from backlight.monitors.stalls.model.shared_state import PHASES, RankStatus, SharedState, Slot
 from backlight.monitors.stalls.model.thresholds import Thresholds
 from backlight.monitors.stalls.model.watchdog import Watchdog
 from backlight.records import Phase
@@ -39,29 +39,29 @@ def run(tmp_path: Path) -> Path:
 
 
 class Machine:
-    """One rank with its board and its own sidecar, which lives in this process."""
+    """One rank with its shared state and its own watchdog, which runs in this process."""
 
     def __init__(self, folder: Path, run: Path, rank: int, pid: int) -> None:
-        self.place = folder / f"node-{rank}"
-        runtime_dir.prepare(self.place)
-        self.board = SharedState(runtime_dir.state_path(self.place, rank))
-        self.board.open(rank=rank, world=2, main_ident=1, main_tid=pid, stall=5.0)
-        self.board.slots[Slot.PID] = pid
-        self.board.slots[Slot.BACKWARDS] = self.board.slots[Slot.FORWARDS] = self.board.slots[Slot.STEP] = 3
+        self.directory = folder / f"node-{rank}"
+        runtime_dir.create(self.directory)
+        self.state = SharedState(runtime_dir.state_path(self.directory, rank))
+        self.state.open(rank=rank, world_size=2, main_ident=1, main_tid=pid, timeout_s=5.0)
+        self.state.slots[Slot.PID] = pid
+        self.state.slots[Slot.BACKWARDS] = self.state.slots[Slot.FORWARDS] = self.state.slots[Slot.STEP] = 3
         runtime_dir.write_document(
-            runtime_dir.document_path(self.place, rank, "groups"), {str(GROUP): [0, 1]}
+            runtime_dir.document_path(self.directory, rank, "groups"), {str(GROUP): [0, 1]}
         )
-        self.watchdog = Watchdog(self.place, run, run / "attempt-000", Thresholds(), host=f"node-{rank}")
+        self.watchdog = Watchdog(self.directory, run, run / "attempt-000", Thresholds(), host=f"node-{rank}")
 
     def waits(self, seconds: float, text: bytes = b"all_reduce(8 float32) #4") -> None:
-        self.board.slots[Slot.DISTRIBUTED] = 1
-        self.board.enter(GROUP, 4, CALL, SHAPE, text, waits=True)
-        self.stands(seconds)
+        self.state.slots[Slot.DISTRIBUTED] = 1
+        self.state.enter_collective(GROUP, 4, CALL, SHAPE, text, blocking=True)
+        self.hangs(seconds)
 
-    def stands(self, seconds: float, phase: Phase = Phase.OTHER) -> None:
-        self.board.slots[Slot.PHASE] = PHASES.index(phase)
-        self.board.slots[Slot.HEARTBEAT] = time.monotonic_ns() - int(seconds * S)
-        self.board.slots[Slot.PHASE_SINCE] = self.board.slots[Slot.HEARTBEAT]
+    def hangs(self, seconds: float, phase: Phase = Phase.OTHER) -> None:
+        self.state.slots[Slot.PHASE] = PHASES.index(phase)
+        self.state.slots[Slot.HEARTBEAT] = time.monotonic_ns() - int(seconds * S)
+        self.state.slots[Slot.PHASE_SINCE] = self.state.slots[Slot.HEARTBEAT]
 
 
 @contextmanager
@@ -81,17 +81,17 @@ def stalls(run: Run) -> list[tuple[str | None, int | None, str]]:
     return [(f.subject.verdict, f.subject.rank, f.detail) for f in findings_of(run) if f.rule == "stall"]
 
 
-def test_a_rank_that_waits_here_for_one_that_stands_elsewhere(
+def test_rank_that_waits_for_a_rank_of_another_machine(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with machines(tmp_path, run) as (here, there):
         here.waits(40)
-        there.stands(40, Phase.DATA)
+        there.hangs(40, Phase.DATA)
         assert here.watchdog.poll()
         alone = stalls(open_run(run))
         assert len(alone) == 1
-        assert alone[0][1] is None  # one machine alone names nobody
-        assert "1 of 2 ranks are not seen from this machine, so that the cause is open" in alone[0][2]
+        assert alone[0][1] is None  # one machine alone names no rank
+        assert "1 of 2 ranks are not observable from this machine, so the cause is open" in alone[0][2]
         assert there.watchdog.poll()
     ((verdict, rank, claim),) = stalls(open_run(run))
     assert (verdict, rank) == ("PHASE", 1)
@@ -106,30 +106,30 @@ def test_a_rank_that_waits_here_for_one_that_stands_elsewhere(
     capsys.readouterr()
 
 
-def test_a_machine_that_has_nothing_to_say_itself_answers_when_it_is_asked(tmp_path: Path, run: Path) -> None:
+def test_machine_without_a_diagnosis_answers_a_question_once(tmp_path: Path, run: Path) -> None:
     with machines(tmp_path, run) as (here, there):
         here.waits(40)
-        there.board.slots[Slot.STALL] = 600 * S
-        there.stands(20, Phase.DATA)  # far from its own patience, and beyond that of who asks
+        there.state.slots[Slot.TIMEOUT] = 600 * S
+        there.hangs(20, Phase.DATA)  # within its own timeout, beyond that of the question
         assert there.watchdog.poll()
         assert not list((run / "attempt-000").glob("watchdog-node-1.db"))
         assert here.watchdog.poll()
-        there.watchdog._elsewhere._next = 0.0
+        there.watchdog._peers._next_poll = 0.0
         assert there.watchdog.poll()
-        before = len(open_run(run).events(joint_diagnosis.KIND))
-        there.watchdog._elsewhere._next = 0.0
+        before = len(open_run(run).events(peers.EVENT))
+        there.watchdog._peers._next_poll = 0.0
         there.watchdog.poll()
-        assert len(open_run(run).events(joint_diagnosis.KIND)) == before == 2  # a question is answered once
+        assert len(open_run(run).events(peers.EVENT)) == before == 2  # a question is answered once
     ((verdict, rank, _),) = stalls(open_run(run))
     assert (verdict, rank) == ("PHASE", 1)
 
 
-def test_a_machine_that_has_left_is_remembered(tmp_path: Path, run: Path) -> None:
+def test_observations_of_a_machine_that_has_ended_count(tmp_path: Path, run: Path) -> None:
     with machines(tmp_path, run) as (here, there):
-        there.board.close(State.FINISHED)
+        there.state.close(RankStatus.FINISHED)
         there.watchdog.run()
         here.waits(40)
-        here.board.slots[Slot.BACKWARDS] = 4
+        here.state.slots[Slot.BACKWARDS] = 4
         here.watchdog.poll()
     ((verdict, rank, claim),) = stalls(open_run(run))
     assert (verdict, rank) == ("DEAD", 1)
@@ -141,10 +141,10 @@ def test_two_stalls_of_a_run_are_two_diagnoses(tmp_path: Path, run: Path) -> Non
     with machines(tmp_path, run) as (here, there):
         for step, phase in ((3, Phase.DATA), (4, Phase.FORWARD)):
             for one in (here, there):
-                one.board.slots[Slot.STEP] = step
-                one.board.slots[Slot.PROGRESS] += 1
+                one.state.slots[Slot.STEP] = step
+                one.state.slots[Slot.PROGRESS] += 1
             here.waits(40)
-            there.stands(40, phase)
+            there.hangs(40, phase)
             here.watchdog.poll()
             there.watchdog.poll()
     said = stalls(open_run(run))
@@ -152,17 +152,17 @@ def test_two_stalls_of_a_run_are_two_diagnoses(tmp_path: Path, run: Path) -> Non
     assert ["forward" in claim for _, _, claim in said] == [False, True]
 
 
-def test_observations_survive_being_stored(tmp_path: Path) -> None:
+def test_stored_observations_are_read(tmp_path: Path) -> None:
     observation = Observation(rank=3, ended="killed by SIGKILL", ended_at=5.0)
-    seen = unpack(pack([observation], {3: None}, {GROUP: [0, 3]}, 4))
+    seen = unpack(pack(HostObservation((observation,), {3: None}, {GROUP: [0, 3]}, 4)))
     assert seen is not None
-    assert (seen.world, seen.groups, seen.diagnoses) == (4, {GROUP: [0, 3]}, {3: None})
+    assert (seen.world_size, seen.groups, seen.diagnoses) == (4, {GROUP: [0, 3]}, {3: None})
     assert abs(seen.observations[0].ended_at - (time.time() - time.monotonic() + 5.0)) < 1.0
-    assert unpack({"ranks": [{}]}) is None
-    assert together([]) is None
+    assert unpack({"observations": [{}]}) is None
+    assert join([]) is None
 
 
-def test_the_environment_may_name_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_name_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BACKLIGHT_HOST", raising=False)
     assert host_name() == socket.gethostname()
     monkeypatch.setenv("BACKLIGHT_HOST", "pod-7")
@@ -171,7 +171,7 @@ def test_the_environment_may_name_the_machine(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.full
 @pytest.mark.alone
-def test_a_launch_over_two_machines(tmp_path: Path) -> None:
+def test_launch_over_two_machines(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import time, torch, torch.distributed as dist\n"

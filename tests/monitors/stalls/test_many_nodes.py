@@ -85,15 +85,13 @@ def test_a_first_backward_of_a_million_nodes(how: str, tmp_path: Path) -> None:
     line = next(n for n, text in enumerate(SCRIPT.splitlines(), start=1) if text.endswith("# at: heads"))
     assert found.subject.line == f"{script}:{line}", found.detail
     share = re.search(
-        r"about (\d+) % \(± (\d+)\) of the nodes( made again)? come from train\.py:", found.detail
+        r"about (\d+) % \(± (\d+)\) of the (recomputed )?nodes come from train\.py:", found.detail
     )
     assert share is not None, found.detail
     assert "(a Python loop), by " in found.detail
     if how == "reentrant":
         assert share[3]
-        assert re.search(
-            r"[\d,]+ nodes made again by recomputation so far, time left not known", found.detail
-        )
+        assert re.search(r"[\d,]+ nodes recomputed so far, remaining time not known", found.detail)
     else:
         assert abs(int(share[1]) - 70) <= int(share[2])
         total = re.search(r"backward ([\d,]+) of ([\d,]+) nodes, [\d.]+k?/s, ETA (\d+) s", found.detail)

@@ -11,7 +11,7 @@ from backlight.cli.options import Json, Module, Script
 
 if TYPE_CHECKING:
     from backlight.diagnose.missing_gradients.parameter_rows import MissingGradients, Row
-    from backlight.user_code import Line
+    from backlight.user_code import SourceLine
 
 
 @command("why-no-grad", "Diagnose", script=True)
@@ -44,7 +44,7 @@ def why_no_grad(
     page = Page()
     told: dict[str, str] = {}
 
-    def early(rows: list[Row], line: Line | None) -> None:
+    def early(rows: list[Row], line: SourceLine | None) -> None:
         if rows and not as_json:
             page.say((f"before the first backward ({line or 'line not known'}):", "bold"))
             for row in rows:

@@ -23,7 +23,7 @@ from backlight.capture.module_calls import ModuleCalls, module_names
 from backlight.capture.operations import tensors_in
 from backlight.diagnose.checkpointing.region_state import differences, snapshot
 from backlight.diagnose.checkpointing.regions import Region, RegionMode, Run, Usage, first_difference, storage
-from backlight.user_code import Line, user_line
+from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
     from backlight.diagnose.checkpointing.region_state import Snapshot
@@ -133,7 +133,7 @@ class CheckpointObserver(Listener):
         return checkpoint
 
     def _region(
-        self, function: Any, line: Line | None, use_reentrant: bool | None, kwargs: dict[str, Any]
+        self, function: Any, line: SourceLine | None, use_reentrant: bool | None, kwargs: dict[str, Any]
     ) -> Region:
         label = self._label(function)
         key = (str(line), label, use_reentrant)
@@ -196,7 +196,7 @@ class CheckpointObserver(Listener):
                 self._cut(names.get(key), places)
         self._usage.used.clear()
 
-    def _cut(self, candidate: Any, places: dict[int, tuple[str, Line | None]]) -> None:
+    def _cut(self, candidate: Any, places: dict[int, tuple[str, SourceLine | None]]) -> None:
         name = "a parameter" if candidate is None else "/".join((candidate.name, *candidate.aliases))
         for number in places:
             region = self._numbers.get(number)

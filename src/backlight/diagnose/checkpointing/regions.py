@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from backlight.capture.operations import QUIET, operation_name, tensors_in, written
 from backlight.diagnose.checkpointing.region_state import Snapshot, checksum
-from backlight.user_code import Line, user_line
+from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
     from backlight.capture.module_calls import ModuleCalls
@@ -28,7 +28,7 @@ class Remark:
 
     kind: str
     text: str
-    line: Line | None = None
+    line: SourceLine | None = None
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Region:
     ``reentrant`` is None where the caller left the choice to torch.
     """
 
-    line: Line | None
+    line: SourceLine | None
     function: str
     reentrant: bool | None
     preserves: bool
@@ -46,7 +46,7 @@ class Region:
     recomputations: int = 0
     remarks: list[Remark] = field(default_factory=list)
 
-    def remark(self, kind: str, text: str, line: Line | None = None) -> None:
+    def remark(self, kind: str, text: str, line: SourceLine | None = None) -> None:
         """Note something once."""
         remark = Remark(kind, text, line)
         if remark not in self.remarks and sum(r.kind == kind for r in self.remarks) < REMARKS:
@@ -65,7 +65,7 @@ class Step:
     """One operation of a run: name, shapes of what it gave, and their sums; ``ended`` unless it raised."""
 
     name: str
-    line: Line | None
+    line: SourceLine | None
     shapes: tuple[tuple[int, ...], ...]
     sums: tuple[float, ...]
     exact: bool
@@ -194,7 +194,7 @@ class Usage(TorchFunctionMode):
         self._calls = calls
         self.paused = False
         self.current: list[int] = []
-        self.used: dict[int, dict[int, tuple[str, Line | None]]] = {}
+        self.used: dict[int, dict[int, tuple[str, SourceLine | None]]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -214,7 +214,7 @@ class Usage(TorchFunctionMode):
                             places[place] = (name, user_line())
         return func(*args, **kwargs)
 
-    def shared(self) -> Iterator[tuple[int, dict[int, tuple[str, Line | None]]]]:
+    def shared(self) -> Iterator[tuple[int, dict[int, tuple[str, SourceLine | None]]]]:
         """Yield the ``id`` of each parameter that a boundary cuts, with its uses by region."""
         for key, places in self.used.items():
             if len(places) > 1:

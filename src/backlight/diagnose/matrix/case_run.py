@@ -34,6 +34,7 @@ from backlight.monitors.stalls.model import stacks
 from backlight.monitors.stalls.model.attach import Attached, ProcessNotFoundError, attach
 from backlight.store.errors import StoreError
 from backlight.store.read.run import open_run
+from backlight.user_code import is_user_code
 
 MAX_OUTPUT_BYTES = 64 * 1024 * 1024
 """Output after which its file is truncated: a case that prints without end must not fill the disk."""
@@ -181,7 +182,7 @@ class _CaseRun:
         self._keep(
             "processes.txt",
             "\n\n".join(
-                f"{pid} {command}\n{processes.kernel_stacks(pid)}" for pid, command in commands.items()
+                f"{pid} {command}\n{processes.format_threads(pid)}" for pid, command in commands.items()
             ),
             "processes of the case, with state, wait and CPU time of each thread",
         )
@@ -315,7 +316,7 @@ def last_error(text: str) -> tuple[str, str]:
     for index, line in enumerate(lines):
         if line.startswith("Fatal Python"):
             sample = stacks.parse_faulthandler("\n".join(lines[index:]), 0)
-            frames = [f for thread in sample.threads for f in thread.frames if not stacks.is_library(f.file)]
+            frames = [f for thread in sample.threads for f in thread.frames if is_user_code(f.file)]
             found.append((line, f"{frames[0].file}:{frames[0].line}" if frames else ""))
         elif line.startswith("Traceback ("):
             found.append(_exception(lines[index + 1 :]))
@@ -329,7 +330,7 @@ def _exception(lines: list[str]) -> tuple[str, str]:
     position = ""
     for line in lines:
         if frame := re.match(r'^ *File "(.+)", line (\d+)(?:, in .*)?$', line):
-            position = position if stacks.is_library(frame[1]) else f"{frame[1]}:{frame[2]}"
+            position = f"{frame[1]}:{frame[2]}" if is_user_code(frame[1]) else position
         elif line and not line.startswith(" "):
             return line, position
     return "", position

@@ -178,7 +178,7 @@ def _from_sample(
 ) -> Evaluation:
     claim = sample.claim.partition(": ")[2] or sample.claim
     if verdict is DiagnosisKind.SPIN:
-        claim = f"it computes on one line, {stacks.Frame(*_split(sample.line), '').place}; {claim}"
+        claim = f"it computes on one line, {stacks.Frame(*_split(sample.line), '').location}; {claim}"
     return Evaluation(
         verdict, f"{verdict.value}: {claim}", confidence,
         (*_cpu(seen), f"every sample of process {sample.pid} shows the same line"),

@@ -11,7 +11,7 @@ import torch
 
 from backlight.capture.operations import tensors_in
 from backlight.diagnose.node_origin import Origin, next_number
-from backlight.user_code import Line, definition, user_line
+from backlight.user_code import SourceLine, definition, user_line
 
 if TYPE_CHECKING:
     from backlight.capture.hooks import Patches
@@ -28,8 +28,8 @@ class NoneReturned:
     function: str
     sequence: int
     edge: int
-    applied: Line | None
-    defined: Line | None
+    applied: SourceLine | None
+    defined: SourceLine | None
 
 
 def install(patches: Patches, tape: Tape, on_none: Callable[[NoneReturned], None]) -> None:
@@ -65,7 +65,7 @@ def _listen(
     cls: Any,
     args: tuple[Any, ...],
     outputs: list[torch.Tensor],
-    line: Line | None,
+    line: SourceLine | None,
     on_none: Callable[[NoneReturned], None],
 ) -> None:
     # Only the tensors that are arguments themselves are edges of the node.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from backlight.diagnose.missing_gradients.tape import Operation
-    from backlight.user_code import Line
+    from backlight.user_code import SourceLine
 
 _MESSAGE = re.compile(
     r"modified by an inplace operation: \[[\w.]+ \[(?P<shape>[\d, ]*)\]\]"
@@ -26,8 +26,8 @@ class Overwritten:
     """The line that changed a tensor which backward needs, and the operation that had saved it."""
 
     text: str
-    line: Line | None
-    saved: Line | None
+    line: SourceLine | None
+    saved: SourceLine | None
 
 
 def find_overwritten(message: str, operations: Sequence[Operation]) -> Overwritten | None:

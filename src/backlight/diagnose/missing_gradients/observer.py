@@ -28,7 +28,7 @@ from backlight.diagnose.missing_gradients.nonleaf import nonleaf_grad_reads, non
 from backlight.diagnose.missing_gradients.parameter_rows import MissingGradients, Row
 from backlight.diagnose.missing_gradients.reasons import Cause, Reason
 from backlight.diagnose.missing_gradients.tape import Tape
-from backlight.user_code import Line, user_line
+from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class MissingGradientObserver(Listener):
         self,
         steps: int,
         end: Callable[[], None],
-        early: Callable[[list[Row], Line | None], None] = lambda _rows, _line: None,
+        early: Callable[[list[Row], SourceLine | None], None] = lambda _rows, _line: None,
     ) -> None:
         self._steps = steps
         self._end = end

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from backlight.capture.expected_parameters import RegistrationLines
     from backlight.diagnose.missing_gradients.flow import Flow, Use
     from backlight.diagnose.missing_gradients.tape import Operation
-    from backlight.user_code import Line
+    from backlight.user_code import SourceLine
 
 
 class Cause(enum.StrEnum):
@@ -42,7 +42,7 @@ class Reason:
 
     cause: Cause
     text: str
-    line: Line | None = None
+    line: SourceLine | None = None
     weight: int = 0
 
 
@@ -57,7 +57,7 @@ _CUTS = {
 }
 
 
-def frozen(line: Line | None, held_by: int | None) -> Reason:
+def frozen(line: SourceLine | None, held_by: int | None) -> Reason:
     """Return the reason for ``requires_grad=False``; ``held_by`` is an optimizer that holds it anyway."""
     text = "frozen: requires_grad is False"
     if line is not None:
@@ -193,7 +193,7 @@ def pending_checkpoint(flow: Flow, use: Use) -> bool:
     )
 
 
-def none_returned(function: str, applied: Line | None, defined: Line | None) -> Reason:
+def none_returned(function: str, applied: SourceLine | None, defined: SourceLine | None) -> Reason:
     """Return the reason for a custom function that gave None."""
     where = f" (backward at {defined})" if defined is not None else ""
     return Reason(

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from backlight.capture.operations import NUMPY, QUIET, VALUES, operation_name, tensors_in, written
 from backlight.diagnose.fork_guard import pause_in_children
 from backlight.diagnose.node_origin import Origin, Origins, next_number
-from backlight.user_code import Line, user_line
+from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +40,7 @@ class Operation:
     """
 
     name: str
-    line: Line | None
+    line: SourceLine | None
     module: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -58,7 +58,7 @@ class GradRead:
     """The ``.grad`` of a computed tensor was read at ``line``; ``maker`` had computed it."""
 
     shape: tuple[int, ...]
-    line: Line | None
+    line: SourceLine | None
     producer: Operation | None
 
 
@@ -82,7 +82,7 @@ class Tape(TorchFunctionMode):
         self._inside: list[int] = []
         self.operations: list[Operation] = []
         self.origins = Origins()
-        self.frozen_at: dict[int, tuple[weakref.ref[torch.Tensor], Line]] = {}
+        self.frozen_at: dict[int, tuple[weakref.ref[torch.Tensor], SourceLine]] = {}
         self.grad_reads: dict[int, GradRead] = {}
         self.paused = False
         self.in_backward = False
@@ -152,7 +152,7 @@ class Tape(TorchFunctionMode):
     def add(
         self,
         name: str,
-        line: Line | None,
+        line: SourceLine | None,
         inputs: list[torch.Tensor],
         carrying: list[bool],
         outputs: list[torch.Tensor],
@@ -215,7 +215,7 @@ class Tape(TorchFunctionMode):
 
     # Custom functions
 
-    def enter_function(self, name: str, line: Line | None) -> int:
+    def enter_function(self, name: str, line: SourceLine | None) -> int:
         """Note that the ``forward`` of a custom function begins; return its position on the tape."""
         self.operations.append(
             Operation(name, line, 0, (), (), inside=self._inside[-1] if self._inside else -1,

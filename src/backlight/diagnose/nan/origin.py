@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from backlight.diagnose.nan.value_tracker import NonFiniteRecord
-    from backlight.user_code import Line
+    from backlight.user_code import SourceLine
 
 
 @dataclass
@@ -41,15 +41,15 @@ class NanOrigin:
     operation: str
     value: str
     symptom: str
-    line: Line | None = None
+    line: SourceLine | None = None
     node: str = ""
-    backward_line: Line | None = None
+    backward_line: SourceLine | None = None
     module: str = ""
     shape: tuple[int, ...] = ()
     dtype: str = ""
     born: bool = True
     parameter: str = ""
-    constant: Line | None = None
+    constant: SourceLine | None = None
     modules: list[str] = field(default_factory=list)
     parameters: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backlight.capture.operations import tensors_in
 from backlight.diagnose.fork_guard import pause_in_children
 from backlight.diagnose.node_origin import Origin, Origins, next_number
-from backlight.user_code import Line, user_line
+from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
     from backlight.capture.module_calls import ModuleCalls
@@ -45,11 +45,11 @@ class NonFiniteRecord:
     index: int
     operation: str
     kind: str
-    line: Line | None
+    line: SourceLine | None
     module: int
     phase: str
     node: str = ""
-    own_line: Line | None = None
+    own_line: SourceLine | None = None
     nan: bool = False
     shape: tuple[int, ...] = ()
     dtype: str = ""

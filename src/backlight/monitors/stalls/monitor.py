@@ -1,4 +1,4 @@
-"""The watchdog of a live run: shared state, heartbeats, a stack sampler, and the watchdog process.
+"""The watchdog of a live run: shared state, heartbeat, a stack sampler, and the watchdog process.
 
 What the system refuses of it (no shared memory, no second process) is left out with a notice; a training run
 is never refused or disturbed for it.
@@ -25,12 +25,11 @@ from backlight.monitor import Monitor, RunContext
 from backlight.monitors.stalls.instrument.collectives import Collectives
 from backlight.monitors.stalls.instrument.ddp_buckets import assignment, wrappers
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
-from backlight.monitors.stalls.instrument.ptrace import allow_tracing
 from backlight.monitors.stalls.instrument.stack_sampler import StackSampler
 from backlight.monitors.stalls.model import runtime_dir
-from backlight.monitors.stalls.model.exit_reason import describe
-from backlight.monitors.stalls.model.shared_state import SharedState, State
-from backlight.monitors.stalls.model.stack_dumps import SIGNAL
+from backlight.monitors.stalls.model.observation import describe_exception
+from backlight.monitors.stalls.model.shared_state import RankStatus, SharedState
+from backlight.monitors.stalls.model.stacks import DUMP_SIGNAL
 from backlight.monitors.stalls.model.thresholds import Thresholds
 from backlight.store.write.watchdog import host_name
 
@@ -73,7 +72,7 @@ class StallMonitor(Monitor):
         self._periods = 0
         self._bucket_reads = 0
         self._buckets: list[list[int]] = []
-        self.heartbeats: Heartbeat | None = None
+        self.heartbeat: Heartbeat | None = None
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
@@ -88,34 +87,34 @@ class StallMonitor(Monitor):
         self._writer = run.writer
         self._first_on_host = local_rank() == 0
         launch = f"{launch_id() or os.getpid()}@{host_name()}"
-        self._place = runtime_dir.runtime_directory(run.writer.path, run.writer.attempt, launch)
+        self._directory = runtime_dir.runtime_directory(run.writer.path, run.writer.attempt, launch)
         run.follow_forwards()
         try:
-            runtime_dir.prepare(self._place)
-            board = SharedState(runtime_dir.state_path(self._place, run.rank))
+            runtime_dir.create(self._directory)
+            shared_state = SharedState(runtime_dir.state_path(self._directory, run.rank))
         except OSError as error:
-            self._unmeasured("stalls", f"no board in {self._place}: {error.strerror or error}")
+            self._unmeasured("stalls", f"no shared state in {self._directory}: {error.strerror or error}")
             if self._first_on_host:
-                runtime_dir.leave(self._place)
+                runtime_dir.remove(self._directory)
             return
         main = threading.main_thread()
-        self.heartbeats = Heartbeat(board, run.scope, self._store_names, self._store_buckets)
-        self._collectives = Collectives(board, self._store_group)
+        self.heartbeat = Heartbeat(shared_state, run.scope, self._store_names, self._store_buckets)
+        self._collectives = Collectives(shared_state, self._store_group)
         self._register_dump()
         self._sampler = StackSampler(
-            self.heartbeats,
-            board.path,
+            self.heartbeat,
+            shared_state.path,
             Thresholds().override(self._thresholds),
             self._document("stacks"),
             self._document("graph"),
             self._chores,
         )
-        board.open(
+        shared_state.open(
             rank=run.rank,
-            world=run.world_size,
+            world_size=run.world_size,
             main_ident=main.ident or 0,
             main_tid=main.native_id or 0,
-            stall=self._stall_s,
+            timeout_s=self._stall_s,
         )
         self.resume()
         run.account(self._sampler)
@@ -123,18 +122,18 @@ class StallMonitor(Monitor):
 
     def detach(self, error: BaseException | None) -> None:
         """Remove everything, and leave the watchdog process word of how this rank has ended."""
-        if self.heartbeats is None:
+        if self.heartbeat is None:
             return
         if error is not None:
             # A third-party exception may fail to be printed.
             with contextlib.suppress(Exception):
-                runtime_dir.write_document(self._document("ended"), describe(error))
+                runtime_dir.write_document(self._document("exit"), describe_exception(error))
         self.pause()
         self._sampler.stop()
-        self.heartbeats.board.close(State.FINISHED if error is None else State.FAILED)
+        self.heartbeat.shared_state.close(RankStatus.FINISHED if error is None else RankStatus.FAILED)
         if self._dump is not None:
             with contextlib.suppress(OSError, ValueError, RuntimeError):
-                faulthandler.unregister(SIGNAL)
+                faulthandler.unregister(DUMP_SIGNAL)
             self._dump.close()
             self._dump = None
         if self._watchdog is not None:
@@ -143,26 +142,26 @@ class StallMonitor(Monitor):
                 self._watchdog.wait(WATCHDOG_START_S)
             self._watchdog = None
         if self._first_on_host and not self._watchdog_lives():
-            runtime_dir.leave(self._place)
+            runtime_dir.remove(self._directory)
 
     def resume(self) -> None:
         """Install the hooks of the heartbeat."""
-        if self.heartbeats is not None:
-            self._run.listen(self.heartbeats)
-            self.heartbeats.attach()
+        if self.heartbeat is not None:
+            self._run.listen(self.heartbeat)
+            self.heartbeat.attach()
             self._collectives.attach()
 
     def pause(self) -> None:
         """Remove the hooks of the heartbeat; the threads go on."""
-        if self.heartbeats is not None:
-            self._run.hub.remove(self.heartbeats)
-            self.heartbeats.detach()
+        if self.heartbeat is not None:
+            self._run.hub.remove(self.heartbeat)
+            self.heartbeat.detach()
             self._collectives.detach()
 
     def _unmeasured(self, what: str, reason: str) -> None:
         self._run.notifier.unmeasured(what, reason)
 
-    # What the heartbeats ask for
+    # Documents
 
     def _store_names(self, names: tuple[str, ...]) -> None:
         with contextlib.suppress(OSError):
@@ -191,23 +190,23 @@ class StallMonitor(Monitor):
             runtime_dir.write_document(self._document("groups"), self._groups)
 
     def _document(self, kind: str) -> Path:
-        return runtime_dir.document_path(self._place, self._run.rank, kind)
+        return runtime_dir.document_path(self._directory, self._run.rank, kind)
 
     # The other process
 
     def _register_dump(self) -> None:
         """Let Python's C handler write all stacks on backlight's signal, unless it is in use."""
-        if not SIGNAL:
+        if not DUMP_SIGNAL:
             return
         try:
             import signal  # noqa: PLC0415 - only where there are signals
 
-            if signal.getsignal(SIGNAL) not in {signal.SIG_DFL, None}:
-                self._unmeasured("stacks by signal", f"signal {SIGNAL} has a handler already")
+            if signal.getsignal(DUMP_SIGNAL) not in {signal.SIG_DFL, None}:
+                self._unmeasured("stacks by signal", f"signal {DUMP_SIGNAL} has a handler already")
                 return
-            path = runtime_dir.dump_path(self._place, self._run.rank)
+            path = runtime_dir.dump_path(self._directory, self._run.rank)
             self._dump = path.open("ab", buffering=0)
-            faulthandler.register(SIGNAL, file=self._dump, all_threads=True, chain=False)
+            faulthandler.register(DUMP_SIGNAL, file=self._dump, all_threads=True, chain=False)
         except (OSError, ValueError, RuntimeError) as error:
             self._unmeasured("stacks by signal", str(error))
 
@@ -219,22 +218,21 @@ class StallMonitor(Monitor):
         if self._watchdog is not None and self._watchdog.poll() is not None:
             self._watchdog = None
         if not self._watchdog_pid:
-            found = runtime_dir.read_document(self._place / "sidecar.json")
-            if found:
-                self._watchdog_pid = int(found["pid"])
-                allow_tracing(self._watchdog_pid)
+            self._watchdog_pid = runtime_dir.watchdog_pid(self._directory)
+            if self._watchdog_pid:
+                processes.allow_tracing(self._watchdog_pid)
         elif (
             self._watchdog_pid > 0
             and self._periods % _CHECK_PERIODS == 0
-            and not processes.alive(self._watchdog_pid)
+            and not processes.is_alive(self._watchdog_pid)
         ):
             self._watchdog_pid = -1
             self._unmeasured("stalls", "the watchdog process has ended; a stall is no longer detected")
 
     def _watchdog_lives(self) -> bool:
         """Return whether a watchdog process is there to tidy up."""
-        found = runtime_dir.read_document(self._place / "sidecar.json")
-        return bool(found) and processes.alive(int(found["pid"]))
+        pid = runtime_dir.watchdog_pid(self._directory)
+        return pid > 0 and processes.is_alive(pid)
 
     def _start_watchdog(self) -> None:
         source = Path(backlight.__file__).parents[1]
@@ -250,7 +248,7 @@ class StallMonitor(Monitor):
                     "-P",
                     "-m",
                     "backlight.monitors.stalls.model.watchdog",
-                    str(self._place),
+                    str(self._directory),
                     str(self._writer.path.absolute()),
                     str(folder),
                     str(self._writer.step_offset),

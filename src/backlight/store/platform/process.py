@@ -14,6 +14,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator
 
+from backlight import processes
+
 
 def _pid(value: Any) -> int:
     return value if isinstance(value, int) else 0
@@ -66,19 +68,12 @@ def _namespace() -> str:
 
 
 def _start(pid: int) -> str:
-    """Return field 22 of /proc/PID/stat, empty where there is none or the process is a zombie.
+    """Return the start in clock ticks since boot, empty where there is no process or a zombie.
 
-    Ticks since boot, not a wall-clock time: setting the clock must not make a living writer look dead.
+    Not a wall-clock time: setting the clock must not make a living writer look dead.
     """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return ""
-    # The command name is in parentheses and may itself hold spaces and parentheses.
-    fields = stat[stat.rfind(b")") + 1 :].split()
-    if len(fields) < 20 or fields[0] in {b"Z", b"X"}:
-        return ""
-    return fields[19].decode("ascii")
+    found = processes.read_process(pid)
+    return "" if found is None or found.is_dead else str(found.start)
 
 
 def _exists(pid: int) -> bool:

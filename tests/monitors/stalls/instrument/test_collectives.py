@@ -1,4 +1,4 @@
-"""Records of collective calls: what must be alike on every rank is compared, what may differ is not."""
+"""Records of collective calls: arguments that must agree on all ranks are compared, others are not."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from backlight.monitors.stalls.model.shared_state import Collective, SharedState
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> Iterator[SharedState]:
-    """A board with a process group of one rank, whose calls are recorded."""
-    made = SharedState(tmp_path / "rank-00000.board")
-    made.open(rank=0, world=1, main_ident=1, main_tid=1, stall=None)
+def shared_state(tmp_path: Path) -> Iterator[SharedState]:
+    """A shared state with a process group of one rank, whose calls are recorded."""
+    made = SharedState(tmp_path / "rank-00000.state")
+    made.open(rank=0, world_size=1, main_ident=1, main_tid=1, timeout_s=None)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     records = Collectives(made, lambda _key, _ranks: None)
     records.attach()
@@ -27,8 +27,8 @@ def board(tmp_path: Path) -> Iterator[SharedState]:
     dist.destroy_process_group()
 
 
-def calls(board: SharedState) -> tuple[Collective, ...]:
-    state = read_state(board.path)
+def calls(shared_state: SharedState) -> tuple[Collective, ...]:
+    state = read_state(shared_state.path)
     assert state is not None
     return state.collectives
 
@@ -94,38 +94,38 @@ def gather_there() -> None:
         (gather_here, gather_there, True),
     ],
 )
-def test_what_must_be_alike(one: Any, other: Any, alike: bool, board: SharedState) -> None:
+def test_what_must_be_alike(one: Any, other: Any, alike: bool, shared_state: SharedState) -> None:
     one()
     other()
-    first, second = calls(board)
+    first, second = calls(shared_state)
     assert first.kind == second.kind
     assert (first.shape == second.shape) is alike
     assert [first.number, second.number] == [1, 2]
 
 
-def test_a_call_that_raises_is_marked(board: SharedState) -> None:
+def test_a_call_that_raises_is_marked(shared_state: SharedState) -> None:
     reduce_plainly()
     with pytest.raises(TypeError):
         dist.all_reduce("no tensor")
-    good, bad = calls(board)
+    good, bad = calls(shared_state)
     assert (good.failed, bad.failed) == (False, True)
     assert not bad.inside
 
 
-def test_two_groups_of_the_same_ranks_are_counted_apart(board: SharedState) -> None:
+def test_two_groups_of_the_same_ranks_are_counted_apart(shared_state: SharedState) -> None:
     again = dist.new_group([0])
     reduce_plainly()
     dist.all_reduce(X.clone(), group=again)
-    first, second = calls(board)
+    first, second = calls(shared_state)
     assert first.group != second.group
     assert [first.number, second.number] == [1, 1]
 
 
-def test_a_receipt_between_two_ranks_takes_no_number_of_the_others(board: SharedState) -> None:
+def test_a_receipt_between_two_ranks_takes_no_number_of_the_others(shared_state: SharedState) -> None:
     reduce_plainly()
     with pytest.raises((RuntimeError, ValueError)):
         dist.recv(X.clone(), src=0)
     reduce_plainly()
-    first, receipt, last = calls(board)
+    first, receipt, last = calls(shared_state)
     assert receipt.group != first.group
     assert (first.number, last.number) == (1, 2)

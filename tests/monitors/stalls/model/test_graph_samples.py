@@ -1,4 +1,4 @@
-"""Which line made the nodes of a graph, from looks at its building: written down, and in a real training."""
+"""Lines that made the nodes of a graph, from samples: written ones and those of a real forward."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from backlight.monitors.stalls.instrument.backward_position import BackwardPosition
-from backlight.monitors.stalls.instrument.stack_sampler import users
+from backlight.monitors.stalls.instrument.stack_sampler import user_frames
 from backlight.monitors.stalls.model import graph_samples
 from backlight.monitors.stalls.model.graph_samples import (
     GraphBuild,
     enclosing_loops,
     find_largest_share,
-    read,
+    parse_graph_build,
 )
 from backlight.monitors.stalls.model.shared_state import SharedState
 from backlight.monitors.stalls.model.stacks import Frame
@@ -53,35 +53,35 @@ def graph_build(script: str, samples: list[tuple[int, int]], root: int = 1000) -
     return GraphBuild(0, root, tuple(samples), stacks, caller=frames(script, 13))
 
 
-def test_loops_around_a_line_are_found_innermost_first(script: str) -> None:
+def test_enclosing_loops_are_innermost_first(script: str) -> None:
     assert enclosing_loops(script, 4) == [(script, 3), (script, 2)]
     assert enclosing_loops(script, 8) == [(script, 8)]
     assert enclosing_loops(script, 1) == []
     assert enclosing_loops("/nowhere/at_all.py", 3) == []
 
 
-def test_shares_follow_the_numbers_and_not_the_time(script: str) -> None:
-    # Ten looks at the inner loop, ten at the comprehension, which makes nodes nine times as fast.
+def test_shares_follow_node_numbers_and_not_time(script: str) -> None:
+    # Ten samples in the inner loop, ten in the comprehension, which makes nodes nine times as fast.
     samples = [(10 * i, 0) for i in range(1, 11)] + [(100 + 90 * i, 1) for i in range(1, 11)]
     found = find_largest_share(graph_build(script, samples))
     assert found is not None
-    assert (found.line, found.loop, found.again) == (8, True, False)
+    assert (found.line, found.is_loop, found.recomputed) == (8, True, False)
     assert found.share == pytest.approx(0.9, abs=0.06)
     assert (
         found.words
         == f"about {100 * found.share:.0f} % (± {round(100 * found.margin + 0.5)}) of the nodes come from "
-        + ("model.py:8 (a Python loop), by 20 looks at forward")
+        + ("model.py:8 (a Python loop), by 20 samples of forward")
     )
 
 
-def test_the_loop_of_the_step_itself_explains_nothing(script: str) -> None:
+def test_loop_of_the_step_is_left_out(script: str) -> None:
     found = find_largest_share(graph_build(script, [(50 * i, 2) for i in range(1, 20)]))
     assert found is not None
-    assert (found.line, found.loop) == (12, False)
+    assert (found.line, found.is_loop) == (12, False)
 
 
-def test_too_few_looks_or_too_much_that_was_not_seen_give_no_share(script: str) -> None:
-    few = [(100 * i, 0) for i in range(graph_samples.FEWEST - 1)]
+def test_too_few_samples_or_too_many_unsampled_nodes_give_no_share(script: str) -> None:
+    few = [(100 * i, 0) for i in range(graph_samples.MIN_SAMPLES - 1)]
     assert find_largest_share(graph_build(script, few)) is None
     assert (
         find_largest_share(graph_build(script, [(5 * i, 0) for i in range(1, 20)])) is None
@@ -89,36 +89,36 @@ def test_too_few_looks_or_too_much_that_was_not_seen_give_no_share(script: str) 
     assert find_largest_share(None) is None
 
 
-def test_what_backward_computes_again_is_told_apart(script: str) -> None:
+def test_recomputed_nodes_have_a_share_of_their_own(script: str) -> None:
     found = find_largest_share(graph_build(script, [(1000 + 100 * i, 0) for i in range(1, 20)]))
     assert found is not None
-    assert found.again
-    assert "of the nodes made again come from model.py:3 (a Python loop), by 19 looks at recomputation" in (
+    assert found.recomputed
+    assert "of the recomputed nodes come from model.py:3 (a Python loop), by 19 samples of recomputation" in (
         found.words
     )
 
 
-def test_what_is_not_understood_is_nothing() -> None:
-    assert read(None) is None
-    assert read({"base": 0}) is None
+def test_malformed_documents_are_none() -> None:
+    assert parse_graph_build(None) is None
+    assert parse_graph_build({"base": 0}) is None
     good = {"base": 0, "root": 9, "samples": [[3, 0]], "stacks": [[["a.py", 1, "f"]]], "caller": []}
-    assert read(good) == GraphBuild(0, 9, ((3, 0),), ((Frame("a.py", 1, "f"),),), ())
+    assert parse_graph_build(good) == GraphBuild(0, 9, ((3, 0),), ((Frame("a.py", 1, "f"),),), ())
 
 
-def test_looks_beside_a_real_forward_name_its_loop(tmp_path: Path) -> None:
-    board = SharedState(tmp_path / "rank-00000.board")
-    position = BackwardPosition(board)
+def test_samples_of_a_real_forward_name_its_loop(tmp_path: Path) -> None:
+    shared_state = SharedState(tmp_path / "rank-00000.state")
+    position = BackwardPosition(shared_state)
     position.end(0.0)
     ready, main, stop = threading.Event(), threading.get_ident(), threading.Event()
 
-    def beside() -> None:
+    def sample() -> None:
         import sys
 
         ready.set()
         while not stop.wait(0.02):
-            position.sample(users(sys._current_frames()[main]))
+            position.sample(user_frames(sys._current_frames()[main]))
 
-    helper = threading.Thread(target=beside)
+    helper = threading.Thread(target=sample)
     helper.start()
     try:
         ready.wait()
@@ -136,7 +136,7 @@ def test_looks_beside_a_real_forward_name_its_loop(tmp_path: Path) -> None:
     loss = h.sum()
     position.begin([loss])
     data = position.graph_build()
-    found = find_largest_share(read({**data, "caller": []}))
+    found = find_largest_share(parse_graph_build({**data, "caller": []}))
     position.end(0.0)
     assert found is not None, data
     source = Path(__file__).read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""A watched process and its sidecar: neither can harm the training, and `attach` sees what they see."""
+"""A watched process and its watchdog: neither can harm the training; `attach` diagnoses as they do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from backlight.cli.app import main
 from backlight.monitors.stalls import monitor
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.attach import ProcessNotFoundError, attach
-from backlight.monitors.stalls.model.shared_state import State, read_state
+from backlight.monitors.stalls.model.shared_state import RankStatus, read_state
 from backlight.records import DiagnosisKind
 from backlight.store.read.run import open_run
 
@@ -38,8 +38,8 @@ def train(steps: int, seconds: float = 0.0) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the boards of the tests are, so that they can be counted."""
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The runtime directories of the test, so that they can be counted."""
     base = tmp_path / "shared"
     base.mkdir()
     monkeypatch.setattr(runtime_dir, "base", lambda: base)
@@ -49,42 +49,42 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def watchdog_pid(base: Path) -> int:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        for found in base.glob("backlight-*/sidecar.json"):
+        for found in base.glob("backlight-*/watchdog.json"):
             data = runtime_dir.read_document(found)
             if data:
                 return int(data["pid"])
         time.sleep(0.02)
-    pytest.fail("no sidecar was started")
+    pytest.fail("no watchdog was started")
 
 
 def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + 10
-    while (found := processes.process(pid)) is not None and not found.dead:
-        assert time.monotonic() < deadline, "the sidecar outlives the ranks"
+    while (found := processes.read_process(pid)) is not None and not found.is_dead:
+        assert time.monotonic() < deadline, "the watchdog outlives the ranks"
         time.sleep(0.05)
 
 
-def test_the_board_follows_the_training_and_nothing_stays_behind(tmp_path: Path, place: Path) -> None:
+def test_state_follows_the_training_and_is_removed(tmp_path: Path, directory: Path) -> None:
     with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         train(3)
-        pid = watchdog_pid(place)
-        (path,) = place.glob("backlight-*/rank-00000.board")
+        pid = watchdog_pid(directory)
+        (path,) = directory.glob("backlight-*/rank-00000.state")
         state = read_state(path)
         assert state is not None
         assert (state.step, state.backwards, state.forwards) == (3, 3, 3)
-        assert (state.reached, state.expected, state.state) == (4, 4, State.RUNNING)
+        assert (state.reached, state.expected, state.status) == (4, 4, RankStatus.RUNNING)
         assert state.nodes_total > 5
         names = runtime_dir.read_document(path.with_name("rank-00000.names.json"))
         assert names[state.row] in {"0.weight", "0.bias"}
-        # Nobody's child: a script that waits for all of its own must not meet it.
+        # No child: a script that waits for all its children must not wait for it.
         parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]
         assert int(parent) != os.getpid()
     wait_until_gone(pid)
-    assert not list(place.iterdir())
+    assert not list(directory.iterdir())
     assert open_run(tmp_path / "run").stored_findings() == ()
 
 
-def test_watching_changes_no_weight(tmp_path: Path, place: Path) -> None:
+def test_watching_changes_no_weight(tmp_path: Path, directory: Path) -> None:
     plain = train(6)
     with backlight.watch(run=tmp_path / "run", monitors="stalls", stall=0.5):
         watched = train(6)
@@ -92,25 +92,25 @@ def test_watching_changes_no_weight(tmp_path: Path, place: Path) -> None:
 
 
 @pytest.mark.alone
-def test_a_killed_sidecar_is_noted_and_the_training_goes_on(
-    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+def test_killed_watchdog_is_reported_and_training_continues(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "_CHECK_PERIODS", 1)
     plain = train(30)
     with backlight.watch(run=tmp_path / "run", monitors="stalls"):
-        pid = watchdog_pid(place)
-        train(1, 0.5)  # for the helper thread to have met it
+        pid = watchdog_pid(directory)
+        train(1, 0.5)  # for the sampler thread to read its pid
         os.kill(pid, signal.SIGKILL)
         train(1, 1.0)
         watched = train(30)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
     (event,) = open_run(tmp_path / "run").events("unmeasured")
-    assert "the sidecar has ended" in event.payload["reason"]
-    assert not list(place.iterdir())
+    assert "the watchdog has ended" in event.payload["reason"]
+    assert not list(directory.iterdir())
 
 
-def test_a_full_shared_memory_is_noted_and_the_training_goes_on(
-    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+def test_full_shared_memory_is_reported_and_training_continues(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_args: object) -> None:
         raise OSError(28, "No space left on device")
@@ -121,27 +121,27 @@ def test_a_full_shared_memory_is_noted_and_the_training_goes_on(
     (event,) = open_run(tmp_path / "run").events("unmeasured")
     assert event.payload["what"] == "stalls"
     assert "No space left" in event.payload["reason"]
-    assert not list(place.iterdir())
+    assert not list(directory.iterdir())
 
 
-def test_a_signal_that_somebody_else_handles_is_left_to_them(tmp_path: Path, place: Path) -> None:
-    from backlight.monitors.stalls.model.stack_dumps import SIGNAL
+def test_signal_with_a_handler_of_the_user_is_left_alone(tmp_path: Path, directory: Path) -> None:
+    from backlight.monitors.stalls.model.stacks import DUMP_SIGNAL
 
     def theirs(*_args: object) -> None:
         return None
 
-    before = signal.signal(SIGNAL, theirs)
+    before = signal.signal(DUMP_SIGNAL, theirs)
     try:
         with backlight.watch(run=tmp_path / "run", monitors="stalls"):
             train(1)
-            assert signal.getsignal(SIGNAL) is theirs
+            assert signal.getsignal(DUMP_SIGNAL) is theirs
     finally:
-        signal.signal(SIGNAL, before)
+        signal.signal(DUMP_SIGNAL, before)
     (event,) = open_run(tmp_path / "run").events("unmeasured")
     assert event.payload["what"] == "stacks by signal"
 
 
-def test_everything_is_taken_off(tmp_path: Path, place: Path) -> None:
+def test_patches_and_hooks_are_removed(tmp_path: Path, directory: Path) -> None:
     apply = torch.autograd.function.BackwardCFunction.apply
     save, reduce = torch.save, torch.distributed.all_reduce
     model = torch.nn.Linear(2, 2)
@@ -158,7 +158,7 @@ def test_everything_is_taken_off(tmp_path: Path, place: Path) -> None:
     assert not model.weight._post_accumulate_grad_hooks
 
 
-def test_attach_to_nobody_is_refused() -> None:
+def test_attach_to_a_missing_process_is_refused() -> None:
     with pytest.raises(
         ProcessNotFoundError, match="attach: no process 999999999; expected the id of a running"
     ):
@@ -180,7 +180,7 @@ def test_attach_to_a_stopped_process(capsys: pytest.CaptureFixture[str]) -> None
         child.wait()
 
 
-def test_attach_without_py_spy_says_what_it_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_without_py_spy_reports_what_is_not_observable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_a, **_k: None)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
@@ -193,9 +193,9 @@ def test_attach_without_py_spy_says_what_it_cannot_see(monkeypatch: pytest.Monke
         child.wait()
 
 
-def test_attach_where_tracing_is_denied_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_reports_that_tracing_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_a, **_k: "/bin/false")
-    monkeypatch.setattr(processes, "readable", lambda _pid: False)
+    monkeypatch.setattr(processes, "is_traceable", lambda _pid: False)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         found = attach(child.pid, 0.5)
@@ -207,6 +207,6 @@ def test_attach_where_tracing_is_denied_says_so(monkeypatch: pytest.MonkeyPatch)
         child.wait()
 
 
-def test_only_what_may_be_traced_is_readable() -> None:
-    assert processes.readable(os.getpid())
-    assert processes.readable(999_999_999)  # nobody there is no denial
+def test_traceable_processes() -> None:
+    assert processes.is_traceable(os.getpid())
+    assert processes.is_traceable(999_999_999)  # a missing process is no denial

@@ -1,8 +1,8 @@
-"""Lines while backward runs: each gradient as it arrives, each module as backward enters it, each bucket.
+"""Trace of backward: a line for each gradient that arrives, each module that backward enters, each bucket.
 
-Nothing waits and nothing is computed: hooks on parameters and on the node behind a module's output
-read names and a clock. They let gradients pass as they are, and in-place edits of outputs go on
-working, which they do not under full backward hooks.
+Nothing waits and nothing is computed: hooks on parameters and on the node behind a module's output read
+names and a clock. They return gradients unchanged, and in-place edits of outputs keep working, unlike
+under full backward hooks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 KINDS = ("gradients", "modules", "buckets")
 """What can be traced."""
 
-MODULES = 5_000
-"""Calls of modules that are followed between two backwards: each leaves a Python object in the graph."""
+MAX_MODULE_CALLS = 5_000
+"""Module calls that are traced between two backward passes: each keeps a Python object in the graph."""
 
 Emit = Callable[[str, dict[str, Any]], None]
 """Receives ``(text, payload)`` of one line."""
@@ -53,38 +53,38 @@ class Tracer(Listener):
         self._names: dict[int, str] = {}
         self._modules: dict[int, str] = {}
         self._known = -1
-        self._followed = 0
+        self._num_calls = 0
         self._begin = 0.0
         self._arrived = 0
         self._expected = 0
         self._missing: dict[int, set[int]] = {}
-        self._where: dict[int, tuple[int, int]] = {}
+        self._bucket_of: dict[int, tuple[int, int]] = {}
         self._assignments: list[Assignment] = []
-        self._told: dict[int, Assignment] = {}
+        self._reported: dict[int, Assignment] = {}
         self._inside = False
 
     def start(self) -> None:
-        """Attach."""
+        """Attach the hooks."""
         HUB.seen.scan()
         if "modules" in self._kinds:
-            _FOLLOWING.append(weakref.ref(self))
-            self._handles.append(register_module_forward_hook(_follow))
+            _TRACERS.append(weakref.ref(self))
+            self._handles.append(register_module_forward_hook(_on_forward))
         HUB.add(self)
 
     def stop(self) -> None:
-        """Take everything off."""
+        """Remove the hooks."""
         HUB.remove(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        _FOLLOWING[:] = [reference for reference in _FOLLOWING if reference() not in {None, self}]
+        _TRACERS[:] = [reference for reference in _TRACERS if reference() not in {None, self}]
 
     # Events
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
-        """Hook what is new, and say that backward begins."""
+        """Hook new parameters, and trace the begin of backward."""
         self._arrived = 0
-        self._followed = 0
+        self._num_calls = 0
         if self._known != HUB.seen.changes:
             self._known = HUB.seen.changes
             self._attach()
@@ -95,18 +95,18 @@ class Tracer(Listener):
         self._inside = True
 
     def backward_end(self) -> None:
-        """Say that backward is over, and how many gradients came."""
+        """Trace the end of backward with the number of gradients."""
         if not self._inside:
             return
         self._inside = False
         reduced = any(a.reduced and a.buckets for a in self._assignments)
         text = f"backward ends: {self._arrived} gradients arrived"
-        if "gradients" not in self._kinds and not self._where:
+        if "gradients" not in self._kinds and not self._bucket_of:
             text = "backward ends"
         self._line(text + ("; every bucket is reduced" if reduced else ""), "end")
 
     def grad_begin(self, roots: Sequence[Tensor]) -> None:
-        """Say that gradients are being computed outside a backward; modules show, parameters get nothing."""
+        """Trace the begin of ``torch.autograd.grad``, in which parameters get no gradient."""
         if self._known != HUB.seen.changes:
             self._known = HUB.seen.changes
             self._attach()
@@ -115,7 +115,7 @@ class Tracer(Listener):
         self._inside = True
 
     def grad_end(self) -> None:
-        """Say that it is over."""
+        """Trace the end of ``torch.autograd.grad``."""
         if self._inside:
             self._inside = False
             self._line("torch.autograd.grad ends", "grad_end")
@@ -151,7 +151,7 @@ class Tracer(Listener):
                 shape = "x".join(map(str, parameter.shape)) or "scalar"
                 count = f"{self._arrived}/{self._expected}"
                 self._line(f"gradient {count} {name} [{shape}]", "gradient", name=name, number=self._arrived)
-            if self._where:
+            if self._bucket_of:
                 self._fill(id(parameter))
         except Exception as error:  # noqa: BLE001 - never break the user's training
             self._give_up(error)
@@ -159,26 +159,28 @@ class Tracer(Listener):
     def _give_up(self, error: Exception) -> None:
         HUB.remove(self)
         self._kinds = frozenset()
-        self._where = {}
+        self._bucket_of = {}
         self._emit(f"tracing ended after {type(error).__name__}: {error}", {"what": "error"})
 
     # Modules
 
-    def follow(self, module: nn.Module, output: Any) -> None:
-        """Say so when backward comes to what ``module`` gave."""
-        if self._followed >= MODULES or not torch.is_grad_enabled():
+    def trace_module(self, module: nn.Module, output: Any) -> None:
+        """Trace when backward enters the output of ``module``."""
+        if self._num_calls >= MAX_MODULE_CALLS or not torch.is_grad_enabled():
             return
         first = next((t for t in tensors_in(output) if t.requires_grad), None)
         if first is None or first.grad_fn is None:
             return
-        self._followed += 1
+        self._num_calls += 1
         reference, kind = weakref.ref(module), type(module).__name__
-        if self._followed == MODULES:
-            self._emit(f"more than {MODULES} calls of modules: the rest is not followed", {"what": "limit"})
+        if self._num_calls == MAX_MODULE_CALLS:
+            self._emit(
+                f"more than {MAX_MODULE_CALLS} module calls: the rest is not traced", {"what": "limit"}
+            )
 
         def before(_grads: Any) -> None:
             if not self._inside:
-                return  # a backward that was not seen to begin
+                return  # a backward whose begin was not captured
             owner = reference()
             name = self._modules.get(id(owner), "") if owner is not None else ""
             self._line(f"module {name or '(no name)'} ({kind})", "module", name=name, type=kind)
@@ -188,22 +190,22 @@ class Tracer(Listener):
     # Buckets
 
     def _buckets(self) -> None:
-        self._where, self._missing = {}, {}
+        self._bucket_of, self._missing = {}, {}
         alive = {id(m): m for root in HUB.seen.roots() for m in root.modules()}
         self._assignments = []
         for model in wrappers(alive.values()):
             found = assignment(model)
             self._assignments.append(found)
             number = len(self._assignments) - 1
-            if self._told.get(id(model)) != found:
-                self._told[id(model)] = found
-                self._say_assignment(found)
+            if self._reported.get(id(model)) != found:
+                self._reported[id(model)] = found
+                self._trace_assignment(found)
             for bucket, ids in enumerate(found.ids):
                 self._missing[number << 32 | bucket] = set(ids)
                 for key in ids:
-                    self._where[key] = (number, bucket)
+                    self._bucket_of[key] = (number, bucket)
 
-    def _say_assignment(self, found: Assignment) -> None:
+    def _trace_assignment(self, found: Assignment) -> None:
         note = f" ({found.note})" if found.note else ""
         text = f"{found.model}: {len(found.buckets)} buckets{note}"
         self._line(
@@ -211,10 +213,10 @@ class Tracer(Listener):
         )
 
     def _fill(self, key: int) -> None:
-        place = self._where.get(key)
-        if place is None:
+        found_in = self._bucket_of.get(key)
+        if found_in is None:
             return
-        number, bucket = place
+        number, bucket = found_in
         missing = self._missing[number << 32 | bucket]
         missing.discard(key)
         if missing:
@@ -231,14 +233,14 @@ class Tracer(Listener):
         )  # fmt: skip
 
 
-_FOLLOWING: list[weakref.ref[Tracer]] = []
+_TRACERS: list[weakref.ref[Tracer]] = []
 
 
-def _follow(module: nn.Module, _args: Any, output: Any) -> None:
-    # A function of the module, so that compiled code that meets it sees a plain return.
+def _on_forward(module: nn.Module, _args: Any, output: Any) -> None:
+    # A module-level function, so that compiled code traces a plain return.
     if torch.compiler.is_compiling():
         return
-    for reference in _FOLLOWING:
+    for reference in _TRACERS:
         tracer = reference()
         if tracer is not None and HUB.active:
-            tracer.follow(module, output)
+            tracer.trace_module(module, output)

@@ -1,7 +1,7 @@
-"""Collective calls of this rank, noted on the board: our own records, since not every backend keeps any.
+"""Collective calls of this rank, recorded in the shared state, since not every backend keeps records.
 
-The functions of ``torch.distributed`` are wrapped by name. What the reducer of DDP does in native code is
-not seen here; it shows as a backward that waits.
+The functions of ``torch.distributed`` are wrapped by name. The reducer of DDP works in native code and is not
+captured; it shows as a backward that waits.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ _SAME: dict[str, tuple[str, ...]] = {
     "scatter": ("tensor",),
     "scatter_object_list": (),
 }
-"""Arguments that must be alike on every rank, of calls in which others may differ by right."""
+"""Arguments that must agree on all ranks, of calls whose other arguments may differ."""
 
-LONGEST = 4
-"""Tensors of a list that are described."""
+MAX_TENSORS = 4
+"""Tensors of a list that a description holds."""
 
 
 class Collectives:
-    """Wraps the collective calls while it is attached.
+    """Wraps the collective calls while attached.
 
     ``on_group(key, ranks)`` is called once per group with the checksum of its name and its global ranks.
     """
 
-    def __init__(self, board: SharedState, on_group: Callable[[int, list[int]], None]) -> None:
-        self._board = board
+    def __init__(self, shared_state: SharedState, on_group: Callable[[int, list[int]], None]) -> None:
+        self._shared_state = shared_state
         self._on_group = on_group
         self._patches = Patches()
         self._numbers: dict[int, int] = {}
         self._here = threading.local()
 
     def attach(self) -> None:
-        """Wrap what there is."""
+        """Wrap the functions that this torch has."""
         if not dist.is_available():
             return
         module: Any = dist.distributed_c10d
@@ -68,13 +68,13 @@ class Collectives:
             if original is None:
                 continue
             wrapped = self._wrap(name, original)
-            # Both places, one wrapper: most scripts look the name up in the package.
+            # Both modules, one wrapper: most scripts use the name of the package.
             for owner in (module, dist):
                 if vars(owner).get(name) is original:
                     self._patches.replace(owner, name, functools.partial(_instead, wrapped))
 
     def detach(self) -> None:
-        """Take everything off."""
+        """Unwrap the functions."""
         self._patches.undo()
 
     def _wrap(self, name: str, original: Any) -> Any:
@@ -89,41 +89,41 @@ class Collectives:
             here = self._here
             if getattr(here, "deep", False) or torch.compiler.is_compiling() or not dist.is_initialized():
                 return original(*args, **kwargs)
-            waits = not _argument("async_op", async_at, args, kwargs)
+            blocking = not _argument("async_op", async_at, args, kwargs)
             given = {**usual, **dict(zip(parameters, args, strict=False)), **kwargs}
-            place = self._enter(name, _argument("group", group_at, args, kwargs), given, waits=waits)
+            index = self._enter(name, _argument("group", group_at, args, kwargs), given, blocking=blocking)
             here.deep = failed = True
             try:
                 result = original(*args, **kwargs)
                 failed = False
             finally:
                 here.deep = False
-                if place is not None:
-                    self._board.leave(place, waits=waits, failed=failed)
+                if index is not None:
+                    self._shared_state.leave_collective(index, blocking=blocking, failed=failed)
             return result
 
         return call
 
-    def _enter(self, name: str, group: Any, given: dict[str, Any], *, waits: bool) -> int | None:
+    def _enter(self, name: str, group: Any, given: dict[str, Any], *, blocking: bool) -> int | None:
         try:
             key, label = self._group(group)
-            if name == "recv":  # between two ranks: it has no number that others share
+            if name == "recv":  # between two ranks: no number is shared
                 key = zlib.crc32(f"recv {dist.get_rank()} {key}".encode())
             number = self._numbers[key] = self._numbers.get(key, 0) + 1
-            alike = _SAME.get(name)
-            same = [_described(v for k, v in given.items() if alike is None or k in alike)]
+            compared = _SAME.get(name)
+            same = [_described(v for k, v in given.items() if compared is None or k in compared)]
             same += [f"{given.get('op')} {_root(given, group)}"]
             text = f"{name}({_described(given.values())}) #{number}{label}"
-            self._board.slots[Slot.DISTRIBUTED] = 1
-            return self._board.enter(
+            self._shared_state.slots[Slot.DISTRIBUTED] = 1
+            return self._shared_state.enter_collective(
                 key,
                 number,
                 zlib.crc32(name.encode()),
                 zlib.crc32(", ".join(same).encode()),
                 text.encode(),
-                waits=waits,
+                blocking=blocking,
             )
-        except Exception:  # noqa: BLE001 - a record less, but the call must be made
+        except Exception:  # noqa: BLE001 - the call must be made without its record
             return None
 
     def _group(self, group: Any) -> tuple[int, str]:
@@ -133,7 +133,7 @@ class Collectives:
             if world
             else [int(r) for r in dist.get_process_group_ranks(group)]
         )
-        # Two groups of the same ranks are told apart by their name, under which the ranks found each other.
+        # Two groups of the same ranks differ in their name.
         key = zlib.crc32(f"{ranks} {'' if world else getattr(group, 'group_name', '')}".encode())
         if key not in self._numbers:
             self._on_group(key, ranks)
@@ -156,8 +156,8 @@ def _root(given: dict[str, Any], group: Any) -> int | None:
         if given.get(name) is not None:
             return int(given[name])
         if given.get(f"group_{name}") is not None:
-            place: Any = group or dist.group.WORLD
-            return dist.get_global_rank(place, int(given[f"group_{name}"]))
+            member: Any = group or dist.group.WORLD
+            return dist.get_global_rank(member, int(given[f"group_{name}"]))
     return None
 
 
@@ -170,5 +170,5 @@ def _described(values: Iterable[Any]) -> str:
                 f"{'x'.join(map(str, value.shape)) or 'scalar'} {str(value.dtype).removeprefix('torch.')}"
             )
         elif isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-            out.append(f"{len(value)} of [{_described(value[:LONGEST])}]")
+            out.append(f"{len(value)} of [{_described(value[:MAX_TENSORS])}]")
     return ", ".join(out)

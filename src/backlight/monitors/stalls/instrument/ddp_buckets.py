@@ -1,8 +1,8 @@
-"""Buckets of DistributedDataParallel: which parameters are reduced together, without a hook of ours.
+"""Buckets of DistributedDataParallel: which parameters are reduced together, read without a hook.
 
-DDP allows one communication hook, which is the user's. What can be read without one: the assignment
-of parameters to buckets, and that all gradients of a bucket are there, which is when its all-reduce
-starts. The end of one bucket's all-reduce cannot be seen; all are over when backward returns.
+DDP allows one communication hook, which is the user's. Observable without one are the assignment of
+parameters to buckets, and that all gradients of a bucket have arrived, which starts its all-reduce. The end
+of one bucket's all-reduce is not observable; all have ended when backward returns.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The buckets of one wrapped model, in the order in which they are reduced.
+    """The buckets of one wrapped model, in the order of reduction.
 
-    ``buckets`` holds names of parameters, empty where the assignment is not known; ``note`` says
-    what else is to be known of it.
+    ``buckets`` holds names of parameters and ``ids`` their ``id``, empty where the assignment is not known;
+    ``note`` is text for the user.
     """
 
     model: str
@@ -40,10 +40,10 @@ def wrappers(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def assignment(model: Any) -> Assignment:
-    """Return how the parameters of a DistributedDataParallel are spread over buckets now.
+    """Return the present assignment of the parameters of a DistributedDataParallel to buckets.
 
-    DDP starts with one bucket (several where it looks for unused parameters) and builds them anew
-    after the first backward, in the order in which gradients came.
+    DDP starts with one bucket (several where it looks for unused parameters) and rebuilds them after the
+    first backward, in the order in which gradients arrived.
     """
     kind = type(model.module).__name__
     data = model._get_ddp_logging_data()
@@ -55,13 +55,13 @@ def assignment(model: Any) -> Assignment:
     if rebuilt:
         indices = [[int(i) for i in bucket.split()] for bucket in rebuilt.split(",")]
     elif getattr(model, "_has_rebuilt_buckets", False):
-        # Built anew in this very forward; what DDP logs follows one step later.
+        # Rebuilt in this forward; what DDP logs follows one step later.
         order = [int(i) for i in str(data.get("prev_iteration_grad_ready_order_indices", "")).split(",") if i]
         complete = sorted(order) == list(range(len(parameters)))
         indices = _spread(model, parameters, sparse, order) if complete else None
     else:
         indices = _first(model, parameters, sparse, data)
-        notes.append("assignment of the first backward; buckets are built anew after it")
+        notes.append("assignment of the first backward; buckets are rebuilt after it")
     hooks = getattr(model, "_comm_hooks", None)
     if hooks:
         notes.append(f"reduced by the communication hook {getattr(hooks[0][0], '__qualname__', hooks[0][0])}")
@@ -98,7 +98,7 @@ def _first(
 def _spread(
     model: Any, parameters: list[Any], sparse: list[bool], order: list[int] | None
 ) -> list[list[int]] | None:
-    """Spread parameters over buckets by the function that DDP itself uses; None where it is another."""
+    """Assign parameters to buckets by DDP's own function; None where this torch has another."""
     try:
         dist: Any = sys.modules["torch.distributed"]
         cap = int(model.bucket_bytes_cap)

@@ -1,9 +1,9 @@
-"""Beats: what the training is doing, written to the board as it happens.
+"""Heartbeats of the training process, written to the shared state as they happen.
 
-Nothing here waits or reads a device. Backward, optimizer, clipping and batches come from the capture's
-events. Inside backward a hook on each parameter tells which gradient has arrived, and the entry of custom
-functions, which are Python, tells which of them is at work since when. Native nodes are reached by a few
-hooks (see :mod:`backlight.monitors.stalls.instrument.backward_position`).
+Nothing here waits or reads a device. Backward, optimizer, clipping and batches are events of the capture.
+Inside backward a hook on each parameter records the gradients that have arrived, and the entry of custom
+functions, which are Python, records which of them is at work since when. A few hooks reach native nodes
+(:mod:`.backward_position`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd import function
 from backlight.capture.hooks import Patches
 from backlight.capture.hub import Listener
 from backlight.monitors.stalls.instrument.backward_position import BackwardPosition
-from backlight.monitors.stalls.model.shared_state import PHASES, ROWS, SharedState, Slot
+from backlight.monitors.stalls.model.shared_state import MAX_ROWS, PHASES, SharedState, Slot
 from backlight.records import Phase
 
 if TYPE_CHECKING:
@@ -39,30 +39,30 @@ _PROGRESS, _BEAT, _SINCE = int(Slot.PROGRESS), int(Slot.HEARTBEAT), int(Slot.NOD
 
 
 class Heartbeat(Listener):
-    """Writes the board of this process.
+    """Writes the shared state of this process.
 
     Parameters
     ----------
-    board:
-        The board, open.
+    shared_state:
+        The shared state, open.
     scope:
-        The parameters that are watched.
+        The watched parameters.
     on_parameters:
-        Called with their names when they changed.
+        Called with their names after a change.
     on_buckets:
-        Called at the begin of the first backwards, until it returns False: DDP builds its buckets anew.
+        Called at the begin of the first backward passes, until it returns False: DDP rebuilds its buckets.
     """
 
     def __init__(
         self,
-        board: SharedState,
+        shared_state: SharedState,
         scope: Scope,
         on_parameters: Callable[[tuple[str, ...]], None],
         on_buckets: Callable[[], bool] | None = None,
     ) -> None:
-        self.board = board
-        self.position = BackwardPosition(board)
-        self._slots = board.slots
+        self.shared_state = shared_state
+        self.position = BackwardPosition(shared_state)
+        self._slots = shared_state.slots
         self._scope = scope
         self._on_parameters = on_parameters
         self._on_buckets = on_buckets
@@ -77,17 +77,15 @@ class Heartbeat(Listener):
         self._depth = 0
         self._zeros = b""
 
-    # Life
-
     def attach(self) -> None:
-        """Patch the entry of custom functions and the writing of checkpoints."""
+        """Patch the entry of custom functions, and ``torch.save``."""
         base = getattr(function, "BackwardCFunction", None)
         if base is not None:
             self._patches.replace(base, "apply", self._wrap_node)
         self._patches.replace(torch, "save", self._wrap_save)
 
     def detach(self) -> None:
-        """Take everything off."""
+        """Remove patches and hooks."""
         self._patches.undo()
         for handle in self._handles:
             handle.remove()
@@ -102,7 +100,7 @@ class Heartbeat(Listener):
             took = now - slots[Slot.PHASE_SINCE]
             at = Slot.TYPICAL + old
             usual = slots[at]
-            # A moving mean that one stall cannot lift far.
+            # A moving mean that a single stall cannot raise far.
             slots[at] = took if not usual else usual + (min(took, 4 * usual) - usual) // 10
             slots[Slot.PHASE] = phase
             slots[Slot.PHASE_SINCE] = now
@@ -110,13 +108,13 @@ class Heartbeat(Listener):
         slots[Slot.HEARTBEAT] = now
 
     def batch_begin(self, source: int) -> None:
-        """Waiting for data begins; in an evaluation only the data set of the training ends it."""
+        """Waiting for data begins; only the training data ends an evaluation."""
         self._source = source
         if self._slots[Slot.PHASE] != _EVALUATION or source == self._training_data:
             self._enter(_DATA)
 
     def batch(self, index: int, seconds: float) -> None:
-        """A batch came."""
+        """A batch has been loaded."""
         self._slots[Slot.BATCHES] += 1
         self._enter(_EVALUATION if self._slots[Slot.PHASE] == _EVALUATION else _OTHER)
 
@@ -136,7 +134,7 @@ class Heartbeat(Listener):
             self._enter(_LOSS if self._slots[Slot.PHASE] == _FORWARD else self._slots[Slot.PHASE])
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
-        """Backward begins: note how many nodes lie before it."""
+        """Backward begins: count its nodes."""
         self._training_data = self._source
         self._depth = 0
         self._follow_parameters()
@@ -145,28 +143,28 @@ class Heartbeat(Listener):
         slots = self._slots
         slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.NODE_SINCE] = 0
         slots[Slot.EXPECTED] = self._expected
-        self.board.rows[: len(self._zeros)] = self._zeros
+        self.shared_state.rows[: len(self._zeros)] = self._zeros
         slots[Slot.BACKWARD_IDENT] = threading.get_ident()
         self._enter(_BACKWARD)
         self.position.begin(roots)
 
     def backward_end(self) -> None:
-        """Backward is over, also when it raised."""
+        """Backward has returned or raised."""
         self.position.end((_now() - self._slots[Slot.PHASE_SINCE]) / 1e9)
         self._slots[Slot.BACKWARDS] += 1
         self._slots[Slot.NODE_SINCE] = 0
         self._enter(_OTHER)
 
     def backward_raised(self, error: BaseException) -> None:
-        """Backward ends with an exception: that is no progress, whatever comes after it."""
+        """Backward ends with an exception, which is no progress."""
         self._slots[Slot.RAISED] += 1
 
     def nested_begin(self) -> None:
-        """A backward begins inside another: its nodes are the engine's now."""
+        """A backward pass begins inside another: the engine owns its nodes now."""
         self.position.seal()
 
     def grad_begin(self, roots: Sequence[torch.Tensor]) -> None:
-        """``torch.autograd.grad`` begins: a backward in which no parameter gets a gradient."""
+        """``torch.autograd.grad`` begins, in which no parameter gets a gradient."""
         slots = self._slots
         self._before = slots[Slot.PHASE]
         slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.NODE_SINCE] = slots[Slot.EXPECTED] = 0
@@ -175,17 +173,17 @@ class Heartbeat(Listener):
         self.position.begin(roots)
 
     def grad_end(self) -> None:
-        """It is over; the graph may go on to be built, as for a penalty on gradients."""
+        """It has returned; the graph may continue to grow, as for a gradient penalty."""
         self.position.end((_now() - self._slots[Slot.PHASE_SINCE]) / 1e9, keeps=True)
         self._slots[Slot.NODE_SINCE] = 0
         self._enter(self._before)
 
     def norm_begin(self) -> None:
-        """The norm that clipping asks for is computed: on several ranks it waits for the others."""
+        """Clipping computes the norm, which may wait for other ranks."""
         self._enter(_CLIP)
 
     def norm_end(self) -> None:
-        """The norm is there."""
+        """The norm has been computed."""
         self._enter(_OTHER)
 
     def clip_begin(
@@ -195,7 +193,7 @@ class Heartbeat(Listener):
         self._enter(_CLIP)
 
     def clip_end(self) -> None:
-        """Clipping is over."""
+        """Clipping has returned."""
         self._enter(_OTHER)
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
@@ -203,7 +201,7 @@ class Heartbeat(Listener):
         self._enter(_OPTIMIZER)
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer is done: a step is over."""
+        """The optimizer has returned: a step is complete."""
         self._slots[Slot.STEP] += 1
         self._enter(_OTHER)
 
@@ -220,7 +218,7 @@ class Heartbeat(Listener):
         for handle in self._handles:
             handle.remove()
         self._handles, self._hooked = [], table
-        arrived = functools.partial(_arrived, self._slots, self.board.rows)
+        arrived = functools.partial(_arrived, self._slots, self.shared_state.rows)
         for row, tensor in enumerate(tensors):
             if tensor is not None and tensor.requires_grad and tensor.is_leaf:
                 self._handles.append(
@@ -228,14 +226,14 @@ class Heartbeat(Listener):
                         functools.partial(arrived, row + 1)
                     )
                 )
-        self._zeros = bytes(min(len(names), ROWS))
+        self._zeros = bytes(min(len(names), MAX_ROWS))
         self._slots[Slot.ROWS] = len(self._zeros)
         self._expected = len(self._handles)
         self._slots[Slot.DEVICE] = any(t is not None and t.device.type != "cpu" for t in tensors)
         self._on_parameters(names)
 
     def _wrap_node(self, original: Any) -> Any:
-        slots, board, names, position = self._slots, self.board, self._names, self.position
+        slots, shared_state, names, position = self._slots, self.shared_state, self._names, self.position
 
         @functools.wraps(original)
         def apply(node: Any, *args: Any) -> Any:
@@ -246,8 +244,8 @@ class Heartbeat(Listener):
             if name is None:
                 name = names[kind] = kind.__name__.encode("utf-8", "replace")
             outer = slots[_SINCE]
-            board.node(name)
-            position.at(node._sequence_nr())
+            shared_state.write_node(name)
+            position.reach(node._sequence_nr())
             slots[_CALLS] += 1
             slots[_PROGRESS] += 1
             slots[_BEAT] = slots[_SINCE] = _now()
@@ -275,7 +273,7 @@ class Heartbeat(Listener):
 
 def _arrived(slots: memoryview, rows: memoryview, row: int, _parameter: torch.Tensor) -> None:
     slots[_ROW] = row
-    if row <= ROWS:
+    if row <= MAX_ROWS:
         rows[row - 1] = 1
     slots[_REACHED] += 1
     slots[_PROGRESS] += 1

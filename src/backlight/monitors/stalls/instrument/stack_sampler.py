@@ -1,7 +1,7 @@
-"""The helper thread inside a watched process: it looks where a look from inside is cheapest.
+"""Thread inside a watched process that samples its stacks.
 
-It needs the interpreter lock, so it is silent while somebody holds that: its silence is a measurement too.
-It never waits for the training and the training never waits for it.
+It needs the interpreter lock, so it is silent while another thread holds that: its silence is a measurement
+too. It never waits for the training thread, nor the training thread for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,76 +20,77 @@ from typing import Any
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.model.runtime_dir import write_document
 from backlight.monitors.stalls.model.shared_state import PHASES, Slot, StateSnapshot, read_state
-from backlight.monitors.stalls.model.stacks import is_library
-from backlight.monitors.stalls.model.thresholds import Thresholds
-from backlight.monitors.stalls.model.timeouts import is_suspicious
+from backlight.monitors.stalls.model.thresholds import Thresholds, is_suspicious
 from backlight.records import Phase
+from backlight.user_code import is_user_code
 
-PERIOD = 0.25
-"""Seconds between two looks at the board."""
+PERIOD_S = 0.25
+"""Time between two readings of the shared state."""
 
-QUICK = 0.1
-"""Seconds between two looks while a graph takes long to build."""
+BUILD_PERIOD_S = 0.1
+"""The same while a graph takes long to build."""
 
-SLOW_BUILD = 0.3
-"""Seconds without a beat, outside backward, after which a graph is taken to be long in the building."""
+SLOW_BUILD_S = 0.3
+"""Time without a heartbeat, outside backward, after which the construction of a graph is slow."""
 
-LOOKS = 8
-"""Looks at the stacks that are kept for the sidecar."""
+MAX_SAMPLES = 8
+"""Stack samples that are kept for the watchdog."""
 
-PROBES = 5
-PROBE = 0.001
-"""Seconds of sleep between two questions for the interpreter lock."""
+NUM_PROBES = 5
+PROBE_S = 0.001
+"""Sleep between two requests for the interpreter lock."""
 
-DEEPEST = 120
-USERS = 12
-"""Frames of the user's own code that a look at the building of a graph keeps."""
+MAX_FRAMES = 120
+MAX_USER_FRAMES = 12
+"""Frames of the user's code that a sample of graph construction keeps."""
 
-MOST_THREADS = 160
+MAX_THREADS = 160
+JOIN_TIMEOUT_S = 2.0
 
 _BACKWARD = PHASES.index(Phase.BACKWARD)
-# Where the interpreter looks whether another thread wants its turn, other than after a call.
-_TURNS = frozenset(
+# Where the interpreter checks whether another thread requests the lock, other than after a call.
+_SWITCH_OPCODES = frozenset(
     code for name, code in dis.opmap.items() if name == "RESUME" or "JUMP" in name or name.startswith("FOR_")
 )
 
 
 class StackSampler:
-    """Runs beside the training.
+    """Samples the stacks of this process in a thread.
 
     Parameters
     ----------
-    beats, path, limits:
-        The beats of this process, its board's file, and the thresholds that decide when to look closer.
-    stacks, making:
-        Documents that take the latest looks, and those at the building of a graph.
-    chores:
-        Called once per period, for instance to see whether the sidecar lives; must not raise.
+    heartbeat, path, limits:
+        Heartbeat of this process, file of its shared state, and the thresholds that decide when to take
+        samples.
+    stacks, graph_build:
+        Documents for the latest samples, and for those of graph construction.
+    every_period:
+        Called once per period, for instance to check that the watchdog lives; must not raise.
     """
 
     def __init__(
         self,
-        heartbeats: Heartbeat,
+        heartbeat: Heartbeat,
         path: Path,
         limits: Thresholds,
         stacks: Path,
         graph_build: Path,
-        chores: Callable[[], None],
+        every_period: Callable[[], None],
     ) -> None:
-        self._beats = heartbeats
+        self._heartbeat = heartbeat
         self._path = path
         self._limits = limits
         self._stacks = stacks
-        self._making = graph_build
-        self._place = stacks.parent
-        self._chores = chores
+        self._graph_build = graph_build
+        self._directory = stacks.parent
+        self._every_period = every_period
         self._stop = threading.Event()
-        self._looks: deque[dict[str, Any]] = deque(maxlen=LOOKS)
-        self._since = 0
-        self._where: tuple[tuple[str, int, str], ...] = ()
-        self._kept = -1
-        self._beat = -1
-        self._thread = threading.Thread(target=self._run, name="backlight-witness", daemon=True)
+        self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._phase_since = 0
+        self._user_frames: tuple[tuple[str, int, str], ...] = ()
+        self._num_written = -1
+        self._own_heartbeat = -1
+        self._thread = threading.Thread(target=self._run, name="backlight-stack-sampler", daemon=True)
         self.spent = 0.0
 
     def start(self) -> None:
@@ -97,163 +98,147 @@ class StackSampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; it may be in the middle of a look, for which nobody waits long."""
+        """End the thread; one in the middle of a sample is waited for shortly."""
         self._stop.set()
-        self._thread.join(timeout=2.0)
+        self._thread.join(timeout=JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
-        slots = self._beats.board.slots
-        pause = 0.0  # the first round starts the sidecar: a process may die young
-        while not self._stop.wait(pause):
+        slots = self._heartbeat.shared_state.slots
+        pause_s = 0.0  # the first round starts the watchdog: a process may die young
+        while not self._stop.wait(pause_s):
             begin = time.thread_time()
             try:
-                pause = self._look(slots)
-                self._chores()
+                pause_s = self._poll(slots)
+                self._every_period()
             except Exception as error:  # noqa: BLE001 - never break the user's training
-                self._beats.dropped(error)
+                self._heartbeat.dropped(error)
                 return
             self.spent += time.thread_time() - begin
 
-    def _look(self, slots: memoryview) -> float:
+    def _poll(self, slots: memoryview) -> float:
         now = time.monotonic_ns()
         slots[Slot.SAMPLER] = now
         silence_s = (now - slots[Slot.HEARTBEAT]) / 1e9
-        building = (silence_s > SLOW_BUILD or slots[Slot.HEARTBEAT] == self._beat) and self._python(slots)
-        if building and not self._compiling():
-            made = self._beats.position.sample(self._where)
+        is_slow = silence_s > SLOW_BUILD_S or slots[Slot.HEARTBEAT] == self._own_heartbeat
+        building = is_slow and self._runs_python(slots)
+        if building and not _is_compiling():
+            made = self._heartbeat.position.sample(self._user_frames)
             if made and slots[Slot.PHASE] == _BACKWARD:
-                # What backward computes again moves as long as it makes nodes, though none of the graph ends.
+                # Recomputation progresses as long as it makes nodes, though no node of the graph finishes.
                 slots[Slot.PROGRESS] += 1
-                slots[Slot.HEARTBEAT] = self._beat = time.monotonic_ns()
+                slots[Slot.HEARTBEAT] = self._own_heartbeat = time.monotonic_ns()
         state = read_state(self._path, now)
-        if state is not None and (is_suspicious(state, self._limits) or self._wished()):
-            self._keep(state)
-            return PERIOD / 2
-        return QUICK if building else PERIOD
+        if state is not None and (is_suspicious(state, self._limits) or self._is_requested()):
+            self._take_sample(state)
+            return PERIOD_S / 2
+        return BUILD_PERIOD_S if building else PERIOD_S
 
-    def _python(self, slots: memoryview) -> bool:
-        """Tell whether nodes may be made now, which only Python code does, and note where it is."""
-        inside = slots[Slot.PHASE] == _BACKWARD
-        ident = (inside and slots[Slot.BACKWARD_IDENT]) or slots[Slot.MAIN_IDENT]
+    def _runs_python(self, slots: memoryview) -> bool:
+        """Return whether the working thread runs Python, which alone makes nodes; record its frames."""
+        in_backward = slots[Slot.PHASE] == _BACKWARD
+        ident = (in_backward and slots[Slot.BACKWARD_IDENT]) or slots[Slot.MAIN_IDENT]
         frame = sys._current_frames().get(ident)
-        if inside and (frame is None or frame.f_code.co_name.endswith("_engine_run_backward")):
+        if in_backward and (frame is None or frame.f_code.co_name.endswith("_engine_run_backward")):
             return False
-        self._where = users(frame)
+        self._user_frames = user_frames(frame)
         return True
 
-    def _wished(self) -> bool:
-        """Tell whether somebody outside asks for looks: the sidecar, or `backlight attach`."""
-        return any(name.startswith("look") for name in os.listdir(self._place))  # noqa: PTH208 - ten a second
+    def _is_requested(self) -> bool:
+        """Return whether the watchdog or ``backlight attach`` requests samples."""
+        return any(name.startswith("sample") for name in os.listdir(self._directory))  # noqa: PTH208 - fast
 
-    def _compiling(self) -> bool:
-        if "torch._dynamo" not in sys.modules:
-            return False
-        return any(
-            _inside(frame, "torch/_dynamo/convert_frame.py") for frame in sys._current_frames().values()
-        )
-
-    def _keep(self, state: StateSnapshot) -> None:
-        if state.phase_since != self._since:
-            self._since = state.phase_since
-            self._looks.clear()
-            self._kept = -1
-        taken = sample(state.taken)
+    def _take_sample(self, state: StateSnapshot) -> None:
+        if state.phase_since != self._phase_since:
+            self._phase_since = state.phase_since
+            self._samples.clear()
+            self._num_written = -1
+        taken = take_sample(state.taken)
         ident = state.backward_ident if state.phase is Phase.BACKWARD else state.main_ident
         for thread in taken["threads"]:
             if thread["ident"] == ident and not thread["runs_bytecode"]:
-                thread["runs_bytecode"] = runs_bytecode(thread["tid"])
-        self._looks.append(taken)
+                thread["runs_bytecode"] = probe_bytecode(thread["tid"])
+        self._samples.append(taken)
         try:
             if state.phase is Phase.BACKWARD:
-                self._keep_making(ident)
-            write_document(self._stacks, list(self._looks))
+                self._write_graph_build(ident)
+            write_document(self._stacks, list(self._samples))
         except OSError:
-            self._looks.clear()
+            self._samples.clear()
 
-    def _keep_making(self, ident: int) -> None:
-        """Write what was seen of the building of the graph whose backward is under way, if that is news."""
-        found = self._beats.position.graph_build()
-        if len(found["samples"]) != self._kept:
-            self._kept = len(found["samples"])
-            write_document(
-                self._making, {**found, "caller": users(_caller(sys._current_frames().get(ident)))}
-            )
-
-
-def users(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:
-    """Return the frames of the user's own code, innermost first; a library's may lie between them."""
-    out: list[tuple[str, int, str]] = []
-    depth = 0
-    while frame is not None and len(out) < USERS and depth < DEEPEST * 2:
-        code = frame.f_code
-        if not is_library(code.co_filename):
-            out.append((code.co_filename, frame.f_lineno or 0, code.co_qualname))
-        frame, depth = frame.f_back, depth + 1
-    return tuple(out)
+    def _write_graph_build(self, ident: int) -> None:
+        """Write how the graph of the current backward pass was built, where that is new."""
+        found = self._heartbeat.position.graph_build()
+        if len(found["samples"]) != self._num_written:
+            self._num_written = len(found["samples"])
+            engine = None
+            for frame in _outwards(sys._current_frames().get(ident), None):
+                if frame.f_code.co_name.endswith("_engine_run_backward"):
+                    engine = frame  # the outermost: what lies inside may be recomputation
+            write_document(self._graph_build, {**found, "caller": user_frames(engine)})
 
 
-def _caller(frame: FrameType | None) -> FrameType | None:
-    """Return the outermost frame of the engine: what lies inside may be recomputation."""
-    found = None
-    while frame is not None:
-        if frame.f_code.co_name.endswith("_engine_run_backward"):
-            found = frame
-        frame = frame.f_back
-    return found
+def _outwards(frame: FrameType | None, limit: int | None) -> Iterator[FrameType]:
+    while frame is not None and limit != 0:
+        yield frame
+        frame, limit = frame.f_back, limit if limit is None else limit - 1
 
 
-def sample(now: int) -> dict[str, Any]:
+def _row(frame: FrameType) -> tuple[str, int, str]:
+    return frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_qualname
+
+
+def user_frames(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:
+    """Return the frames of the user's code, innermost first; those of libraries between them are left out."""
+    found = (_row(f) for f in _outwards(frame, 2 * MAX_FRAMES) if is_user_code(f.f_code.co_filename))
+    return tuple(row for row, _ in zip(found, range(MAX_USER_FRAMES), strict=False))
+
+
+def take_sample(now: int) -> dict[str, Any]:
     """Return the Python stacks of all other threads of this process, innermost frame first.
 
-    ``turn`` of a thread is True where its innermost frame stands at a place of the byte code at which
-    only threads that run Python take turns, None where it stands in a call.
+    ``runs_bytecode`` of a thread is True where its innermost frame is at an instruction at which only threads
+    that run Python are switched, None where it is in a call.
     """
     own = threading.get_ident()
     names = {t.ident: (t.name, t.native_id) for t in threading.enumerate()}
     threads = []
-    for ident, frame in list(sys._current_frames().items())[:MOST_THREADS]:
+    for ident, frame in list(sys._current_frames().items())[:MAX_THREADS]:
         name, tid = names.get(ident, ("", None))
         if ident == own or name.startswith("backlight-"):
             continue
-        code = frame.f_code.co_code
-        at = frame.f_lasti
-        runs_bytecode = True if 0 <= at < len(code) and code[at] in _TURNS else None
+        code, at = frame.f_code.co_code, frame.f_lasti
+        runs_bytecode = True if 0 <= at < len(code) and code[at] in _SWITCH_OPCODES else None
+        frames = [_row(f) for f in _outwards(frame, MAX_FRAMES)]
         threads.append(
-            {
-                "ident": ident,
-                "name": name,
-                "tid": tid,
-                "runs_bytecode": runs_bytecode,
-                "frames": _frames(frame),
-            }
+            {"ident": ident, "name": name, "tid": tid, "runs_bytecode": runs_bytecode, "frames": frames}
         )
     return {"at": now, "source": "sampler", "threads": threads}
 
 
-def runs_bytecode(tid: int | None) -> bool | None:
-    """Tell whether a thread runs Python, by asking for the interpreter lock a few times.
+def probe_bytecode(tid: int | None) -> bool | None:
+    """Return whether a thread runs Python, by requesting the interpreter lock a few times.
 
-    A thread that runs Python gives the lock up only after the switch interval, and then has to wait for
-    it itself, which the kernel counts. A thread in native code that has let go of the lock does neither.
-    None where the two signs do not agree, as on a machine with too much to do.
+    A thread that runs Python releases the lock only after the switch interval, and then waits for it itself,
+    which the kernel counts. A thread in native code that has released the lock does neither. None where the
+    two signs disagree, as on an overloaded machine.
     """
-    before = _waits(tid)
-    late = []
-    for _ in range(PROBES):
+    before = _voluntary_switches(tid)
+    delays = []
+    for _ in range(NUM_PROBES):
         begin = time.perf_counter()
-        time.sleep(PROBE)
-        late.append(time.perf_counter() - begin - PROBE)
-    waited = None if before is None else (_waits(tid) or 0) - before
+        time.sleep(PROBE_S)
+        delays.append(time.perf_counter() - begin - PROBE_S)
+    switches = None if before is None else (_voluntary_switches(tid) or 0) - before
     interval = sys.getswitchinterval()
-    typical = sorted(late)[PROBES // 2]
-    if typical > 0.6 * interval and (waited is None or waited >= PROBES - 1):
+    typical = sorted(delays)[NUM_PROBES // 2]
+    if typical > 0.6 * interval and (switches is None or switches >= NUM_PROBES - 1):
         return True
-    if typical < 0.3 * interval and (waited is None or waited <= 1):
+    if typical < 0.3 * interval and (switches is None or switches <= 1):
         return False
     return None
 
 
-def _waits(tid: int | None) -> int | None:
+def _voluntary_switches(tid: int | None) -> int | None:
     try:
         status = Path(f"/proc/self/task/{tid}/status").read_text(encoding="utf-8")
     except OSError:
@@ -262,18 +247,10 @@ def _waits(tid: int | None) -> int | None:
     return int(found[0].split()[1]) if found else None
 
 
-def _frames(frame: FrameType | None) -> list[list[Any]]:
-    out: list[list[Any]] = []
-    while frame is not None and len(out) < DEEPEST:
-        out.append([frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_qualname])
-        frame = frame.f_back
-    return out
-
-
-def _inside(frame: FrameType | None, file: str) -> bool:
-    depth = 0
-    while frame is not None and depth < 200:
-        if frame.f_code.co_filename.endswith(file):
-            return True
-        frame, depth = frame.f_back, depth + 1
-    return False
+def _is_compiling() -> bool:
+    """Return whether a thread of this process runs dynamo."""
+    return "torch._dynamo" in sys.modules and any(
+        f.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
+        for frame in sys._current_frames().values()
+        for f in _outwards(frame, 200)
+    )

@@ -1,8 +1,7 @@
-"""A look into a process that runs already, from outside. No torch.
+"""Diagnosis of a running process from outside. No torch.
 
-A process that is watched has a board, and is judged as its sidecar would. Of any other the kernel tells
-states and CPU times, and py-spy the stacks, where it is there and tracing is allowed; what cannot be seen
-from there is said.
+A watched process has a shared state and is diagnosed as by its watchdog. Of any other process the kernel
+reports states and CPU times, and py-spy the stacks, where it is installed and tracing is permitted.
 """
 
 from __future__ import annotations
@@ -14,19 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from backlight import processes
-from backlight.monitors.stalls.model import runtime_dir, stack_dumps, stacks
-from backlight.monitors.stalls.model.diagnosis import diagnose, native_operation
-from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis, Observation
+from backlight.monitors.stalls.model import runtime_dir, stacks
+from backlight.monitors.stalls.model.diagnosis import diagnose
+from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis
 from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.monitors.stalls.model.shared_state import read_state
 from backlight.monitors.stalls.model.stacks import StackSample, ThreadStack
 from backlight.monitors.stalls.model.thresholds import Thresholds
 from backlight.records import DiagnosisKind, Phase
 
-SECONDS = 2.0
-"""Time over which a process is looked at."""
+DURATION_S = 2.0
+"""Time over which a process is observed."""
 
-LOOKS = 4
+NUM_SAMPLES = 4
+POLL_S = 0.15
 
 
 class ProcessNotFoundError(ValueError):
@@ -35,7 +35,11 @@ class ProcessNotFoundError(ValueError):
 
 @dataclass(frozen=True)
 class Attached:
-    """What a look from outside has given."""
+    """Result of :func:`attach`.
+
+    ``threads`` is a table of the threads as text, ``unseen`` holds what is not observable and why. ``spins``:
+    the main thread held the interpreter lock on one line in every sample.
+    """
 
     pid: int
     diagnosis: Diagnosis
@@ -43,18 +47,17 @@ class Attached:
     samples: tuple[StackSample, ...]
     unseen: tuple[str, ...]
     spins: bool = False
-    """Whether the main thread held the interpreter lock on one line in every look."""
 
 
-def attach(pid: int, seconds: float = SECONDS, *, native: bool = True) -> Attached:
-    """Look into a process for some seconds and judge what it does.
+def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> Attached:
+    """Observe a process for some seconds and diagnose what it does.
 
     Parameters
     ----------
     pid:
         The process.
-    seconds:
-        How long to look; a claim about a line needs several looks.
+    duration_s:
+        Duration; naming a line needs several samples.
     native:
         Also take native stacks at the end, which pauses the process for a moment.
 
@@ -63,177 +66,149 @@ def attach(pid: int, seconds: float = SECONDS, *, native: bool = True) -> Attach
     ProcessNotFoundError
         If there is no such process.
     """
-    there = processes.process(pid)
-    if there is None:
+    process = processes.read_process(pid)
+    if process is None:
         raise ProcessNotFoundError(f"attach: no process {pid}; expected the id of a running process")
-    watched = _board_of(pid)
+    watched = _find_state(pid)
     if watched is not None:
-        return _watched(pid, watched[0], watched[1], seconds, native=native)
+        return _attach_watched(pid, *watched, duration_s, native=native)
     unseen = [
         "steps, phases, autograd nodes and parameters: the process was not started by backlight",
         "collectives of the ranks: only their Python lines",
     ]
-    if not processes.readable(pid):
+    if not processes.is_traceable(pid):
         unseen.append("what its threads wait for in the kernel: tracing is denied")
-    if there.dead or there.stopped:
-        return _still(pid, there, unseen)
+    if process.is_dead or process.is_stopped:
+        threads = processes.format_threads(pid)
+        return Attached(pid, _diagnose_ended(process), threads, (), tuple(unseen))
     samples: list[StackSample] = []
-    before, begin = _ticks(pid), time.monotonic()
-    for _ in range(LOOKS):
-        sample, reason = stack_dumps.py_spy(pid)
+    before, begin = _cpu_times(pid), time.monotonic()
+    for _ in range(NUM_SAMPLES):
+        sample, reason = stacks.dump_by_py_spy(pid)
         if sample is None:
             unseen.append(f"Python stacks: {reason}")
-            time.sleep(seconds)
+            time.sleep(duration_s)
             break
         samples.append(sample)
-        time.sleep(seconds / LOOKS)
-    after, passed = _ticks(pid), time.monotonic() - begin
-    extra: list[StackSample] = []
+        time.sleep(duration_s / NUM_SAMPLES)
+    after, passed = _cpu_times(pid), time.monotonic() - begin
+    natives: list[StackSample] = []
     if native and samples:
-        sample, reason = stack_dumps.py_spy(pid, native=True)
+        sample, reason = stacks.dump_by_py_spy(pid, native=True)
         if sample is None:
             unseen.append(f"native stacks: {reason}")
         else:
-            extra.append(sample)
-    cpu = {tid: (after[tid] - before.get(tid, 0)) / processes.TICK / passed for tid in after}
-    diagnosis = judge_outside(pid, tuple(samples), tuple(extra), cpu, processes.waits_for(pid, pid))
-    threads = [_main(sample, pid) for sample in samples]
+            natives.append(sample)
+    cpu = {tid: (after[tid] - before.get(tid, 0.0)) / passed for tid in after}
+    diagnosis = diagnose_unwatched(pid, samples, natives, cpu, processes.wait_reason(pid, pid))
+    main = [_main_thread(sample, pid) for sample in samples]
     # The whole stack: the user's line alone also stays the same throughout a long import.
-    held = {thread.frames if thread is not None and thread.holds_gil else None for thread in threads}
+    held = {thread.frames if thread is not None and thread.holds_gil else None for thread in main}
     spins = len(samples) > 1 and len(held) == 1 and None not in held
-    return Attached(
-        pid, diagnosis, processes.kernel_stacks(pid), (*samples[-1:], *extra), tuple(unseen), spins=spins
-    )
+    shown = (*samples[-1:], *natives)
+    return Attached(pid, diagnosis, processes.format_threads(pid), shown, tuple(unseen), spins=spins)
 
 
-def judge_outside(
-    pid: int,
-    samples: tuple[StackSample, ...],
-    native: tuple[StackSample, ...],
-    cpu: dict[int, float],
-    wait: str,
+def diagnose_unwatched(
+    pid: int, samples: list[StackSample], natives: list[StackSample], cpu: dict[int, float], wait: str
 ) -> Diagnosis:
-    """Judge a process by its stacks and CPU times alone, which decides less than a board does."""
-    threads = [t for sample in samples if (t := _main(sample, pid)) is not None]
+    """Diagnose a process by its stacks and CPU usage (cores by thread) alone, which decides less."""
+    threads = [t for sample in samples if (t := _main_thread(sample, pid)) is not None]
     used = sum(cpu.values())
-    own = cpu.get(pid, used)
-    frames = [stacks.place(t) for t in threads]
+    frames = [stacks.user_frame(t) for t in threads]
     frame = frames[-1] if frames else None
-    same = len(frames) >= 3 and all(f == frame for f in frames)
     phase = (stacks.phase_of(threads[-1]) if threads else None) or Phase.OTHER
-    at = f" at {frame.place} in {frame.method}" if frame is not None else ""
-    words = f"CPU {100 * used:.0f} %"
-    known = Diagnosis(
-        DiagnosisKind.UNKNOWN, phase, "", "a further look decides", "attach again, for longer", LOW,
-        line=f"{frame.file}:{frame.line}" if frame is not None else None,
-    )  # fmt: skip
-
-    def say(verdict: DiagnosisKind, claim: str, confidence: str, refuted: str) -> Diagnosis:
-        text = f"{verdict}: {claim}; {words}"
-        return Diagnosis(verdict, phase, text, refuted, known.next_check, confidence, line=known.line)
-
+    at = f" at {frame.location} in {frame.qualified_name}" if frame is not None else ""
+    kind, confidence, refuted_if = DiagnosisKind.UNKNOWN, LOW, "a longer observation decides"
     if not threads:
-        return say(DiagnosisKind.UNKNOWN, "no stacks could be taken", LOW, known.refuted_if)
-    if not same:
-        return say(
-            DiagnosisKind.UNKNOWN,
-            f"its stack changes between looks, so it moves; in {phase} now{at}",
-            MEDIUM,
-            "no step has ended after a while",
-        )
-    if used <= 0.05:
+        words = "no stacks could be taken"
+    elif len(frames) < 3 or any(f != frame for f in frames):
+        words = f"its stack changes between samples, so it moves; in {phase} now{at}"
+        confidence, refuted_if = MEDIUM, "no step has ended after a while"
+    elif used <= 0.05:
         doing = "sleeps" if wait == "a sleep" else f"waits for {wait}" if wait else "waits"
-        return say(
-            DiagnosisKind.BLOCKED, f"in {phase}, the main thread {doing}{at}", HIGH, "it moves on by itself"
-        )
-    if own >= 0.6 and stacks.in_native_backward(threads[-1]):
-        operation = next((op for sample in native if (op := native_operation(sample))), None)
+        kind, confidence, refuted_if = DiagnosisKind.BLOCKED, HIGH, "it moves on by itself"
+        words = f"in {phase}, the main thread {doing}{at}"
+    elif cpu.get(pid, used) >= 0.6 and stacks.in_native_backward(threads[-1]):
+        operation = next((op for sample in natives if (op := stacks.native_operation(sample))), None)
         now = f", now in {operation}" if operation else ""
-        return say(
-            DiagnosisKind.UNKNOWN,
-            f"backward computes in native code{now}; whether nodes finish is not seen from outside",
-            LOW,
-            known.refuted_if,
-        )
-    return say(
-        DiagnosisKind.UNKNOWN,
-        f"it computes{at} in every look; a loop without end and a long call look alike from outside",
-        LOW,
-        known.refuted_if,
+        words = f"backward computes in native code{now}; whether nodes finish is not observable from outside"
+    else:
+        words = f"it computes{at} in every sample; an endless loop and a long call look alike from outside"
+    return Diagnosis(
+        kind,
+        phase,
+        f"{kind}: {words}; CPU {100 * used:.0f} %",
+        refuted_if,
+        next_check="attach again, for longer",
+        confidence=confidence,
+        line=str(frame) if frame is not None else None,
     )
 
 
-def _main(sample: StackSample, pid: int) -> ThreadStack | None:
+def _main_thread(sample: StackSample, pid: int) -> ThreadStack | None:
     return next((t for t in sample.threads if t.tid == pid), sample.threads[0] if sample.threads else None)
 
 
-def _still(pid: int, there: processes.Process, unseen: list[str]) -> Attached:
-    verdict = DiagnosisKind.STOPPED if there.stopped else DiagnosisKind.DEAD
-    said = (
-        "is stopped by a signal or a debugger" if there.stopped else f"has {processes.cause(there.exit_code)}"
-    )
-    diagnosis = Diagnosis(
-        verdict,
+def _diagnose_ended(process: processes.Process) -> Diagnosis:
+    kind, how = DiagnosisKind.DEAD, f"has {processes.describe_exit(process.exit_status)}"
+    next_check = "look at its parent process"
+    if process.is_stopped:
+        kind, how = DiagnosisKind.STOPPED, "is stopped by a signal or a debugger"
+        next_check = f"continue it with `kill -CONT {process.pid}`"
+    return Diagnosis(
+        kind,
         Phase.OTHER,
-        f"{verdict}: process {pid} {said}",
-        refuted_if=f"/proc/{pid}/stat says otherwise",
-        next_check=f"kill -CONT {pid} lets it go on" if there.stopped else "look at its parent",
+        f"{kind}: process {process.pid} {how}",
+        refuted_if=f"/proc/{process.pid}/stat shows another state",
+        next_check=next_check,
         confidence=HIGH,
     )
-    return Attached(pid, diagnosis, processes.kernel_stacks(pid), (), tuple(unseen))
 
 
-def _board_of(pid: int) -> tuple[Path, int] | None:
-    for place in runtime_dir.runtime_directories():
-        for rank in runtime_dir.ranks_at(place):
+def _find_state(pid: int) -> tuple[Path, int] | None:
+    for directory in runtime_dir.runtime_directories():
+        for rank in runtime_dir.ranks_in(directory):
             with contextlib.suppress(OSError):
-                state = read_state(runtime_dir.state_path(place, rank))
+                state = read_state(runtime_dir.state_path(directory, rank))
                 if state is not None and state.pid == pid:
-                    return place, rank
+                    return directory, rank
     return None
 
 
-def _watched(pid: int, place: Path, number: int, seconds: float, *, native: bool) -> Attached:
-    """Judge a watched process as its sidecar does, with a patience of as long as we look."""
+def _attach_watched(pid: int, directory: Path, rank: int, duration_s: float, *, native: bool) -> Attached:
+    """Diagnose a watched process as its watchdog does, with the duration as the timeout."""
     limits = Thresholds()
-    rank = RankObserver(place, number, limits)
-    wish = place / f"look-{os.getpid()}"
-    observations: list[Observation] = []
+    observer = RankObserver(directory, rank, limits)
+    request = directory / f"sample-{os.getpid()}"
     try:
-        wish.touch()
-        deadline = time.monotonic() + seconds
+        request.touch()
+        deadline = time.monotonic() + duration_s
         while time.monotonic() < deadline:
-            rank.poll(closely=True)
-            time.sleep(0.15)
-        observations.append(rank.observation())
-        diagnosis = diagnose(observations[0], limits, seconds)
+            observer.poll(closely=True)
+            time.sleep(POLL_S)
+        obs = observer.observe()
+        diagnosis = diagnose(obs, limits, duration_s)
         if diagnosis is not None and diagnosis.kind is DiagnosisKind.UNKNOWN and native:
-            rank.look_native()
-            observations.append(rank.observation())
-            diagnosis = diagnose(observations[-1], limits, seconds) or diagnosis
+            observer.take_native_samples()
+            obs = observer.observe()
+            diagnosis = diagnose(obs, limits, duration_s) or diagnosis
     finally:
-        wish.unlink(missing_ok=True)
-        rank.leave()
-    board = observations[-1].board
+        request.unlink(missing_ok=True)
+        observer.close()
     if diagnosis is None:
-        where = f"step {board.step}, {board.phase}" if board is not None else "no board"
+        where = f" (step {obs.state.step}, {obs.phase})" if obs.state is not None else ""
         diagnosis = Diagnosis(
             DiagnosisKind.PASS,
-            board.phase if board is not None else Phase.OTHER,
-            f"PASS: it moves ({where})",
+            obs.phase,
+            f"PASS: it moves{where}",
             refuted_if="the step does not end",
             next_check="attach again later",
             confidence=MEDIUM,
         )
-    observation = observations[-1]
-    return Attached(
-        pid,
-        diagnosis,
-        processes.kernel_stacks(pid),
-        (*observation.samples[-1:], *observation.native),
-        observation.denied,
-    )
+    shown = (*obs.samples[-1:], *obs.native_samples)
+    return Attached(pid, diagnosis, processes.format_threads(pid), shown, obs.not_collected)
 
 
-def _ticks(pid: int) -> dict[int, int]:
-    return {thread.tid: thread.ticks for thread in processes.threads(pid)}
+def _cpu_times(pid: int) -> dict[int, float]:
+    return {thread.tid: thread.cpu_s for thread in processes.read_threads(pid)}

@@ -1,8 +1,7 @@
-"""The verdict on one process, as a pure function of what was observed. No torch, no process is touched here.
+"""Diagnosis of one rank, a pure function of its observation (docs/formulas.md, section 5). No torch.
 
-The order of the questions is that of the formulas of this monitor: dead, stopped, moving, then what an idle
-or
-a busy process shows. What the observations do not decide is UNKNOWN: a wrong verdict is worse than none.
+The order of the questions: dead, stopped, moving, then what an idle or a busy process shows. What the
+observation does not decide is UNKNOWN: a wrong diagnosis is worse than none.
 """
 
 from __future__ import annotations
@@ -13,136 +12,122 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from backlight.monitors.stalls.model import graph_samples, stacks
+from backlight.monitors.stalls.model import stacks
+from backlight.monitors.stalls.model.graph_samples import find_largest_share
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis, Observation, in_phase
-from backlight.monitors.stalls.model.shared_state import State, StateSnapshot
-from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack
-from backlight.monitors.stalls.model.thresholds import Thresholds
-from backlight.monitors.stalls.model.timeouts import EXEMPT_PHASES, timeout_s
+from backlight.monitors.stalls.model.shared_state import StateSnapshot
+from backlight.monitors.stalls.model.stacks import Frame, ThreadStack
+from backlight.monitors.stalls.model.thresholds import EXEMPT_PHASES, Thresholds, timeout_of
 from backlight.records import DiagnosisKind, Phase
 
-MOVES = 3
-"""Different counts of progress that must have been seen before something is said to move."""
+MIN_HEARTBEATS = 3
+"""Different counts of progress without which a rank is not called moving."""
 
-NO_NEWS = 2.0
-"""Times its longest pause so far that a silence may last without being one."""
+PAUSE_FACTOR = 2.0
+"""Multiple of its longest pause so far up to which a silence is ordinary."""
 
-NO_PAUSE = 0.3
-"""Seconds of silence that are none: readings of the board are that far apart."""
+MIN_PAUSE_S = 0.3
+"""Silence that is always ordinary: snapshots are this far apart."""
 
 STARVED = 0.2
-"""Share of the time in a queue for a processor, or on one, above which a thread does not just wait."""
+"""Share of the time on a processor or in its queue above which a thread does not just wait."""
 
-COMPETES = 50.0
-"""Times per second that a thread is put on a processor, above which it does not just wait for a lock."""
+COMPETES_PER_S = 50.0
+"""Time slices per second above which a thread does not just wait for a lock."""
 
 
 @dataclass(frozen=True)
 class StackSummary:
-    """What the stacks say, all looks together."""
+    """The stack samples of the current phase, taken together."""
 
     threads: tuple[ThreadStack, ...]
     same_line: bool
     same_function: bool
     frame: Frame | None
     native: bool
-    turns: bool | None
+    runs_bytecode: bool | None
 
     @property
     def thread(self) -> ThreadStack | None:
-        """The working thread in the newest look."""
+        """The working thread in the newest sample."""
         return self.threads[-1] if self.threads else None
 
 
-def diagnose(observation: Observation, limits: Thresholds, allowed: float | None = None) -> Diagnosis | None:
-    """Return the verdict on a process, or None where there is nothing to say of it.
+def diagnose(obs: Observation, limits: Thresholds, timeout_s: float | None = None) -> Diagnosis | None:
+    """Return the diagnosis of a rank, None where there is nothing to report.
 
     Parameters
     ----------
-    view:
-        What was observed.
+    obs:
+        The observation.
     limits:
         Thresholds of the monitor.
-    allowed:
-        Patience to apply in place of the process's own, when others wait for it.
+    timeout_s:
+        Timeout to apply in place of the rank's own, where other ranks wait for it.
     """
-    board = observation.board
-    if observation.ended:
-        return _ended(observation)
-    if observation.stopped:
-        return _stopped(observation)
-    if board is None:
+    state = obs.state
+    if obs.ended:
+        return _ended(obs)
+    if obs.stopped:
+        return _stopped(obs)
+    if state is None or state.is_closed or (state.phase in EXEMPT_PHASES and not state.inside):
         return None
-    own = timeout_s(board, limits)
-    if board.state in {State.FINISHED, State.FAILED} or (board.phase in EXEMPT_PHASES and not board.inside):
+    timeout_s = timeout_of(state, limits) if timeout_s is None else timeout_s
+    if timeout_s is None:
         return None
-    allowed = own if allowed is None else allowed
-    if allowed is None:
+    summary = summarize_stacks(obs, limits)
+    thread = summary.thread
+    if thread is not None:
+        is_exempt = state.phase is not Phase.BACKWARD and stacks.phase_of(thread) in EXEMPT_PHASES
+        if is_exempt or stacks.is_compiling(thread):
+            return None
+    if state.phase is Phase.BACKWARD and is_moving(state, timeout_s):
+        return _slow(obs, state) if state.phase_s > timeout_s and is_steady(obs, state.phase_since) else None
+    if state.silence_s < timeout_s:
         return None
-    seen = summarize_stacks(observation, limits)
-    if seen.thread is not None and (
-        stacks.is_compiling(seen.thread)
-        or (board.phase is not Phase.BACKWARD and stacks.phase_of(seen.thread) in EXEMPT_PHASES)
-    ):
-        return None
-    if board.phase is Phase.BACKWARD and is_moving(board, allowed):
-        return (
-            _slow(observation, board)
-            if board.phase_s > allowed and is_steady(observation, board.phase_since)
-            else None
-        )
-    if board.silence_s < allowed:
-        return None
-    if board.current_call is not None or (seen.thread is not None and stacks.in_collective(seen.thread)):
-        return _collective(observation, board, seen)
-    if board.phase is not Phase.BACKWARD:
-        return _phase(observation, board, seen, limits)
-    return _stuck(observation, board, seen, limits)
+    if state.current_call is not None or (thread is not None and stacks.in_collective(thread)):
+        return _in_collective(obs, state, summary)
+    if state.phase is not Phase.BACKWARD:
+        return _outside_backward(obs, state, summary, limits)
+    return _in_backward(obs, state, summary, limits)
 
 
-def is_moving(board: StateSnapshot, allowed: float) -> bool:
-    """Tell whether the last beat is recent, measured by the patience."""
-    return board.silence_s < 0.5 * allowed
+def is_moving(state: StateSnapshot, timeout_s: float) -> bool:
+    """Return whether the last heartbeat is recent, measured by the timeout."""
+    return state.silence_s < 0.5 * timeout_s
 
 
-def is_steady(observation: Observation, since: int) -> bool:
-    """Tell whether a process was seen to move again and again since a moment.
+def is_steady(obs: Observation, since: int) -> bool:
+    """Return whether a rank has progressed again and again since a moment, in monotonic nanoseconds.
 
-    Its silence now must be no news beside the pauses that it made before: a step that stops right after some
-    beats has moved a moment ago as well.
+    Its present silence must be ordinary compared with its earlier pauses: a step that hangs right after some
+    heartbeats has moved a moment ago as well.
     """
     heartbeats: dict[int, int] = {}
-    for board in observation.history or observation.snapshots:
-        if board.heartbeat >= since:
-            heartbeats.setdefault(board.progress, board.heartbeat)
+    for state in obs.history or obs.snapshots:
+        if state.heartbeat >= since:
+            heartbeats.setdefault(state.progress, state.heartbeat)
     times = sorted(heartbeats.values())
-    if observation.board is None or len(times) < MOVES:
+    if obs.state is None or len(times) < MIN_HEARTBEATS:
         return False
-    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return observation.board.silence_s <= max(NO_NEWS * max(pauses) / 1e9, NO_PAUSE)
+    longest = max(later - earlier for earlier, later in itertools.pairwise(times))
+    return obs.state.silence_s <= max(PAUSE_FACTOR * longest / 1e9, MIN_PAUSE_S)
 
 
-def summarize_stacks(observation: Observation, limits: Thresholds) -> StackSummary:
-    """Read the looks of the present phase: the working thread in each, and what stays the same."""
-    board = observation.board
-    ident = 0
-    since = 0
-    if board is not None:
-        ident = (
-            board.backward_ident
-            if board.phase is Phase.BACKWARD and board.backward_ident
-            else board.main_ident
-        )
-        since = max(board.phase_since, board.heartbeat)
-    samples = [sample for sample in observation.samples if sample.at >= since]
+def summarize_stacks(obs: Observation, limits: Thresholds) -> StackSummary:
+    """Summarise the samples of the current phase: the working thread in each, and what stays the same."""
+    state = obs.state
+    ident = state.working_ident if state is not None else 0
+    since = max(state.phase_since, state.heartbeat) if state is not None else 0
+    samples = [sample for sample in obs.samples if sample.at >= since]
     threads = [stacks.find_working_thread(sample, ident) for sample in samples]
     if not any(threads):
         threads = [sample.threads[-1] for sample in samples if sample.threads]
     known = tuple(t for t in threads if t is not None)
-    enough = len(known) >= limits.samples and (samples[-1].at - samples[0].at) / 1e9 >= limits.window
-    frames = [stacks.place(t) for t in known]
+    enough = len(known) >= limits.looks and (samples[-1].at - samples[0].at) / 1e9 >= limits.window
+    frames = [stacks.user_frame(t) for t in known]
     newest = frames[-1] if frames else None
-    turns = [t.runs_bytecode for t in known if t.runs_bytecode is not None]
+    bytecode = [t.runs_bytecode for t in known if t.runs_bytecode is not None]
     return StackSummary(
         threads=known,
         same_line=enough and all(f == newest for f in frames),
@@ -151,340 +136,312 @@ def summarize_stacks(observation: Observation, limits: Thresholds) -> StackSumma
         and all(f is not None and (f.file, f.function) == (newest.file, newest.function) for f in frames),
         frame=newest,
         native=bool(known) and all(stacks.in_native_backward(t) for t in known),
-        turns=True if any(turns) else False if 3 * len(turns) >= 2 * len(known) and turns else None,
+        runs_bytecode=True
+        if any(bytecode)
+        else False
+        if bytecode and 3 * len(bytecode) >= 2 * len(known)
+        else None,
     )
 
 
-def _ended(observation: Observation) -> Diagnosis:
-    board = observation.board
-    where = f" at step {board.step}, {in_phase(board.phase)}" if board is not None else ""
+def _ended(obs: Observation) -> Diagnosis:
+    where = f" at step {obs.state.step}, {in_phase(obs.phase)}" if obs.state is not None else ""
     return Diagnosis(
         DiagnosisKind.DEAD,
-        board.phase if board is not None else Phase.OTHER,
-        f"DEAD: rank {observation.rank} {observation.ended}{where}",
+        obs.phase,
+        f"DEAD: rank {obs.rank} {obs.ended}{where}",
         refuted_if="the process with that id still runs the training",
-        next_check="look at the system log (dmesg) and at the last lines that the rank printed",
+        next_check="read the system log (dmesg) and the last lines that the rank printed",
         confidence=HIGH,
-        rank=observation.rank,
-        parameter=observation.last_parameter,
+        rank=obs.rank,
+        parameter=obs.last_parameter,
     )
 
 
-def _stopped(observation: Observation) -> Diagnosis:
-    board = observation.board
-    pid = board.pid if board is not None else 0
+def _stopped(obs: Observation) -> Diagnosis:
+    pid = obs.state.pid if obs.state is not None else 0
     return Diagnosis(
         DiagnosisKind.STOPPED,
-        board.phase if board is not None else Phase.OTHER,
-        f"STOPPED: rank {observation.rank} (process {pid}) is stopped by a signal or a debugger",
+        obs.phase,
+        f"STOPPED: rank {obs.rank} (process {pid}) is stopped by a signal or a debugger",
         refuted_if=f"the state of process {pid} in /proc/{pid}/stat is not T",
-        next_check=f"kill -CONT {pid} lets it go on",
+        next_check=f"continue it with `kill -CONT {pid}`",
         confidence=HIGH,
-        rank=observation.rank,
-        parameter=observation.last_parameter,
+        rank=obs.rank,
+        parameter=obs.last_parameter,
     )
 
 
-def _slow(observation: Observation, board: StateSnapshot) -> Diagnosis:
-    rate, remaining = speed(observation.snapshots)
-    again = observation.graph_build.again if observation.graph_build is not None else 0
-    parts = []
-    if board.percent is not None:
-        parts.append(f"backward {board.nodes_done:,} of {board.nodes_total:,} nodes")
-    elif board.nodes_total:
-        parts.append(f"backward of {board.nodes_total:,} nodes, position not known")
+def _slow(obs: Observation, state: StateSnapshot) -> Diagnosis:
+    rate, remaining_s = estimate_speed(obs.snapshots)
+    recomputed = obs.graph_build.recomputed if obs.graph_build is not None else 0
+    if state.nodes_done > 0 and state.nodes_total > 0:
+        parts = [f"backward {state.nodes_done:,} of {state.nodes_total:,} nodes"]
+    elif state.nodes_total:
+        parts = [f"backward of {state.nodes_total:,} nodes, position not known"]
     else:
-        parts.append("backward")
-    if again:
-        # One node of the graph may stand for any number of nodes that it makes again.
-        parts.append(f"{again:,} nodes made again by recomputation so far, time left not known")
+        parts = ["backward"]
+    if recomputed:
+        # One node of the graph may stand for any number of recomputed nodes.
+        parts.append(f"{recomputed:,} nodes recomputed so far, remaining time not known")
     elif rate:
-        parts.append(
-            f"{_short(rate)}/s, ETA {remaining:.0f} s" if remaining is not None else f"{_short(rate)}/s"
-        )
-    parts += [f"{board.phase_s:.0f} s so far", *_parameter_words(observation)]
-    if board.node and board.node_calls:
-        parts.append(f"{board.node_calls:,} custom functions so far, now {_bare(board.node)}")
-    maker = graph_samples.find_largest_share(observation.graph_build)
-    parts.append(maker.words if maker is not None else "which line made the nodes is not known")
+        speed = f"{rate / 1e3:.1f}k/s" if rate >= 1e3 else f"{rate:.0f}/s"
+        parts.append(speed if remaining_s is None else f"{speed}, ETA {remaining_s:.0f} s")
+    parts += [f"{state.phase_s:.0f} s so far", *_parameter_words(obs)]
+    if state.node and state.node_calls:
+        parts.append(f"{state.node_calls:,} custom functions so far, now {_class_name(state.node)}")
+    share = find_largest_share(obs.graph_build)
+    origin = share.words if share is not None else "the line that made the nodes is not known"
+    after = "the line that makes most nodes"
+    if share is not None:
+        after = f"{Path(share.file).name}:{share.line}, so that it makes fewer nodes"
     return Diagnosis(
         DiagnosisKind.SLOW,
         Phase.BACKWARD,
-        f"SLOW, not hung: {', '.join(parts[:-1])}; {parts[-1]}",
-        refuted_if="no node finishes any more, and none is made again, for as long as it has run now"
-        if again
-        else "no node finishes any more for as long as the ETA says",
-        next_check=f"wait for the ETA; then have {Path(maker.file).name}:{maker.line} make fewer nodes"
-        if maker is not None
-        else "wait for the ETA; then look at which line makes the most nodes",
-        confidence=HIGH if rate or again else MEDIUM,
-        rank=observation.rank,
-        line=f"{maker.file}:{maker.line}" if maker is not None else None,
-        parameter=observation.last_parameter,
-        module=_bare(board.node) or None,
+        f"SLOW, not hung: {', '.join(parts)}; {origin}",
+        refuted_if="no node finishes any more, and none is recomputed, for as long as it has run now"
+        if recomputed
+        else "no node finishes any more for as long as the ETA",
+        next_check=f"wait for the ETA; then change {after}"
+        if share
+        else f"wait for the ETA; then find {after}",
+        confidence=HIGH if rate or recomputed else MEDIUM,
+        rank=obs.rank,
+        line=f"{share.file}:{share.line}" if share is not None else None,
+        parameter=obs.last_parameter,
+        module=_class_name(state.node) or None,
     )
 
 
-def speed(snapshots: Iterable[StateSnapshot]) -> tuple[float | None, float | None]:
-    """Return nodes per second and the seconds that are left, None where they are not known."""
-    known = [b for b in snapshots if b.nodes_done > 0]
+def estimate_speed(snapshots: Iterable[StateSnapshot]) -> tuple[float | None, float | None]:
+    """Return nodes per second and the remaining seconds of a backward pass, None where not known."""
+    known = [s for s in snapshots if s.nodes_done > 0]
     if not known:
         return None, None
     newest = known[-1]
-    same = [b for b in known if b.phase_since == newest.phase_since and b.nodes_done < newest.nodes_done]
-    if same:
-        rate = (newest.nodes_done - same[0].nodes_done) / max(
-            (newest.heartbeat - same[0].heartbeat) / 1e9, 1e-9
-        )
+    earlier = [s for s in known if s.phase_since == newest.phase_since and s.nodes_done < newest.nodes_done]
+    if earlier:
+        done, since = newest.nodes_done - earlier[0].nodes_done, earlier[0].heartbeat
     elif newest.phase_s > 0:
-        rate = newest.nodes_done / max((newest.heartbeat - newest.phase_since) / 1e9, 1e-9)
+        done, since = newest.nodes_done, newest.phase_since
     else:
         return None, None
-    left = max(newest.nodes_total - newest.nodes_done, 0) / rate if rate > 0 and newest.nodes_total else None
-    return rate, left
+    rate = done / max((newest.heartbeat - since) / 1e9, 1e-9)
+    if rate <= 0 or not newest.nodes_total:
+        return rate, None
+    return rate, max(newest.nodes_total - newest.nodes_done, 0) / rate
 
 
-def _collective(observation: Observation, board: StateSnapshot, seen: StackSummary) -> Diagnosis:
-    call = board.current_call.text if board.current_call is not None else "a collective"
-    where = f", called at {seen.frame.place} in {seen.frame.method}" if seen.frame is not None else ""
+def _in_collective(obs: Observation, state: StateSnapshot, summary: StackSummary) -> Diagnosis:
+    call, frame = state.current_call, summary.frame
+    where = f", called at {frame.location} in {frame.qualified_name}" if frame is not None else ""
+    text = call.text if call is not None else "a collective"
     return Diagnosis(
         DiagnosisKind.BLOCKED,
-        board.phase,
-        f"BLOCKED: rank {observation.rank} waits in {call}{where}; {board.silence_s:.0f} s",
+        state.phase,
+        f"BLOCKED: rank {obs.rank} waits in {text}{where}; {state.silence_s:.0f} s",
         refuted_if="the call returns without another rank having done anything",
-        next_check="see what the ranks that are not in this call are doing",
-        confidence=HIGH if board.current_call is not None else MEDIUM,
-        rank=observation.rank,
-        line=_line(seen.frame),
-        parameter=observation.last_parameter,
+        next_check="find out what the ranks do that are not in this call",
+        confidence=HIGH if call is not None else MEDIUM,
+        rank=obs.rank,
+        line=None if frame is None else str(frame),
+        parameter=obs.last_parameter,
         waits=True,
     )
 
 
-def _phase(
-    observation: Observation, board: StateSnapshot, seen: StackSummary, limits: Thresholds
+def _outside_backward(
+    obs: Observation, state: StateSnapshot, summary: StackSummary, limits: Thresholds
 ) -> Diagnosis:
-    phase = board.phase
-    if phase in {Phase.OTHER, Phase.FORWARD, Phase.LOSS} and seen.thread is not None:
-        phase = stacks.phase_of(seen.thread) or phase
-    if phase is Phase.BACKWARD:
-        phase = board.phase
+    phase, frame = state.phase, summary.frame
+    if phase in {Phase.OTHER, Phase.FORWARD, Phase.LOSS} and summary.thread is not None:
+        shown = stacks.phase_of(summary.thread)
+        phase = phase if shown in {None, Phase.BACKWARD} else shown
     words = {
         Phase.DATA: "waiting for data",
         Phase.OTHER: "between steps",
         Phase.LOSS: "between forward and backward",
     }.get(phase, f"in {phase}")
-    parts = [f"{words} for {board.silence_s:.0f} s", *_cpu_words(observation)]
-    if seen.frame is not None:
-        again = "in every look" if seen.same_line else "now"
-        parts.append(f"{again} at {seen.frame.place} in {seen.frame.method}")
-    if observation.wait and _idle(observation, limits):
-        parts.append(f"it {_waits(observation)}")
-    if observation.workers and phase is Phase.DATA:
-        parts.append(observation.workers)
+    parts = [f"{words} for {state.silence_s:.0f} s", *_cpu_words(obs)]
+    if frame is not None:
+        when = "in every sample" if summary.same_line else "now"
+        parts.append(f"{when} at {frame.location} in {frame.qualified_name}")
+    if obs.wait and _is_idle(obs, limits):
+        parts.append(f"it {_wait_words(obs)}")
+    if obs.workers and phase is Phase.DATA:
+        parts.append(obs.workers)
     return Diagnosis(
         DiagnosisKind.PHASE,
         phase,
-        f"PHASE {phase}: step {board.step} does not reach backward: {'; '.join(parts)}",
+        f"PHASE {phase}: step {state.step} does not reach backward: {'; '.join(parts)}",
         refuted_if=f"the step leaves {phase} by itself",
-        next_check="read what stands at that line" if phase is not Phase.DATA else "time the data alone",
-        confidence=HIGH if seen.same_line else MEDIUM,
-        rank=observation.rank,
-        line=_line(seen.frame),
+        next_check="time the data loader alone" if phase is Phase.DATA else "read the code at that line",
+        confidence=HIGH if summary.same_line else MEDIUM,
+        rank=obs.rank,
+        line=None if frame is None else str(frame),
     )
 
 
-def _stuck(
-    observation: Observation, board: StateSnapshot, seen: StackSummary, limits: Thresholds
+def _in_backward(
+    obs: Observation, state: StateSnapshot, summary: StackSummary, limits: Thresholds
 ) -> Diagnosis:
-    tail = [*_cpu_words(observation), f"{board.silence_s:.0f} s", *_parameter_words(observation)]
-    known = _known(observation, board, seen)
-    inside = (
-        f" in {seen.frame.method}, {seen.frame.place}" if seen.frame is not None and not seen.native else ""
+    tail = "; ".join([*_cpu_words(obs), f"{state.silence_s:.0f} s", *_parameter_words(obs)])
+    frame = None if summary.native else summary.frame
+    known = Diagnosis(
+        DiagnosisKind.UNKNOWN,
+        state.phase,
+        "",
+        "",
+        "",
+        rank=obs.rank,
+        line=str(frame) if frame is not None and summary.same_function else None,
+        parameter=obs.last_parameter,
+        module=_class_name(state.node) if state.node_since else None,
     )
-    node = f" in {_bare(board.node)}" if board.node_since and not inside else ""
-    if _competes(observation, limits):
-        return _unknown(known, "other threads of the process keep the interpreter lock from it", tail)
-    if _idle(observation, limits):
-        if board.device and not (board.node_since and observation.wait in {"a lock", "a sleep"}):
-            return _unknown(known, "the host waits; whether the device computes is not seen from here", tail)
-        who = _who(seen, board)
-        where = inside if seen.same_line else node
-        doing = _waits(observation)
-        if seen.native and board.world > 1:
-            doing = f"waits in native code of backward, where it waits for {observation.reducing}"
-        if not seen.same_line and not seen.native and seen.threads:
-            where = f"{where or inside} (not the same line in every look)"
-        return dataclasses.replace(
-            known,
-            kind=DiagnosisKind.BLOCKED,
-            claim=f"BLOCKED: {who} {doing}{where}; {'; '.join(tail)}",
-            refuted_if="it moves on by itself: then what it waits for was only slow",
-            next_check=f"find who should let it go on{': ' + known.line if known.line else ''}",
-            confidence=HIGH if seen.same_line and inside else MEDIUM,
-            waits=seen.native and board.world > 1,
-        )
-    if not _busy(observation, limits):
+    inside = f" in {frame.qualified_name}, {frame.location}" if frame is not None else ""
+    if _competes_for_gil(obs, limits):
+        return _unknown(known, "it is starved of the interpreter lock by other threads of the process", tail)
+    if _is_idle(obs, limits):
+        return _blocked(obs, state, summary, known, inside, tail)
+    if not _is_busy(obs, limits):
         return _unknown(known, "it neither waits nor computes without a pause", tail)
-    if seen.native:
-        return _native(observation, known, limits, tail)
-    if not (seen.same_line or (seen.same_function and board.node_since)):
+    if summary.native:
+        return _busy_in_native_code(obs, state, known, tail)
+    if not (summary.same_line or (summary.same_function and state.node_since)):
         return _unknown(known, "its stacks differ, or too few could be taken", tail)
-    silent = all(sample.source != "sampler" for sample in observation.samples if sample.at >= board.heartbeat)
-    if seen.turns or silent:
-        held = " in C code that holds the interpreter lock" if silent and not seen.turns else ""
+    # Nothing of the sampler since the last heartbeat: the interpreter lock is held.
+    silent = all(sample.source != "sampler" for sample in obs.samples if sample.at >= state.heartbeat)
+    if summary.runs_bytecode or silent:
+        held = " in C code that holds the interpreter lock" if silent and not summary.runs_bytecode else ""
         return dataclasses.replace(
             known,
             kind=DiagnosisKind.SPIN,
-            claim=f"SPIN: {_who(seen, board)} computes{inside}{held}, without progress; {'; '.join(tail)}",
+            claim=f"SPIN: {_thread_words(summary, state)} computes{inside}{held}, without progress; {tail}",
             refuted_if="the call at that line returns",
-            next_check=f"read the loop at {known.line}: what ends it?",
-            confidence=HIGH if seen.same_line else MEDIUM,
+            next_check=f"find out what ends the loop at {known.line}",
+            confidence=HIGH if summary.same_line else MEDIUM,
         )
-    if seen.turns is False:
+    if summary.runs_bytecode is False:
         return dataclasses.replace(
             known,
             kind=DiagnosisKind.LONG_OP,
-            claim=f"LONG_OP: one native call{inside} computes; {'; '.join(tail)}",
+            claim=f"LONG_OP: one native call{inside} computes; {tail}",
             refuted_if="a profile shows that the line is reached many times",
-            next_check=f"look at the sizes of what {known.line} works on",
+            next_check=f"check the sizes of the operands at {known.line}",
             confidence=MEDIUM,
         )
-    return _unknown(known, "whether it runs Python or native code is not seen", tail)
+    return _unknown(known, "whether it runs Python or native code is not known", tail)
 
 
-def _native(observation: Observation, known: Diagnosis, limits: Thresholds, tail: list[str]) -> Diagnosis:
-    """Judge a backward in native code: one long operation, or many of which none was seen to end."""
-    board = observation.board
-    assert board is not None
-    operations = [op for sample in observation.native if (op := native_operation(sample)) is not None]
-    named = operations[0] if operations and len(set(operations)) == 1 and len(operations) >= 2 else None
-    # Inside a custom function it may be a backward of its own, of whose nodes nothing is known.
-    nested = bool(board.node_since) or (
-        observation.graph_build is not None and observation.graph_build.again > 0
+def _blocked(
+    obs: Observation, state: StateSnapshot, summary: StackSummary, known: Diagnosis, inside: str, tail: str
+) -> Diagnosis:
+    if state.device and not (state.node_since and obs.wait in {"a lock", "a sleep"}):
+        return _unknown(known, "the host waits; whether the device computes is not observable", tail)
+    node = f" in {_class_name(state.node)}" if state.node_since and not inside else ""
+    where = inside if summary.same_line else node
+    words = _wait_words(obs)
+    for_ranks = summary.native and state.world_size > 1
+    if for_ranks:
+        words = f"waits in native code of backward, where it waits for {obs.reducing}"
+    if not summary.same_line and not summary.native and summary.threads:
+        where = f"{where or inside} (not the same line in every sample)"
+    return dataclasses.replace(
+        known,
+        kind=DiagnosisKind.BLOCKED,
+        claim=f"BLOCKED: {_thread_words(summary, state)} {words}{where}; {tail}",
+        refuted_if="it moves on by itself, so that what it waits for was only slow",
+        next_check=f"find out what should end this wait{': ' + known.line if known.line else ''}",
+        confidence=HIGH if summary.same_line and inside else MEDIUM,
+        waits=for_ranks,
     )
-    close = board.hooks > 0 and board.nodes_total <= 4 * board.hooks
-    if not nested and (close or (named and board.nodes_total and board.nodes_total <= 8)):
+
+
+def _busy_in_native_code(obs: Observation, state: StateSnapshot, known: Diagnosis, tail: str) -> Diagnosis:
+    """Diagnose a backward pass in native code: one long operation, or many of which none was seen to end."""
+    operations = [op for sample in obs.native_samples if (op := stacks.native_operation(sample)) is not None]
+    named = operations[0] if len(operations) >= 2 and len(set(operations)) == 1 else None
+    # Inside a custom function it may be a backward pass of its own, whose nodes are not known.
+    nested = bool(state.node_since) or (obs.graph_build is not None and obs.graph_build.recomputed > 0)
+    close = state.position_hooks > 0 and state.nodes_total <= 4 * state.position_hooks
+    if not nested and (close or (named and state.nodes_total and state.nodes_total <= 8)):
         return dataclasses.replace(
             known,
             kind=DiagnosisKind.LONG_OP,
             module=named,
-            claim=f"LONG_OP: backward computes in {named or 'one native operation'}; {'; '.join(tail)}",
+            claim=f"LONG_OP: backward computes in {named or 'one native operation'}; {tail}",
             refuted_if="native stacks of two moments show different operations",
-            next_check="look at the sizes of its inputs and at the number of threads",
+            next_check="check the sizes of its inputs and the number of threads",
             confidence=HIGH if named else MEDIUM,
         )
-    why = "native code computes; one long operation and many short ones cannot be told apart here"
-    if named:
-        why += f" (both looks show {named})"
-    return _unknown(known, why, tail)
+    why = "native code computes; one long operation and many short ones are not distinguishable here"
+    return _unknown(known, f"{why} (both samples show {named})" if named else why, tail)
 
 
-def native_operation(sample: StackSample) -> str | None:
-    """Return the innermost autograd node among the native frames of a look."""
-    for thread in sample.threads:
-        if not any(f.function.endswith("_engine_run_backward") for f in thread.frames):
-            continue
-        for name in thread.native:
-            bare = name.split("(")[0]
-            if bare.endswith("::apply") and "Backward" in bare:
-                return bare.split("::")[-2]
-    return None
-
-
-def _known(observation: Observation, board: StateSnapshot, seen: StackSummary) -> Diagnosis:
-    frame = None if seen.native else seen.frame
-    return Diagnosis(
-        DiagnosisKind.UNKNOWN,
-        board.phase,
-        "",
-        "",
-        "",
-        rank=observation.rank,
-        line=_line(frame) if seen.same_function else None,
-        parameter=observation.last_parameter,
-        module=_bare(board.node) if board.node_since else None,
-    )
-
-
-def _unknown(known: Diagnosis, why: str, tail: list[str]) -> Diagnosis:
+def _unknown(known: Diagnosis, why: str, tail: str) -> Diagnosis:
     return dataclasses.replace(
         known,
-        kind=DiagnosisKind.UNKNOWN,
-        claim=f"UNKNOWN: backward did not finish in the time given; {why}; {'; '.join(tail)}",
-        refuted_if="a further look decides",
+        claim=f"UNKNOWN: backward did not finish in the time given; {why}; {tail}",
+        refuted_if="a later sample decides",
         next_check="take native stacks: install py-spy and allow tracing, or run `backlight attach PID`",
         confidence=LOW,
     )
 
 
-def _idle(observation: Observation, limits: Thresholds) -> bool:
-    used = observation.own_cpu if observation.own_cpu is not None else observation.cpu
-    starved = observation.wanted is not None and observation.wanted > STARVED
-    return (
-        used is not None
-        and used <= limits.idle
-        and not starved
-        and (observation.cpu is None or observation.cpu <= 1.0)
-    )
+def _used_cpu(obs: Observation) -> float | None:
+    return obs.thread_cpu if obs.thread_cpu is not None else obs.cpu
 
 
-def _competes(observation: Observation, limits: Thresholds) -> bool:
-    """Tell whether a thread that seems to wait for a lock wakes all the time while its process computes."""
-    busy = observation.cpu is not None and observation.cpu >= limits.busy
-    return (
-        busy
-        and observation.wait == "a lock"
-        and observation.turns is not None
-        and observation.turns >= COMPETES
-    )
+def _is_idle(obs: Observation, limits: Thresholds) -> bool:
+    used = _used_cpu(obs)
+    starved = obs.scheduled is not None and obs.scheduled > STARVED
+    return used is not None and used <= limits.idle and not starved and (obs.cpu is None or obs.cpu <= 1.0)
 
 
-def _busy(observation: Observation, limits: Thresholds) -> bool:
-    used = observation.own_cpu if observation.own_cpu is not None else observation.cpu
+def _is_busy(obs: Observation, limits: Thresholds) -> bool:
+    used = _used_cpu(obs)
     if used is None:
         return False
-    # On a machine with too much to do a thread that computes queues for most of the time.
-    often = observation.runnable is not None and observation.runnable >= 0.8
-    wants = observation.wanted is not None and observation.wanted >= limits.busy
-    return used >= limits.busy or (used > limits.idle and (often or wants))
+    # On an overloaded machine a thread that computes queues most of the time.
+    often = obs.runnable is not None and obs.runnable >= 0.8
+    queues = obs.scheduled is not None and obs.scheduled >= limits.busy
+    return used >= limits.busy or (used > limits.idle and (often or queues))
 
 
-def _waits(observation: Observation) -> str:
-    if observation.wait == "a sleep":
+def _competes_for_gil(obs: Observation, limits: Thresholds) -> bool:
+    """Return whether a thread that seems to wait for a lock wakes all the time while its process computes."""
+    is_busy = obs.cpu is not None and obs.cpu >= limits.busy
+    wakes = obs.slices_per_s is not None and obs.slices_per_s >= COMPETES_PER_S
+    return is_busy and obs.wait == "a lock" and wakes
+
+
+def _wait_words(obs: Observation) -> str:
+    if obs.wait == "a sleep":
         return "sleeps"
-    return f"waits for {observation.wait}" if observation.wait else "waits"
+    return f"waits for {obs.wait}" if obs.wait else "waits"
 
 
-def _who(seen: StackSummary, board: StateSnapshot) -> str:
-    thread = seen.thread
-    if thread is None or thread.ident == board.main_ident or thread.name == "MainThread":
+def _thread_words(summary: StackSummary, state: StateSnapshot) -> str:
+    thread = summary.thread
+    if thread is None or thread.ident == state.main_ident or thread.name == "MainThread":
         return "the main thread"
     return f"thread {thread.name or hex(thread.ident)}"
 
 
-def _cpu_words(observation: Observation) -> list[str]:
-    used = observation.own_cpu if observation.own_cpu is not None else observation.cpu
+def _cpu_words(obs: Observation) -> list[str]:
+    used = _used_cpu(obs)
     return [] if used is None else [f"CPU {100 * used:.0f} %"]
 
 
-def _parameter_words(observation: Observation) -> list[str]:
-    board = observation.board
-    if board is None or not board.expected or board.phase is not Phase.BACKWARD:
+def _parameter_words(obs: Observation) -> list[str]:
+    state = obs.state
+    if state is None or not state.expected or state.phase is not Phase.BACKWARD:
         return []
-    name = observation.last_parameter
-    if name is None or not board.reached:
-        return [f"no parameter reached yet (of {board.expected})"]
-    return [f"last parameter reached: {name} ({board.reached} of {board.expected})"]
+    name = obs.last_parameter
+    if name is None or not state.reached:
+        return [f"no parameter reached yet (of {state.expected})"]
+    return [f"last parameter reached: {name} ({state.reached} of {state.expected})"]
 
 
-def _line(frame: Frame | None) -> str | None:
-    return f"{frame.file}:{frame.line}" if frame is not None else None
-
-
-def _bare(node: str) -> str:
+def _class_name(node: str) -> str:
     return node.removesuffix("Backward")
-
-
-def _short(rate: float) -> str:
-    return f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}"

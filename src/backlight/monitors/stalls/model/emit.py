@@ -1,17 +1,22 @@
-"""A verdict as a finding: in the run the moment it is made, and on the terminal. No torch."""
+"""Emission of a diagnosis: stored in the run the moment it is made, and logged on the terminal. No torch."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from backlight.findings import wording
-from backlight.monitors.stalls.model.observation import Diagnosis, Observation
+from backlight.monitors.stalls.model.observation import Diagnosis, ExitReason, Observation
+from backlight.monitors.stalls.model.shared_state import RankStatus, StateSnapshot
 from backlight.records import DiagnosisKind, Evidence, Finding, Made, Severity, Subject, to_json
 from backlight.store.write.watchdog import WatchdogWriter
 
 RULE = "stall"
 VERSION = 1
+
+RESUMED, ENDED = "stall_over", "stall_ended"
+"""Events of a rank that moves again after a stall, and of one that ended without."""
 
 _SEVERITY = {
     DiagnosisKind.SLOW: Severity.INFO,
@@ -22,7 +27,7 @@ _SEVERITY = {
 
 
 def as_finding(diagnosis: Diagnosis, step: int | None, evidence: Sequence[Evidence]) -> Finding:
-    """Return the finding that states a verdict; every other verdict than those on slowness is an error."""
+    """Return a diagnosis as a finding: an error, unless the rank is slow or the diagnosis uncertain."""
     return Finding(
         rule=RULE,
         monitor="stalls",
@@ -46,34 +51,30 @@ def as_finding(diagnosis: Diagnosis, step: int | None, evidence: Sequence[Eviden
     )
 
 
-def file(
+def emit(
     writer: WatchdogWriter,
     diagnosis: Diagnosis,
     observations: Sequence[Observation],
     dumps: dict[int, str],
     *,
-    offset: int = 0,
+    step_offset: int = 0,
 ) -> Finding:
-    """Store evidence, event and finding, and say the verdict on the terminal; return the finding.
+    """Store evidence, event and finding, log the diagnosis, and return the finding.
 
     Parameters
     ----------
     writer:
-        The watchdog's end of the run.
-    judgement:
-        The verdict.
-    views:
-        What was observed of each rank.
+        Writer of the watchdog's part of the run.
+    diagnosis, observations:
+        The diagnosis, and the observations of all ranks.
     dumps:
         Evidence as text, by rank.
-    offset:
-        Step offset of the attempt.
+    step_offset:
+        First step of the attempt.
     """
-    cause = next(
-        (v for v in observations if v.rank == diagnosis.rank), observations[0] if observations else None
-    )
-    board = cause.board if cause is not None else None
-    step = board.step + offset if board is not None else None
+    cause = next((o for o in observations if o.rank == diagnosis.rank), next(iter(observations), None))
+    state = cause.state if cause is not None else None
+    step = state.step + step_offset if state is not None else None
     evidence = []
     for rank, text in sorted(dumps.items()):
         path = writer.evidence(f"stall-rank-{rank:05d}.txt", text)
@@ -84,7 +85,7 @@ def file(
         evidence.append(Evidence("events/stall", step=step, value=round(cause.cpu, 3), unit="cores"))
     finding = as_finding(diagnosis, step, evidence)
     writer.event(
-        board.step if board is not None else None,
+        state.step if state is not None else None,
         RULE,
         {
             "verdict": diagnosis.kind.value,
@@ -92,25 +93,69 @@ def file(
             "rank": diagnosis.rank,
             "phase": diagnosis.phase.value,
             "claim": diagnosis.claim,
-            "not_collected": {str(v.rank): list(v.denied) for v in observations if v.denied},
+            "not_collected": {str(o.rank): list(o.not_collected) for o in observations if o.not_collected},
             "subject": to_json(finding.subject),
         },
     )
     writer.finding(finding)
-    say(diagnosis.claim)
-    for reason in dict.fromkeys(reason for v in observations for reason in v.denied):
-        say(f"  could not be collected: {reason}")
+    log(diagnosis.claim)
+    for reason in dict.fromkeys(reason for o in observations for reason in o.not_collected):
+        log(f"  could not be collected: {reason}")
     if evidence[0].path.endswith(".txt"):
-        say(f"  evidence: {evidence[0].path}; next: {diagnosis.next_check}")
+        log(f"  evidence: {evidence[0].path}; next: {diagnosis.next_check}")
     if writer.lost:
-        say(f"  this could not be written into the run: {writer.lost}")
+        log(f"  could not be written into the run: {writer.lost}")
     return finding
 
 
-def say(text: str) -> None:
-    """Print a line on the terminal that the watched process writes to; a closed one is no reason to end."""
+def log(text: str) -> None:
+    """Print a line on the terminal of the watched process, if it is still open."""
     try:
         sys.stderr.write(f"backlight: {text}\n")
         sys.stderr.flush()
     except (OSError, ValueError):
         return
+
+
+@dataclass
+class ReportedStall:
+    """A rank as it was when its stall was reported; ``moved`` is the first other progress that was read."""
+
+    began: float
+    progress: int
+    failed_backwards: int
+    moved: int | None = None
+
+
+def find_resolution(
+    reported: ReportedStall, state: StateSnapshot, *, ended: str = "", exit_reason: ExitReason | None = None
+) -> tuple[str, str] | None:
+    """Return event and words for how a stall was resolved, None while that is open.
+
+    One heartbeat does not mean that a rank moves again: the last one of an interrupted run looks the same. It
+    takes two snapshots, each further than the one before.
+
+    Parameters
+    ----------
+    reported:
+        The stall; its ``moved`` is updated.
+    state:
+        The present snapshot.
+    ended, exit_reason:
+        How the process ended, empty while it lives, and the exception by which its training was left.
+    """
+    if state.status is RankStatus.FAILED:
+        by = f" by {exit_reason.error.partition(':')[0]}" if exit_reason is not None else " by an exception"
+        return ENDED, f"left its training{by}"
+    if ended:
+        return ENDED, f"{ended} without having moved again"
+    if state.raised != reported.failed_backwards:
+        return ENDED, "ended that backward by an exception"
+    if state.status is RankStatus.FINISHED:
+        return ENDED, "has ended its training"
+    if state.progress == reported.progress:
+        return None
+    if reported.moved is None:
+        reported.moved = state.progress
+        return None
+    return (RESUMED, "moves again") if state.progress != reported.moved else None

@@ -1,101 +1,149 @@
-"""What is observed of one process, and the verdict that is made of it, as data. No torch."""
+"""Observations of a rank and the diagnosis that follows from them, as data. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
 
-from backlight.monitors.stalls.model import graph_samples
-from backlight.monitors.stalls.model.exit_reason import ExitReason
+from backlight.monitors.stalls.model.graph_samples import GraphBuild
 from backlight.monitors.stalls.model.shared_state import StateSnapshot
-from backlight.monitors.stalls.model.stacks import StackSample
+from backlight.monitors.stalls.model.stacks import (
+    Frame,
+    StackSample,
+    ThreadStack,
+    in_collective,
+    in_native_backward,
+    user_frame,
+)
 from backlight.records import DiagnosisKind, Phase
 
 HIGH, MEDIUM, LOW = "high", "medium", "low"
 
+MAX_MESSAGE_CHARS = 300
+"""Characters of an exception's message that are kept."""
+
+Buckets = tuple[tuple[int, ...], ...]
+"""Rows of the parameters in each bucket of DDP, in the order of reduction."""
+
 
 @dataclass(frozen=True)
-class Observation:
-    """What is known of one process over the last seconds.
+class ExitReason:
+    """The exception by which a rank left its training.
 
     Attributes
     ----------
-    boards, history:
-        Readings of its board of the last moments in this phase, and all that are kept, oldest first.
-    looks, native:
+    error, at:
+        Type and message in one line, and when (monotonic seconds).
+    line, function:
+        The innermost line of the user's code on its way, None where there is none.
+    inside:
+        ``a collective`` or ``backward`` where the exception blames another rank or the network; empty for an
+        error of this rank.
+    interrupted, out_of_memory:
+        Whether the user interrupted it, and whether memory ran out.
+    """
+
+    error: str
+    at: float
+    line: str | None = None
+    function: str = ""
+    inside: str = ""
+    interrupted: bool = False
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Observations of one rank over the last seconds.
+
+    Attributes
+    ----------
+    snapshots, history:
+        Snapshots of its shared state in the last moments of this phase, and all that are kept, oldest first.
+    samples, native_samples:
         Its Python stacks; and stacks with native frames, where they were taken.
-    cpu, own_cpu:
-        Cores in use by all its threads, and by the thread that works; None where not known.
+    cpu, thread_cpu:
+        Cores in use by all its threads, and by the working thread; None where not known.
     runnable:
-        Share of the moments at which that thread was running or ready to run: on a machine with too much to
-        do a thread that computes gets less than a core.
-    wanted, turns:
-        Share of the time in which that thread ran or queued for a processor, and how often in a second it was
-        put on one. A thread that waits does neither; one that is starved queues; one that competes for the
-        interpreter lock of its own process wakes at every switch.
+        Share of the moments at which the working thread was running or ready to run.
+    scheduled, slices_per_s:
+        Share of the time in which the working thread ran or queued for a processor, and time slices per
+        second. A thread that waits does neither; a starved one queues; one that competes for the interpreter
+        lock of its own process wakes at every switch.
     wait:
-        What that thread sleeps for, as the kernel says.
-    ended, ended_at, stopped:
-        How it ended, empty while it lives, and when (monotonic seconds); whether it is stopped by a signal.
+        What the working thread sleeps for, as the kernel reports it.
+    ended, ended_at, terminated, stopped:
+        How the process ended (empty while it lives), when (monotonic seconds), whether by a signal that
+        people and launchers use to end a job; whether a signal has stopped it.
     names:
         Names of its parameters by row.
-    denied:
+    not_collected:
         What could not be collected, and why.
-    helpers:
-        What its own child processes do, in words.
-    making:
-        What was seen of the building of the graph whose backward is under way.
+    workers:
+        State of its child processes, in words.
+    graph_build:
+        How the graph of the current backward pass was built.
     buckets, reducing:
-        Rows of the parameters in each bucket of DDP, and in words which reduction it would wait for.
-    ending, told:
-        The exception by which its training was left; whether a signal ended it that people and launchers
-        use to end what is left of a job.
+        Buckets of DDP, and in words the reduction for which it would wait.
+    exit_reason:
+        The exception by which it left its training.
     """
 
     rank: int
     snapshots: tuple[StateSnapshot, ...] = ()
     history: tuple[StateSnapshot, ...] = ()
     samples: tuple[StackSample, ...] = ()
-    native: tuple[StackSample, ...] = ()
+    native_samples: tuple[StackSample, ...] = ()
     cpu: float | None = None
-    own_cpu: float | None = None
+    thread_cpu: float | None = None
     runnable: float | None = None
-    wanted: float | None = None
-    turns: float | None = None
+    scheduled: float | None = None
+    slices_per_s: float | None = None
     wait: str = ""
     ended: str = ""
     ended_at: float = 0.0
+    terminated: bool = False
     stopped: bool = False
     names: tuple[str, ...] = ()
-    denied: tuple[str, ...] = ()
+    not_collected: tuple[str, ...] = ()
     workers: str = ""
-    graph_build: graph_samples.GraphBuild | None = None
-    buckets: tuple[tuple[int, ...], ...] = ()
+    graph_build: GraphBuild | None = None
+    buckets: Buckets = ()
     reducing: str = "a reduction inside backward"
     exit_reason: ExitReason | None = None
-    terminated: bool = False
 
     @property
-    def board(self) -> StateSnapshot | None:
-        """The newest reading."""
+    def state(self) -> StateSnapshot | None:
+        """The newest snapshot."""
         return self.snapshots[-1] if self.snapshots else None
 
     @property
+    def phase(self) -> Phase:
+        """The phase of the newest snapshot, ``OTHER`` without one."""
+        return self.state.phase if self.state is not None else Phase.OTHER
+
+    @property
+    def backwards(self) -> int:
+        """Number of completed backward passes."""
+        return self.state.backwards if self.state is not None else 0
+
+    @property
     def last_parameter(self) -> str | None:
-        """The parameter whose gradient arrived last in this backward; none where it is over."""
-        board = self.board
-        if board is None or board.phase is not Phase.BACKWARD or not 0 <= board.row < len(self.names):
+        """The parameter whose gradient arrived last in the current backward pass."""
+        state = self.state
+        if state is None or state.phase is not Phase.BACKWARD or not 0 <= state.row < len(self.names):
             return None
-        return self.names[board.row]
-
-
-def in_phase(phase: Phase) -> str:
-    """Return ``in backward``, or ``between phases`` where a process is in none that has a name."""
-    return "between phases" if phase is Phase.OTHER else f"in {phase}"
+        return self.names[state.row]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A verdict with what it says and what would show that it is wrong."""
+    """A diagnosis with its wording and its refutation; ``waits``: the rank waits for other ranks."""
 
     kind: DiagnosisKind
     phase: Phase
@@ -108,3 +156,122 @@ class Diagnosis:
     parameter: str | None = None
     module: str | None = None
     waits: bool = False
+
+
+def in_phase(phase: Phase) -> str:
+    """Return ``in backward``, or ``between phases``."""
+    return "between phases" if phase is Phase.OTHER else f"in {phase}"
+
+
+# Exceptions
+
+_PEER_ERROR = re.compile(
+    r"gloo/transport|connection (closed|reset|refused)|broken pipe|timed? ?out|nccl (error|watchdog)"
+    r"|remote (process|worker)",
+    re.IGNORECASE,
+)
+_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
+
+
+def describe_exception(error: BaseException) -> dict[str, Any]:
+    """Return how ``error`` ends a training run, as a document for :func:`parse_exit_reason`."""
+    frames = _frames(error.__traceback__)
+    stack = ThreadStack(0, frames)
+    user = user_frame(stack)
+    text = " ".join(str(error).split())[:MAX_MESSAGE_CHARS]
+    kind = type(error).__name__
+    return asdict(
+        ExitReason(
+            error=f"{kind}: {text}" if text else kind,
+            at=time.monotonic(),
+            line=str(user) if user is not None else None,
+            function=user.qualified_name if user is not None else "",
+            inside=_where_peers_failed(error, stack, text),
+            interrupted=isinstance(error, (KeyboardInterrupt, GeneratorExit)),
+            out_of_memory=isinstance(error, MemoryError)
+            or "OutOfMemory" in kind
+            or bool(_OUT_OF_MEMORY.search(text)),
+        )
+    )
+
+
+def parse_exit_reason(document: Any) -> ExitReason | None:
+    """Return the content of a document of :func:`describe_exception`, None if it is malformed."""
+    try:
+        return ExitReason(**document)
+    except TypeError:
+        return None
+
+
+def _where_peers_failed(error: BaseException, stack: ThreadStack, text: str) -> str:
+    # A wrong argument raises ValueError or TypeError; errors of the backend are neither.
+    if not isinstance(error, RuntimeError):
+        return ""
+    # DDP's wrapper raises where this rank has left something out, which is an error of its own.
+    if in_collective(stack) and "nn/parallel/" not in stack.frames[0].file.replace("\\", "/"):
+        return "a collective"
+    if _PEER_ERROR.search(text):
+        return "backward" if in_native_backward(stack) else "a collective"
+    return ""
+
+
+def _frames(traceback: TracebackType | None) -> tuple[Frame, ...]:
+    found = []
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        found.append(Frame(code.co_filename, traceback.tb_lineno, code.co_qualname))
+        traceback = traceback.tb_next
+    return tuple(reversed(found))
+
+
+# Reductions of DDP: the reducer works in native code and waits for all buckets at the end of backward. A rank
+# starts the reduction of a bucket once it has all its gradients, so a rank waits for the buckets that another
+# lacks.
+
+
+def parse_buckets(data: Any) -> Buckets:
+    """Return the buckets that a rank has written, empty for none or a malformed document."""
+    try:
+        return tuple(tuple(int(row) for row in bucket) for bucket in data or ())
+    except (TypeError, ValueError):
+        return ()
+
+
+def name_reductions(observations: Sequence[Observation]) -> list[Observation]:
+    """Return the observations with the reduction, in words, for which each rank may wait."""
+    return [
+        dataclasses.replace(obs, reducing=words) if (words := _reduction(obs, observations)) else obs
+        for obs in observations
+    ]
+
+
+def _reduction(obs: Observation, observations: Sequence[Observation]) -> str:
+    buckets, state = obs.buckets, obs.state
+    if state is None or state.phase is not Phase.BACKWARD or not buckets:
+        return ""
+    started = [i for i, bucket in enumerate(buckets) if _is_complete(bucket, state.arrived)]
+    if not started:
+        return ""
+    lacking = [i for i in started if any(_lacks(other, obs, buckets[i]) for other in observations)]
+    if lacking or len(started) == 1:
+        index = (lacking or started)[0]
+        rows = buckets[index]
+        names = [obs.names[row] if row < len(obs.names) else f"parameter {row}" for row in rows]
+        span = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}, {len(names)} parameters"
+        return f"the reduction of bucket {index + 1} of {len(buckets)} ({span})"
+    return f"a reduction inside backward (of {len(started)} buckets of DDP that have all their gradients)"
+
+
+def _is_complete(bucket: Sequence[int], arrived: bytes) -> bool:
+    return bool(bucket) and all(row < len(arrived) and arrived[row] for row in bucket)
+
+
+def _lacks(other: Observation, obs: Observation, bucket: Sequence[int]) -> bool:
+    """Return whether ``other`` has not reached the reduction in which ``obs`` is."""
+    theirs, mine = other.state, obs.state
+    if other.rank == obs.rank or theirs is None or mine is None or not theirs.arrived:
+        return False
+    done = theirs.backwards + (theirs.phase is Phase.BACKWARD)
+    if done != mine.backwards + 1:
+        return done < mine.backwards + 1
+    return not _is_complete(bucket, theirs.arrived)

@@ -1,8 +1,8 @@
-"""Which rank is the cause once ranks have ended, from the records that they left. No torch.
+"""Diagnosis of ranks that have ended, from the records that they left. No torch.
 
-A backend may end the processes before anything stands still: the first rank that leaves takes the others
-with it, within milliseconds. Their boards stay, and say who left by an error of its own, who had come to its
-end, and who was waiting for whom.
+A backend may end the processes before anything hangs: the first rank that leaves takes the others with it,
+within milliseconds. Their shared states remain, and hold which rank left by an error of its own, which has
+finished, and which waited in which call.
 """
 
 from __future__ import annotations
@@ -11,155 +11,146 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
-from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis, Observation, in_phase
-from backlight.monitors.stalls.model.shared_state import State
+from backlight.monitors.stalls.model.observation import (
+    HIGH,
+    LOW,
+    MEDIUM,
+    Diagnosis,
+    ExitReason,
+    Observation,
+    in_phase,
+)
+from backlight.monitors.stalls.model.shared_state import RankStatus
 from backlight.records import DiagnosisKind, Phase
 
-LONGEST = 200
+MAX_CLAIM_CHARS = 200
 """Characters of a message that a claim repeats."""
 
-LATE = 0.5
-"""Seconds by which the end of a process may be noticed late."""
+EXIT_DELAY_S = 0.5
+"""Delay with which the end of a process may be noticed."""
 
-
-def failed(observations: Sequence[Observation]) -> list[Observation]:
-    """Return the ranks whose training was left by an exception, the first one first."""
-    found = [v for v in observations if v.exit_reason is not None and not v.exit_reason.asked]
-    return sorted(found, key=lambda v: (v.exit_reason.at if v.exit_reason is not None else 0.0, v.rank))
+_Failures = list[tuple[Observation, ExitReason]]
 
 
 def diagnose_failures(
-    observations: Sequence[Observation], world: int, find_mismatch: Callable[[], Diagnosis | None]
+    observations: Sequence[Observation], world_size: int, find_mismatch: Callable[[], Diagnosis | None]
 ) -> Diagnosis | None:
-    """Return the verdict on a training of several ranks of which some were left by an exception.
+    """Return the diagnosis of a run of several ranks of which some were left by an exception.
 
-    None where nothing can be said of the ranks: none has failed, somebody interrupted them, a rank was killed
-    before, or every one has failed by an error of its own, which the tracebacks say better.
+    None where nothing can be attributed: no rank has failed, the user interrupted them, a rank was killed
+    before, or each has failed by an error of its own, for which its traceback says more.
 
     Parameters
     ----------
-    views:
-        What was observed of each rank that can be seen.
-    world:
-        Number of ranks of the training, seen or not.
-    unlike:
-        Gives the verdict on calls that do not fit together, None where the records agree.
+    observations:
+        Observations of the ranks that are observable from here.
+    world_size:
+        Number of ranks of the run, observable or not.
+    find_mismatch:
+        Returns the diagnosis of calls that do not fit together, None where the records agree.
     """
-    left = failed(observations)
-    if not left or any(v.exit_reason is not None and v.exit_reason.asked for v in observations):
+    failures = [(o, o.exit_reason) for o in observations if o.exit_reason is not None]
+    if not failures or any(reason.interrupted for _, reason in failures):
         return None
-    first = left[0].exit_reason
-    assert first is not None
-    own = [v for v in left if v.exit_reason is not None and not v.exit_reason.inside]
-    killed = [v.ended_at for v in observations if v.ended and not v.terminated]
-    if killed and (not own or min(killed) - LATE < first.at):
+    failures.sort(key=lambda pair: (pair[1].at, pair[0].rank))
+    own = [(o, reason) for o, reason in failures if not reason.inside]
+    killed = [o.ended_at for o in observations if o.ended and not o.terminated]
+    if killed and (not own or min(killed) - EXIT_DELAY_S < failures[0][1].at):
         return None  # what fails in a collective fails because of it
     if own:
-        return None if len(own) >= world else _own(own, left)
-    what = _what(left)
-    terminated = find_mismatch()
-    if terminated is not None:
-        return dataclasses.replace(terminated, claim=f"{terminated.claim}; {what}")
-    return _nobody_there(observations, left, what)
+        return None if len(own) >= world_size else _own_failure(own, failures)
+    words = _failure_words(failures)
+    mismatch = find_mismatch()
+    if mismatch is not None:
+        return dataclasses.replace(mismatch, claim=f"{mismatch.claim}; {words}")
+    return _failed_in_collective(observations, failures, words)
 
 
-def _own(own: Sequence[Observation], left: Sequence[Observation]) -> Diagnosis:
-    """Judge ranks that failed by themselves: the others fail or wait because of them."""
-    one = own[0]
-    exit_reason, board = one.exit_reason, one.board
-    assert exit_reason is not None
-    at = f" at {exit_reason.line.rpartition('/')[2]} in {exit_reason.function}" if exit_reason.line else ""
-    how = "has left its training out of memory" if exit_reason.memory else "has left its training"
-    step = f", step {board.step}" if board is not None else ""
-    names = ", ".join(str(v.rank) for v in own)
-    error = exit_reason.error if len(exit_reason.error) <= LONGEST else f"{exit_reason.error[:LONGEST]}…"
-    claim = f"DEAD: rank {names} {how}: {error}{at}{step}"
-    after = [str(v.rank) for v in left if v not in own]
-    if after:
-        claim += f"; after it rank {', '.join(after)}"
+def _own_failure(own: _Failures, failures: _Failures) -> Diagnosis:
+    """Diagnose ranks that failed by themselves: the others fail or wait because of them."""
+    obs, reason = own[0]
+    at = f" at {reason.line.rpartition('/')[2]} in {reason.function}" if reason.line else ""
+    how = "has left its training out of memory" if reason.out_of_memory else "has left its training"
+    step = f", step {obs.state.step}" if obs.state is not None else ""
+    error = reason.error if len(reason.error) <= MAX_CLAIM_CHARS else f"{reason.error[:MAX_CLAIM_CHARS]}…"
+    claim = f"DEAD: rank {', '.join(str(o.rank) for o, _ in own)} {how}: {error}{at}{step}"
+    later = [str(o.rank) for o, r in failures if r.inside]
+    if later:
+        claim += f"; after it rank {', '.join(later)}"
     return Diagnosis(
         DiagnosisKind.DEAD,
-        board.phase if board is not None else Phase.OTHER,
+        obs.phase,
         claim,
         refuted_if="another rank has failed before",
         next_check="read the traceback of that rank",
         confidence=HIGH,
-        rank=one.rank if len(own) == 1 else None,
-        line=exit_reason.line,
+        rank=obs.rank if len(own) == 1 else None,
+        line=reason.line,
     )
 
 
-def _nobody_there(observations: Sequence[Observation], left: Sequence[Observation], what: str) -> Diagnosis:
-    """Judge ranks that failed in a call which the rest, having come to its end, does not make."""
-    over = [v for v in observations if v.board is not None and v.board.state is State.FINISHED]
-    most = min((_backwards(v) for v in left), default=0)
-    short = [v for v in over if _backwards(v) < most]
-    if len(short) == 1:
-        board = short[0].board
-        assert board is not None
+def _failed_in_collective(observations: Sequence[Observation], failures: _Failures, words: str) -> Diagnosis:
+    """Diagnose ranks that failed in a call which the finished ranks do not make."""
+    finished = [o for o in observations if o.state is not None and o.state.status is RankStatus.FINISHED]
+    fewest = min(o.backwards for o, _ in failures)
+    short = [o for o in finished if o.backwards < fewest]
+    first, reason = failures[0]
+    if len(short) == 1 and short[0].state is not None:
         return Diagnosis(
             DiagnosisKind.DEAD,
-            board.phase,
-            f"DEAD: rank {short[0].rank} has ended its training after step {board.step}, with "
-            f"{board.backwards} backward passes where the others are at {most}; {what}",
+            short[0].phase,
+            f"DEAD: rank {short[0].rank} has ended its training after step {short[0].state.step}, with "
+            f"{short[0].backwards} backward passes where the others are at {fewest}; {words}",
             refuted_if="that rank still takes part",
             next_check="compare the number of batches of the ranks",
             confidence=HIGH,
             rank=short[0].rank,
         )
-    if over and not short and len(left) == 1 and len(over) > 1:
-        names = ", ".join(str(v.rank) for v in over)
+    if not short and len(failures) == 1 and len(finished) > 1:
+        names = ", ".join(str(o.rank) for o in finished)
         return Diagnosis(
             DiagnosisKind.MISMATCH,
             Phase.OTHER,
-            f"MISMATCH: rank {left[0].rank} makes a call that rank {names}, which have ended, do not make; "
-            f"{what}",
-            refuted_if="the ranks that have ended have left something out",
+            f"MISMATCH: rank {first.rank} makes a call that rank {names}, which have ended, do not make; "
+            f"{words}",
+            refuted_if="the ranks that have ended have left a call out",
             next_check="look for a call that only this rank makes",
             confidence=MEDIUM,
-            rank=left[0].rank,
+            rank=first.rank,
             waits=True,
         )
-    exit_reason = left[0].exit_reason
-    alive = [
-        v for v in observations if v.board is not None and v.board.state is State.RUNNING and not v.ended
+    running = [
+        f"; rank {o.rank} is {in_phase(o.phase)} of step {o.state.step}"
+        for o in observations
+        if o.state is not None and o.state.status is RankStatus.RUNNING and not o.ended
     ]
-    for observation in alive[:4]:
-        if observation.board is not None:
-            what += f"; rank {observation.rank} is {in_phase(observation.board.phase)} "
-            what += f"of step {observation.board.step}"
     return Diagnosis(
         DiagnosisKind.UNKNOWN,
         Phase.OTHER,
-        f"UNKNOWN: {what}; which rank is the cause is undetermined",
-        refuted_if="a rank is seen to have left before",
+        f"UNKNOWN: {words}{''.join(running[:4])}; which rank is the cause is undetermined",
+        refuted_if="a rank is observed to have left before",
         next_check="read the tracebacks of the ranks in the order of their times",
         confidence=LOW,
-        line=exit_reason.line if exit_reason is not None else None,
+        line=reason.line,
         waits=True,
     )
 
 
-def _what(left: Sequence[Observation]) -> str:
-    """Say in which calls ranks failed, and with which message."""
-    said: dict[tuple[str, str], list[int]] = {}
-    for observation in left:
-        assert observation.exit_reason is not None
-        calls = observation.board.collectives if observation.board is not None else ()
-        last = calls[-1].text if calls and calls[-1].failed else observation.exit_reason.inside
-        said.setdefault((last, _brief(observation.exit_reason.error)), []).append(observation.rank)
+def _failure_words(failures: _Failures) -> str:
+    """Return in which calls ranks failed, and with which message."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for obs, reason in failures:
+        calls = obs.state.collectives if obs.state is not None else ()
+        call = calls[-1].text if calls and calls[-1].failed else reason.inside
+        ranks.setdefault((call, _first_sentence(reason.error)), []).append(obs.rank)
     parts = [
-        f"rank {', '.join(map(str, sorted(ranks)))} failed in {call} ({error})"
-        for (call, error), ranks in said.items()
+        f"rank {', '.join(map(str, sorted(failed)))} failed in {call} ({error})"
+        for (call, error), failed in ranks.items()
     ]
     return "; ".join(parts[:3])
 
 
-def _brief(error: str) -> str:
-    """Return the first sentence of a message, without places in the backend's sources and addresses."""
+def _first_sentence(error: str) -> str:
+    """Return the first sentence of a message, without source positions and addresses of the backend."""
     text = re.sub(r"\s*\[[^\]]*\]:?\d*", "", error)
     return re.split(r"\. |: This ", text, maxsplit=1)[0][:160]
-
-
-def _backwards(observation: Observation) -> int:
-    return observation.board.backwards if observation.board is not None else 0

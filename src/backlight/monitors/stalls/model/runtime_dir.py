@@ -1,7 +1,7 @@
-"""Where the ranks of one machine and their sidecar meet: a folder in shared memory. No torch.
+"""Runtime directory of the ranks of one machine and their watchdog, in shared memory. No torch.
 
-It holds a board per rank and small documents that belong to it. Nothing in it outlives the sidecar, and
-nothing of it is needed to read a run.
+It holds the shared state of each rank and small JSON documents. Nothing in it outlives the watchdog process,
+and reading a run needs nothing of it.
 """
 
 from __future__ import annotations
@@ -14,103 +14,108 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from backlight import processes
 from backlight.monitors.stalls.model.shared_state import read_state
 
-YOUNG = 60.0
-"""Seconds in which a place without a living process is left alone."""
+MIN_AGE_S = 60.0
+"""Age up to which a directory without a living process is left alone: it may be in the making."""
 
-_BOARD = re.compile(r"rank-(\d{5,9})\.board")
+WATCHDOG = "watchdog.json"
+"""Document that holds the pid of the watchdog process."""
 
-
-def runtime_directory(run: Path, attempt: int, launch: str = "") -> Path:
-    """Return the folder for one attempt of a run on this machine; it need not exist."""
-    key = hashlib.sha256(f"{run.resolve()}\0{attempt}\0{launch}".encode()).hexdigest()[:16]
-    return base() / f"backlight-{os.getuid()}-{key}"
+_STATE = re.compile(r"rank-(\d{5,9})\.state")
 
 
 def base() -> Path:
-    """Return the shared memory of this machine, or its temporary folder."""
+    """Return the shared memory of this machine, or its temporary directory."""
     shared = Path("/dev/shm")
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def prepare(place: Path) -> None:
-    """Make the folder, for its owner alone.
-
-    An OSError passes through.
-
-    Raises
-    ------
-    PermissionError
-        If somebody else has made it.
-    """
-    with contextlib.suppress(FileExistsError):
-        place.mkdir(mode=0o700)
-    if place.is_symlink() or place.stat().st_uid != os.getuid():
-        raise PermissionError(f"{place}: belongs to somebody else")
-
-
-def state_path(place: Path, rank: int) -> Path:
-    """Return the path of the board of a rank."""
-    return place / f"rank-{rank:05d}.board"
-
-
-def document_path(place: Path, rank: int, kind: str) -> Path:
-    """Return the path of a document of a rank: ``names``, ``stacks``, ``making``, ``groups``."""
-    return place / f"rank-{rank:05d}.{kind}.json"
-
-
-def dump_path(place: Path, rank: int) -> Path:
-    """Return the file into which a rank's C handler writes its stacks."""
-    return place / f"rank-{rank:05d}.dump"
-
-
-def ranks_at(place: Path) -> list[int]:
-    """Return the ranks that have a board here."""
-    with contextlib.suppress(OSError):
-        return sorted(int(m[1]) for p in place.iterdir() if (m := _BOARD.fullmatch(p.name)))
-    return []
+def runtime_directory(run: Path, attempt: int, launch: str = "") -> Path:
+    """Return the directory for one attempt of a run on this machine; it need not exist."""
+    key = hashlib.sha256(f"{run.resolve()}\0{attempt}\0{launch}".encode()).hexdigest()[:16]
+    return base() / f"backlight-{os.getuid()}-{key}"
 
 
 def runtime_directories() -> Iterator[Path]:
-    """Yield the meeting places of this user on this machine."""
+    """Yield the runtime directories of this user on this machine."""
     with contextlib.suppress(OSError):
         yield from sorted(base().glob(f"backlight-{os.getuid()}-*"))
 
 
+def create(directory: Path) -> None:
+    """Create the directory, for its owner alone.
+
+    Raises
+    ------
+    PermissionError
+        If it belongs to another user.
+    """
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+        raise PermissionError(f"{directory}: belongs to another user")
+
+
+def remove(directory: Path) -> None:
+    """Remove the directory with its content, as far as the system permits."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_abandoned() -> None:
+    """Remove the directories of launches that were killed before their watchdog could."""
+    for directory in runtime_directories():
+        with contextlib.suppress(OSError):
+            states = [read_state(state_path(directory, rank)) for rank in ranks_in(directory)]
+            pids = [state.pid for state in states if state is not None]
+            pids.append(watchdog_pid(directory))
+            is_old = time.time() - directory.stat().st_mtime > MIN_AGE_S
+            if is_old and not any(map(processes.is_alive, filter(None, pids))):
+                remove(directory)
+
+
+def state_path(directory: Path, rank: int) -> Path:
+    """Return the path of the shared state of a rank."""
+    return directory / f"rank-{rank:05d}.state"
+
+
+def document_path(directory: Path, rank: int, kind: str) -> Path:
+    """Return the path of a JSON document of a rank, such as ``names`` or ``stacks``."""
+    return directory / f"rank-{rank:05d}.{kind}.json"
+
+
+def dump_path(directory: Path, rank: int) -> Path:
+    """Return the file into which faulthandler dumps the stacks of a rank."""
+    return directory / f"rank-{rank:05d}.dump"
+
+
+def ranks_in(directory: Path) -> list[int]:
+    """Return the ranks that have a shared state in a directory."""
+    with contextlib.suppress(OSError):
+        return sorted(int(m[1]) for p in directory.iterdir() if (m := _STATE.fullmatch(p.name)))
+    return []
+
+
+def watchdog_pid(directory: Path) -> int:
+    """Return the pid of the watchdog process, 0 where none has started."""
+    return int((read_document(directory / WATCHDOG) or {}).get("pid", 0))
+
+
 def write_document(path: Path, content: Any) -> None:
-    """Replace a document whole; an OSError passes through."""
+    """Replace a document atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content), encoding="utf-8")
     temporary.replace(path)
 
 
 def read_document(path: Path) -> Any:
-    """Return a document, None where there is none or it cannot be read."""
+    """Return a document, None where there is none or it is malformed."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def sweep(alive: Callable[[int], bool]) -> None:
-    """Remove the places of launches that were killed before a sidecar could tidy up.
-
-    ``alive`` tells whether a process lives. A place that is younger than a minute may be in the making.
-    """
-    for place in runtime_directories():
-        with contextlib.suppress(OSError):
-            snapshots = [read_state(state_path(place, rank)) for rank in ranks_at(place)]
-            pids = [board.pid for board in snapshots if board is not None]
-            pids.append(int((read_document(place / "sidecar.json") or {}).get("pid", 0)))
-            if time.time() - place.stat().st_mtime > YOUNG and not any(map(alive, filter(None, pids))):
-                leave(place)
-
-
-def leave(place: Path) -> None:
-    """Remove the folder and what is in it, as far as the system lets us."""
-    shutil.rmtree(place, ignore_errors=True)

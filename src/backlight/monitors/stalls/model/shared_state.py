@@ -1,56 +1,51 @@
-"""The board: one shared page per rank, written by the training and read by the sidecar. No torch.
+"""Shared state of a rank: a page of memory from the training process to the watchdog. No torch.
 
-The page is an array of 64-bit integers at fixed places. Each has one writer; a store of eight aligned
-bytes cannot be read half-written, so no lock is needed and a beat is two stores. Times are of the
-monotonic clock, which all processes of a machine share.
+The page is an array of 64-bit integers with fixed positions (:class:`Slot`). Each has one writer, and a store
+of eight aligned bytes cannot be read half-written, so no lock is needed and a heartbeat is two stores. Times
+are monotonic nanoseconds, which all processes of a machine share.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from backlight.records import Phase
 
-SIZE = 16384
-"""Bytes of a board."""
+PAGE_BYTES = 16384
 
-ROWS = 8192
-"""Parameters of which the board tells singly whether their gradient has arrived."""
+MAX_ROWS = 8192
+"""Parameters of which the page holds singly whether their gradient has arrived."""
 
-MAGIC = 0x42_41_43_4B_4C_49_54_45
-LAYOUT = 2
+MAX_COLLECTIVES = 32
+"""Latest collectives that the page holds."""
 
 PHASES = tuple(Phase)
-"""Phases by their number on the board."""
+"""Phases by their number in the page."""
 
-RING = 32
-"""Collectives that a board remembers."""
-
-_RECORD = 10
-_RING_AT = 128
-_TEXT_AT = 4096
-_TEXT = 96
-_NODE_AT = 3840
-_NODE = 128
-_ROWS_AT = SIZE - ROWS
+_MAGIC = 0x42_41_43_4B_4C_49_54_45
+_LAYOUT = 2
+_COLLECTIVE_SLOTS = 10
+_COLLECTIVES_AT = 128  # in slots
+_TEXTS_AT, _TEXT_BYTES = 4096, 96
+_NODE_AT, _NODE_BYTES = 3840, 128
+_ROWS_AT = PAGE_BYTES - MAX_ROWS
 
 
 class Slot(enum.IntEnum):
-    """Places on the board, in units of eight bytes."""
+    """Positions in the page, in units of eight bytes."""
 
     MAGIC = 0
     LAYOUT = 1
     PID = 2
     RANK = 3
-    WORLD = 4
-    STATE = 5
+    WORLD_SIZE = 4
+    STATUS = 5
     MAIN_IDENT = 6
     MAIN_TID = 7
     HEARTBEAT = 8
@@ -61,7 +56,7 @@ class Slot(enum.IntEnum):
     BACKWARDS = 13
     NODES_TOTAL = 14
     NODES_DONE = 15
-    HOOKS = 16
+    POSITION_HOOKS = 16
     ROW = 17
     REACHED = 18
     EXPECTED = 19
@@ -73,7 +68,7 @@ class Slot(enum.IntEnum):
     SAMPLER = 25
     DEVICE = 26
     DISTRIBUTED = 27
-    STALL = 28
+    TIMEOUT = 28
     BATCHES = 29
     FORWARDS = 30
     RAISED = 31
@@ -81,8 +76,8 @@ class Slot(enum.IntEnum):
     TYPICAL = 40  # one per phase
 
 
-class State(enum.IntEnum):
-    """How a rank stands, as it says itself."""
+class RankStatus(enum.IntEnum):
+    """Status of a rank as it reports it itself."""
 
     OPENING = 0
     RUNNING = 1
@@ -92,12 +87,11 @@ class State(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective call of a rank. ``number`` counts those of one group; ``left`` is 0 while it runs.
+    """One collective call of a rank.
 
-    ``failed``: it raised. A call that has not returned, or that raised, was waiting for somebody.
-
-    ``group``, ``kind`` and ``shape`` are checksums of texts that are the same on every rank; ``text`` is
-    for people. Times are monotonic nanoseconds.
+    ``number`` counts the calls of one group, ``left`` is 0 while the call runs, ``failed`` if it raised.
+    ``group``, ``kind`` and ``shape`` are checksums of texts that are the same on every rank; ``text`` is for
+    people.
     """
 
     group: int
@@ -118,17 +112,36 @@ class Collective:
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """What a board said at one moment; times are monotonic nanoseconds, ``typical`` seconds by phase.
+    """The shared state of a rank at one moment; times are monotonic nanoseconds.
 
-    ``raised`` counts backwards that ended with an exception; ``arrived`` has a byte per parameter, 1 once its
-    gradient has arrived in this backward.
+    Attributes
+    ----------
+    heartbeat, progress:
+        Time of the last sign of progress, and number of all so far.
+    nodes_total, nodes_done, position_hooks:
+        Autograd nodes of this backward pass, how many are done, and how many report their position.
+    row, reached, expected, arrived:
+        Row of the parameter whose gradient arrived last (-1: none), number of gradients that have arrived and
+        of those expected, and a byte per row, 1 where it has arrived.
+    node, node_since, node_calls:
+        Custom function at work, since when (0: none), and number of calls in this backward pass.
+    inside:
+        Whether a blocking collective runs.
+    sampler:
+        Time at which the sampler thread last ran, 0 if never.
+    timeout_s:
+        Stall timeout of the user, None to derive it from the run.
+    typical:
+        Moving mean of the duration of each phase, in seconds.
+    raised:
+        Backward passes that ended with an exception.
     """
 
     taken: int
     pid: int
     rank: int
-    world: int
-    state: State
+    world_size: int
+    status: RankStatus
     main_ident: int
     main_tid: int
     heartbeat: int
@@ -139,7 +152,7 @@ class StateSnapshot:
     backwards: int
     nodes_total: int
     nodes_done: int
-    hooks: int
+    position_hooks: int
     row: int
     reached: int
     expected: int
@@ -151,16 +164,16 @@ class StateSnapshot:
     sampler: int
     device: bool
     distributed: bool
-    stall: float | None
+    timeout_s: float | None
     forwards: int
     typical: dict[Phase, float]
     collectives: tuple[Collective, ...] = ()
     raised: int = 0
-    arrived: bytes = b""
+    arrived: bytes = field(default=b"", repr=False)
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the last beat."""
+        """Seconds since the last heartbeat."""
         return max(self.taken - self.heartbeat, 0) / 1e9
 
     @property
@@ -170,37 +183,44 @@ class StateSnapshot:
 
     @property
     def sampler_silence_s(self) -> float:
-        """Seconds since the helper thread inside the process could run; infinite if it never did."""
+        """Seconds since the sampler thread last ran, infinite if it never did."""
         return (self.taken - self.sampler) / 1e9 if self.sampler else float("inf")
 
     @property
+    def working_ident(self) -> int:
+        """Python ident of the thread in which the phase runs."""
+        in_backward = self.phase is Phase.BACKWARD and self.backward_ident
+        return self.backward_ident if in_backward else self.main_ident
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the rank has reported its end."""
+        return self.status in {RankStatus.FINISHED, RankStatus.FAILED}
+
+    @property
     def current_call(self) -> Collective | None:
-        """The newest collective that has not returned, None where there is none."""
+        """The newest blocking collective that has not returned, None where there is none."""
         waiting = [c for c in self.collectives if c.inside and not c.asynchronous]
         return waiting[-1] if waiting else None
 
-    @property
-    def percent(self) -> float | None:
-        """Share of the nodes of this backward that are done, None where the position is not known."""
-        if self.nodes_total <= 0 or self.nodes_done <= 0:
-            return None
-        return min(100.0 * self.nodes_done / self.nodes_total, 100.0)
-
 
 class SharedState:
-    """The writing end; ``slots`` is the array itself, for those that write on the step's path."""
+    """The writing end; ``slots`` is the array itself, for writers on the step's path."""
 
     def __init__(self, path: Path) -> None:
         """Create the page.
 
-        An OSError passes through, also where the memory is full: the page is reserved here, because a
-        store into a page that cannot be had would end the process.
+        Raises
+        ------
+        OSError
+            If the file exists or the memory is full: the page is reserved here, because a store into a page
+            that cannot be allocated would kill the process.
         """
         self.path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, SIZE)
-            self._map = mmap.mmap(descriptor, SIZE)
+            os.posix_fallocate(descriptor, 0, PAGE_BYTES)
+            self._map = mmap.mmap(descriptor, PAGE_BYTES)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -209,73 +229,78 @@ class SharedState:
         self.slots = memoryview(self._map).cast("q")
         self.rows = memoryview(self._map)[_ROWS_AT:]
 
-    def open(self, *, rank: int, world: int, main_ident: int, main_tid: int, stall: float | None) -> None:
-        """State whose board this is, and that watching begins now."""
+    def open(
+        self, *, rank: int, world_size: int, main_ident: int, main_tid: int, timeout_s: float | None
+    ) -> None:
+        """Write the identity of the rank; from now on it is watched."""
         slots, now = self.slots, time.monotonic_ns()
-        slots[Slot.PID], slots[Slot.RANK], slots[Slot.WORLD] = os.getpid(), rank, world
+        slots[Slot.PID], slots[Slot.RANK], slots[Slot.WORLD_SIZE] = os.getpid(), rank, world_size
         slots[Slot.MAIN_IDENT], slots[Slot.MAIN_TID] = main_ident, main_tid
-        slots[Slot.STALL] = 0 if stall is None else int(stall * 1e9)
+        slots[Slot.TIMEOUT] = 0 if timeout_s is None else int(timeout_s * 1e9)
         slots[Slot.PHASE] = PHASES.index(Phase.OTHER)
         slots[Slot.HEARTBEAT] = slots[Slot.PHASE_SINCE] = now
-        slots[Slot.STATE] = State.RUNNING
-        slots[Slot.LAYOUT], slots[Slot.MAGIC] = LAYOUT, MAGIC
+        slots[Slot.STATUS] = RankStatus.RUNNING
+        slots[Slot.LAYOUT], slots[Slot.MAGIC] = _LAYOUT, _MAGIC
 
-    def node(self, name: bytes) -> None:
-        """Write the name of the node at work."""
-        self._map[_NODE_AT : _NODE_AT + _NODE] = name[: _NODE - 1].ljust(_NODE, b"\0")
+    def write_node(self, name: bytes) -> None:
+        """Write the name of the custom function at work."""
+        self._map[_NODE_AT : _NODE_AT + _NODE_BYTES] = name[: _NODE_BYTES - 1].ljust(_NODE_BYTES, b"\0")
 
-    def enter(self, group: int, number: int, kind: int, shape: int, text: bytes, *, waits: bool) -> int:
-        """Note that a collective is entered; return its place, for :meth:`leave`."""
+    def enter_collective(
+        self, group: int, number: int, kind: int, shape: int, text: bytes, *, blocking: bool
+    ) -> int:
+        """Record the begin of a collective; return its index, for :meth:`leave_collective`."""
         slots = self.slots
         count = slots[Slot.COLLECTIVES]
-        place = count % RING
-        at = _RING_AT + place * _RECORD
+        index = count % MAX_COLLECTIVES
+        at = _COLLECTIVES_AT + index * _COLLECTIVE_SLOTS
         now = time.monotonic_ns()
-        slots[at + 6] = -1  # nobody's, while the record is being written
+        slots[at + 6] = -1  # invalid while the record is being written
         slots[at], slots[at + 1], slots[at + 2], slots[at + 3] = group, number, kind, shape
-        slots[at + 4], slots[at + 5], slots[at + 7], slots[at + 8] = now, 0, 0 if waits else 1, 0
-        begin = _TEXT_AT + place * _TEXT
-        self._map[begin : begin + _TEXT] = text[: _TEXT - 1].ljust(_TEXT, b"\0")
+        slots[at + 4], slots[at + 5], slots[at + 7], slots[at + 8] = now, 0, 0 if blocking else 1, 0
+        begin = _TEXTS_AT + index * _TEXT_BYTES
+        self._map[begin : begin + _TEXT_BYTES] = text[: _TEXT_BYTES - 1].ljust(_TEXT_BYTES, b"\0")
         slots[at + 6] = count
         slots[Slot.COLLECTIVES] = count + 1
-        if waits:
+        if blocking:
             slots[Slot.INSIDE] += 1
         slots[Slot.PROGRESS] += 1
         slots[Slot.HEARTBEAT] = now
-        return place
+        return index
 
-    def leave(self, place: int, *, waits: bool, failed: bool = False) -> None:
-        """Note that the collective at ``place`` has returned, or raised."""
+    def leave_collective(self, index: int, *, blocking: bool, failed: bool = False) -> None:
+        """Record that a collective has returned, or raised."""
         slots, now = self.slots, time.monotonic_ns()
-        slots[_RING_AT + place * _RECORD + 8] = failed
-        slots[_RING_AT + place * _RECORD + 5] = now
-        if waits:
+        at = _COLLECTIVES_AT + index * _COLLECTIVE_SLOTS
+        slots[at + 8] = failed
+        slots[at + 5] = now
+        if blocking:
             slots[Slot.INSIDE] = max(slots[Slot.INSIDE] - 1, 0)
         slots[Slot.PROGRESS] += 1
         slots[Slot.HEARTBEAT] = now
 
-    def close(self, state: State) -> None:
-        """State that watching has ended; the page stays for the reader."""
-        self.slots[Slot.STATE] = state
+    def close(self, status: RankStatus) -> None:
+        """Write that watching has ended; the page stays for the reader."""
+        self.slots[Slot.STATUS] = status
 
 
 def read_state(path: Path, now: int | None = None) -> StateSnapshot | None:
-    """Read a board; None where there is none, or one that is not complete yet. An OSError passes through."""
+    """Read the page of a rank; None where there is none, or it is not complete yet."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
-    if len(raw) < SIZE:
+    if len(raw) < PAGE_BYTES:
         return None
-    slots = struct.unpack(f"={SIZE // 8}q", raw[:SIZE])
-    if slots[Slot.MAGIC] != MAGIC or slots[Slot.LAYOUT] != LAYOUT:
+    slots = struct.unpack(f"={PAGE_BYTES // 8}q", raw[:PAGE_BYTES])
+    if slots[Slot.MAGIC] != _MAGIC or slots[Slot.LAYOUT] != _LAYOUT:
         return None
     return StateSnapshot(
         taken=time.monotonic_ns() if now is None else now,
         pid=slots[Slot.PID],
         rank=slots[Slot.RANK],
-        world=slots[Slot.WORLD],
-        state=State(slots[Slot.STATE]),
+        world_size=slots[Slot.WORLD_SIZE],
+        status=RankStatus(slots[Slot.STATUS]),
         main_ident=slots[Slot.MAIN_IDENT],
         main_tid=slots[Slot.MAIN_TID],
         heartbeat=slots[Slot.HEARTBEAT],
@@ -286,11 +311,11 @@ def read_state(path: Path, now: int | None = None) -> StateSnapshot | None:
         backwards=slots[Slot.BACKWARDS],
         nodes_total=slots[Slot.NODES_TOTAL],
         nodes_done=slots[Slot.NODES_DONE],
-        hooks=slots[Slot.HOOKS],
+        position_hooks=slots[Slot.POSITION_HOOKS],
         row=slots[Slot.ROW] - 1,
         reached=slots[Slot.REACHED],
         expected=slots[Slot.EXPECTED],
-        node=_text(raw, _NODE_AT, _NODE),
+        node=_read_text(raw, _NODE_AT, _NODE_BYTES),
         node_since=slots[Slot.NODE_SINCE],
         node_calls=slots[Slot.NODE_CALLS],
         backward_ident=slots[Slot.BACKWARD_IDENT],
@@ -298,43 +323,27 @@ def read_state(path: Path, now: int | None = None) -> StateSnapshot | None:
         sampler=slots[Slot.SAMPLER],
         device=bool(slots[Slot.DEVICE]),
         distributed=bool(slots[Slot.DISTRIBUTED]),
-        stall=slots[Slot.STALL] / 1e9 if slots[Slot.STALL] else None,
+        timeout_s=slots[Slot.TIMEOUT] / 1e9 if slots[Slot.TIMEOUT] else None,
         forwards=slots[Slot.FORWARDS],
         typical={p: slots[Slot.TYPICAL + i] / 1e9 for i, p in enumerate(PHASES)},
-        collectives=_collectives(raw, slots),
+        collectives=_read_collectives(raw, slots),
         raised=slots[Slot.RAISED],
-        arrived=raw[_ROWS_AT : _ROWS_AT + min(slots[Slot.ROWS], ROWS)],
+        arrived=raw[_ROWS_AT : _ROWS_AT + min(slots[Slot.ROWS], MAX_ROWS)],
     )
 
 
-def _collectives(raw: bytes, slots: tuple[int, ...]) -> tuple[Collective, ...]:
+def _read_collectives(raw: bytes, slots: tuple[int, ...]) -> tuple[Collective, ...]:
     count = slots[Slot.COLLECTIVES]
-    out = []
-    for index in range(max(count - RING, 0), count):
-        place = index % RING
-        at = _RING_AT + place * _RECORD
-        if slots[at + 6] != index:
-            continue  # overwritten while we read
-        out.append(
-            Collective(
-                group=slots[at],
-                number=slots[at + 1],
-                kind=slots[at + 2],
-                shape=slots[at + 3],
-                entered=slots[at + 4],
-                left=slots[at + 5],
-                text=_text(raw, _TEXT_AT + place * _TEXT, _TEXT),
-                asynchronous=bool(slots[at + 7]),
-                failed=bool(slots[at + 8]),
-            )
-        )
-    return tuple(out)
+    found = []
+    for number in range(max(count - MAX_COLLECTIVES, 0), count):
+        index = number % MAX_COLLECTIVES
+        at = _COLLECTIVES_AT + index * _COLLECTIVE_SLOTS
+        if slots[at + 6] != number:
+            continue  # overwritten while it was read
+        text = _read_text(raw, _TEXTS_AT + index * _TEXT_BYTES, _TEXT_BYTES)
+        found.append(Collective(*slots[at : at + 6], text, bool(slots[at + 7]), bool(slots[at + 8])))
+    return tuple(found)
 
 
-def _text(raw: bytes, at: int, size: int) -> str:
+def _read_text(raw: bytes, at: int, size: int) -> str:
     return raw[at : at + size].split(b"\0", 1)[0].decode("utf-8", "replace")
-
-
-def at(state: StateSnapshot, now: int) -> StateSnapshot:
-    """Return the same reading as if it had been taken at ``now``."""
-    return dataclasses.replace(state, taken=now)

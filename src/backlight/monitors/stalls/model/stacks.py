@@ -1,16 +1,36 @@
-"""Python stacks as data, from whatever took them, and what can be read off them. No torch."""
+"""Stacks of processes: dump and parse them, and read phase and user code off them. No torch.
+
+Sources in rising order of intrusion: the sampler thread inside the process, its faulthandler by signal,
+py-spy.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-import sysconfig
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
+from backlight import processes
 from backlight.records import Phase
+from backlight.user_code import is_third_party, is_user_code
+
+DUMP_SIGNAL = int(signal.SIGRTMIN) + 5 if hasattr(signal, "SIGRTMIN") else 0
+"""Signal at which a watched process dumps its stacks: the common user signals belong to others."""
+
+DUMP_TIMEOUT_S = 0.6
+_DUMP_POLL_S = 0.02
+
+_TRACING_DENIED = (
+    "tracing this process is denied here (it needs CAP_SYS_PTRACE, or the same user and ptrace_scope 0)"
+)
 
 
 @dataclass(frozen=True)
@@ -22,22 +42,26 @@ class Frame:
     function: str
 
     @property
-    def place(self) -> str:
-        """File and line as they are shown: ``ops.py:22``."""
+    def location(self) -> str:
+        """File name and line: ``ops.py:22``."""
         return f"{PurePath(self.file).name}:{self.line}"
 
     @property
-    def method(self) -> str:
+    def qualified_name(self) -> str:
         """Function with its class where the name holds it: ``LockedFn.backward``."""
         return ".".join(p for p in self.function.split(".") if p != "<locals>")
+
+    def __str__(self) -> str:
+        """Return ``path:line``."""
+        return f"{self.file}:{self.line}"
 
 
 @dataclass(frozen=True)
 class ThreadStack:
     """The stack of one thread, innermost frame first.
 
-    ``turn``: the innermost frame runs byte code, not a call; None where not known. ``native`` are frames
-    of C code above the Python ones, where they were taken; ``holds_gil`` is None where it was not sampled.
+    ``runs_bytecode``: the innermost frame is not in a call; ``native`` are frames of C code above the Python
+    ones. What the source does not report is None.
     """
 
     ident: int
@@ -45,13 +69,14 @@ class ThreadStack:
     name: str = ""
     tid: int | None = None
     runs_bytecode: bool | None = None
-    native: tuple[str, ...] = ()
+    native: tuple[Frame, ...] = ()
     holds_gil: bool | None = None
+    is_active: bool | None = None
 
 
 @dataclass(frozen=True)
 class StackSample:
-    """All stacks of a process at one moment (monotonic nanoseconds), and who took them."""
+    """All stacks of a process at one moment (monotonic nanoseconds), and their source."""
 
     at: int
     source: str
@@ -62,8 +87,11 @@ class StackSample:
         return next((t for t in self.threads if t.ident == ident), None)
 
 
+# Parsing
+
+
 def parse_sampler_stacks(data: Any) -> tuple[StackSample, ...]:
-    """Read the looks that the helper thread keeps; what is not understood is left out."""
+    """Parse the samples that the sampler thread writes; malformed ones are skipped."""
     samples = []
     for item in data if isinstance(data, list) else ():
         try:
@@ -84,13 +112,13 @@ def parse_sampler_stacks(data: Any) -> tuple[StackSample, ...]:
 
 
 _THREAD = re.compile(
-    r"^(?:Current thread|Thread) 0x([0-9a-f]+)(?: \[([^\]]*)\])? \(most recent call first\):"
+    r"^(?:Current thread|Thread) 0x([0-9a-fA-F]+)(?: \[([^\]]*)\])? \(most recent call first\):"
 )
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
-def parse_faulthandler(text: str, at: int) -> StackSample:
-    """Read a dump of all threads by the C handler of Python."""
+def parse_faulthandler(text: str, at: int = 0) -> StackSample:
+    """Parse a dump of all threads by :mod:`faulthandler`."""
     found: list[tuple[int, str, list[Frame]]] = []
     for line in text.splitlines():
         if match := _THREAD.match(line):
@@ -102,18 +130,19 @@ def parse_faulthandler(text: str, at: int) -> StackSample:
     return StackSample(at, "faulthandler", threads)
 
 
-def parse_py_spy(data: Iterable[Mapping[str, Any]], at: int) -> StackSample:
-    """Read ``py-spy dump --json``; frames of C code stand before the Python frame that called them."""
+def parse_py_spy(data: Iterable[Mapping[str, Any]], at: int = 0) -> StackSample:
+    """Parse ``py-spy dump --json``, whose frames of C code precede the Python frame that called them."""
     threads = []
     for item in data:
-        python, native = [], []
-        for frame in item.get("frames", ()):
-            file = str(frame.get("filename") or "")
-            name = str(frame.get("name") or "")
+        python: list[Frame] = []
+        native: list[Frame] = []
+        for entry in item.get("frames", ()):
+            file = str(entry.get("filename") or "")
+            frame = Frame(file, int(entry.get("line") or 0), str(entry.get("name") or ""))
             if file.endswith(".py") or file.startswith("<"):
-                python.append(Frame(file, int(frame.get("line") or 0), name))
+                python.append(frame)
             elif not python:
-                native.append(name)
+                native.append(frame)
         threads.append(
             ThreadStack(
                 int(item.get("thread_id") or 0),
@@ -123,78 +152,149 @@ def parse_py_spy(data: Iterable[Mapping[str, Any]], at: int) -> StackSample:
                 None,
                 tuple(native),
                 item.get("owns_gil"),
+                item.get("active"),
             )
         )
     return StackSample(at, "py-spy", tuple(threads))
 
 
+# Dumping
+
+
+def dump_by_signal(pidfd: int, pid: int, dump: Path) -> tuple[StackSample | None, str]:
+    """Make a watched process dump its stacks into ``dump``; return them, or None and the reason.
+
+    The signal is only sent to a process that handles it: it would end any other.
+    """
+    if not DUMP_SIGNAL or not processes.handles_signal(pid, DUMP_SIGNAL):
+        return None, "the process has no handler for the signal that dumps stacks"
+    try:
+        before = dump.stat().st_size
+        signal.pidfd_send_signal(pidfd, DUMP_SIGNAL)
+    except OSError as error:
+        return None, f"the signal that dumps stacks could not be sent: {error.strerror}"
+    at = time.monotonic_ns()
+    deadline = time.monotonic() + DUMP_TIMEOUT_S
+    last, size = before, before
+    while time.monotonic() < deadline:
+        time.sleep(_DUMP_POLL_S)
+        size = dump.stat().st_size
+        if size > before and size == last:
+            break
+        last = size
+    if size == before:
+        return None, "no thread of the process handles the signal that dumps stacks"
+    with dump.open("rb") as file:
+        file.seek(before)
+        text = file.read().decode("utf-8", "backslashreplace")
+    sample = parse_faulthandler(text, at)
+    return (sample, "") if sample.threads else (None, "the dump by signal holds no stack")
+
+
+def run_py_spy(pid: int, *options: str, timeout_s: float = 5.0) -> tuple[str, str]:
+    """Return what ``py-spy dump --json`` prints for a process, or an empty text and the reason."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if program is None:
+        return "", "py-spy is not installed (pip install 'backlight[stalls]')"
+    command = [program, "dump", "--pid", str(pid), "--json", *options]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"py-spy did not answer within {timeout_s:g} s"
+    except OSError as error:
+        return "", f"py-spy: {error}"
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        reason = f"py-spy: {lines[0] if lines else f'exit code {done.returncode}'}"
+        return "", reason if processes.is_traceable(pid) else f"{_TRACING_DENIED} ({reason})"
+    return done.stdout, ""
+
+
+def dump_by_py_spy(
+    pid: int, *, native: bool = False, timeout_s: float = 5.0
+) -> tuple[StackSample | None, str]:
+    """Dump stacks with py-spy, which pauses the process only if ``native``; return None and the reason."""
+    at = time.monotonic_ns()
+    text, reason = run_py_spy(pid, "--native" if native else "--nonblocking", timeout_s=timeout_s)
+    if not text:
+        return None, reason
+    try:
+        return parse_py_spy(json.loads(text), at), ""
+    except (ValueError, AttributeError, TypeError) as error:
+        return None, f"py-spy: unexpected output: {error}"
+
+
+# Reading
+
 _ENGINE = "_engine_run_backward"
-_OWN = str(Path(__file__).resolve().parents[1]).replace("\\", "/") + "/"
-_LAUNCHER = "/backlight/session/launcher.py"
-_LIBRARIES = (
-    "/torch/",
-    "/site-packages/",
-    "/dist-packages/",
-    "<frozen",
-    "/backlight/capture/",
-    "/backlight/session/",
-)
+_BACKLIGHT = str(Path(__file__).resolve().parents[3]).replace("\\", "/") + "/"
+_LAUNCHER = _BACKLIGHT + "launch/"
 
 
-@cache
-def is_library(file: str) -> bool:
-    """Tell whether a file belongs to a library rather than to the user."""
-    path = file.replace("\\", "/")
-    standard = sysconfig.get_paths()["stdlib"].replace("\\", "/")
-    if path.startswith((_OWN, standard)) or "/lib/python3" in path:
-        return True
-    return any(part in path for part in _LIBRARIES)
+def user_frame(stack: ThreadStack) -> Frame | None:
+    """Return the innermost frame of the user's code.
+
+    Where there is none: the outermost of a third-party package, else the innermost outside of backlight.
+    """
+    for frame in stack.frames:
+        if is_user_code(frame.file):
+            return frame
+    for frame in reversed(stack.frames):
+        if is_third_party(frame.file):
+            return frame
+    return next((f for f in stack.frames if not _is_backlight(f)), None)
+
+
+def _is_backlight(frame: Frame) -> bool:
+    return frame.file.replace("\\", "/").startswith(_BACKLIGHT)
 
 
 def in_engine(stack: ThreadStack) -> bool:
-    """Tell whether a thread is inside the autograd engine, at any depth."""
+    """Return whether a thread is inside the autograd engine, at any depth."""
     return any(f.function.endswith(_ENGINE) for f in stack.frames)
 
 
 def in_native_backward(stack: ThreadStack) -> bool:
-    """Tell whether the innermost Python frame is the engine's: what runs is native."""
+    """Return whether the innermost Python frame is the engine's, so that native code runs."""
     return bool(stack.frames) and stack.frames[0].function.endswith(_ENGINE)
 
 
 def find_working_thread(sample: StackSample, ident: int) -> ThreadStack | None:
-    """Return the thread that does the work of the training.
+    """Return the thread that does the work of the training step.
 
-    That is the one with ``ident``, unless it waits in the engine while another thread, of the engine,
-    runs Python: nested backwards beyond some depth, and backwards of other devices, have their own.
+    That is the one with ``ident``, unless it waits in the engine while a thread of the engine runs Python:
+    deeply nested backward passes, and those of other devices, have their own.
     """
     main = sample.thread(ident)
     if main is None or not in_native_backward(main):
         return main
     for thread in sample.threads:
-        if thread.ident != ident and thread.frames and _entered_by_engine(thread.frames[-1]):
+        if thread.ident != ident and thread.frames and _is_entered_by_engine(thread.frames[-1]):
             return thread
     return main
 
 
-def _entered_by_engine(outermost: Frame) -> bool:
-    file = outermost.file.replace("\\", "/")
-    return (
-        "torch/autograd/" in file
-        or "backlight/monitors/stalls/instrument/heartbeat.py" in file
-        or "torch/utils/checkpoint" in file
+def _is_entered_by_engine(outermost: Frame) -> bool:
+    return _has(
+        (outermost,),
+        ("torch/autograd/", "torch/utils/checkpoint", "backlight/monitors/stalls/instrument/heartbeat.py"),
     )
 
 
-def place(stack: ThreadStack) -> Frame | None:
-    """Return the innermost frame of the user's own code, or of anybody's where there is none."""
-    own = [f for f in stack.frames if not is_library(f.file) and "/backlight/stalls/" not in f.file]
-    if own:
-        return own[0]
-    rest = [f for f in stack.frames if "/backlight/" not in f.file]
-    return rest[0] if rest else None
+def native_operation(sample: StackSample) -> str | None:
+    """Return the innermost autograd node among the native frames of a sample."""
+    for thread in sample.threads:
+        if in_engine(thread):
+            for frame in thread.native:
+                name = frame.function.split("(")[0]
+                if name.endswith("::apply") and "Backward" in name:
+                    return name.split("::")[-2]
+    return None
 
 
-_COMPILING = (
+_COMPILER_FILES = (
     "torch/_dynamo/convert_frame.py",
     "torch/_dynamo/symbolic_convert.py",
     "torch/fx/experimental/proxy_tensor.py",
@@ -211,75 +311,69 @@ _COMPILING = (
     "torch/utils/cpp_extension.py",
     "triton/compiler/compiler.py",
 )
-_COMPILERS = ("torch/_dynamo/", "torch/_inductor/", "torch/_functorch/")
-_SAVING = ("torch/distributed/checkpoint/", "safetensors/", "torch/serialization.py")
-_LOADING = ("torch/utils/data/dataloader.py",)
-_COLLECTING = ("torch/distributed/distributed_c10d.py",)
-_FUNCTIONAL = ("torch/distributed/_functional_collectives.py",)
-_REDUCER = ("torch/nn/parallel/distributed.py",)
+_COMPILER_PACKAGES = ("torch/_dynamo/", "torch/_inductor/", "torch/_functorch/")
 
 
 def is_compiling(stack: ThreadStack) -> bool:
-    """Tell whether a thread is inside a compiler of torch, or loads it, which may take minutes."""
-    loads = _has(stack.frames, ("<frozen importlib",)) and _has(stack.frames, _COMPILERS)
-    # The same file holds what runs compiled code: its functions tell.
+    """Return whether a thread is inside a compiler of torch, or imports it, which may take minutes."""
+    imports = _has(stack.frames, ("<frozen importlib",)) and _has(stack.frames, _COMPILER_PACKAGES)
+    # The same file also runs compiled code: its function names decide.
     inside = any("torch/_inductor/compile_fx.py" in f.file and "compile" in f.function for f in stack.frames)
-    return loads or inside or _has(stack.frames, _COMPILING)
+    return imports or inside or _has(stack.frames, _COMPILER_FILES)
 
 
 def in_collective(stack: ThreadStack) -> bool:
-    """Tell whether the innermost frames are those of a collective call.
+    """Return whether the innermost frames are those of a collective call.
 
-    The wrapper of DDP calls the model as well: only where it is innermost does it wait for others.
+    DDP's wrapper calls the model as well: only where it is innermost does it wait for other ranks.
     """
     return (
-        _has(stack.frames[:4], _COLLECTING)
-        # Of tensor parallelism: an operator of torch, in Python, stands between this and the wait.
-        or _has(stack.frames[:8], _FUNCTIONAL)
-        or _has(stack.frames[:1], _REDUCER)
+        _has(stack.frames[:4], ("torch/distributed/distributed_c10d.py",))
+        # Tensor parallelism: a Python operator of torch lies between this file and the wait.
+        or _has(stack.frames[:8], ("torch/distributed/_functional_collectives.py",))
+        or _has(stack.frames[:1], ("torch/nn/parallel/distributed.py",))
     )
 
 
+_PHASE_FILES = (
+    (Phase.CHECKPOINT, ("torch/distributed/checkpoint/", "safetensors/", "torch/serialization.py")),
+    (Phase.DATA, ("torch/utils/data/dataloader.py",)),
+    (Phase.OPTIMIZER, ("torch/optim/",)),
+    (Phase.CLIP, ("torch/nn/utils/clip_grad.py",)),
+    (Phase.FORWARD, ("torch/nn/modules/",)),
+)
+
+
 def phase_of(stack: ThreadStack) -> Phase | None:
-    """Return the phase that a stack shows for itself, None where it does not."""
+    """Return the phase that a stack shows by its frames, None where it shows none."""
     if in_engine(stack):
         return Phase.BACKWARD
-    if _has(stack.frames, _SAVING):
-        return Phase.CHECKPOINT
-    if _has(stack.frames, _LOADING):
-        return Phase.DATA
-    if _has(stack.frames, ("torch/optim/",)):
-        return Phase.OPTIMIZER
-    if _has(stack.frames, ("torch/nn/utils/clip_grad.py",)):
-        return Phase.CLIP
-    if _has(stack.frames, ("torch/nn/modules/",)):
-        return Phase.FORWARD
-    return None
+    return next((phase for phase, files in _PHASE_FILES if _has(stack.frames, files)), None)
 
 
 def _has(frames: Iterable[Frame], parts: tuple[str, ...]) -> bool:
     return any(part in f.file.replace("\\", "/") for f in frames for part in parts)
 
 
-def strip_launcher(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Return the frames of a script alone: not those that started it, nor those of our own wrappers."""
-    for place, frame in enumerate(frames):
-        if frame.file.replace("\\", "/").endswith(_LAUNCHER):
-            frames = frames[:place]
+def strip_backlight(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Return the frames of a script alone, without its launcher and the wrappers of backlight."""
+    for index, frame in enumerate(frames):
+        if frame.file.replace("\\", "/").startswith(_LAUNCHER):
+            frames = frames[:index]
             break
-    return tuple(f for f in frames if not f.file.replace("\\", "/").startswith(_OWN))
+    return tuple(f for f in frames if not _is_backlight(f))
 
 
 def format_sample(sample: StackSample) -> str:
-    """Return a look in the form in which it is kept as evidence: the user's line first, then the stack."""
+    """Return a sample as text, the form of the evidence: the user's line first, then the stack."""
     lines = [f"taken by {sample.source}"]
     for thread in sample.threads:
-        frames = strip_launcher(thread.frames)
+        frames = strip_backlight(thread.frames)
         lines.append(f"\nThread {thread.ident:#x} {thread.name} (most recent call first)")
-        where = next((f for f in frames if not is_library(f.file)), None)
-        if where is not None:
-            lines.append(f"  at {where.place} in {where.method}")
-        lines += [f"  [native] {name}" for name in thread.native]
+        user = next((f for f in frames if is_user_code(f.file)), None)
+        if user is not None:
+            lines.append(f"  at {user.location} in {user.qualified_name}")
+        lines += [f"  [native] {frame.function}" for frame in thread.native]
         lines += [f'  File "{f.file}", line {f.line} in {f.function}' for f in frames]
         if len(frames) < len(thread.frames):
             lines.append(f"  ({len(thread.frames) - len(frames)} frames of backlight itself are left out)")

@@ -1,4 +1,4 @@
-"""The thresholds of the stalls monitor: one frozen class, each field with its reason. No torch."""
+"""Thresholds of the stalls monitor, and the timeouts of phases that follow from them. No torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from backlight.findings.limits import Limits, limit
+from backlight.monitors.stalls.model.shared_state import StateSnapshot
+from backlight.records import Phase
+
+EXEMPT_PHASES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT})
+"""Phases without a timeout: their duration depends on the amount of data, or on the disk."""
+
+_COMPUTING = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
 
 
 @dataclass(frozen=True)
 class Thresholds(Limits):
-    """Every number that a verdict on a stall compares with; times are in seconds.
+    """Every number with which a diagnosis compares; times are in seconds.
 
     ``metadata`` of each field holds its ``reason`` and the bounds of an override.
     """
@@ -18,13 +25,11 @@ class Thresholds(Limits):
     monitor: ClassVar[str] = "stalls"
 
     times_typical: float = limit(
-        10.0, "a phase that takes ten times its moving time is no longer its usual self", low=1.0
+        10.0, "a phase that takes ten times its moving mean has changed its behaviour", low=1.0
     )
-    floor: float = limit(
-        30.0, "backward, clipping or optimizer: shorter than this nobody would look", low=0.1
-    )
+    floor: float = limit(30.0, "backward, clipping or optimizer: a shorter pause needs no diagnosis", low=0.1)
     floor_collective: float = limit(
-        60.0, "inside a collective: the others may be compiling or writing a checkpoint", low=0.1
+        60.0, "inside a collective: the other ranks may compile or write a checkpoint", low=0.1
     )
     floor_forward: float = limit(
         60.0, "forward or loss: recompilation of a new shape takes this long", low=0.1
@@ -33,5 +38,39 @@ class Thresholds(Limits):
     floor_other: float = limit(300.0, "between steps: the script may do anything there", low=0.1)
     idle: float = limit(0.05, "share of one core below which a process waits rather than works", high=1.0)
     busy: float = limit(0.6, "share of one core above which a thread computes without a pause", high=1.0)
-    samples: float = limit(3.0, "looks at the stacks without which no claim about a line is made", low=2.0)
-    window: float = limit(0.6, "seconds that the looks must span", low=0.1)
+    looks: float = limit(3.0, "stack samples without which a finding names no line", low=2.0)
+    window: float = limit(0.6, "seconds that the stack samples must span", low=0.1)
+
+
+def timeout_of(state: StateSnapshot, limits: Thresholds) -> float | None:
+    """Return the seconds without a heartbeat after which a phase is diagnosed, None where it has no timeout.
+
+    Backward, clipping, the optimizer and collectives always have one, from the first on. Data, forward and
+    the time between steps have none until the first backward: there a script prepares and compiles.
+    """
+    if state.phase in EXEMPT_PHASES and not state.inside:
+        return None
+    begun = state.backwards > 0 or state.forwards > 0 or state.phase in _COMPUTING
+    if state.timeout_s is not None:
+        preparing = not begun and state.phase is Phase.OTHER and not state.inside
+        return None if preparing else state.timeout_s
+    usual = limits.times_typical * state.typical.get(state.phase, 0.0)
+    if state.inside:
+        return max(limits.floor_collective, usual)
+    if state.phase in _COMPUTING:
+        return max(limits.floor, usual)
+    if state.backwards == 0:
+        return None
+    floor = {Phase.DATA: limits.floor_data, Phase.OTHER: limits.floor_other}.get(
+        state.phase, limits.floor_forward
+    )
+    return max(floor, usual)
+
+
+def is_suspicious(state: StateSnapshot, limits: Thresholds) -> bool:
+    """Return whether the timeout is so near that stack samples are worth their cost."""
+    timeout_s = timeout_of(state, limits)
+    if timeout_s is None:
+        return False
+    passed = state.phase_s if state.phase in _COMPUTING else state.silence_s
+    return passed > max(timeout_s - 1.6, 0.3 * timeout_s)

@@ -1,9 +1,7 @@
-"""The sidecar: one process per machine that reads the boards and speaks when a rank stands still. No torch.
+"""Watchdog process: one per machine, observes its ranks and reports stalls. No torch.
 
-``python -m backlight.monitors.stalls.model.watchdog PLACE RUN ATTEMPT OFFSET LIMITS`` detaches itself, so
-that it is
-nobody's child, and ends with the last rank. It never writes to a watched process; if it dies, the training
-does not notice.
+``python -m backlight.monitors.stalls.model.watchdog DIRECTORY RUN ATTEMPT OFFSET LIMITS`` detaches itself and
+ends with the last rank. It never writes to a watched process; if it dies, the training continues unwatched.
 """
 
 from __future__ import annotations
@@ -15,330 +13,339 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from backlight import processes
 from backlight.monitors.stalls.model import runtime_dir
-from backlight.monitors.stalls.model.ddp_reductions import name_reductions
 from backlight.monitors.stalls.model.diagnosis import diagnose, summarize_stacks
-from backlight.monitors.stalls.model.emit import file, say
-from backlight.monitors.stalls.model.joint_diagnosis import ANSWER, LEAVES, VERDICT
-from backlight.monitors.stalls.model.observation import Diagnosis, Observation
-from backlight.monitors.stalls.model.peers import HostObservation, Peers, world_of
+from backlight.monitors.stalls.model.emit import ReportedStall, emit, find_resolution, log
+from backlight.monitors.stalls.model.observation import Diagnosis, Observation, name_reductions
+from backlight.monitors.stalls.model.peers import ANSWERED, DIAGNOSED, LEFT, HostObservation, Peers
 from backlight.monitors.stalls.model.rank_diagnosis import (
     diagnose_ranks,
     find_mismatch,
-    mark_unobserved_ranks,
+    open_to_unobserved_ranks,
 )
 from backlight.monitors.stalls.model.rank_observer import RankObserver
-from backlight.monitors.stalls.model.resolution import ReportedStall, get_resolution
 from backlight.monitors.stalls.model.stacks import is_compiling
-from backlight.monitors.stalls.model.thresholds import Thresholds
-from backlight.monitors.stalls.model.timeouts import EXEMPT_PHASES, timeout_s
+from backlight.monitors.stalls.model.thresholds import EXEMPT_PHASES, Thresholds
 from backlight.records import DiagnosisKind
 from backlight.store.write.watchdog import WatchdogWriter
 
-POLL = 0.25
-CLOSE_POLL = 0.15
-FIRST_BOARD = 120.0
-"""Seconds that the sidecar waits for a first board."""
+POLL_S = 0.25
+CLOSE_POLL_S = 0.15
 
-HOLD = 1.5
-"""Seconds beyond the patience in which looks that are still missing are waited for."""
+FIRST_RANK_TIMEOUT_S = 120.0
+"""Time that the watchdog waits for the first rank."""
 
-HALF = 0.5
-"""Share of the patience with a rank that is left when others wait for it."""
+SAMPLES_TIMEOUT_S = 1.5
+"""Time beyond a stall timeout in which missing stack samples are waited for."""
 
-SETTLE = 1.0
-"""Seconds after the first exception in which other ranks fail because of it."""
+PEER_TIMEOUT_SHARE = 0.5
+"""Share of the stall timeout that applies to a rank for which others wait."""
 
-LOOK_TIME = 1.3
-"""Seconds that a closer look at ranks that did not look suspicious takes."""
+SETTLE_S = 1.0
+"""Time after the first exception in which other ranks fail because of it."""
+
+CLOSE_LOOK_S = 1.3
+"""Duration of a close examination of ranks that were not suspicious."""
+
+MAX_EVIDENCE = 8
+"""Ranks of which evidence is kept where no single one is the cause."""
+
+
+@dataclass
+class _Reports:
+    """What has been reported of one rank.
+
+    ``progress`` and ``phase_since`` are those at its last report, ``retry_at`` is when an inconclusive one is
+    repeated.
+    """
+
+    progress: int | None = None
+    phase_since: int | None = None
+    retry_at: float | None = None
+    stall: ReportedStall | None = None
+    is_dead: bool = False
 
 
 class Watchdog:
-    """Watches the ranks whose boards are in one place."""
+    """Observes the ranks of one runtime directory."""
 
     def __init__(
         self,
-        place: Path,
+        directory: Path,
         run: Path,
-        attempt_folder: Path,
+        attempt_directory: Path,
         limits: Thresholds,
-        offset: int = 0,
+        step_offset: int = 0,
         host: str = "",
     ) -> None:
-        self._place = place
+        self._directory = directory
         self._limits = limits
-        self._offset = offset
-        self._writer = WatchdogWriter(run, attempt_folder, host)
+        self._step_offset = step_offset
+        self._writer = WatchdogWriter(run, attempt_directory, host)
+        self._peers = Peers(self._writer)
         self._ranks: dict[int, RankObserver] = {}
-        self._quiet: dict[int, int] = {}
-        self._stalled: dict[int, ReportedStall] = {}
-        self._slow: dict[int, int] = {}
-        self._again: dict[int, float] = {}
-        self._dead: set[int] = set()
-        self._unlike = ""
-        self._compared = False
+        self._reports: dict[int, _Reports] = {}
         self._started = time.monotonic()
-        self._elsewhere = Peers(self._writer)
-        self._observed: HostObservation = ([], {}, {}, 1)
-        self._allowed: float | None = None
+        self._mismatch = ""
+        self._is_mismatch_reported = False
 
     def run(self) -> None:
         """Watch until every rank has ended."""
         while self.poll():
-            fds = [r.pidfd for r in self._ranks.values() if r.pidfd >= 0 and not r.ended]
-            close = any(r.overdue is not None or r._ticks for r in self._ranks.values())
+            descriptors = [r.pidfd for r in self._ranks.values() if r.pidfd >= 0 and not r.ended]
+            is_close = any(r.overdue_s is not None or r.is_examined_closely for r in self._ranks.values())
             with contextlib.suppress(OSError, ValueError):
-                select.select(fds, [], [], CLOSE_POLL if close else POLL)
-        if self._ranks and self._elsewhere.concerned(world_of(self._ranks.values()), len(self._ranks)):
-            self._elsewhere.tell(LEAVES, *self._observe(None))  # nobody can ask this machine any more
+                select.select(descriptors, [], [], CLOSE_POLL_S if is_close else POLL_S)
+        if self._has_peers():
+            self._peers.publish(LEFT, self._observe_host(None))  # no answer can come from here any more
         self._writer.close()
-        runtime_dir.leave(self._place)
-        runtime_dir.sweep(processes.alive)
+        runtime_dir.remove(self._directory)
+        runtime_dir.remove_abandoned()
 
     def poll(self) -> bool:
-        """Look once at everything; False when there is nothing more to watch."""
-        for rank in runtime_dir.ranks_at(self._place):
+        """Observe every rank once; return whether there is more to watch."""
+        for rank in runtime_dir.ranks_in(self._directory):
             if rank not in self._ranks:
-                self._ranks[rank] = RankObserver(self._place, rank, self._limits)
+                self._ranks[rank] = RankObserver(self._directory, rank, self._limits)
+                self._reports[rank] = _Reports()
         for one in self._ranks.values():
             one.poll()
-        self._over()
-        self._compare()
-        due = [r for r in self._ranks.values() if self._due(r)]
+        self._report_resolutions()
+        self._report_mismatch()
+        due = [r for r in self._ranks.values() if self._is_due(r)]
         if due:
-            self._examine(due)
-        elif self._elsewhere.concerned(world_of(self._ranks.values()), len(self._ranks)):
-            question = self._elsewhere.question()
-            if question is not None:
-                self._look_closely(others=True)
-                self._elsewhere.tell(ANSWER, *self._observe(HALF * float(question.get("allowed") or 0.0)))
+            self._report_stall(due)
+        elif self._has_peers():
+            timeout_s = self._peers.question_timeout_s()
+            if timeout_s is not None:
+                self._examine_closely()
+                self._peers.publish(ANSWERED, self._observe_host(PEER_TIMEOUT_SHARE * timeout_s))
         if not self._ranks:
-            return time.monotonic() - self._started < FIRST_BOARD and self._place.exists()
-        if not self._place.exists():
-            return False
-        return not all(r.done for r in self._ranks.values())
+            return time.monotonic() - self._started < FIRST_RANK_TIMEOUT_S and self._directory.exists()
+        return self._directory.exists() and not self._all_done()
 
-    def _due(self, one: RankObserver) -> bool:
+    # Conditions
+
+    def _all_done(self) -> bool:
+        return all(r.is_done for r in self._ranks.values())
+
+    def _world_size(self) -> int:
+        return max((r.state.world_size for r in self._ranks.values() if r.state is not None), default=1)
+
+    def _has_peers(self) -> bool:
+        """Return whether ranks of the run are on other machines."""
+        return self._world_size() > len(self._ranks) > 0
+
+    def _is_due(self, one: RankObserver) -> bool:
+        reports = self._reports[one.rank]
         failed = one.exit_reason is not None and len(self._ranks) > 1
-        if (one.died or failed) and one.rank not in self._dead:
-            # The first to go is the cause; what a launcher ends after it is not.
-            return not self._dead and self._settled()
-        board = one.board
-        if board is None or one.overdue is None:
+        if (one.died or failed) and not reports.is_dead:
+            # The first to end is the cause; what a launcher ends after it is not.
+            return not any(r.is_dead for r in self._reports.values()) and self._has_settled()
+        state = one.state
+        if state is None or one.overdue_s is None:
             return False
-        if self._quiet.get(one.rank) == board.progress:
-            return time.monotonic() >= self._again.get(one.rank, float("inf"))
-        self._again.pop(one.rank, None)
-        if self._slow.get(one.rank) == board.phase_since:
-            allowed = timeout_s(board, self._limits)
-            return allowed is not None and board.silence_s >= allowed
+        if reports.progress == state.progress:
+            return reports.retry_at is not None and time.monotonic() >= reports.retry_at
+        reports.retry_at = None
+        if reports.phase_since == state.phase_since:
+            return one.timeout_s is not None and state.silence_s >= one.timeout_s
         return True
 
-    def _settled(self) -> bool:
-        """Tell whether those that a failing rank takes with it have had the time to go."""
-        left = [r.exit_reason.at for r in self._ranks.values() if r.exit_reason is not None]
-        left += [r.ended_at for r in self._ranks.values() if r.died and r.was_terminated]
-        gone = not left or time.monotonic() - min(left) > SETTLE
-        return gone or all(r.done for r in self._ranks.values())
+    def _has_settled(self) -> bool:
+        """Return whether the ranks that a failing rank takes with it have had the time to end."""
+        ends = [r.exit_reason.at for r in self._ranks.values() if r.exit_reason is not None]
+        ends += [r.ended_at for r in self._ranks.values() if r.died and r.was_terminated]
+        return not ends or time.monotonic() - min(ends) > SETTLE_S or self._all_done()
 
-    def _compare(self) -> None:
-        """Say it when the calls of the ranks do not fit together, also where nothing hangs."""
-        snapshots = {rank: r.board for rank, r in sorted(self._ranks.items()) if r.board is not None}
-        if self._compared or len(snapshots) < 2 or not any(b.distributed for b in snapshots.values()):
-            return
-        found = find_mismatch(
-            [Observation(rank, snapshots=(board,)) for rank, board in snapshots.items()], {}
-        )
-        before, self._unlike = self._unlike, "" if found is None else found.claim
-        if found is None or (before != found.claim and not all(r.done for r in self._ranks.values())):
-            return  # a second reading decides, while there is one to come
-        self._compared = True
-        observations = name_reductions([r.observation() for _, r in sorted(self._ranks.items())])
-        found = mark_unobserved_ranks(found, observations, world_of(self._ranks.values()))
-        shown = {
-            v.rank: self._ranks[v.rank].evidence(v) for v in observations if found.rank in {None, v.rank}
-        }
-        file(self._writer, found, observations, shown, offset=self._offset)
-
-    def _over(self) -> None:
-        """Say how what stood still went on."""
-        for rank, reported in list(self._stalled.items()):
-            one = self._ranks[rank]
-            if one.board is None:
+    def _waits_for_exempt_rank(
+        self, observations: Sequence[Observation], diagnoses: dict[int, Diagnosis | None]
+    ) -> bool:
+        """Return whether a rank evaluates, writes a checkpoint or compiles, for which all others wait."""
+        for obs in observations:
+            state = obs.state
+            if state is None or obs.ended or obs.stopped or diagnoses[obs.rank] is not None:
                 continue
-            found = get_resolution(reported, one.board, ended=one.ended, exit_reason=one.exit_reason)
-            if found is None:
-                continue
-            event, words = found
-            del self._stalled[rank]
-            self._quiet.pop(rank, None)
-            self._again.pop(rank, None)
-            seconds = time.monotonic() - reported.began
-            self._writer.event(one.board.step, event, {"rank": rank, "after": seconds, "how": words})
-            if not one.died or one.was_terminated:  # a death of its own is a verdict of its own
-                say(f"rank {rank} {words}, {seconds:.0f} s after that verdict")
-
-    def _examine(self, due: list[RankObserver]) -> None:
-        diagnosis, observations = self._judge(due)
-        if diagnosis is not None and diagnosis.kind is DiagnosisKind.UNKNOWN and not diagnosis.waits:
-            unclear = [r for r in self._ranks.values() if r.rank == diagnosis.rank]
-            late = max((r.overdue or 0.0 for r in due), default=0.0)
-            if late < HOLD and not all(r.has_samples for r in unclear):
-                return  # on a machine with too much to do looks take their time
-            for one in unclear:
-                if one.rank not in self._again:
-                    one.look_native()
-            diagnosis, observations = self._judge(due)
-        now = time.monotonic()
-        for one in due:
-            if one.died or one.exit_reason is not None:
-                self._dead.add(one.rank)
-        if diagnosis is None:
-            return
-        cause = self._ranks.get(diagnosis.rank) if diagnosis.rank is not None else None
-        if (
-            cause is not None
-            and cause.died
-            and cause.was_terminated
-            and all(r.done for r in self._ranks.values())
-        ):
-            # Somebody ended the whole job: nothing to look into.
-            step = None if cause.board is None else cause.board.step
-            self._writer.event(step, "ended", {"rank": cause.rank, "how": cause.ended})
-            return
-        slow = diagnosis.kind is DiagnosisKind.SLOW
-        repeated = [r for r in due if r.rank in self._again]
-        for one in self._ranks.values():
-            board = one.board
-            if board is None or one.done or (one not in due and one.overdue is None):
-                continue
-            self._slow[one.rank] = board.phase_since  # what goes on after a stall is not slow for that
-            if slow and one.rank == diagnosis.rank:
-                continue
-            self._quiet[one.rank] = board.progress
-            if slow or diagnosis.kind is DiagnosisKind.UNKNOWN:
-                self._again[one.rank] = now + 2 * max(board.silence_s, 1.0)
-            else:
-                self._again.pop(one.rank, None)
-            if slow:
-                continue  # it waits for one that moves
-            self._stalled[one.rank] = ReportedStall(now, board.progress, board.raised)
-        if (slow or diagnosis.kind is DiagnosisKind.UNKNOWN) and repeated:
-            return  # said before, and nothing new is known
-        if self._compared and diagnosis.claim.startswith(self._unlike):
-            return  # said when it was made, before anything stood still
-        shown = {v.rank: v for v in observations if v.rank == diagnosis.rank} or {
-            v.rank: v for v in observations[:8]
-        }
-        evidence = (
-            {}
-            if slow
-            else {rank: self._ranks[rank].evidence(observation) for rank, observation in shown.items()}
-        )
-        file(self._writer, diagnosis, observations, evidence, offset=self._offset)
-        if not slow and self._elsewhere.concerned(world_of(self._ranks.values()), len(self._ranks)):
-            self._elsewhere.tell(VERDICT, *self._observed)
-            self._elsewhere.ask(self._allowed or 0.0)
-
-    def _judge(self, due: list[RankObserver]) -> tuple[Diagnosis | None, list[Observation]]:
-        others = any(r not in due and not r.done for r in self._ranks.values())
-        if others or not all(r.has_samples for r in due):
-            self._look_closely(others=others)
-        observations = name_reductions([r.observation() for _, r in sorted(self._ranks.items())])
-        allowed = min(
-            (a for r in due if r.board is not None and (a := timeout_s(r.board, self._limits)) is not None),
-            default=None,
-        )
-        diagnoses = {
-            v.rank: diagnose(v, self._limits, allowed if len(observations) > 1 else None)
-            for v in observations
-        }
-        if allowed is not None and any(j is not None and j.waits for j in diagnoses.values()):
-            # A rank for which others wait need not stand still for as long as they do.
-            diagnoses = {
-                v.rank: diagnoses[v.rank] or diagnose(v, self._limits, HALF * allowed) for v in observations
-            }
-        gone = any(v.ended or v.exit_reason is not None for v in observations)
-        if len(observations) > 1 and not gone and self._excused(observations, diagnoses):
-            return None, observations
-        groups, world = self._groups(observations), world_of(self._ranks.values())
-        self._observed, self._allowed = (observations, diagnoses, groups, world), allowed
-        return diagnose_ranks(observations, diagnoses, groups, world), observations
-
-    def _observe(self, allowed: float | None) -> HostObservation:
-        """Judge every rank by itself, with a patience of somebody else's, for another machine."""
-        observations = name_reductions([r.observation() for _, r in sorted(self._ranks.items())])
-        diagnoses = {v.rank: diagnose(v, self._limits, allowed) for v in observations}
-        return observations, diagnoses, self._groups(observations), world_of(self._ranks.values())
-
-    def _groups(self, observations: list[Observation]) -> dict[int, list[int]]:
-        groups: dict[int, list[int]] = {}
-        for observation in observations:
-            found = runtime_dir.read_document(
-                runtime_dir.document_path(self._place, observation.rank, "groups")
-            )
-            groups.update({int(k): v for k, v in (found or {}).items()})
-        return groups
-
-    def _excused(self, observations: list[Observation], diagnoses: dict[int, Diagnosis | None]) -> bool:
-        """Tell whether all wait for a rank that evaluates, writes a checkpoint or compiles."""
-        for observation in observations:
-            board = observation.board
-            if (
-                board is None
-                or observation.ended
-                or observation.stopped
-                or diagnoses[observation.rank] is not None
-            ):
-                continue
-            thread = summarize_stacks(observation, self._limits).thread
-            if (board.phase in EXEMPT_PHASES and not board.inside) or (
+            thread = summarize_stacks(obs, self._limits).thread
+            if (state.phase in EXEMPT_PHASES and not state.inside) or (
                 thread is not None and is_compiling(thread)
             ):
                 return True
         return False
 
-    def _look_closely(self, *, others: bool) -> None:
-        """Take what a claim about a line needs, for a bounded time, also of ranks that look well."""
-        wish = self._place / "look"
+    # Observation
+
+    def _observe(self) -> list[Observation]:
+        return name_reductions([r.observe() for _, r in sorted(self._ranks.items())])
+
+    def _observe_host(self, timeout_s: float | None) -> HostObservation:
+        """Diagnose every rank by itself, with the timeout of another machine."""
+        observations = self._observe()
+        diagnoses = {o.rank: diagnose(o, self._limits, timeout_s) for o in observations}
+        return HostObservation(tuple(observations), diagnoses, self._groups(), self._world_size())
+
+    def _groups(self) -> dict[int, list[int]]:
+        groups: dict[int, list[int]] = {}
+        for rank in self._ranks:
+            found = runtime_dir.read_document(runtime_dir.document_path(self._directory, rank, "groups"))
+            groups.update({int(key): ranks for key, ranks in (found or {}).items()})
+        return groups
+
+    def _examine_closely(self) -> None:
+        """Take stack samples and CPU times of all ranks for a bounded time."""
+        request = self._directory / "sample"
         with contextlib.suppress(OSError):
-            wish.touch()
-        deadline = time.monotonic() + LOOK_TIME
+            request.touch()
+        deadline = time.monotonic() + CLOSE_LOOK_S
         while time.monotonic() < deadline:
-            time.sleep(CLOSE_POLL)
+            time.sleep(CLOSE_POLL_S)
             for one in self._ranks.values():
                 one.poll(closely=True)
             if all(r.has_samples for r in self._ranks.values()):
                 break
         with contextlib.suppress(OSError):
-            wish.unlink(missing_ok=True)
+            request.unlink(missing_ok=True)
+
+    def _diagnose(self, due: list[RankObserver]) -> tuple[Diagnosis | None, HostObservation, float | None]:
+        """Return the diagnosis over all ranks, the observations behind it, and the timeout that passed."""
+        others = any(r not in due and not r.is_done for r in self._ranks.values())
+        if others or not all(r.has_samples for r in due):
+            self._examine_closely()
+        observations = self._observe()
+        timeout_s = min((r.timeout_s for r in due if r.timeout_s is not None), default=None)
+        common_s = timeout_s if len(observations) > 1 else None
+        diagnoses = {o.rank: diagnose(o, self._limits, common_s) for o in observations}
+        if timeout_s is not None and any(d is not None and d.waits for d in diagnoses.values()):
+            # A rank for which others wait need not be silent for as long as they are.
+            share_s = PEER_TIMEOUT_SHARE * timeout_s
+            diagnoses = {
+                o.rank: diagnoses[o.rank] or diagnose(o, self._limits, share_s) for o in observations
+            }
+        host = HostObservation(tuple(observations), diagnoses, self._groups(), self._world_size())
+        ended = any(o.ended or o.exit_reason is not None for o in observations)
+        if len(observations) > 1 and not ended and self._waits_for_exempt_rank(observations, diagnoses):
+            return None, host, timeout_s
+        return diagnose_ranks(observations, diagnoses, host.groups, host.world_size), host, timeout_s
+
+    # Reports
+
+    def _report_mismatch(self) -> None:
+        """Report calls of the ranks that do not fit together, also where nothing hangs."""
+        states = {rank: r.state for rank, r in sorted(self._ranks.items()) if r.state is not None}
+        if self._is_mismatch_reported or len(states) < 2 or not any(s.distributed for s in states.values()):
+            return
+        found = find_mismatch([Observation(rank, snapshots=(state,)) for rank, state in states.items()], {})
+        before, self._mismatch = self._mismatch, "" if found is None else found.claim
+        if found is None or (before != found.claim and not self._all_done()):
+            return  # a second reading confirms it, while one is to come
+        self._is_mismatch_reported = True
+        observations = self._observe()
+        found = open_to_unobserved_ranks(found, observations, self._world_size())
+        self._emit(found, [o for o in observations if found.rank in {None, o.rank}], observations)
+
+    def _report_resolutions(self) -> None:
+        """Report how reported stalls were resolved."""
+        for rank, reports in self._reports.items():
+            one = self._ranks[rank]
+            if one.state is None or reports.stall is None:
+                continue
+            found = find_resolution(reports.stall, one.state, ended=one.ended, exit_reason=one.exit_reason)
+            if found is None:
+                continue
+            event, words = found
+            seconds = time.monotonic() - reports.stall.began
+            reports.stall = reports.progress = reports.retry_at = None
+            self._writer.event(one.state.step, event, {"rank": rank, "after": seconds, "how": words})
+            if not one.died or one.was_terminated:  # other deaths get a diagnosis of their own
+                log(f"rank {rank} {words}, {seconds:.0f} s after that diagnosis")
+
+    def _report_stall(self, due: list[RankObserver]) -> None:
+        diagnosis, host, timeout_s = self._diagnose(due)
+        if diagnosis is not None and diagnosis.kind is DiagnosisKind.UNKNOWN and not diagnosis.waits:
+            unclear = [r for r in self._ranks.values() if r.rank == diagnosis.rank]
+            overdue_s = max((r.overdue_s or 0.0 for r in due), default=0.0)
+            if overdue_s < SAMPLES_TIMEOUT_S and not all(r.has_samples for r in unclear):
+                return  # on an overloaded machine samples take their time
+            for one in unclear:
+                if self._reports[one.rank].retry_at is None:
+                    one.take_native_samples()
+            diagnosis, host, timeout_s = self._diagnose(due)
+        for one in due:
+            if one.died or one.exit_reason is not None:
+                self._reports[one.rank].is_dead = True
+        if diagnosis is None:
+            return
+        cause = self._ranks.get(diagnosis.rank) if diagnosis.rank is not None else None
+        if cause is not None and cause.died and cause.was_terminated and self._all_done():
+            # The whole job was ended on purpose.
+            step = None if cause.state is None else cause.state.step
+            self._writer.event(step, "ended", {"rank": cause.rank, "how": cause.ended})
+            return
+        is_slow = diagnosis.kind is DiagnosisKind.SLOW
+        is_inconclusive = is_slow or diagnosis.kind is DiagnosisKind.UNKNOWN
+        is_repeated = any(self._reports[r.rank].retry_at is not None for r in due)
+        self._remember(diagnosis, due, is_slow=is_slow, is_inconclusive=is_inconclusive)
+        if is_inconclusive and is_repeated:
+            return  # reported before, and nothing new is known
+        if self._is_mismatch_reported and diagnosis.claim.startswith(self._mismatch):
+            return  # reported when the call was made, before anything hung
+        observations = host.observations
+        shown = [o for o in observations if o.rank == diagnosis.rank] or observations[:MAX_EVIDENCE]
+        self._emit(diagnosis, [] if is_slow else shown, observations)
+        if not is_slow and self._has_peers():
+            self._peers.publish(DIAGNOSED, host)
+            self._peers.ask(timeout_s or 0.0)
+
+    def _remember(
+        self, diagnosis: Diagnosis, due: list[RankObserver], *, is_slow: bool, is_inconclusive: bool
+    ) -> None:
+        now = time.monotonic()
+        for one in self._ranks.values():
+            state, reports = one.state, self._reports[one.rank]
+            if state is None or one.is_done or (one not in due and one.overdue_s is None):
+                continue
+            reports.phase_since = state.phase_since  # what moves again in this phase is not slow for that
+            if is_slow and one.rank == diagnosis.rank:
+                continue
+            reports.progress = state.progress
+            reports.retry_at = now + 2 * max(state.silence_s, 1.0) if is_inconclusive else None
+            if not is_slow:  # otherwise it waits for one that moves
+                reports.stall = ReportedStall(now, state.progress, state.raised)
+
+    def _emit(
+        self, diagnosis: Diagnosis, shown: Sequence[Observation], observations: Sequence[Observation]
+    ) -> None:
+        evidence = {o.rank: self._ranks[o.rank].format_evidence(o) for o in shown}
+        emit(self._writer, diagnosis, observations, evidence, step_offset=self._step_offset)
 
 
 def main(arguments: list[str]) -> None:
-    """Detach and watch."""
-    place, run, folder, offset, limits = arguments
+    """Detach from the starting process and watch."""
+    directory, run, attempt_directory, step_offset, limits = arguments
+    # A process of its own, so that a script that waits for all its children does not wait for this one.
     reading, writing = os.pipe()
     if os.fork():
         os.close(writing)
-        os.read(reading, 1)  # until the other has said where it is, or is gone
+        os.read(reading, 1)  # until the other has written its pid, or has ended
         os._exit(0)
     os.close(reading)
     os.setsid()
-    # What the watched process is told by its terminal or its launcher is not for us: we end with the ranks.
+    # Signals of the terminal or the launcher are for the ranks; the watchdog ends with them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        runtime_dir.write_document(Path(place) / "sidecar.json", {"pid": os.getpid()})
+        runtime_dir.write_document(Path(directory) / runtime_dir.WATCHDOG, {"pid": os.getpid()})
         os.close(writing)
-        taken = Thresholds().override(json.loads(limits))
-        Watchdog(Path(place), Path(run), Path(folder), taken, int(offset)).run()
-    except Exception as error:  # noqa: BLE001 - a traceback of ours has no place in somebody's output
-        if isinstance(error, FileNotFoundError) and not Path(place).exists():
-            return  # the ranks have ended before we began
-        say(f"the sidecar has ended: {type(error).__name__}: {error}; a stall is no longer seen")
+        thresholds = Thresholds().override(json.loads(limits))
+        Watchdog(Path(directory), Path(run), Path(attempt_directory), thresholds, int(step_offset)).run()
+    except Exception as error:  # noqa: BLE001 - no traceback of backlight on the user's terminal
+        if isinstance(error, FileNotFoundError) and not Path(directory).exists():
+            return  # the ranks have ended before the start
+        log(f"the watchdog has ended: {type(error).__name__}: {error}; stalls are no longer reported")
 
 
 if __name__ == "__main__":

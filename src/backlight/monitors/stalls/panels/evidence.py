@@ -1,4 +1,4 @@
-"""What was collected while a training stood still: stacks and thread states, and what could not be had."""
+"""Evidence of stalls: stacks and thread states, and what could not be collected."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from backlight.text import visible
     title="Evidence of stalls",
     order=115,
     series=("evidence", "events/stall"),
-    note="Stacks, thread states and the board of each process at the time of a verdict.",
+    note="Stacks, thread states and shared state of each process at the time of a diagnosis.",
     monitor="stalls",
 )
 def evidence(source: Source) -> Drawn | NotMeasured:
-    """Show the files that verdicts cite, and say what could not be collected."""
+    """Show the files that diagnoses cite, and what could not be collected."""
     found = collected(source)
     if not found.files and not found.missing:
-        return NotMeasured("No verdict on a stall needed evidence.")
+        return NotMeasured("No stall was diagnosed.")
     missing = [{"rank": rank, "reason": reason} for rank, reason in found.missing]
-    remarks = (f"{found.more} more files stand in the run directory.",) if found.more else ()
+    remarks = (f"{found.more} more files are in the run directory.",) if found.more else ()
     files = [{"path": visible(path), "text": text} for path, text in found.files]
     return Drawn("dumps", {"files": files, "missing": missing}, (), remarks)

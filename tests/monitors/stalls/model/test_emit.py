@@ -1,4 +1,4 @@
-"""What is said of a stall afterwards: it moves again only where a training that runs goes on twice."""
+"""Resolution of a stall: a rank moves again only after two further heartbeats."""
 
 from __future__ import annotations
 
@@ -10,29 +10,41 @@ from pathlib import Path
 
 import pytest
 
-from backlight.monitors.stalls.model.exit_reason import ExitReason
-from backlight.monitors.stalls.model.resolution import ENDED, MOVES, ReportedStall, get_resolution
-from backlight.monitors.stalls.model.shared_state import SharedState, Slot, State, StateSnapshot, read_state
+from backlight.monitors.stalls.model.emit import ENDED, RESUMED, ReportedStall, find_resolution
+from backlight.monitors.stalls.model.observation import ExitReason
+from backlight.monitors.stalls.model.shared_state import (
+    RankStatus,
+    SharedState,
+    Slot,
+    StateSnapshot,
+    read_state,
+)
 from backlight.store.read.run import open_run
 
 
-def state(tmp_path: Path, *, progress: int, raised: int = 0, state: State = State.RUNNING) -> StateSnapshot:
-    path = tmp_path / "rank-00000.board"
+def state(
+    tmp_path: Path, *, progress: int, raised: int = 0, status: RankStatus = RankStatus.RUNNING
+) -> StateSnapshot:
+    path = tmp_path / "rank-00000.state"
     path.unlink(missing_ok=True)
-    board = SharedState(path)
-    board.open(rank=0, world=1, main_ident=1, main_tid=1, stall=None)
-    board.slots[Slot.PROGRESS], board.slots[Slot.RAISED], board.slots[Slot.STATE] = progress, raised, state
+    shared = SharedState(path)
+    shared.open(rank=0, world_size=1, main_ident=1, main_tid=1, timeout_s=None)
+    shared.slots[Slot.PROGRESS], shared.slots[Slot.RAISED], shared.slots[Slot.STATUS] = (
+        progress,
+        raised,
+        status,
+    )
     found = read_state(path)
     assert found is not None
     return found
 
 
-def test_it_moves_again_only_if_it_goes_on_twice(tmp_path: Path) -> None:
-    reported = ReportedStall(0.0, progress=5, raised=0)
-    assert get_resolution(reported, state(tmp_path, progress=5)) is None
-    assert get_resolution(reported, state(tmp_path, progress=6)) is None
-    assert get_resolution(reported, state(tmp_path, progress=6)) is None
-    assert get_resolution(reported, state(tmp_path, progress=8)) == (MOVES, "moves again")
+def test_rank_moves_again_after_two_further_heartbeats(tmp_path: Path) -> None:
+    reported = ReportedStall(0.0, progress=5, failed_backwards=0)
+    assert find_resolution(reported, state(tmp_path, progress=5)) is None
+    assert find_resolution(reported, state(tmp_path, progress=6)) is None
+    assert find_resolution(reported, state(tmp_path, progress=6)) is None
+    assert find_resolution(reported, state(tmp_path, progress=8)) == (RESUMED, "moves again")
 
 
 @pytest.mark.parametrize(
@@ -40,25 +52,25 @@ def test_it_moves_again_only_if_it_goes_on_twice(tmp_path: Path) -> None:
     [
         ({"raised": 1}, None, "ended that backward by an exception"),
         (
-            {"raised": 1, "state": State.FAILED},
+            {"raised": 1, "status": RankStatus.FAILED},
             ExitReason("KeyboardInterrupt", 0.0),
             "left its training by KeyboardInterrupt",
         ),
-        ({"state": State.FAILED}, None, "left its training by an exception"),
-        ({"state": State.FINISHED}, None, "has ended its training"),
+        ({"status": RankStatus.FAILED}, None, "left its training by an exception"),
+        ({"status": RankStatus.FINISHED}, None, "has ended its training"),
     ],
 )  # fmt: skip
-def test_whatever_else_ends_it_is_told(
+def test_other_ends_of_a_stall_are_reported(
     change: dict[str, int], exit_reason: ExitReason | None, words: str, tmp_path: Path
 ) -> None:
-    found = get_resolution(
+    found = find_resolution(
         ReportedStall(0.0, 5, 0), state(tmp_path, progress=9, **change), exit_reason=exit_reason
     )
     assert found == (ENDED, words)
 
 
-def test_a_process_that_died_did_not_move(tmp_path: Path) -> None:
-    found = get_resolution(ReportedStall(0.0, 5, 0), state(tmp_path, progress=9), ended="killed by SIGKILL")
+def test_dead_process_did_not_move(tmp_path: Path) -> None:
+    found = find_resolution(ReportedStall(0.0, 5, 0), state(tmp_path, progress=9), ended="killed by SIGKILL")
     assert found == (ENDED, "killed by SIGKILL without having moved again")
 
 
@@ -107,4 +119,4 @@ def test_an_interrupted_hang_is_told_as_that(tmp_path: Path) -> None:
         "left its training by KeyboardInterrupt",
         "ended that backward by an exception",  # where the sidecar looked in between
     }
-    assert open_run(tmp_path / "run").events(MOVES) == ()
+    assert open_run(tmp_path / "run").events(RESUMED) == ()

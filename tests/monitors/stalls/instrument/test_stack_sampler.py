@@ -1,0 +1,62 @@
+"""Sampler thread: stacks from inside, and whether a thread runs Python."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+import traceback
+
+from backlight.monitors.stalls.instrument.stack_sampler import probe_bytecode, take_sample
+from backlight.monitors.stalls.model.stacks import parse_sampler_stacks, user_frame
+
+
+def test_probe_distinguishes_python_from_native_code() -> None:
+    stop = threading.Event()
+    tids: list[int] = []
+
+    def spin() -> None:
+        tids.append(threading.get_native_id())
+        while not stop.is_set():
+            pass
+
+    def wait() -> None:
+        tids.append(threading.get_native_id())
+        ctypes.CDLL(None).usleep(600_000)
+
+    answers: dict[str, set[bool | None]] = {}
+    for work in (spin, wait):
+        tids.clear()
+        stop.clear()
+        thread = threading.Thread(target=work)
+        thread.start()
+        while not tids:
+            time.sleep(0.001)
+        answers[work.__name__] = {probe_bytecode(tids[0]) for _ in range(4)}
+        stop.set()
+        thread.join()
+    # On a busy machine either may be undecided, but never mistaken for the other.
+    assert False not in answers["spin"]
+    assert True not in answers["wait"]
+    assert answers != {"spin": {None}, "wait": {None}}
+
+
+def test_sample_holds_the_line_of_every_thread() -> None:
+    gate = threading.Event()
+    thread = threading.Thread(target=gate.wait, name="waiting")
+    thread.start()
+    try:
+        taken: list[dict[str, object]] = []
+        sampler = threading.Thread(target=lambda: taken.append(take_sample(1)))
+        sampler.start()
+        sampler.join()
+        (found,) = parse_sampler_stacks(taken)
+        named = {t.name: t for t in found.threads}
+        assert named["waiting"].frames[0].function.endswith("wait")
+        mine = user_frame(named["MainThread"])
+        assert mine is not None
+        assert mine.file == __file__
+        assert any(f.name in mine.function for f in traceback.extract_stack())
+    finally:
+        gate.set()
+        thread.join()

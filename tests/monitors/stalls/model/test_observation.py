@@ -1,0 +1,191 @@
+"""Exit reasons of ranks, and the bucket of DDP for which a rank waits."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from backlight.monitors.stalls.model.observation import (
+    ExitReason,
+    Observation,
+    describe_exception,
+    name_reductions,
+    parse_buckets,
+    parse_exit_reason,
+)
+from backlight.monitors.stalls.model.shared_state import SharedState, Slot, StateSnapshot, read_state
+from backlight.records import Phase
+from backlight.store.read.run import open_run
+
+BUCKETS = ((2, 3), (0, 1))
+NAMES = ("first.weight", "first.bias", "head.weight", "head.bias")
+UNKNOWN = "a reduction inside backward"
+
+
+def raised(error: BaseException, file: str = "/home/me/train.py", name: str = "main") -> BaseException:
+    """Return the error as if it came through a function of a file."""
+    space: dict[str, Any] = {"error": error}
+    exec(compile(f"def {name}():\n    raise error\n", file, "exec"), space)
+    try:
+        space[name]()
+    except BaseException as caught:  # noqa: BLE001 - an interrupt as well
+        return caught
+    raise AssertionError
+
+
+def exit_reason(error: BaseException, **where: str) -> ExitReason:
+    found = parse_exit_reason(describe_exception(raised(error, **where)))
+    assert found is not None
+    return found
+
+
+def test_error_of_the_rank_with_its_line() -> None:
+    found = exit_reason(ValueError("injected\nhere"))
+    assert (found.error, found.line, found.function) == (
+        "ValueError: injected here",
+        "/home/me/train.py:2",
+        "main",
+    )
+    assert (found.inside, found.interrupted, found.out_of_memory) == ("", False, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "file", "inside"),
+    [
+        (
+            RuntimeError("Connection closed by peer"),
+            "/x/torch/distributed/distributed_c10d.py",
+            "a collective",
+        ),
+        (RuntimeError("anything"), "/x/torch/distributed/distributed_c10d.py", "a collective"),
+        (ValueError("bad argument"), "/x/torch/distributed/distributed_c10d.py", ""),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:1] Read error"), "/home/me/train.py", "a collective"),
+        (RuntimeError("sizes do not match"), "/home/me/train.py", ""),
+        (RuntimeError("Expected to have finished reduction"), "/x/torch/nn/parallel/distributed.py", ""),
+    ],
+)
+def test_error_that_blames_another_rank(error: BaseException, file: str, inside: str) -> None:
+    assert exit_reason(error, file=file).inside == inside
+
+
+def test_error_of_a_peer_in_backward() -> None:
+    error = RuntimeError("Connection reset by peer")
+    assert (
+        exit_reason(error, file="/x/torch/autograd/graph.py", name="_engine_run_backward").inside
+        == "backward"
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA out of memory"),
+    ],
+)
+def test_out_of_memory(error: BaseException) -> None:
+    assert exit_reason(error).out_of_memory
+
+
+def test_interrupt() -> None:
+    assert exit_reason(KeyboardInterrupt()).interrupted
+
+
+def test_malformed_exit_reason_is_none(tmp_path: Path) -> None:
+    assert parse_exit_reason(None) is None
+    assert parse_exit_reason({"nothing": 1}) is None
+    assert parse_exit_reason(vars(SimpleNamespace(error="E", at=1.0))) == ExitReason("E", 1.0)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateSnapshot:
+    shared = SharedState(tmp_path / "rank-00000.state")
+    shared.open(rank=0, world_size=2, main_ident=1, main_tid=1, timeout_s=None)
+    shared.slots[Slot.BACKWARDS] = 3
+    found = read_state(shared.path)
+    assert found is not None
+    return dataclasses.replace(found, phase=Phase.BACKWARD)
+
+
+def observation(state: StateSnapshot, rank: int, arrived: str, **changes: object) -> Observation:
+    shared = dataclasses.replace(state, rank=rank, arrived=bytes(map(int, arrived)), **changes)  # type: ignore[arg-type]
+    return Observation(rank=rank, snapshots=(shared,), names=NAMES, buckets=BUCKETS)
+
+
+def reductions(*observations: Observation) -> list[str]:
+    return [one.reducing for one in name_reductions(observations)]
+
+
+def test_rank_waits_for_the_bucket_that_another_has_not_filled(state: StateSnapshot) -> None:
+    waits, lacks = reductions(observation(state, 0, "1111"), observation(state, 1, "0011"))
+    assert waits == "the reduction of bucket 2 of 2 (first.weight ... first.bias, 2 parameters)"
+    assert lacks == "the reduction of bucket 1 of 2 (head.weight ... head.bias, 2 parameters)"
+
+
+def test_rank_before_this_backward_lacks_the_first_bucket(state: StateSnapshot) -> None:
+    late = observation(state, 1, "1111", phase=Phase.OTHER)  # of the backward before
+    assert reductions(observation(state, 0, "1111"), late)[0].startswith("the reduction of bucket 1 of 2")
+
+
+def test_undetermined_bucket_is_not_named(state: StateSnapshot) -> None:
+    both = reductions(observation(state, 0, "1111"), observation(state, 1, "1111"))
+    assert set(both) == {f"{UNKNOWN} (of 2 buckets of DDP that have all their gradients)"}
+    assert reductions(observation(state, 0, "0001")) == [UNKNOWN]
+    assert reductions(dataclasses.replace(observation(state, 0, "1111"), buckets=())) == [UNKNOWN]
+    assert reductions(observation(state, 0, "1111", phase=Phase.FORWARD)) == [UNKNOWN]
+
+
+def test_malformed_buckets_are_empty() -> None:
+    assert parse_buckets([[0, 1], [2]]) == ((0, 1), (2,))
+    assert parse_buckets(None) == parse_buckets([["x"]]) == parse_buckets(7) == ()
+
+
+@pytest.mark.alone
+@pytest.mark.full
+def test_bucket_is_named_in_a_real_launch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.Linear(600, 600))\n"
+        "model = DistributedDataParallel(model, bucket_cap_mb=1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for step in range(4):\n"
+        "    if step == 3 and dist.get_rank():\n"
+        "        time.sleep(4)\n"
+        "    model(torch.ones(2, 600)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = [
+        "-m",
+        "backlight",
+        "run",
+        "--monitors",
+        "stalls",
+        "--stall",
+        "1.5",
+        "--out",
+        "run",
+        str(script),
+    ]
+    done = subprocess.run(
+        [*launch, *options], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (found,) = [f for f in open_run(tmp_path / "run").stored_findings() if f.rule == "stall"]
+    assert found.subject.rank == 1
+    assert re.search(
+        r"Waiting for it: rank 0 in the reduction of bucket 1 of 2 \(1\.(bias|weight)", found.claim
+    ), found.claim
