@@ -1,7 +1,8 @@
 """The stalls monitor: how often its diagnoses are right, and what it costs while nothing stalls.
 
-The fault suite of the tests is run and scored: correct, inconclusive, wrong. Cost: nanoseconds of a heartbeat, and
-the time that the monitor adds to a step of the demo model, by interleaved blocks with and without it.
+The fault suite of the tests is run and scored: correct, inconclusive, wrong. Cost: nanoseconds of a
+heartbeat, and the time that the monitor adds to a step of the demo model, by interleaved blocks with and
+without it.
 
     OMP_WAIT_POLICY=PASSIVE python bench/stalls.py [--all]
 """
