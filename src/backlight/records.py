@@ -128,13 +128,12 @@ class Placement:
     local_shape: tuple[int, ...] = ()
     offset: tuple[int, ...] = ()
     replicas: int = 1
-    mesh: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read what :func:`to_json` wrote."""
         known = _known(cls, data)
-        for key in ("global_shape", "local_shape", "offset", "mesh"):
+        for key in ("global_shape", "local_shape", "offset"):
             if key in known:
                 known[key] = tuple(known[key])
         if "layout" in known:
@@ -285,7 +284,6 @@ class Fingerprint:
     modules: tuple[tuple[str, str], ...] = ()
     parameter_count: int = 0
     dtypes: Mapping[str, int] = field(default_factory=dict)
-    batch: str = ""
     optimizers: tuple[str, ...] = ()
     flags: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1

@@ -107,7 +107,6 @@ def test_unlike_runs_show_reasons_and_no_numbers(tmp_path: Path) -> None:
         ({"versions": PRINT.versions | {"torch": "2.9.0"}}, "torch 2.13.0 against 2.9.0"),
         ({"flags": {"tf32": "True"}}, "flag tf32 False against True"),
         ({"world_size": 4}, "ranks 1 against 4"),
-        ({"batch": "[32, 8]"}, r"batch unknown against \[32, 8\]"),
         ({"optimizers": ("AdamW",)}, "optimizers SGD against AdamW"),
         ({"dtypes": {"bfloat16": 32}}, "weights in float32 32 against none"),
         (

@@ -22,7 +22,7 @@ def shard_of(record: ParameterRecord, rank: int, world_size: int) -> ParameterRe
     rows = record.shape[0] // world_size
     local = (rows, *record.shape[1:])
     offset = (rank * rows, *(0 for _ in record.shape[1:]))
-    place = Placement(Layout.SHARD, record.shape, local, offset, mesh=(world_size,))
+    place = Placement(Layout.SHARD, record.shape, local, offset)
     return dataclasses.replace(record, numel=int(np.prod(local)), placement=place)
 
 

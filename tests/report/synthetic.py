@@ -357,7 +357,6 @@ def fingerprint(table: tuple[ParameterRecord, ...]) -> Fingerprint:
         ),
         parameter_count=sum(record.numel for record in table),
         dtypes={"float32": len(table)},
-        batch="tokens [16, 128] int64",
         optimizers=("AdamW(lr=0.0003, betas=(0.9, 0.95))",),
         flags={"tf32": "off", "threads": "4"},
     )

@@ -22,7 +22,7 @@ PLACES = frozenset({
 })  # fmt: skip
 """Arguments that are taken to name a place to write, without influence on the training."""
 
-DERIVED = frozenset({"modules", "parameter_count", "dtypes", "optimizers", "batch", "lr"})
+DERIVED = frozenset({"modules", "parameter_count", "dtypes", "optimizers", "lr"})
 """Fields that an argument of the script may change, so that they may follow from the factor."""
 
 
@@ -69,7 +69,6 @@ def differences(a: Fingerprint, b: Fingerprint) -> list[Difference]:
     for field, words, mine, theirs in (
         ("device", "device", a.device, b.device),
         ("world_size", "ranks", a.world_size, b.world_size),
-        ("batch", "batch", a.batch, b.batch),
         ("optimizers", "optimizers", ", ".join(a.optimizers), ", ".join(b.optimizers)),
     ):
         if mine != theirs:

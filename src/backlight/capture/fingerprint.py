@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import backlight
+from backlight import devices
 from backlight.capture.hub import HUB
 from backlight.capture.modules import holding, kind_of, walk
 from backlight.distributed import rank_and_size
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("numpy", "transformers", "lightning", "accelerate", "datasets", "triton")
 
 
-def take_fingerprint(scope: Scope, arguments: tuple[str, ...], batch: str = "") -> Fingerprint:
+def take_fingerprint(scope: Scope, arguments: tuple[str, ...]) -> Fingerprint:
     """Describe the training in ``scope`` as it is now."""
     records = scope.table.records
     rows = {id(t) for t in scope.table.tensors()}
@@ -44,7 +45,6 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...], batch: str = "") 
         modules=modules,
         parameter_count=sum(dtypes.values()),
         dtypes=dict(dtypes),
-        batch=batch,
         optimizers=tuple(type(o).__name__ for o in scope.optimizers()),
         flags=_flags(),
         world_size=rank_and_size()[1],
@@ -64,11 +64,11 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _device(devices: set[str]) -> str:
+def _device(used: set[str]) -> str:
     names = []
-    for device in sorted(devices):
+    for device in sorted(used):
         if device.startswith("cuda"):
-            names.append(f"{device}: {torch.cuda.get_device_name(device)}")
+            names.append(f"{device}: {devices.name_of(device)}")
         else:
             names.append(f"{device}: {platform.processor() or platform.machine()}")
     return ", ".join(names)

@@ -311,11 +311,6 @@ HUB = Hub()
 os.register_at_fork(after_in_child=HUB.switch_off)
 
 
-def capturing_graph() -> bool:
-    """Whether a CUDA graph is being captured, where nothing of ours may run."""
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-
-
 class Forwards:
     """Hooks on outermost modules, which report to the hub; take them off with :meth:`leave`."""
 

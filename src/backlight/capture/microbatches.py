@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
-from backlight.capture.hub import HUB, Listener, capturing_graph
+from backlight.capture.hub import HUB, Listener
+from backlight.devices import is_capturing_graph
 
 
 class GradientSink(Protocol):
@@ -82,7 +83,7 @@ class Microbatches(Listener):
         self.backwards += 1
         self.in_closure = self.in_closure or self._inside > 0
         self._failed = False
-        if capturing_graph():
+        if is_capturing_graph():
             return
         for key, leaf in self._sink.leaves():
             if leaf.requires_grad and leaf.is_leaf:

@@ -13,6 +13,7 @@ from torch import nn
 from backlight.capture.hub import HUB
 from backlight.capture.modules import walk
 from backlight.capture.sharding import wholes
+from backlight.devices import random_states, set_random_states
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -103,7 +104,7 @@ class Untouched:
         self.states = self._random()
 
     def _random(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
+        return random_states(self.devices)
 
     @property
     def drew(self) -> bool:
@@ -112,10 +113,7 @@ class Untouched:
 
     def rewind(self, states: Sequence[torch.Tensor] | None = None) -> None:
         """Put the random state back, or put ``states`` of an earlier one in its place."""
-        first, *others = states or self.states
-        torch.set_rng_state(first)
-        for device, state in zip(self.devices, others, strict=True):
-            torch.cuda.set_rng_state(state, device)
+        set_random_states(self.devices, states or self.states)
 
     def restore(self) -> None:
         """Put buffers, training modes and random state back."""

@@ -196,7 +196,7 @@ def _placement(tensor: torch.Tensor, part: torch.Tensor) -> Placement:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
 
     _, offset = compute_local_shape_and_global_offset(shape, tensor.device_mesh, placements)  # type: ignore[attr-defined]
-    return Placement(layout, shape, tuple(part.shape), tuple(offset), replicas, mesh)
+    return Placement(layout, shape, tuple(part.shape), tuple(offset), replicas)
 
 
 class Scope:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backlight.capture.hooks import scale_of
-from backlight.capture.hub import HUB, Listener, capturing_graph
+from backlight.capture.hub import HUB, Listener
 from backlight.capture.parameters import settled
 from backlight.capture.phase_clock import PhaseClock
+from backlight.devices import is_capturing_graph
 from backlight.records import Phase
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ class StepTracker(Listener):
         self._versions.clear()
         self._refreshed = False
         self._summary = StepSummary(self._index)
-        self._recording = self._sink.step_opens(self._index) and not capturing_graph()
+        self._recording = self._sink.step_opens(self._index) and not is_capturing_graph()
 
     def _close(self) -> None:
         summary = self._summary

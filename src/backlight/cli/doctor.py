@@ -71,8 +71,10 @@ def _device() -> Check:
         return Check("device", "limited", "no torch", "")
     import torch
 
-    if torch.cuda.is_available():
-        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    from backlight import devices
+
+    if devices.is_available():
+        names = ", ".join(devices.name_of(i) for i in range(devices.count()))
         return Check("device", "ok", names, "one asynchronous copy per recorded step")
     return Check(
         "device", "ok", f"CPU, {torch.get_num_threads()} threads", "no accelerator: host measurements"

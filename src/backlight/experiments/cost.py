@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from backlight import devices
 from backlight.experiments.config import Configuration
 from backlight.experiments.loop import named_gradients
 from backlight.experiments.runner import build, pace_of, torch_threads
@@ -310,8 +311,7 @@ def _timed(work: Callable[[], Any]) -> float:
 
 
 def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    devices.synchronize()
 
 
 def _samples(task: Task) -> int:

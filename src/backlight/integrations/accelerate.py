@@ -9,8 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from backlight.integrations.hosted import Hosted, Hosting, OnEnd
-from backlight.integrations.versions import require
+from backlight.integrations.hosted import Hosted, Hosting, OnEnd, require
 
 VERSION = require("accelerate", "accelerate")
 """The release of Accelerate that is here."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.metadata
 import os
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,11 +36,60 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-OTHER_RANKS = 10.0
+OLDEST_RELEASES = {
+    "lightning": "2.4",
+    "pytorch-lightning": "2.4",
+    "transformers": "4.50",
+    "accelerate": "1.2",
+    "torchtitan": "0.3",
+}
+"""Oldest release that each integration takes, by distribution; pyproject.toml states the same."""
+
+OTHER_RANKS_TIMEOUT_S = 10.0
 """Seconds that rank 0 waits, at most, for the other ranks to close, before it says what was found."""
 
 OnEnd = Callable[[list[Finding]], Any]
 """Called with the findings when a training has ended, on rank 0."""
+
+
+class FrameworkError(ImportError):
+    """A framework that an integration is for is missing, or too old for it."""
+
+
+def require(distribution: str, extra: str) -> str:
+    """Return the installed version of ``distribution``, which is recent enough.
+
+    Raises
+    ------
+    FrameworkError
+        If it is missing or older than :data:`OLDEST_RELEASES` says.
+    """
+    least = OLDEST_RELEASES[distribution]
+    try:
+        found = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        raise FrameworkError(_text(extra, distribution, least, "it is not installed")) from None
+    if _numbers(found) < _numbers(least):
+        raise FrameworkError(_text(extra, distribution, least, f"got {found}"))
+    return found
+
+
+def _text(extra: str, distribution: str, least: str, got: str) -> str:
+    return (
+        f"backlight.integrations.{extra}: expected {distribution} {least} or newer, {got}; "
+        f"run: pip install --upgrade {_source(extra)}"
+    )
+
+
+def _source(extra: str) -> str:
+    names = {"lightning": "lightning", "huggingface": "huggingface", "accelerate": "huggingface"}
+    return f"'backlight[{names[extra]}]'" if extra in names else extra
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: ``2.10.0.dev3`` is ``(2, 10, 0)``."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 class Hosted:
@@ -167,7 +218,7 @@ class Hosted:
             return
         path = self.watch.path
         if rank_and_size()[1] > 1:
-            wait_for_ranks(path, OTHER_RANKS)
+            wait_for_ranks(path, OTHER_RANKS_TIMEOUT_S)
         try:
             run = open_run(path)
             found = findings_of(run)

@@ -7,8 +7,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from backlight.integrations.hosted import HostedCallback
-from backlight.integrations.versions import require
+from backlight.integrations.hosted import HostedCallback, require
 
 VERSION = require("transformers", "huggingface")
 """The release of transformers that is here."""

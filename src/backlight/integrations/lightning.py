@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from backlight.integrations.hosted import HostedCallback
-from backlight.integrations.versions import require
+from backlight.integrations.hosted import HostedCallback, require
 
 _OTHER = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 VERSION = require("pytorch-lightning" if _OTHER else "lightning", "lightning")

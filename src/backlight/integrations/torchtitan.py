@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from backlight.integrations.hosted import Hosted, Hosting, OnEnd
-from backlight.integrations.versions import require
+from backlight.integrations.hosted import Hosted, Hosting, OnEnd, require
 
 VERSION = require("torchtitan", "torchtitan")
 """The release of torchtitan that is here."""

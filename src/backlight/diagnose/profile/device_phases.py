@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from backlight.capture.hub import capturing_graph
+from backlight.devices import is_capturing_graph
 from backlight.diagnose.profile.ranges import PhaseRanges
 from backlight.records import Phase
 
@@ -90,7 +90,7 @@ class DevicePhases(PhaseRanges):
             self._read(self._pending.popleft())
 
     def _mark(self) -> None:
-        if capturing_graph():
+        if is_capturing_graph():
             return
         event = self._spare.pop() if self._spare else self._make()
         event.record()

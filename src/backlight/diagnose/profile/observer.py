@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from backlight import devices
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
 from backlight.capture.steps import StepSummary
@@ -125,7 +126,7 @@ class ProfileObserver(StepObserver):
         self._profiler: torch.profiler.profile | None = None
         self._skipped_first = False
         self._exported = False
-        self._device = DevicePhases() if torch.cuda.is_available() else None
+        self._device = DevicePhases() if devices.is_available() else None
 
     def __enter__(self) -> ProfileObserver:
         """Attach the clock."""
@@ -210,7 +211,7 @@ class ProfileObserver(StepObserver):
 
     def _begin_trace(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
+        if devices.is_available():
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self._modules.follow(self.trained.models)
         HUB.add(self._phases)

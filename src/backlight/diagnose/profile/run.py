@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from backlight import devices
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.parameters import Scope
 from backlight.diagnose.profile.controls import control_from_environment
@@ -219,8 +220,8 @@ def _throughput_fields(
     if summary.step is None:
         return {}
     peak, device = options.peak, ""
-    if peak is None and torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
+    if peak is None and devices.is_available():
+        device = devices.name_of()
         peak = peak_flops(device)
     rows = modules.modules if modules is not None else ()
     recomputed = {m.name: m.recomputed for m in rows if m.recomputed}
@@ -280,7 +281,7 @@ def _device_phases(observed: Observed, warmup: int) -> dict[str, float] | None:
 
 
 def _peak_memory() -> PeakMemory:
-    if torch.cuda.is_available():
+    if devices.is_available():
         whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         return PeakMemory(torch.cuda.max_memory_allocated(), int(whole), "device")
     # Kilobytes on Linux, bytes on macOS.

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from backlight import devices
 from backlight.capture.phase_clock import PhaseClock
 from backlight.diagnose.memory.result import PredictionError
 from backlight.diagnose.profile.step_summary import summarize_steps
@@ -44,12 +45,12 @@ def measure(recipe: Recipe, steps: int) -> dict[str, Any]:
 
     def enter(phase: Phase) -> None:
         if device is not None:
-            torch.cuda.synchronize(device)
+            devices.synchronize(device)
         clock.enter(phase)
 
     def leave(phase: Phase) -> None:
         if device is not None:
-            torch.cuda.synchronize(device)
+            devices.synchronize(device)
         clock.leave(phase)
 
     model.register_forward_pre_hook(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from backlight import devices
 from backlight.measure.gram.factors import (
     Factors,
     LookupFactors,
@@ -171,7 +172,7 @@ def _fastest(ways: Sequence[Callable[[], Tensor]], device: torch.device) -> list
             begin = time.perf_counter()
             way()
             if device.type == "cuda":
-                torch.cuda.synchronize(device)
+                devices.synchronize(device)
             took.append(time.perf_counter() - begin)
     return [min(took[1:]) for took in times]
 

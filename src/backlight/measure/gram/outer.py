@@ -14,6 +14,7 @@ import torch
 from psutil import virtual_memory
 from torch import Tensor, nn
 
+from backlight import devices
 from backlight.text import size
 
 
@@ -164,9 +165,7 @@ class OuterProduct:
 
 def available_memory(device: torch.device) -> int:
     """Return the bytes of memory that are available on ``device``."""
-    return (
-        int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else int(virtual_memory().available)
-    )
+    return devices.free_memory(device) if device.type == "cuda" else int(virtual_memory().available)
 
 
 def outer_product(gradients: nn.Module | Tensor | Iterable[Any]) -> OuterProduct:

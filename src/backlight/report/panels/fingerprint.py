@@ -22,7 +22,6 @@ def fingerprint(source: Source) -> Drawn | NotMeasured:
         ("parameters", f"{stored.parameter_count:,} in {len(source.parameters):,} tensors"),
         ("types", _pairs({name: f"{amount:,}" for name, amount in stored.dtypes.items()})),
         ("optimizers", ", ".join(stored.optimizers)),
-        ("batch", stored.batch),
         ("device", stored.device),
         ("host", stored.host),
         ("processes", str(stored.world_size)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from backlight.devices import synchronize
 from backlight.store.format.spectra import Layer
 
 
@@ -89,7 +91,7 @@ class Caught:
     lacking: dict[str, str] = field(default_factory=dict)
     extra: int = 0
     extra_seconds: float = 0.0
-    arrivals: list[torch.cuda.Event] = field(default_factory=list)
+    arrivals: list[Any] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -139,7 +141,7 @@ class Waiting:
         if key in self._open:
             if gradient.device.type == "cuda":
                 # What came first may still be on its way to the host.
-                torch.cuda.synchronize(gradient.device)
+                synchronize(gradient.device)
             self._open[key] += gradient.detach().to(self._open[key].device)
             return
         self._open[key] = copied(gradient, self._place)
@@ -177,13 +179,3 @@ def copied(tensor: Tensor, place: str) -> Tensor:
         return tensor.to("cpu")
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def arrivals(devices: Iterable[str]) -> list[torch.cuda.Event]:
-    """Return events that are over when all copies that were set out from these devices have arrived."""
-    events = []
-    for device in sorted({device for device in devices if device.startswith("cuda")}):
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    return events

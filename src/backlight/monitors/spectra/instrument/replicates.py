@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from backlight.capture.microbatches import InputSizes, Microbatches
 from backlight.capture.model_state import untouched
+from backlight.devices import record_events
 from backlight.monitor import Gradients, Monitor, RunContext
 from backlight.monitors.spectra.instrument import batch_split
 from backlight.monitors.spectra.instrument.batches import samples as samples_of
 from backlight.monitors.spectra.instrument.layer_selection import Targets, selected
 from backlight.monitors.spectra.instrument.rank_exchange import Exchange
-from backlight.monitors.spectra.instrument.replicate_buffer import Caught, Waiting, arrivals, copied
+from backlight.monitors.spectra.instrument.replicate_buffer import Caught, Waiting, copied
 from backlight.monitors.spectra.instrument.worker_thread import WorkerThread
 from backlight.monitors.spectra.model.options import EVERY, Catching
 
@@ -155,7 +156,7 @@ class ReplicateMonitor(Monitor):
                 "torch.func give none"
             )
         self._add_singles(caught)
-        caught.arrivals = arrivals(target.device for target in self._targets.caught)
+        caught.arrivals = record_events(target.device for target in self._targets.caught)
         if waiting.broken:
             self._recorder.event(self._step, "spectra_broken", {"backwards": waiting.broken})
         self._waiting, self._caught, self._before = None, None, {}

@@ -8,12 +8,13 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from backlight.devices import own_streams
 from backlight.monitors.spectra.instrument.replicate_buffer import Caught, Target
 from backlight.monitors.spectra.instrument.shared_step import joined, offered
 from backlight.monitors.spectra.instrument.step_measurement import Measuring, Report, refused, scale_of
@@ -99,7 +100,7 @@ class WorkerThread:
         _behind_the_training()
         while (job := self._jobs.get()) is not None:
             try:
-                with torch.no_grad(), _stream(job):
+                with torch.no_grad(), own_streams(target.device for target in job.targets):
                     self._step(job)
             except Exception as error:  # noqa: BLE001 - never break the user's training
                 self._notifier.trouble(error, f"spectra of step {job.caught.step}")
@@ -158,16 +159,3 @@ def _behind_the_training() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
-@contextlib.contextmanager
-def _stream(job: _Job) -> Iterator[None]:
-    """Work on a stream of our own, on the device of the gradients."""
-    devices = {target.device for target in job.targets if target.device.startswith("cuda")}
-    if not devices:
-        yield
-        return
-    with contextlib.ExitStack() as stack:
-        for device in sorted(devices):
-            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]  # torch's
-        yield

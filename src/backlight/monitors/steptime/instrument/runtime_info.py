@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import backlight
+from backlight import devices
 from backlight.distributed import world
 from backlight.processes import available_cores
 
@@ -92,15 +93,13 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def memory() -> dict[str, Any]:
     """Return peak and capacity in bytes: of the device, with the allocator's reserve, or of the process."""
-    if torch.cuda.is_available() and torch.cuda.memory_stats():
-        device = torch.cuda.current_device()
-        stats = torch.cuda.memory_stats(device)
+    if (device := devices.memory()) is not None:
         return {
             "where": "device",
-            "peak": int(stats.get("allocated_bytes.all.peak", 0)),
-            "reserved": int(stats.get("reserved_bytes.all.peak", 0)),
-            "retries": int(stats.get("num_alloc_retries", 0)),
-            "capacity": int(torch.cuda.get_device_properties(device).total_memory),
+            "peak": device.peak_allocated,
+            "reserved": device.peak_reserved,
+            "retries": device.retries,
+            "capacity": device.capacity,
         }
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

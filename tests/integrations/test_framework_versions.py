@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from backlight.integrations.versions import LEAST, FrameworkError, require
+from backlight.integrations.hosted import OLDEST_RELEASES, FrameworkError, require
 
 FAKED = [
     ("lightning", "lightning", "2.4", r"'backlight\[lightning\]'"),
     ("huggingface", "transformers", "4.50", r"'backlight\[huggingface\]'"),
     ("accelerate", "accelerate", "1.2", r"'backlight\[huggingface\]'"),
     ("torchtitan", "torchtitan", "0.3", "torchtitan"),
-    ("keras", "keras", "3.8", r"'backlight\[keras\]'"),
 ]
 
 
@@ -57,6 +56,6 @@ def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, found
 def test_the_extras_ask_for_the_same_releases() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    stated = [entry for name in ("lightning", "huggingface", "keras", "dev") for entry in extras[name]]
-    for distribution in ("lightning", "transformers", "accelerate", "keras", "torchtitan"):
-        assert f"{distribution}>={LEAST[distribution]}" in stated
+    stated = [entry for name in ("lightning", "huggingface", "dev") for entry in extras[name]]
+    for distribution in ("lightning", "transformers", "accelerate", "torchtitan"):
+        assert f"{distribution}>={OLDEST_RELEASES[distribution]}" in stated
