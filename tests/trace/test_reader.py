@@ -89,7 +89,7 @@ def test_as_the_slow_reference_reads_it(
     text = text_of([*events, ANCHOR], layout, distributedInfo={"rank": 3})
     path.write_text(text, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNK", size)
+        patch.setattr(chunks, "CHUNK_BYTES", size)
         trace = read_trace(path)
     assert [comparable(row) for row in trace.events.rows()] == reference(text)
     assert trace.rank == (None if layout == "array" else 3)
@@ -102,7 +102,7 @@ def test_chunks_are_really_cut(layout: str, tmp_path: Path, monkeypatch: pytest.
         for n in range(300)
     ]
     path = write(tmp_path / "made.json", events, layout)
-    monkeypatch.setattr(chunks, "CHUNK", 2000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2000)
     slices: list[int] = []
     decode = chunks.cuts
 
@@ -129,7 +129,7 @@ def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.Mon
         for n in range(2000)
     ]
     path = write(tmp_path / "made.json.gz", events)
-    monkeypatch.setattr(chunks, "CHUNK", 20_000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 20_000)
     alone, beside = read_trace(path), read_trace(path, workers=2)
     assert list(alone.events.rows()) == list(beside.events.rows())
     assert beside.notes == ()
@@ -139,7 +139,7 @@ def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.Mon
 def test_one_process_goes_on_where_several_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [{**ANCHOR, "ts": n, "args": {"bytes": None, "text": "x" * 50}} for n in range(500)]
     path = write(tmp_path / "made.json", events)
-    monkeypatch.setattr(chunks, "CHUNK", 5000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 5000)
     trace = read_trace(path, workers=2)
     assert len(trace.events) == 500
     assert any("on one core" in note for note in trace.notes)
@@ -151,7 +151,7 @@ def test_one_process_goes_on_where_several_cannot(tmp_path: Path, monkeypatch: p
 )
 def test_real_traces_as_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = REAL / f"{name}.json.gz"
-    monkeypatch.setattr(chunks, "CHUNK", 50_000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 50_000)
     trace = read_trace(path)
     assert [comparable(r) for r in trace.events.rows()] == reference(
         gzip.decompress(path.read_bytes()).decode()

@@ -1,4 +1,4 @@
-"""Everything that is said of a trace, from its events."""
+"""Analysis of the traces of a run: the tables of each rank, and single numbers for rules."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class RankAnalysis:
-    """The tables of one trace; see the modules that make them. Times are nanoseconds.
+    """The tables of one trace; times are nanoseconds.
 
     ``device_total`` is the union of the device events of the chosen steps (the denominator of shares),
     ``host_total`` the time of their host calls over all threads.
@@ -77,14 +77,14 @@ class Analysis:
 
 
 def analyse(traces: Sequence[Trace], *, step: int | None = None) -> Analysis:
-    """Analyse the traces of one training.
+    """Analyse the traces of one run.
 
     Parameters
     ----------
     traces:
         One trace, or one for each of several ranks.
     step:
-        Number of the only step to look at, as in ``ProfilerStep#3``; None looks at all.
+        Number of the only step to analyse, as in ``ProfilerStep#3``; None analyses all.
 
     Raises
     ------
@@ -101,13 +101,7 @@ def analyse(traces: Sequence[Trace], *, step: int | None = None) -> Analysis:
 
 
 def analyse_rank(timeline: Timeline, number: int | None = None) -> RankAnalysis:
-    """Analyse one trace.
-
-    Raises
-    ------
-    TraceError
-        If it has no step of that number.
-    """
+    """Analyse one trace; a :class:`TraceError` is raised where it has no step of that number."""
     steps = _chosen(timeline, number)
     costs = Costs(timeline, steps)
     launched = device_time(costs)
@@ -139,8 +133,8 @@ def _chosen(timeline: Timeline, number: int | None) -> list[Step]:
     chosen = [step for step in timeline.steps if step.number == number]
     if not chosen:
         there = [step.number for step in timeline.steps if step.number is not None]
-        told = f"steps {there[0]} to {there[-1]}" if there else "no steps (no ProfilerStep annotations)"
-        raise TraceError(f"{timeline.trace.path}: has no step {number}; it has {told}")
+        found = f"steps {there[0]} to {there[-1]}" if there else "no steps (no ProfilerStep annotations)"
+        raise TraceError(f"{timeline.trace.path}: has no step {number}; it has {found}")
     return chosen
 
 
@@ -187,16 +181,13 @@ def _notes(timeline: Timeline, costs: Costs) -> list[str]:
         if lost:
             share = lost / len(costs.device_rows)
             notes.append(
-                f"{lost:,} device events ({share:.0%}) have no launch in the trace: their phase is not known"
+                f"{lost:,} device events ({share:.0%}) have no launch in the trace: their phase is unknown"
             )
     return notes
 
 
 def idle_share(analysis: RankAnalysis) -> float | None:
-    """Return the median over steps of the part in which the device stands still; None without a device.
-
-    With :func:`idle_causes` this is what "launch-bound" and "data-bound" rest on.
-    """
+    """Return the median over steps of the idle part of the device; None without a device."""
     shares = [
         row.idle.total / row.duration for row in analysis.steps if row.device is not None and row.duration
     ]
@@ -214,7 +205,7 @@ def idle_causes(analysis: RankAnalysis) -> dict[str, float]:
 def exposed_communication(analysis: RankAnalysis) -> float | None:
     """Return the median over steps of the part with communication and no computation.
 
-    None where no step communicates: that is not the same as fully hidden.
+    None where no step communicates, which differs from fully hidden.
     """
     if not any(row.overlap.communication for row in analysis.steps):
         return None
@@ -222,8 +213,5 @@ def exposed_communication(analysis: RankAnalysis) -> float | None:
 
 
 def copy_share(analysis: RankAnalysis) -> float:
-    """Return the part of the busy time (of the host where there is no device) that copies and casts take.
-
-    The lines that cause them are in ``analysis.copies``, the most expensive first.
-    """
+    """Return the part of the busy time (of the host without a device) that copies and casts take."""
     return sum(row.share for row in analysis.kinds if row.kind in {"copy and cast", "host copy"})

@@ -1,4 +1,4 @@
-"""A trace as Parquet beside its file, so that it is parsed once."""
+"""Cache of a parsed trace: Parquet next to its file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from backlight.trace.reader import read_trace
 
 SUFFIX = ".backlight.parquet"
 VERSION = 1
-"""Of the columns; a file of another version is not used."""
+"""Version of the columns; a file of another version is ignored."""
 
 _KEY = b"backlight.trace"
-_ENDS = 65536
+_HASHED_BYTES = 65536
 
 
 def cache_path(path: Path, folder: Path | None = None) -> Path:
-    """Return where the columns of ``path`` are kept: beside it, or in ``folder``."""
+    """Return the path of the cache of ``path``: next to it, or in ``folder``."""
     return (folder or path.parent) / (path.name + SUFFIX)
 
 
@@ -36,10 +36,9 @@ def open_trace(
     path:
         The trace.
     cache:
-        Write the Parquet if there is none, or if it is stale. A place that cannot be written is an
-        error here: it was asked for.
+        Write the Parquet if there is none, or if it is stale; a folder that cannot be written is an error.
     folder:
-        Where the Parquet lies; beside the trace by default.
+        Folder of the Parquet; that of the trace by default.
     workers:
         Processes that decode, as in :func:`~backlight.trace.reader.read_trace`.
 
@@ -58,35 +57,29 @@ def open_trace(
             return found
     trace = read_trace(path, workers=workers)
     if cache:
-        save(trace, kept)
+        _save(trace, kept)
     return trace
 
 
-def identity(path: Path) -> dict[str, Any]:
-    """Return what tells one content of a file from another without reading all of it."""
+def _identity(path: Path) -> dict[str, Any]:
+    """Return size, time and a hash of both ends of a file, to recognise a changed one."""
     about = path.stat()
     with path.open("rb") as file:
-        digest = hashlib.sha256(file.read(_ENDS))
-        file.seek(max(about.st_size - _ENDS, 0))
-        digest.update(file.read(_ENDS))
+        digest = hashlib.sha256(file.read(_HASHED_BYTES))
+        file.seek(max(about.st_size - _HASHED_BYTES, 0))
+        digest.update(file.read(_HASHED_BYTES))
     return {"size": about.st_size, "mtime_ns": about.st_mtime_ns, "ends": digest.hexdigest()}
 
 
-def save(trace: Trace, kept: Path) -> None:
-    """Write the columns of a trace; the file appears whole or not at all.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If pyarrow is not installed.
-    """
+def _save(trace: Trace, kept: Path) -> None:
+    """Write the columns of a trace; the file appears whole or not at all."""
     import pyarrow as pa  # noqa: PLC0415  # an extra
     import pyarrow.parquet as pq  # noqa: PLC0415  # an extra
 
     arrays = {name: pa.array(trace.events[name]) for name in COLUMNS}
     about = {
         "version": VERSION,
-        "source": identity(Path(trace.path)),
+        "source": _identity(Path(trace.path)),
         "metadata": trace.metadata,
         "rank": trace.rank,
         "world_size": trace.world_size,
@@ -113,7 +106,7 @@ def _load(path: Path, kept: Path) -> Trace | None:
     try:
         schema = pq.read_schema(kept)
         about = json.loads((schema.metadata or {})[_KEY])
-        if about["version"] != VERSION or about["source"] != identity(path):
+        if about["version"] != VERSION or about["source"] != _identity(path):
             return None
         table = pq.read_table(kept)
         columns = {name: np.asarray(table[name]).astype(kept_as.dtype) for name, kept_as in COLUMNS.items()}

@@ -1,8 +1,8 @@
-"""The text of a trace, cut between events without parsing it twice.
+"""The text of a trace: cut between events without parsing it twice, and refused where it is no trace.
 
-A cut is only a guess from the layout; it is proven by parsing. A slice that starts between two events
-and is a valid JSON array once it stands in brackets must end between two events: a cut inside a
-string or inside nested brackets leaves them open. So no event can be lost or invented at a border.
+A cut is only a guess from the layout; parsing proves it. A slice that starts between two events and is a
+valid JSON array inside brackets must end between two events: a cut inside a string or inside nested brackets
+leaves them open. So no event can be lost or invented at a border.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import msgspec
 
 from backlight.trace.events import Events, TraceError
 
-CHUNK = 4 * 2**20
-"""Bytes of text that are decoded at once."""
+CHUNK_BYTES = 4 * 2**20
+"""Text that is decoded at once."""
 
-_HEAD_LIMIT = 64 * 2**20
+_MAX_HEAD_BYTES = 64 * 2**20
 _KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb'\}\s*,\s*(?=\{\s*"(?:ph|name|cat|ts|pid)"\s*:)')
 _ANY_BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
-_WINDOWS = (2**14, 2**17, 2**20, CHUNK)
+_SEARCH_BYTES = (2**14, 2**17, 2**20, CHUNK_BYTES)
 
 _EXPECTED = "expected the JSON that torch.profiler's export_chrome_trace writes"
-_OWN = frozenset({
+_PROFILER_CATEGORIES = frozenset({
     "cpu_op", "operator", "kernel", "gpu_memcpy", "memcpy", "gpu_memset", "memset", "cuda_runtime",
     "runtime", "cuda_driver", "user_annotation", "gpu_user_annotation", "python_function", "trace",
     "privateuse1_runtime",
@@ -40,44 +40,38 @@ _OWN = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where the events begin, and what stands before them."""
+    """The text before the events, and the offset of the first one."""
 
     prefix: bytes
     start: int
 
 
 def open_text(path: Path) -> IO[bytes]:
-    """Open a trace for reading its text, gzipped or not; told by its first bytes, not by its name."""
+    """Open a trace for reading its text; its first bytes, not its name, decide whether it is gzipped."""
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     return cast("IO[bytes]", gzip.open(path, "rb")) if packed else path.open("rb")
 
 
 def read(file: IO[bytes], path: Path, size: int) -> bytes:
-    """Read up to ``size`` bytes.
-
-    Raises
-    ------
-    TraceError
-        If the gzip stream is truncated or damaged.
-    """
+    """Read up to ``size`` bytes; a :class:`TraceError` is raised for a truncated or damaged gzip stream."""
     try:
         return file.read(size)
     except EOFError:
         raise TraceError(
             f"{path}: the gzip stream ends before its end mark: the file is truncated, most likely "
-            "because the training ended while it was written. Copy it again, or take the trace again"
+            "because the run ended while it was written. Copy it again, or take the trace again"
         ) from None
     except (gzip.BadGzipFile, zlib.error) as error:
         raise TraceError(f"{path}: damaged gzip stream ({error}). Copy the file again") from None
 
 
 def find_head(text: bytes) -> Head | None:
-    """Return where the array of events begins, or None where ``text`` does not hold its begin."""
+    """Return the start of the array of events, or None where it is not in ``text``."""
     if text.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
         return Head(b"[", text.index(b"[") + 1)
     for found in _KEY.finditer(text):
-        # The words may stand in a string or deeper down; the text before them decides.
+        # The key may be inside a string or deeper down; the text before it decides.
         try:
             whole = msgspec.json.decode(text[: found.end()].lstrip(b"\xef\xbb\xbf") + b"]}")
         except msgspec.DecodeError:
@@ -90,8 +84,8 @@ def find_head(text: bytes) -> Head | None:
 def read_head(file: IO[bytes], path: Path) -> tuple[Head | None, bytes]:
     """Read until the events begin; return the head and all text read so far."""
     text = b""
-    while len(text) < _HEAD_LIMIT:
-        more = read(file, path, CHUNK)
+    while len(text) < _MAX_HEAD_BYTES:
+        more = read(file, path, CHUNK_BYTES)
         text += more
         head = find_head(text)
         if head is not None or not more:
@@ -100,11 +94,11 @@ def read_head(file: IO[bytes], path: Path) -> tuple[Head | None, bytes]:
 
 
 def cuts(text: bytes) -> Iterator[tuple[int, int]]:
-    """Guess, from the last one back, where two events part: end of the one, start of the next."""
+    """Guess borders between two events, the last first: end of the one, start of the next."""
     for pattern in (_BETWEEN, _ANY_BETWEEN):
         stop = len(text)
         tried = 0
-        for window in _WINDOWS:
+        for window in _SEARCH_BYTES:
             start = max(len(text) - window, 0)
             for found in reversed(list(pattern.finditer(text, start, stop))):
                 yield found.start() + 1, found.end()
@@ -119,22 +113,9 @@ def cuts(text: bytes) -> Iterator[tuple[int, int]]:
 def top_level(prefix: bytes, rest: bytes) -> tuple[bytes, dict[str, Any]]:
     """Parse the last of the events together with what follows them.
 
-    Parameters
-    ----------
-    prefix:
-        The text before the events, as in :class:`Head`.
-    rest:
-        The text from the start of an event, or from the closing bracket, to the end of the file.
-
-    Returns
-    -------
-    tuple
-        The array of the last events as text, and the other entries of the file.
-
-    Raises
-    ------
-    msgspec.DecodeError
-        If this is not JSON to its end.
+    ``rest`` is the text from the start of an event, or from the closing bracket, to the end of the file.
+    Returns the array of the last events as text, and the other entries of the file; a
+    :class:`msgspec.DecodeError` passes through.
     """
     if prefix == b"[":
         return bytes(msgspec.json.decode(b"[" + rest, type=msgspec.Raw)), {}
@@ -145,7 +126,7 @@ def top_level(prefix: bytes, rest: bytes) -> tuple[bytes, dict[str, Any]]:
 
 
 def without_trailing_comma(text: bytes, error: msgspec.DecodeError) -> bytes | None:
-    """Return the text without the comma that ``error`` is about, None if it is about something else."""
+    """Return the text without the comma of a trailing-comma error, None for any other error."""
     found = re.search(r"trailing comma in array \(byte (\d+)\)", str(error))
     if found is None:
         return None
@@ -154,7 +135,7 @@ def without_trailing_comma(text: bytes, error: msgspec.DecodeError) -> bytes | N
 
 
 def refusal(path: Path, text: bytes, *, whole: bool) -> TraceError:
-    """Return why a file without an array of events is refused; ``whole`` if ``text`` is all of it."""
+    """Return the error for a file without an array of events; ``whole`` if ``text`` is all of it."""
     start = text.lstrip(b"\xef\xbb\xbf \t\r\n")
     if not start:
         return TraceError(f"{path}: the file is empty; {_EXPECTED}")
@@ -182,7 +163,7 @@ def refusal(path: Path, text: bytes, *, whole: bool) -> TraceError:
 
 
 def broken(path: Path, error: Exception, prefix: bytes) -> TraceError:
-    """Return why text that does not parse to its end is refused."""
+    """Return the error for text that does not parse to its end."""
     if "truncated" in str(error):
         after = "inside traceEvents" if prefix else "before traceEvents"
         return TraceError(
@@ -193,14 +174,8 @@ def broken(path: Path, error: Exception, prefix: bytes) -> TraceError:
 
 
 def check(path: Path, events: Events, metadata: Mapping[str, Any]) -> None:
-    """Refuse a Chrome trace that another tool wrote.
-
-    Raises
-    ------
-    TraceError
-        If no event has a category of torch.profiler.
-    """
-    if bool(events.complete(_OWN).any()):
+    """Refuse, with a :class:`TraceError`, a Chrome trace without any category of torch.profiler."""
+    if bool(events.complete(_PROFILER_CATEGORIES).any()):
         return
     categories = [word for word in events.words["category"] if word]
     tool = ""

@@ -15,7 +15,7 @@ KERNEL = frozenset({"kernel", "concurrent_kernel"})
 MEMCPY = frozenset({"gpu_memcpy", "memcpy"})
 MEMSET = frozenset({"gpu_memset", "memset"})
 DEVICE = KERNEL | MEMCPY | MEMSET
-"""Work on a device. Annotations and synchronisation on the device's rows are no work."""
+"""Work on a device; annotations and synchronisation on the device's rows are none."""
 
 OPERATOR = frozenset({"cpu_op", "operator"})
 RUNTIME = frozenset({
@@ -25,7 +25,7 @@ RUNTIME = frozenset({
 ANNOTATION = frozenset({"user_annotation"})
 PYTHON = frozenset({"python_function"})
 HOST = OPERATOR | RUNTIME | ANNOTATION | PYTHON
-"""What stands in a host thread's tree of calls."""
+"""Events of a host thread's tree of calls."""
 
 ENGINE = "autograd::engine::evaluate_function: "
 """Prefix of the evaluation of one node of backward, before the node's name."""
@@ -47,7 +47,7 @@ class Kind(enum.StrEnum):
     OTHER = "other"
 
 
-# The first that matches decides: what is special stands before what it is made of.
+# The first match decides: special kinds come before those that they are made of.
 _KIND_PATTERNS: tuple[tuple[Kind, str], ...] = (
     (
         Kind.COMMUNICATION,
@@ -97,9 +97,11 @@ KINDS = tuple(Kind)
 def kind_of(name: str) -> Kind:
     """Return the kind of an operator (``aten::addmm``, ``AddmmBackward0``) or kernel by its name.
 
-    Names of kernels are long templates: only the first 400 characters are looked at.
+    Names of kernels are long templates: only the first 400 characters count.
     """
-    text = name.removeprefix(ENGINE)[:400].replace("fbgemm", "")  # a library's name, not what is done
+    text = name.removeprefix(ENGINE)[:400].replace(
+        "fbgemm", ""
+    )  # the name of a library, not of the operation
     for kind, pattern in _COMPILED_KINDS:
         if pattern.search(text):
             return kind
@@ -118,7 +120,7 @@ def short(name: str, width: int = 60) -> str:
 
 
 PHASES = tuple(Phase)
-"""A phase is stored as its place in this tuple."""
+"""A phase is stored as its index in this tuple."""
 
 _PHASE_PATTERNS = tuple(
     (phase, re.compile(pattern, re.IGNORECASE))

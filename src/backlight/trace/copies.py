@@ -1,4 +1,4 @@
-"""Copies: between host and device, and between types, with the line that asked for them."""
+"""Copies between host and device and between types, with the line of Python that caused them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from backlight.trace.events import Events, Integers
 from backlight.trace.operators import Costs, joined
 
 LINE = "backlight.line/"
-"""What the name of a range begins with that says which line of Python called the operators in it."""
+"""Prefix of a range that names the line of Python that called the operators in it."""
 
 _PYTHON_LINE = re.compile(r"^(?P<file>.+\.py)\((?P<line>\d+)\): (?P<function>.*)$")
-_OWN_FRAMES = re.compile(r"(^|/)(torch|backlight)/")
+_IGNORED_FRAMES = re.compile(r"(^|/)(torch|backlight)/")
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Copy:
     source, target:
         Types as the profiler writes them, empty where it recorded no shapes.
     contiguous:
-        Whether source and target lie alike in memory; None where no strides were recorded.
+        Whether source and target have equal strides; None where none were recorded.
     line:
-        Python function and line of the nearest frame outside torch, empty where the trace has neither
-        ranges of lines, stacks nor Python functions; of a copy in backward the line whose backward it is,
-        where only ranges tell. Of a function torch records the line at which it begins; of one that
-        was running when the recording began, the line that it had reached.
+        Python function and line of the nearest frame outside torch, empty where the trace has neither ranges
+        of lines, stacks nor Python functions; for a copy in backward the line of its forward, where only
+        ranges are recorded. For a function torch records its first line; for one that was running when the
+        recording began, the line that it had reached.
     calls, elements, host, device:
         Number, elements in all (None without shapes), nanoseconds on host and device.
     share:
@@ -64,7 +64,7 @@ class Copy:
 
 
 def transfers(costs: Costs) -> list[Transfer]:
-    """Return what the device's copy engines did, by name; time as part of the union."""
+    """Return the work of the device's copy engines, by name; time as part of the union."""
     device, events = costs.timeline.device, costs.timeline.events
     copies = events.complete(MEMCPY)[device.rows[costs.device_rows]]
     rows = device.rows[costs.device_rows][copies]
@@ -79,35 +79,35 @@ def transfers(costs: Costs) -> list[Transfer]:
 
 
 def copies(costs: Costs, device: Integers) -> list[Copy]:
-    """Return copies by types, layout and line; ``device`` is from :func:`pairs.device_time`."""
+    """Return copies by types, layout and line; ``device`` is from :func:`device_time`."""
     timeline = costs.timeline
     tree, events = timeline.tree, timeline.events
     wanted = events.where("name", lambda word: word == "aten::copy_")
-    places = costs.host_rows[wanted[tree.rows[costs.host_rows]]]
+    indices = costs.host_rows[wanted[tree.rows[costs.host_rows]]]
     groups: dict[tuple[str, str, bool | None, str], list[int]] = defaultdict(list)
-    lines = _lines(costs, places)
-    for place, line in zip(places.tolist(), lines, strict=True):
-        row = int(tree.rows[place])
+    lines = _lines(costs, indices)
+    for index, line in zip(indices.tolist(), lines, strict=True):
+        row = int(tree.rows[index])
         types = _strings(events.word("types", row))
         source, target = (types[1], types[0]) if len(types) > 1 else ("", "")
-        groups[source, target, _alike(events, row), line].append(place)
+        groups[source, target, _same_strides(events, row), line].append(index)
     found = []
-    for (source, target, alike, line), members in groups.items():
+    for (source, target, contiguous, line), members in groups.items():
         here = np.array(members)
         elements = [_elements(events.word("shapes", int(row))) for row in tree.rows[here]]
         known = [count for count in elements if count is not None]
         host, spent = int((tree.end - tree.start)[here].sum()), int(device[here].sum())
         found.append(
             Copy(
-                source, target, alike, line, len(members), sum(known) if known else None, host, spent,
+                source, target, contiguous, line, len(members), sum(known) if known else None, host, spent,
                 costs.share(host, spent),
             )
         )  # fmt: skip
     return sorted(found, key=lambda one: (one.device, one.host), reverse=True)
 
 
-def _lines(costs: Costs, places: Integers) -> list[str]:
-    """Return the Python line of each place: of a range, its call stack, or the functions around it."""
+def _lines(costs: Costs, indices: Integers) -> list[str]:
+    """Return the Python line of each index: of a range, its call stack, or the functions around it."""
     timeline = costs.timeline
     tree, events = timeline.tree, timeline.events
     python = events.complete(PYTHON)[tree.rows]
@@ -115,43 +115,43 @@ def _lines(costs: Costs, places: Integers) -> list[str]:
     ranges = any(word.startswith(LINE) for word in events.words["name"])
     forwards = dict(zip(*(part.tolist() for part in reversed(joined(costs))), strict=True)) if ranges else {}
     lines = []
-    for place in places.tolist():
-        line = _of_range(costs, place, forwards) if ranges else ""
-        line = line or _of_stack(events.word("stack", int(tree.rows[place])))
-        outer = int(tree.parent[place]) if functions and not line else -1
+    for index in indices.tolist():
+        line = _of_range(costs, index, forwards) if ranges else ""
+        line = line or _of_stack(events.word("stack", int(tree.rows[index])))
+        outer = int(tree.parent[index]) if functions and not line else -1
         while outer >= 0 and not line:
             name = events.word("name", int(tree.rows[outer])) if python[outer] else ""
             found = _PYTHON_LINE.match(name)
-            if found and not _OWN_FRAMES.search(found["file"]):
-                line = _place(found)
+            if found and not _IGNORED_FRAMES.search(found["file"]):
+                line = _location(found)
             outer = int(tree.parent[outer])
         lines.append(line)
     return lines
 
 
-def _of_range(costs: Costs, place: int, forwards: Mapping[int, int]) -> str:
-    """Return the line of the innermost range around a place; inside a node of backward, of its forward."""
+def _of_range(costs: Costs, index: int, forwards: Mapping[int, int]) -> str:
+    """Return the line of the innermost range around a index; inside a node of backward, of its forward."""
     tree, events = costs.timeline.tree, costs.timeline.events
     ending = ""
-    while place >= 0:
-        name = events.word("name", int(tree.rows[place]))
+    while index >= 0:
+        name = events.word("name", int(tree.rows[index]))
         if name.startswith(LINE):
             return name.removeprefix(LINE) + ending
-        if place in forwards and not ending:
-            place, ending = forwards[place], ", backward"
-        place = int(tree.parent[place])
+        if index in forwards and not ending:
+            index, ending = forwards[index], ", backward"
+        index = int(tree.parent[index])
     return ""
 
 
 def _of_stack(stack: str) -> str:
     for frame in re.split(r"[;\n]", stack):
         found = _PYTHON_LINE.match(frame.strip())
-        if found and not _OWN_FRAMES.search(found["file"]):
-            return _place(found)
+        if found and not _IGNORED_FRAMES.search(found["file"]):
+            return _location(found)
     return ""
 
 
-def _place(frame: re.Match[str]) -> str:
+def _location(frame: re.Match[str]) -> str:
     return f"{frame['file']}:{frame['line']} ({frame['function']})"
 
 
@@ -168,7 +168,7 @@ def _elements(shapes: str) -> int | None:
     return int(np.prod(found[0], dtype=np.int64))
 
 
-def _alike(events: Events, row: int) -> bool | None:
+def _same_strides(events: Events, row: int) -> bool | None:
     strides = events.word("strides", row)
     found = json.loads(strides) if strides else []
     return bool(found[0] == found[1]) if isinstance(found, list) and len(found) > 1 else None

@@ -1,11 +1,10 @@
 """The critical path of a step: the chain of work and waiting that its length is made of.
 
-The path is walked from the end of the step to its begin. On the host it goes back to the last wait for
-the device (a synchronisation, or a launch into a full queue), and from there to the device event that
-the wait was for; on the device to the event that
-ended last before, or, where the launch came later than that end, to the host. Every moment of the step
-lies on the path exactly once. Dependencies that a trace does not record (events between streams) are
-taken to be on whatever ended last.
+The path is walked from the end of the step to its start. On the host it goes back to the last wait for the
+device (a synchronisation, or a launch into a full queue), and from there to the device event that the wait
+was for; on the device to the event that ended last before, or, where the launch came later than that end, to
+the host. Every moment of the step is on the path exactly once. Unrecorded dependencies (events between
+streams) are assumed to be on the event that ended last.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from backlight.trace.intervals import EMPTY, Union, union
 from backlight.trace.timeline import Step, Timeline
 from backlight.trace.utilization import SYNCHRONISING
 
-BLOCKED = 50_000
-"""Nanoseconds from which a launch, on a device busy all the while, is taken to wait for a full queue."""
+BLOCKED_LAUNCH_NS = 50_000
+"""A longer launch, on a device that is busy all the while, waits for a full queue."""
 
 _QUEUEING = re.compile(r"Launch|Mem(cpy|set)\w*Async")
 
@@ -67,20 +66,20 @@ class Paths:
         runtime = events.complete(RUNTIME)
         waits = events.where("name", lambda word: bool(SYNCHRONISING.search(word)))
         queues = events.where("name", lambda word: bool(_QUEUEING.search(word)))
-        places = np.flatnonzero((runtime & (waits | queues))[tree.rows])
+        indices = np.flatnonzero((runtime & (waits | queues))[tree.rows])
         # Where the queue is full a launch returns when the device has finished something.
-        length = tree.end[places] - tree.start[places]
-        busy = union(device.start, device.end).covered(tree.start[places], tree.end[places])
-        blocked = (length >= BLOCKED) & (busy >= 0.95 * length)
-        places = places[waits[tree.rows[places]] | blocked]
-        places = places[np.argsort(tree.end[places], kind="stable")]
-        self._waits = (tree.start[places], tree.end[places])
+        length = tree.end[indices] - tree.start[indices]
+        busy = union(device.start, device.end).covered(tree.start[indices], tree.end[indices])
+        blocked = (length >= BLOCKED_LAUNCH_NS) & (busy >= 0.95 * length)
+        indices = indices[waits[tree.rows[indices]] | blocked]
+        indices = indices[np.argsort(tree.end[indices], kind="stable")]
+        self._waits = (tree.start[indices], tree.end[indices])
         self._by_end = np.argsort(device.end, kind="stable")
         self._ends = device.end[self._by_end]
         self._launch = (
             np.where(device.launch >= 0, tree.start[device.launch], -1) if len(tree.rows) else device.launch
         )
-        # Inner phases lie within outer ones and other threads; the specific ones are counted first.
+        # Inner phases overlap outer ones and other threads; the specific ones are counted first.
         self._phases: list[tuple[int, Union]] = []
         taken = EMPTY
         for code in sorted(range(len(PHASES)), key=_specific):
@@ -125,23 +124,23 @@ class Paths:
     def _wait(self, time: int, floor: int) -> tuple[int, int]:
         """Return when the last wait before ``time`` returned, and the event that it was for."""
         begins, ends = self._waits
-        place = int(np.searchsorted(ends, time, side="right")) - 1
-        while place >= 0 and ends[place] > floor:
-            event = self._before(int(ends[place]), -1)
-            # A wait that found the device already done held nobody up.
-            if event >= 0 and self._timeline.device.end[event] > max(begins[place], floor):
-                return int(ends[place]), event
-            place -= 1
+        index = int(np.searchsorted(ends, time, side="right")) - 1
+        while index >= 0 and ends[index] > floor:
+            event = self._before(int(ends[index]), -1)
+            # A wait that found the device idle delayed nothing.
+            if event >= 0 and self._timeline.device.end[event] > max(begins[index], floor):
+                return int(ends[index]), event
+            index -= 1
         return floor, -1
 
     def _before(self, time: int, event: int) -> int:
         """Return the device event that ended last, not after ``time``; -1 for none."""
-        place = int(np.searchsorted(self._ends, time, side="right")) - 1
-        while place >= 0 and (
-            self._by_end[place] == event or self._timeline.device.start[self._by_end[place]] >= time
+        index = int(np.searchsorted(self._ends, time, side="right")) - 1
+        while index >= 0 and (
+            self._by_end[index] == event or self._timeline.device.start[self._by_end[index]] >= time
         ):
-            place -= 1
-        return int(self._by_end[place]) if place >= 0 else -1
+            index -= 1
+        return int(self._by_end[index]) if index >= 0 else -1
 
     def _sum(
         self, on_device: Counter[int], host: list[tuple[int, int]], launch: int, synchronisation: int
@@ -152,9 +151,9 @@ class Paths:
         kinds: Counter[str] = Counter()
         for code in np.unique(timeline.device.kind[chosen]):
             kinds[KINDS[code].value] += int(spent[timeline.device.kind[chosen] == code].sum())
-        codes, place = np.unique(timeline.events["name"][timeline.device.rows[chosen]], return_inverse=True)
+        codes, index = np.unique(timeline.events["name"][timeline.device.rows[chosen]], return_inverse=True)
         by_name = np.zeros(len(codes), np.int64)
-        np.add.at(by_name, place, spent)
+        np.add.at(by_name, index, spent)
         names: Counter[str] = Counter()
         for code, time in zip(codes.tolist(), by_name.tolist(), strict=True):
             names[short(timeline.events.words["name"][code])] += time

@@ -1,4 +1,4 @@
-"""From the text of some events to columns: typed decoding, and the slow way where types differ."""
+"""Decoding of the text of some events into columns: typed, and slowly where types differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NONE = msgspec.Raw(b"")
 
 
 class Args(msgspec.Struct, frozen=True, gc=False):
-    """What is kept of ``args``; lists stay text, because few are ever looked at."""
+    """The kept entries of ``args``; lists stay text, because few are ever read."""
 
     external: Number = msgspec.field(default=MISSING, name="External id")
     correlation: Number = MISSING
@@ -67,13 +67,13 @@ _RARE = {
     b'"Module Hierarchy"': ("module",),
     b'"Collective name"': ("collective",),
 }
-"""Begins of keys that many traces lack, as they stand in the text."""
+"""Keys that many traces lack, as in the text, with their columns."""
 
 _NOT_NUMBERS = re.compile(rb'(":\s*)-?(?:inf(?:inity)?|nan)(?=\s*[,}\]])', re.IGNORECASE)
 
 
 class Vocabulary(dict[Any, int]):
-    """Codes of strings in the order in which they were met; nothing is MISSING."""
+    """Codes of strings in the order of their first use; an empty one is MISSING."""
 
     def __init__(self) -> None:
         super().__init__({"": MISSING, None: MISSING, b"": MISSING})
@@ -113,24 +113,18 @@ class Columns:
         return {name: known.words() for name, known in self.vocabularies.items()}
 
     def of_text(self, text: bytes) -> dict[str, Column]:
-        """Decode a JSON array of events.
-
-        Raises
-        ------
-        msgspec.DecodeError
-            If the text is not JSON; :class:`msgspec.ValidationError` if types are unexpected.
-        """
+        """Decode a JSON array of events; a :class:`msgspec.DecodeError` passes through."""
         return self.of_events(_events.decode(text), self._absent(text))
 
     def _absent(self, text: bytes) -> frozenset[str]:
-        """Return columns whose key does not occur in the text, so that they need not be built."""
-        # An escape might hide a key. A single letter is searched for much faster than two.
+        """Return columns whose key does not occur in the text."""
+        # An escape might hide a key. Searching for a single letter is much faster than for two.
         if b"\\" in text and b"\\u" in text:
             return frozenset()
         return frozenset(name for key, names in _RARE.items() if key not in text for name in names)
 
     def of_events(self, events: list[Event], absent: frozenset[str] = frozenset()) -> dict[str, Column]:
-        """Return one array per row of the table of columns, without those that are ``absent``."""
+        """Return an array for each of :data:`COLUMNS`, without those that are ``absent``."""
         count = len(events)
         columns: dict[str, Column] = {
             "kind": np.fromiter(map(_KINDS.__getitem__, map(attrgetter("kind"), events)), np.int8, count),
@@ -175,7 +169,7 @@ def _integers(objects: list[Any], name: str) -> Integers:
 
 
 def _integer(value: Any) -> int:
-    """Return a whole number also from ``"17"`` and ``"0x1f"``; MISSING for what is none."""
+    """Return a whole number, also from ``"17"`` and ``"0x1f"``; MISSING for any other value."""
     try:
         found = int(value, 0) if isinstance(value, str) else int(value)
     except (ValueError, TypeError, OverflowError):
@@ -183,33 +177,24 @@ def _integer(value: Any) -> int:
     return found if -(2**63) <= found < 2**63 else MISSING
 
 
-_WIDEST = 40
-"""Letters of a number that are looked at as columns; longer ones are rare enough to go one by one."""
+_MAX_LETTERS = 40
+"""Longer numbers are rare and converted one by one."""
 
 
 def nanoseconds(texts: list[bytes], missing: int) -> Integers:
     """Turn JSON numbers of microseconds into whole nanoseconds, exactly.
 
-    Parameters
-    ----------
-    texts:
-        Numbers as written, ``b'1712195495519689.047'``; empty where the event has none. Quoted
-        numbers and exponents are taken as well, one by one.
-    missing:
-        What stands where there is no number.
-
-    Returns
-    -------
-    Integers
-        Nanoseconds, int64 [texts]; below a nanosecond the nearest.
+    ``texts`` are numbers as written, ``b'1712195495519689.047'``; an empty one becomes ``missing``. Quoted
+    numbers and exponents are converted one by one, fractions of a nanosecond are rounded. Returns int64
+    [texts].
     """
     packed = np.array(texts, dtype=np.bytes_)
     width = packed.dtype.itemsize
-    if not texts or width > _WIDEST:
+    if not texts or width > _MAX_LETTERS:
         return np.array([_exactly(text, missing) for text in texts], dtype=np.int64)
     letters_WN = np.ascontiguousarray(packed.view(np.uint8).reshape(len(texts), width).T)
     value = np.zeros(len(texts), np.int64)
-    places = np.zeros(len(texts), np.int8)
+    decimals = np.zeros(len(texts), np.int8)
     digits = np.zeros(len(texts), np.int8)
     dotted = np.zeros(len(texts), bool)
     odd = np.zeros(len(texts), bool)
@@ -218,17 +203,17 @@ def nanoseconds(texts: list[bytes], missing: int) -> Integers:
         digit = figure <= 9
         value = np.where(digit, value * 10 + figure, value)
         digits += digit
-        places += digit & dotted
+        decimals += digit & dotted
         dot = letter == 46
         odd |= ~(digit | dot | (letter == 0)) | (dot & dotted)
         dotted |= dot
     # 19 figures of nanoseconds fit into 63 bits where the first is at most 8.
-    figures = digits - places + 3
+    figures = digits - decimals + 3
     fits = (figures < 19) | ((figures == 19) & (letters_WN[0] != 57))
     # More than three decimals are below a nanosecond: such rows are rounded one by one.
-    odd |= ~fits | (places > 3) | (digits == 0)
+    odd |= ~fits | (decimals > 3) | (digits == 0)
     odd &= letters_WN[0] != 0
-    result: Integers = value * 10 ** np.clip(3 - places.astype(np.int64), 0, 3)
+    result: Integers = value * 10 ** np.clip(3 - decimals.astype(np.int64), 0, 3)
     result[letters_WN[0] == 0] = missing
     for row in np.flatnonzero(odd):
         result[row] = _exactly(texts[row], missing)
@@ -247,25 +232,17 @@ def _exactly(text: bytes, missing: int) -> int:
 
 
 def repaired(text: bytes) -> bytes:
-    """Return the text with what some profilers write and JSON does not know: inf, nan, broken UTF-8."""
+    """Return the text without what some profilers write and JSON forbids: inf, nan, broken UTF-8."""
     return _NOT_NUMBERS.sub(rb"\1null", text).decode("utf-8", "replace").encode()
 
 
 def leniently(text: bytes) -> list[Event]:
-    """Parse an array of events whose fields have unexpected types; what fits no type is left out.
-
-    Raises
-    ------
-    TraceError
-        If an element of the array is not an object.
-    msgspec.DecodeError
-        If the text is not JSON.
-    """
+    """Parse an array of events whose fields have unexpected types; values that fit no type are left out."""
     events = []
-    for place, plain in enumerate(_anything.decode(text)):
+    for index, plain in enumerate(_anything.decode(text)):
         if not isinstance(plain, dict):
             raise TraceError(
-                f"event {place} of a chunk is {_string(plain)[:60]}, expected an object with "
+                f"event {index} of a chunk is {_string(plain)[:60]}, expected an object with "
                 "name, ph and ts: not a trace of torch.profiler"
             )
         events.append(_event(plain))

@@ -1,8 +1,8 @@
 """Processes that decode chunks of a trace.
 
-They are started as programs of their own rather than through :mod:`multiprocessing`, which would run
-the user's script again where it has no ``__main__`` guard. What passes the pipes between the two
-halves of this program is pickled; nothing of it reaches a file.
+They are started as programs of their own rather than through :mod:`multiprocessing`, which would run the
+user's script again where it has no ``__main__`` guard. The data in the pipes is pickled; none of it reaches
+a file.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _LENGTH = 8
 
 
 class WorkersError(Exception):
-    """A chunk could not be decoded beside; the reader goes on alone and finds the reason."""
+    """A chunk could not be decoded in another process; the reader continues alone and finds the reason."""
 
 
 class Workers:
-    """A few decoding processes, each with its own vocabularies; chunks go to whoever is free."""
+    """A few decoding processes, each with its own vocabularies; a chunk goes to the next free one."""
 
     def __init__(self, count: int) -> None:
         self.failure: WorkersError | None = None
         self._queue: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
-        self._monitor = threading.Semaphore(2 * count)  # so that reading does not run far ahead
+        self._slots = threading.Semaphore(2 * count)  # so that reading does not run far ahead
         self._parts: dict[int, tuple[int, dict[str, Column]]] = {}
         self._words: dict[int, dict[str, list[str]]] = {}
         self._submitted = 0
@@ -45,7 +45,7 @@ class Workers:
                 [sys.executable, "-c", f"from {__name__} import serve; serve()"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # whatever goes wrong there shows when this process reads alone
+                stderr=subprocess.DEVNULL,  # any error there shows when this process reads alone
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
             for _ in range(count)
@@ -72,21 +72,15 @@ class Workers:
             process.wait()
 
     def submit(self, text: bytes) -> None:
-        """Have an array of events decoded."""
-        self._monitor.acquire()
+        """Queue an array of events for decoding."""
+        self._slots.acquire()
         self._queue.put((self._submitted, text))
         self._submitted += 1
 
     def join(
         self, last: dict[str, Column], words: dict[str, list[str]]
     ) -> tuple[Iterator[dict[str, Column]], dict[str, list[str]]]:
-        """Wait for all chunks; return them in order, with ``last`` behind, in common codes.
-
-        Raises
-        ------
-        WorkersError
-            If a chunk could not be decoded.
-        """
+        """Wait for all chunks; return them in order, followed by ``last``, in common codes."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -94,12 +88,12 @@ class Workers:
         if self.failure:
             raise WorkersError(str(self.failure))
         known: dict[str, dict[str, int]] = {name: {} for name in words}
-        maps = {number: _mapped(theirs, known) for number, theirs in sorted(self._words.items())}
+        maps = {number: _mapped(other, known) for number, other in sorted(self._words.items())}
         own = _mapped(words, known)
 
         def in_order() -> Iterator[dict[str, Column]]:
-            for place in range(self._submitted):
-                number, part = self._parts.pop(place)
+            for index in range(self._submitted):
+                number, part = self._parts.pop(index)
                 yield _recoded(part, maps[number])
             yield _recoded(last, own)
 
@@ -109,11 +103,11 @@ class Workers:
         pipe, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
         try:
             while (job := self._queue.get()) is not None:
-                place, text = job
+                index, text = job
                 if self.failure is None:
                     _send(pipe, text)
-                    self._parts[place] = (number, self._answer(answers))
-                self._monitor.release()
+                    self._parts[index] = (number, self._answer(answers))
+                self._slots.release()
             if self.failure is None:
                 _send(pipe, b"")
                 self._words[number] = self._answer(answers)
@@ -124,11 +118,11 @@ class Workers:
                 else WorkersError(f"a decoding process ended ({error})")
             )
             while self._queue.get() is not None:
-                self._monitor.release()
-            self._monitor.release()
+                self._slots.release()
+            self._slots.release()
         finally:
             for end in (pipe, answers):
-                with contextlib.suppress(OSError):  # its process is gone already
+                with contextlib.suppress(OSError):  # its process has ended
                     end.close()
 
     @staticmethod
@@ -139,10 +133,10 @@ class Workers:
         return answer
 
 
-def _mapped(theirs: dict[str, list[str]], known: dict[str, dict[str, int]]) -> dict[str, Column]:
-    """Return, per coded column, the common code of each of their codes; the last is for MISSING."""
+def _mapped(other: dict[str, list[str]], known: dict[str, dict[str, int]]) -> dict[str, Column]:
+    """Return, per coded column, the common code of each code; the last is for MISSING."""
     maps = {}
-    for name, words in theirs.items():
+    for name, words in other.items():
         codes = known[name]
         to = [codes.setdefault(word, len(codes)) for word in words]
         maps[name] = np.array([*to, -1], dtype=COLUMNS[name].dtype)

@@ -1,4 +1,4 @@
-"""The events of a trace as columns: one table of what is kept, and the arrays.
+"""The events of a trace as columns: one table of the kept columns, and the arrays.
 
 A gigabyte of JSON holds about four million events; as dictionaries they take ten times the file, as
 columns a third of it. Strings are codes into vocabularies, times are whole nanoseconds as written.
@@ -18,7 +18,7 @@ Mask = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
 MISSING = -1
-"""In every column: the event does not say. No id, code or duration of a trace is negative."""
+"""Value of every column where the event has none: no id, code or duration of a trace is negative."""
 
 
 class TraceError(ValueError):
@@ -26,7 +26,7 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptColumn:
     """One column: its type, whether it holds codes into a vocabulary, and the key it is read from."""
 
     dtype: str
@@ -35,34 +35,34 @@ class Kept:
     unit: str = ""
 
 
-COLUMNS: Mapping[str, Kept] = {
-    "kind": Kept("int8", False, "ph"),
-    "category": Kept("int16", True, "cat"),
-    "name": Kept("int32", True, "name"),
-    "process": Kept("int32", True, "pid"),
-    "thread": Kept("int32", True, "tid"),
-    "start": Kept("int64", False, "ts", "ns"),
-    "duration": Kept("int64", False, "dur", "ns"),
-    "flow": Kept("int64", False, "id"),
-    "external": Kept("int64", False, "args.External id"),
-    "correlation": Kept("int64", False, "args.correlation"),
-    "sequence": Kept("int64", False, "args.Sequence number"),
-    "forward_thread": Kept("int64", False, "args.Fwd thread id"),
-    "stream": Kept("int64", False, "args.stream"),
-    "device": Kept("int32", False, "args.device"),
-    "bytes": Kept("int64", False, "args.bytes", "B"),
-    "elements": Kept("int64", False, "args.In msg nelems"),
-    "types": Kept("int32", True, "args.Input type"),
-    "shapes": Kept("int32", True, "args.Input Dims"),
-    "strides": Kept("int32", True, "args.Input Strides"),
-    "stack": Kept("int32", True, "args.Call stack"),
-    "module": Kept("int32", True, "args.Module Hierarchy"),
-    "label": Kept("int32", True, "args.name, args.labels"),
-    "collective": Kept("int32", True, "args.Collective name"),
+COLUMNS: Mapping[str, KeptColumn] = {
+    "kind": KeptColumn("int8", False, "ph"),
+    "category": KeptColumn("int16", True, "cat"),
+    "name": KeptColumn("int32", True, "name"),
+    "process": KeptColumn("int32", True, "pid"),
+    "thread": KeptColumn("int32", True, "tid"),
+    "start": KeptColumn("int64", False, "ts", "ns"),
+    "duration": KeptColumn("int64", False, "dur", "ns"),
+    "flow": KeptColumn("int64", False, "id"),
+    "external": KeptColumn("int64", False, "args.External id"),
+    "correlation": KeptColumn("int64", False, "args.correlation"),
+    "sequence": KeptColumn("int64", False, "args.Sequence number"),
+    "forward_thread": KeptColumn("int64", False, "args.Fwd thread id"),
+    "stream": KeptColumn("int64", False, "args.stream"),
+    "device": KeptColumn("int32", False, "args.device"),
+    "bytes": KeptColumn("int64", False, "args.bytes", "B"),
+    "elements": KeptColumn("int64", False, "args.In msg nelems"),
+    "types": KeptColumn("int32", True, "args.Input type"),
+    "shapes": KeptColumn("int32", True, "args.Input Dims"),
+    "strides": KeptColumn("int32", True, "args.Input Strides"),
+    "stack": KeptColumn("int32", True, "args.Call stack"),
+    "module": KeptColumn("int32", True, "args.Module Hierarchy"),
+    "label": KeptColumn("int32", True, "args.name, args.labels"),
+    "collective": KeptColumn("int32", True, "args.Collective name"),
 }
-"""What is kept of an event; ``kind`` is the character code of the Chrome format's ``ph``.
+"""The kept columns of an event; ``kind`` is the character code of the Chrome format's ``ph``.
 
-``label`` is what metadata events say: names of processes and threads.
+``label`` is the text of metadata events: names of processes and threads.
 """
 
 COMPLETE = ord("X")
@@ -120,11 +120,11 @@ class Events:
         return sum(column.nbytes for column in self.columns.values())
 
 
-class Gathering:
+class EventBuilder:
     """Columns that grow chunk by chunk.
 
-    A large array grows by moving pages, not bytes, so that the events are never held twice. A column
-    that no chunk has is one number.
+    A large array grows by moving pages, not bytes, so that the events are never held twice. A column that no
+    chunk has is one number.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Gathering:
 
 @dataclass(frozen=True)
 class Trace:
-    """One trace: its events and what the file says of itself.
+    """One trace: its events and its metadata.
 
     Attributes
     ----------
@@ -170,11 +170,11 @@ class Trace:
     metadata:
         The top-level entries of the file besides the events.
     rank, world_size:
-        As the file says, None where it does not.
+        As the file states, None where it does not.
     base:
         Nanoseconds to add to ``start`` for time since 1970; 0 where starts already count from there.
     notes:
-        What had to be repaired while reading.
+        Repairs that were made while reading.
     """
 
     path: str
@@ -190,7 +190,7 @@ class Trace:
         """Names of the devices of the machine by number, as the file lists them."""
         listed = self.metadata.get("deviceProperties") or []
         return {
-            int(one.get("id", place)): str(one.get("name", ""))
-            for place, one in enumerate(listed)
+            int(one.get("id", index)): str(one.get("name", ""))
+            for index, one in enumerate(listed)
             if isinstance(one, dict)
         }

@@ -1,4 +1,4 @@
-"""Sets of time: unions, overlaps and parts that add up, over whole nanoseconds.
+"""Unions, overlaps and shares of time intervals, in whole nanoseconds.
 
 All intervals are half open, ``[start, end)``; a union is sorted and disjoint.
 """
@@ -25,18 +25,18 @@ class Union:
         return int((self.end - self.start).sum())
 
     def before(self, times: Integers) -> Integers:
-        """Return how much of the set lies before each of ``times``, int64 like ``times``."""
+        """Return the length of the set before each of ``times``, int64 like ``times``."""
         if not len(self.start):
             return np.zeros(len(times), np.int64)
         total = np.concatenate(([0], np.cumsum(self.end - self.start)))
-        place = np.searchsorted(self.start, times, side="right")
-        last = np.maximum(place - 1, 0)
+        index = np.searchsorted(self.start, times, side="right")
+        last = np.maximum(index - 1, 0)
         inside = np.clip(np.minimum(times, self.end[last]) - self.start[last], 0, None)
-        result: Integers = np.where(place > 0, total[last] + inside, 0)
+        result: Integers = np.where(index > 0, total[last] + inside, 0)
         return result
 
     def covered(self, start: Integers, end: Integers) -> Integers:
-        """Return how much of each interval ``[start, end)`` lies in the set."""
+        """Return the length of the set inside each interval ``[start, end)``."""
         return self.before(end) - self.before(start)
 
     def within(self, start: int, end: int) -> Union:
@@ -46,7 +46,7 @@ class Union:
         return Union(np.maximum(self.start[first:last], start), np.minimum(self.end[first:last], end))
 
     def gaps(self, start: int, end: int) -> Union:
-        """Return what of the window the set leaves out."""
+        """Return the rest of the window outside of the set."""
         inside = self.within(start, end)
         starts = np.concatenate(([start], inside.end))
         ends = np.concatenate((inside.start, [end]))

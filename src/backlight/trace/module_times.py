@@ -1,8 +1,8 @@
-"""Which module the time of a traced step belongs to, forward and backward.
+"""Time of the traced steps by module, forward and backward.
 
 The forward of a module is a range in the trace. Backward has no such ranges, but every operation that
-autograd recorded carries a sequence number, and the node that differentiates it carries the same:
-what ran inside a module's forward tells whose backward a node is (torch.profiler's own link).
+autograd recorded carries a sequence number, and the node that differentiates it carries the same: the module
+of the operation is that of the node (the link that torch.profiler uses).
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from backlight.trace.classification import ANNOTATION, ENGINE, OPERATOR
 from backlight.trace.events import COMPLETE, Events
 
 PHASE = "backlight:"
-"""What the name of a phase's range begins with."""
+"""Prefix of the range of a phase."""
 
 MODULE = "backlight.module/"
-"""What the name of a module's range begins with; the model itself has the empty name."""
+"""Prefix of the range of a module; the model itself has the empty name."""
 
 
 @dataclass
 class ModuleTime:
-    """Host seconds of one module per step.
+    """Host seconds of one module per step; ``exclusive`` times leave out the modules inside.
 
-    ``inclusive`` times hold those of the modules inside, ``exclusive`` ones do not. ``recomputed`` is
-    forward time inside backward, which checkpointing costs; it is a part of backward.
+    ``recomputed`` is forward time inside backward, the cost of checkpointing; it is a part of backward.
     """
 
     name: str
@@ -43,7 +42,7 @@ class ModuleTime:
 
 @dataclass(frozen=True)
 class Attribution:
-    """Times by module, and the backward time that no module could be found for.
+    """Times by module, and the backward time without a module.
 
     Attributes
     ----------
@@ -52,7 +51,7 @@ class Attribution:
     backward:
         Seconds per step inside nodes of backward, attributed or not.
     unattributed:
-        Those of them whose forward ran in no module (the loss, sums of gradients, the engine's own).
+        Those of nodes whose forward ran in no module (the loss, sums of gradients, the engine).
     """
 
     modules: tuple[ModuleTime, ...]

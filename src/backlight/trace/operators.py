@@ -1,4 +1,4 @@
-"""Tables of operators and kinds, whose shares add up to the time that a device was busy."""
+"""Tables of operators, kinds, phases and forward-backward pairs; shares add up to the device's busy time."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Row:
     host:
         Nanoseconds on the host, without the operators called inside.
     device:
-        Nanoseconds of the device. A moment shared by several events counts once: computation goes
-        before copies and copies before communication, so that rows add up to the union.
+        Nanoseconds of the device. A moment shared by several events counts once: computation goes before
+        copies and copies before communication, so that rows add up to the union.
     busy:
         Sum of the durations of the device events; more than ``device`` where they overlap.
     share:
@@ -222,7 +222,7 @@ class Pair:
 
 
 def joined(costs: Costs) -> tuple[Integers, Integers]:
-    """Return places in the tree of joined forward and backward operators, int64 [J] each.
+    """Return indices in the tree of joined forward and backward operators, int64 [J] each.
 
     Autograd gives a backward node the number of the forward call that recorded it. Operators that
     call others carry the number of what they call next, so the last to start is the one that recorded.
@@ -235,24 +235,26 @@ def joined(costs: Costs) -> tuple[Integers, Integers]:
     if not behind.any():
         behind = operator & (thread > 0)
     ahead = operator & (thread <= 0)
-    ahead_places, behind_places = np.flatnonzero(ahead), np.flatnonzero(behind)
+    ahead_indices, behind_indices = np.flatnonzero(ahead), np.flatnonzero(behind)
     chosen = np.zeros(len(tree.rows), bool)
     chosen[costs.host_rows] = True
-    behind_places = behind_places[chosen[behind_places]]
-    places = np.concatenate((ahead_places, behind_places))
-    is_behind = np.concatenate((np.zeros(len(ahead_places), bool), np.ones(len(behind_places), bool)))
-    order = np.lexsort((is_behind, tree.start[places], sequence[places]))
-    places, is_behind = places[order], is_behind[order]
-    number = sequence[places]
-    # Carry the last forward along; it belongs to a backward only if the number is the same.
-    last = np.maximum.accumulate(np.where(is_behind, -1, np.arange(len(places)))) if len(places) else places
+    behind_indices = behind_indices[chosen[behind_indices]]
+    indices = np.concatenate((ahead_indices, behind_indices))
+    is_behind = np.concatenate((np.zeros(len(ahead_indices), bool), np.ones(len(behind_indices), bool)))
+    order = np.lexsort((is_behind, tree.start[indices], sequence[indices]))
+    indices, is_behind = indices[order], is_behind[order]
+    number = sequence[indices]
+    # Carry the last forward along; it belongs to a backward only if the sequence number is the same.
+    last = (
+        np.maximum.accumulate(np.where(is_behind, -1, np.arange(len(indices)))) if len(indices) else indices
+    )
     found = is_behind & (last >= 0)
     found[found] = number[last[found]] == number[found]
-    return places[last[found]], places[found]
+    return indices[last[found]], indices[found]
 
 
 def sizes(tree: Tree) -> Integers:
-    """Return how many events the subtree of each place holds, itself included, int64 [H]."""
+    """Return the number of events in the subtree of each index, itself included, int64 [H]."""
     size = np.ones(len(tree.rows), np.int64)
     for level in range(int(tree.depth.max(initial=0)), 0, -1):
         here = np.flatnonzero(tree.depth == level)
@@ -261,7 +263,7 @@ def sizes(tree: Tree) -> Integers:
 
 
 def device_time(costs: Costs) -> Integers:
-    """Return device time launched from the subtree of each place, in nanoseconds, int64 [H]."""
+    """Return device time launched from the subtree of each index, in nanoseconds, int64 [H]."""
     tree, device = costs.timeline.tree, costs.timeline.device
     own = np.zeros(len(tree.rows), np.int64)
     launch = device.launch[costs.device_rows]
@@ -283,7 +285,7 @@ def pairs(costs: Costs, device: Integers) -> list[Pair]:
     host = tree.end - tree.start
     for code in np.unique(key):
         here = key == code
-        # Several nodes may have recorded under one forward, whose time counts once.
+        # Several nodes may belong to one forward, whose time counts once.
         once = np.unique(ahead[here])
         found.append(
             Pair(

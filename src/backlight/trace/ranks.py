@@ -1,4 +1,4 @@
-"""Several ranks of one training: who is there, whether their clocks agree, who is late."""
+"""Comparison of the ranks of one run: missing ranks, clocks, and which rank is late."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from backlight.trace.classification import Kind
 from backlight.trace.events import Integers, TraceError
 from backlight.trace.timeline import Timeline
 
-CLOCK_TOLERANCE = 1_000_000
-"""Nanoseconds by which clocks of machines may differ before their times are not compared."""
+CLOCK_TOLERANCE_NS = 1_000_000
+"""Times of machines whose clocks differ by more are not compared."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Lateness:
     duration:
         Nanoseconds of the step by rank.
     waited:
-        Nanoseconds by rank in collectives beyond the shortest stay of any rank: who comes last waits
-        least. Needs no common clock.
+        Nanoseconds by rank in collectives beyond the shortest stay of any rank: the rank that comes last
+        waits least. Needs no common clock.
     last:
         The rank that waited least.
     delay:
@@ -43,12 +43,12 @@ class Lateness:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What several ranks say together.
+    """Comparison of several ranks.
 
     Attributes
     ----------
     given, world_size, missing:
-        Ranks that were given, their number in all (None if no file says) and those not given.
+        Ranks that were given, their number in all (None if no file states it) and those not given.
     collectives:
         Collectives that all given ranks have in common steps.
     offsets:
@@ -59,7 +59,7 @@ class Ranks:
     steps:
         Common steps.
     notes:
-        What is not known, in words.
+        What is not known.
     """
 
     given: tuple[int, ...]
@@ -78,7 +78,7 @@ def check_ranks(timelines: list[Timeline]) -> dict[int, Timeline]:
     Raises
     ------
     TraceError
-        If a rank is not known, is there twice, or the files are of trainings of different size.
+        If a rank is not known or given twice, or the files are of runs of different size.
     """
     by_rank: dict[int, Timeline] = {}
     sizes = {}
@@ -92,19 +92,19 @@ def check_ranks(timelines: list[Timeline]) -> dict[int, Timeline]:
         if trace.rank in by_rank:
             raise TraceError(
                 f"{trace.path}: is of rank {trace.rank}, as {by_rank[trace.rank].trace.path} is; "
-                "expected one file per rank of one training"
+                "expected one file per rank of one run"
             )
         by_rank[trace.rank] = timeline
         if trace.world_size is not None:
             sizes[trace.world_size] = trace.path
     if len(sizes) > 1:
-        told = ", ".join(f"{size} ranks in {path}" for size, path in sizes.items())
-        raise TraceError(f"the files are of different trainings: {told}")
+        stated = ", ".join(f"{size} ranks in {path}" for size, path in sizes.items())
+        raise TraceError(f"the files are of different runs: {stated}")
     return dict(sorted(by_rank.items()))
 
 
 def ranks(by_rank: dict[int, Timeline]) -> Ranks:
-    """Compare the ranks of one training, which :func:`check_ranks` returned."""
+    """Compare the ranks that :func:`check_ranks` returned."""
     given = tuple(by_rank)
     stated = [t.trace.world_size for t in by_rank.values() if t.trace.world_size is not None]
     size = stated[0] if stated else None
@@ -115,7 +115,7 @@ def ranks(by_rank: dict[int, Timeline]) -> Ranks:
         verb = "is" if len(missing) == 1 else "are"
         notes.append(
             f"{len(given)} of {size} ranks given; {shown} {verb} missing: "
-            "who is late is judged among those given"
+            "lateness is evaluated among those given"
         )
     common = _common_steps(by_rank)
     if not common:
@@ -148,8 +148,8 @@ def _collectives(by_rank: dict[int, Timeline], common: list[int]) -> tuple[Integ
         mine = {}
         chosen = np.flatnonzero(device.of_kind(Kind.COMMUNICATION))
         steps = timeline.step_of(device.start[chosen])
-        for event, place in zip(chosen.tolist(), steps.tolist(), strict=True):
-            number = timeline.steps[place].number if place >= 0 else None
+        for event, index in zip(chosen.tolist(), steps.tolist(), strict=True):
+            number = timeline.steps[index].number if index >= 0 else None
             if number is None or number not in common:
                 continue
             name = timeline.name(int(device.rows[event]))
@@ -170,11 +170,11 @@ def _collectives(by_rank: dict[int, Timeline], common: list[int]) -> tuple[Integ
 def _clocks(given: tuple[int, ...], ends: Integers) -> tuple[dict[int, int], str]:
     if len(ends) == 0:
         return {}, "not measured"
-    apart = ends - ends[:, :1]
-    middle = np.median(apart, axis=0)
-    spread = np.median(np.abs(apart - middle), axis=0)
+    differences = ends - ends[:, :1]
+    middle = np.median(differences, axis=0)
+    spread = np.median(np.abs(differences - middle), axis=0)
     offsets = {rank: int(value) for rank, value in zip(given, middle, strict=True)}
-    off = (np.abs(middle) > CLOCK_TOLERANCE) & (np.abs(middle) > 5 * spread)
+    off = (np.abs(middle) > CLOCK_TOLERANCE_NS) & (np.abs(middle) > 5 * spread)
     return offsets, "disagree" if off.any() else "agree"
 
 
@@ -196,8 +196,8 @@ def _lateness(number: int, given: tuple[int, ...], by_rank: dict[int, Timeline],
 def straggler(ranks: Ranks) -> tuple[int, float, int] | None:
     """Return the rank that most often comes last, its delay and in how many steps it did.
 
-    The delay is the median, over the steps where it came last, of the time by which the median of the
-    others waited longer in collectives, as a part of the step. None without common collectives.
+    The delay is the median, over those steps, of the time by which the median of the others waited longer in
+    collectives, as a part of the step. None without common collectives.
     """
     if not ranks.steps:
         return None

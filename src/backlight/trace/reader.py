@@ -1,4 +1,4 @@
-"""Reading a trace: in chunks on one core, or on several with processes of our own."""
+"""Reader of a trace file: in chunks on one core, or on several with decoding processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import msgspec
 from backlight.trace import chunks
 from backlight.trace.decoder import Columns, leniently, repaired
 from backlight.trace.decoder_processes import Workers, WorkersError
-from backlight.trace.events import Column, Events, Gathering, Trace, TraceError
+from backlight.trace.events import Column, EventBuilder, Events, Trace, TraceError
 
-PARALLEL = 64 * 2**20
-"""Bytes of text from which several processes pay for their start."""
+MIN_PARALLEL_BYTES = 64 * 2**20
+"""Smaller texts are decoded faster by one process."""
 
-_PACKED = 12
-"""Times that gzip makes a trace smaller, roughly."""
+_GZIP_RATIO = 12
+"""Typical compression of a trace by gzip."""
 
 
 def read_trace(path: str | Path, *, workers: int = 1) -> Trace:
@@ -30,8 +30,7 @@ def read_trace(path: str | Path, *, workers: int = 1) -> Trace:
     path:
         The file as ``export_chrome_trace`` or Kineto wrote it.
     workers:
-        Processes that decode; 1 decodes in this one. They are started as programs of their own, so
-        that a script without a ``__main__`` guard is not run again.
+        Processes that decode; 1 decodes in this one.
 
     Raises
     ------
@@ -49,31 +48,31 @@ def read_trace(path: str | Path, *, workers: int = 1) -> Trace:
             error = chunks.refusal(path, text, whole=not chunks.read(file, path, 1))
             raise error
         read = _Read(path, head)
-        if workers > 1 and len(text) >= chunks.CHUNK:
+        if workers > 1 and len(text) >= chunks.CHUNK_BYTES:
             try:
-                return read.beside(file, text, workers)
+                return read.in_processes(file, text, workers)
             except (WorkersError, TraceError) as failure:
-                # A cut was wrong or a chunk is unusual: one process finds out, chunk after chunk.
+                # A cut was wrong or a chunk is unusual: one process finds out which, chunk by chunk.
                 read = _Read(path, head)
                 read.notes.append(f"read on one core: {failure}")
                 file.seek(0)
                 _, text = chunks.read_head(file, path)
-        return read.alone(file, text)
+        return read.in_this_process(file, text)
 
 
 def default_workers(path: str | Path) -> int:
-    """Return how many processes are worth their start for a file; 1 where it is small or not there."""
+    """Return how many processes are worth their start for a file; 1 where it is small or missing."""
     path = Path(path)
     if not path.is_file():
         return 1
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
-    size = path.stat().st_size * (_PACKED if packed else 1)
-    return min(4, os.cpu_count() or 1) if size >= PARALLEL else 1
+    size = path.stat().st_size * (_GZIP_RATIO if packed else 1)
+    return min(4, os.cpu_count() or 1) if size >= MIN_PARALLEL_BYTES else 1
 
 
 class _Read:
-    """One reading of one file."""
+    """One reading of one file, with the notes on its repairs."""
 
     def __init__(self, path: Path, head: chunks.Head) -> None:
         self.path = path
@@ -81,18 +80,18 @@ class _Read:
         self.columns = Columns()
         self.notes: list[str] = []
 
-    def alone(self, file: IO[bytes], text: bytes) -> Trace:
-        events = Gathering()
+    def in_this_process(self, file: IO[bytes], text: bytes) -> Trace:
+        events = EventBuilder()
         buffer = text[self.head.start :]
         while True:
-            more = chunks.read(file, self.path, chunks.CHUNK)
+            more = chunks.read(file, self.path, chunks.CHUNK_BYTES)
             if not more:
                 break
-            # The end of the file is never cut off, so that the last slice holds what follows the events.
+            # The end of the file is never cut off: the last slice holds the entries after the events.
             taken, part = self._slice(buffer)
             if part is not None:
                 events.add(part)
-            elif len(buffer) > 16 * chunks.CHUNK:
+            elif len(buffer) > 16 * chunks.CHUNK_BYTES:
                 more += b"".join(self._rest(file))
             buffer = buffer[taken:] + more
         last, metadata = self._last(buffer)
@@ -100,17 +99,17 @@ class _Read:
         return self._trace(events.events(self.columns.words()), metadata)
 
     def _rest(self, file: IO[bytes]) -> Iterator[bytes]:
-        while more := chunks.read(file, self.path, chunks.CHUNK):
+        while more := chunks.read(file, self.path, chunks.CHUNK_BYTES):
             yield more
 
     def _slice(self, buffer: bytes) -> tuple[int, dict[str, Column] | None]:
-        """Decode the events at the begin of ``buffer``; None where no cut was right."""
+        """Decode the events at the start of ``buffer``; None where no cut was right."""
         for end, start in chunks.cuts(buffer):
             text = b"[" + buffer[:end] + b"]"
             try:
                 return start, self._decode(text)
             except msgspec.DecodeError as error:
-                # Too much was cut off when brackets stay open; anything else is not about the cut.
+                # Open brackets mean a wrong cut; any other error is not about the cut.
                 if "truncated" not in str(error):
                     return 0, None
         return 0, None
@@ -143,13 +142,7 @@ class _Read:
             self.notes.append(text)
 
     def _last(self, rest: bytes) -> tuple[dict[str, Column], dict[str, Any]]:
-        """Decode the last events and what follows them.
-
-        Raises
-        ------
-        TraceError
-            If the text is no JSON to its end.
-        """
+        """Decode the last events and the entries after them."""
         for _ in range(3):
             try:
                 events, metadata = chunks.top_level(self.head.prefix, rest)
@@ -165,28 +158,22 @@ class _Read:
                 rest = fixed
         raise TraceError(f"{self.path}: is not JSON to its end")
 
-    def beside(self, file: IO[bytes], text: bytes, count: int) -> Trace:
-        """Cut here, decode in ``count`` other processes, join here.
-
-        Raises
-        ------
-        WorkersError
-            If a chunk could not be decoded so.
-        """
+    def in_processes(self, file: IO[bytes], text: bytes, count: int) -> Trace:
+        """Cut here, decode in ``count`` other processes, join here; may raise a :class:`WorkersError`."""
         with Workers(count) as workers:
             buffer = text[self.head.start :]
-            while more := chunks.read(file, self.path, chunks.CHUNK):
+            while more := chunks.read(file, self.path, chunks.CHUNK_BYTES):
                 if workers.failure:
                     raise WorkersError(str(workers.failure))
                 end, start = next(chunks.cuts(buffer), (0, 0))
                 if start:
                     workers.submit(b"[" + buffer[:end] + b"]")
                 buffer = buffer[start:] + more
-                if len(buffer) > 16 * chunks.CHUNK:
+                if len(buffer) > 16 * chunks.CHUNK_BYTES:
                     raise WorkersError("the text has no place to cut")
             last, metadata = self._last(buffer)
             parts, words = workers.join(last, self.columns.words())
-        events = Gathering()
+        events = EventBuilder()
         for part in parts:
             events.add(part)
         return self._trace(events.events(words), metadata)

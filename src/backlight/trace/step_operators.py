@@ -1,7 +1,7 @@
-"""Where the traced steps went: operators by phase, kinds, copies, idle time; per step, checked to add up.
+"""Tables of the traced steps of a profile, per step: operators by phase, kinds, copies, device use.
 
-All of it comes from the trace engine; here it is brought to one step, and what lies in no operator
-(Python, waiting) gets a row of its own, so that the rows of a phase are the whole phase.
+The numbers of :mod:`backlight.trace.analysis` per step; time in no operator (Python, waiting) gets a row of
+its own, so that the rows of a phase add up to the phase.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from backlight.trace.events import Events, Trace, TraceError
 from backlight.trace.operators import NO_OPERATOR
 from backlight.trace.timeline import Timeline
 
-TOLERANCE = 0.02
+SUM_TOLERANCE = 0.02
 """Share by which parts may miss their whole."""
 
-LAUNCH_BOUND = 0.2
-"""Share of idle time from which a device that waits for the host is called launch-bound."""
+LAUNCH_BOUND_IDLE = 0.2
+"""Share of idle time above which a device that waits for the host is launch-bound."""
 
 _HOST_CAUSES = ("host_bound", "launch_gap", "synchronisation")
 
@@ -42,8 +42,7 @@ class OperatorTime:
     """One operator of a phase, one kind of operation or one kernel, per step.
 
     ``host_ms`` is without the operators called inside. ``share`` is that of its phase (of the device time
-    launched
-    in it, or without a device of its host time); over all phases that of all operators.
+    launched in it, or without a device of its host time); over all phases that of all operators.
     """
 
     name: str
@@ -144,7 +143,7 @@ class Operations:
 
 
 def read_operations(main: Trace, lines: Trace | None) -> Operations:
-    """Make the tables of a profile.
+    """Return the tables of a profile.
 
     Parameters
     ----------
@@ -198,9 +197,9 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
 def split(trace: Trace, steps: int) -> tuple[Trace, Trace | None]:
     """Cut a trace after its first ``steps`` steps: those, and the rest; None where there is no rest.
 
-    Device events stay in both: what they belong to is the call that launched them. A call that is
-    open at the end of its step, as that of the optimizer is whose hook ends the step, is cut off there:
-    what follows is the profiler's own time between two steps.
+    Device events stay in both: they belong to the call that launched them. A call that is open at the end of
+    its step, as that of the optimizer whose hook ends the step, is cut off there: the rest is the profiler's
+    own time between two steps.
     """
     timeline = Timeline(trace)
     marked = [step for step in timeline.steps if step.number is not None]
@@ -234,7 +233,7 @@ def _operators(one: RankAnalysis, scale: float, on_device: bool) -> tuple[Operat
     found = []
     for row in one.operators:
         if not row.phase:
-            continue  # launched by nothing that the trace names
+            continue  # its launch is not in the trace
         spent = row.device if on_device else row.host
         inside[row.phase] += row.host
         share = spent / whole[row.phase] if whole.get(row.phase) else 0.0
@@ -272,12 +271,12 @@ def _device(one: RankAnalysis, scale: float) -> DeviceTime | None:
         return None
     names = ", ".join(name or f"device {number}" for number, name in one.devices.items())
     causes = idle_causes(one)
-    launch_bound = idle > LAUNCH_BOUND and sum(causes.get(cause, 0.0) for cause in _HOST_CAUSES) > 0.5
+    launch_bound = idle > LAUNCH_BOUND_IDLE and sum(causes.get(cause, 0.0) for cause in _HOST_CAUSES) > 0.5
     main = max(causes, key=lambda cause: causes[cause], default="")
     statement = f"device idle {idle:.0%}"
     if launch_bound:
         statement = f"launch-bound: {statement}"
-    elif main and idle > LAUNCH_BOUND:
+    elif main and idle > LAUNCH_BOUND_IDLE:
         statement += f", mostly {main.replace('_', ' ')}"
     return DeviceTime(names, idle, causes, one.device_total * scale, launch_bound, statement)
 
@@ -287,13 +286,7 @@ def _step_ms(rows: Sequence[StepRow]) -> float:
 
 
 def _sum_error(trace: Trace) -> float:
-    """Return by how much the phases on the threads that run the steps miss the steps, at worst.
-
-    Raises
-    ------
-    TraceError
-        If it is more than 2 %.
-    """
+    """Return the largest share by which the phases on the threads that run the steps miss the steps."""
     timeline = Timeline(trace)
     tree = timeline.tree
     here = timeline.step_of(tree.start)
@@ -306,9 +299,9 @@ def _sum_error(trace: Trace) -> float:
         thread = tree.thread[opening[0]]
         total = int(tree.inner[inside & (tree.thread == thread)].sum())
         worst = max(worst, abs(total / (step.end - step.start) - 1))
-    if worst > TOLERANCE:
+    if worst > SUM_TOLERANCE:
         raise TraceError(
-            f"{trace.path}: the host times of a step miss the step by {worst:.1%}; expected {TOLERANCE:.0%}"
+            f"{trace.path}: host times miss the step by {worst:.1%}; expected at most {SUM_TOLERANCE:.0%}"
         )
     return worst
 

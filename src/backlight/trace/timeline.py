@@ -32,9 +32,9 @@ class Tree:
     Attributes
     ----------
     rows:
-        Rows of the events, int64 [H], by process, thread, start; a parent stands before its children.
+        Rows of the events, int64 [H], by process, thread, start; a parent comes before its children.
     parent:
-        Place in ``rows`` of the enclosing event, -1 at the top, int64 [H].
+        Index in ``rows`` of the enclosing event, -1 at the top, int64 [H].
     depth:
         Number of enclosing events, int64 [H].
     thread:
@@ -52,7 +52,7 @@ class Tree:
     inner: Integers
 
     def inherited(self, marks: Integers) -> Integers:
-        """Give every event the mark of itself or else of its nearest enclosing event that has one.
+        """Return for every event its own mark, or else that of its nearest enclosing event with one.
 
         ``marks`` is int64 [H], negative for none. Outer marks do not override inner ones.
         """
@@ -81,24 +81,24 @@ def tree(events: Events) -> Tree:
     inner = end - start
     inside = parent >= 0
     np.subtract.at(inner, parent[inside], (end - start)[inside])
-    for place, overlap in crossed:
-        inner[place] -= overlap
+    for index, overlap in crossed:
+        inner[index] -= overlap
     return Tree(rows, parent, depth, thread, start, end, np.maximum(inner, 0))
 
 
 def _parents(
     thread: Integers, start: Integers, end: Integers
 ) -> tuple[Integers, Integers, list[tuple[int, int]]]:
-    """Return parent and depth of each place, and what to take from whom where intervals cross.
+    """Return parent and depth of each index, and what to subtract from which index where intervals cross.
 
-    A moment in two intervals that cross belongs to the later one; what encloses both has lost it twice.
+    A moment in two intervals that cross belongs to the later one; their parent has lost it twice.
     """
     parents, depths = [-1] * len(end), [0] * len(end)
     stack: list[int] = []
     ends: list[int] = []
     crossed: list[tuple[int, int]] = []
     current = -1
-    for place, (number, begin, finish) in enumerate(
+    for index, (number, begin, finish) in enumerate(
         zip(thread.tolist(), start.tolist(), end.tolist(), strict=True)
     ):
         if number != current:
@@ -110,20 +110,20 @@ def _parents(
                 crossed.append((before, ended - reached))
                 reached = ended
         if stack:
-            parents[place] = stack[-1]
-            depths[place] = len(stack)
+            parents[index] = stack[-1]
+            depths[index] = len(stack)
             if reached > begin:
                 crossed.append((stack[-1], begin - reached))
-        stack.append(place)
+        stack.append(index)
         ends.append(finish)
     return np.array(parents, dtype=np.int64), np.array(depths, dtype=np.int64), crossed
 
 
 def phases(events: Events, tree: Tree) -> Integers:
-    """Return the phase of every place of the tree, as a place in :data:`PHASES`, int64 [H].
+    """Return the phase of every index of the tree, as an index in :data:`PHASES`, int64 [H].
 
     Marks come from annotations, the autograd engine's own ranges and losses by name; the innermost
-    counts. What is unmarked and recorded by autograd is forward, all the rest is other.
+    counts. Unmarked operators that autograd recorded are forward, all others are other.
     """
     marks = [phase_of(word) for word in events.words["name"]]
     by_name = np.array([MISSING if mark is None else PHASES.index(mark) for mark in marks] + [MISSING])
@@ -159,11 +159,11 @@ class Device:
     stream:
         Number of the stream.
     launch:
-        Place in the tree of the call that launched it, -1 where the trace does not say.
+        Index in the tree of the call that launched it, -1 where that is not recorded.
     operator:
-        Place in the tree of the innermost operator around that call, -1 for none.
+        Index in the tree of the innermost operator around that call, -1 for none.
     kind, phase:
-        Places in :data:`KINDS` and :data:`PHASES`.
+        Indices in :data:`KINDS` and :data:`PHASES`.
     """
 
     rows: Integers
@@ -183,7 +183,7 @@ class Device:
 
 
 class Timeline:
-    """What every table of a trace is made from; parts are joined when they are first asked for."""
+    """One trace with its parts joined; each part is computed at its first use."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -196,12 +196,12 @@ class Timeline:
 
     @cached_property
     def phases(self) -> Integers:
-        """Phase of each place of the tree."""
+        """Phase of each index of the tree."""
         return phases(self.events, self.tree)
 
     @cached_property
     def operators(self) -> Integers:
-        """Place of the innermost operator at or around each place of the tree, -1 for none."""
+        """Index of the innermost operator at or around each index of the tree, -1 for none."""
         is_operator = self.events.complete(OPERATOR)[self.tree.rows]
         return self.tree.inherited(np.where(is_operator, np.arange(len(is_operator)), -1))
 
@@ -259,7 +259,7 @@ class Timeline:
         if launched.any():
             phase[launched] = self.phases[launch[launched]]
         kind = self.kinds[events["name"][rows]]
-        # A name that says little takes the kind of its operator; in an optimizer all arithmetic is its.
+        # A vague name takes the kind of its operator; all arithmetic in an optimizer step is optimizer.
         vague = (kind == KINDS.index(Kind.OTHER)) & (operator >= 0)
         if vague.any():
             kind[vague] = self.kinds[events["name"][self.tree.rows[operator[vague]]]]
@@ -282,19 +282,19 @@ class Timeline:
 
     def _launches(self, rows: Integers) -> Integers:
         """Find the host call of each device event, by correlation, else by the operator's id."""
-        events, place = self.events, self.tree.rows
-        runtime = events.complete(RUNTIME)[place]
-        found = _match(events["correlation"][rows], events["correlation"][place], runtime)
-        operator = events.complete(OPERATOR)[place]
-        by_id = _match(events["external"][rows], events["external"][place], operator)
+        events, index = self.events, self.tree.rows
+        runtime = events.complete(RUNTIME)[index]
+        found = _match(events["correlation"][rows], events["correlation"][index], runtime)
+        operator = events.complete(OPERATOR)[index]
+        by_id = _match(events["external"][rows], events["external"][index], operator)
         return np.where(found >= 0, found, by_id)
 
     def step_of(self, times: Integers) -> Integers:
         """Return the number in :attr:`steps` of the step that each time lies in, -1 for none."""
         starts = np.array([step.start for step in self.steps], dtype=np.int64)
         ends = np.array([step.end for step in self.steps], dtype=np.int64)
-        place = np.searchsorted(starts, times, side="right") - 1
-        return np.where((place >= 0) & (times < ends[place]), place, -1)
+        index = np.searchsorted(starts, times, side="right") - 1
+        return np.where((index >= 0) & (times < ends[index]), index, -1)
 
     def name(self, row: int) -> str:
         """Return the name of an event."""
@@ -302,11 +302,11 @@ class Timeline:
 
 
 def _match(wanted: Integers, known: Integers, among: Column) -> Integers:
-    """Return, for each of ``wanted``, the first place of ``known`` that equals it, -1 for none."""
-    places = np.flatnonzero(among & (known > 0))
-    if not len(places):
+    """Return, for each of ``wanted``, the first index of ``known`` that equals it, -1 for none."""
+    indices = np.flatnonzero(among & (known > 0))
+    if not len(indices):
         return np.full(len(wanted), -1)
-    places = places[np.argsort(known[places], kind="stable")]
-    at = np.searchsorted(known[places], wanted)
-    at = np.minimum(at, len(places) - 1)
-    return np.where(known[places][at] == wanted, places[at], -1)
+    indices = indices[np.argsort(known[indices], kind="stable")]
+    at = np.searchsorted(known[indices], wanted)
+    at = np.minimum(at, len(indices) - 1)
+    return np.where(known[indices][at] == wanted, indices[at], -1)

@@ -1,4 +1,4 @@
-"""When a device stands still within a step, and what it waits for."""
+"""Use of a device within a step: idle time by cause, and communication hidden by computation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from backlight.trace.timeline import Step, Timeline
 SYNCHRONISING = re.compile(
     r"(Device|Stream|Event|Ctx)Synchronize|Memcpy(WithStream|2D|3D|DtoH|HtoD|DtoD)?(_v\d)?$|StreamWaitValue",
 )
-"""Runtime calls that return only when the device has come so far."""
+"""Runtime calls that wait for the device."""
 
-LATENCY = 20_000
-"""Nanoseconds that a launched kernel may take to begin on an idle device without a reason of its own."""
+MAX_LAUNCH_GAP_NS = 20_000
+"""A launched kernel that starts later on an idle device waited for something else."""
 
 _WAITING = re.compile(
     r"gloo:|\bwait\(\)|Work\.wait|c10d::.*wait|wait_tensor|cpu:.*all_?reduce", re.IGNORECASE
@@ -41,12 +41,12 @@ class Idle:
     communication:
         The same, while the host waited for a collective.
     launch_gap:
-        The next kernel was launched already, and began within 20 us: latency.
+        The next kernel was launched already, and started within 20 us.
     queued:
-        The next kernel was launched already and waited longer: for another stream or another rank, or
-        for work that the trace does not hold.
+        The next kernel was launched already and waited longer: for another stream or rank, or for work that
+        is not in the trace.
     unknown:
-        The trace does not say what launched the next kernel.
+        The launch of the next kernel is not in the trace.
     """
 
     host_bound: int = 0
@@ -102,7 +102,7 @@ class Causes:
         data = self._data.covered(start, late)
         waits = np.minimum(self._waits.covered(start, late), host - data)
         rest = host - data - waits
-        # A wait that was open when the device ran dry kept the host from launching ahead.
+        # A wait that was open when the device became idle kept the host from launching ahead.
         blocked = self._syncs.covered(start - 1, start + 1) > 0
         synchronised = np.where(blocked, rest, np.minimum(self._syncs.covered(start, late), rest))
         return Idle(
@@ -110,8 +110,8 @@ class Causes:
             synchronisation=int(synchronised.sum()),
             data=int(data.sum()),
             communication=int(waits.sum()),
-            launch_gap=int(queued[~unknown & (queued <= LATENCY)].sum()),
-            queued=int(queued[~unknown & (queued > LATENCY)].sum()),
+            launch_gap=int(queued[~unknown & (queued <= MAX_LAUNCH_GAP_NS)].sum()),
+            queued=int(queued[~unknown & (queued > MAX_LAUNCH_GAP_NS)].sum()),
             unknown=int(queued[unknown].sum()),
         )
 
@@ -145,7 +145,7 @@ class Overlap:
 def overlap(timeline: Timeline, step: Step, number: int) -> Overlap:
     """Return computation, communication and their overlap on one device in one window.
 
-    Copies count as computation here: while one runs the device is not merely waiting for others.
+    Copies count as computation here: during one the device does not merely wait for others.
     """
     device = timeline.device
     here = device.device == number
