@@ -34,7 +34,7 @@ def worker(out: str, settings: dict[str, int], replicates: int, budget: int) -> 
     import torch
     import torch.distributed as dist
 
-    from backlight.diagnose.spectra.options import Asked
+    from backlight.diagnose.spectra.options import SpectraRequest
     from backlight.diagnose.spectra.run import measure_spectra
     from backlight.measure.spectra.measurement import spectral_echo
 
@@ -47,7 +47,7 @@ def worker(out: str, settings: dict[str, int], replicates: int, budget: int) -> 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.perf_counter()
     outcome = measure_spectra(
-        Asked(
+        SpectraRequest(
             recipe=RECIPE, settings=settings, replicates=replicates, budget=budget,
             exclude=["token", "position", "head"], out=Path(out) / "run",
         )

@@ -40,7 +40,7 @@ def measured(pairs: int, micro: int, batch: int) -> tuple[list[float], float, in
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         with backlight.watch(
-            model, optimizer, run=run, monitors=("spectra",), every=2, spectra={"patience": 600.0}
+            model, optimizer, run=run, monitors=("spectra",), every=2, spectra={"timeout": 600.0}
         ) as watch:
             for _ in range(2 * pairs + 2):
                 begin = time.thread_time()

@@ -8,13 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from backlight.measure.spectra.measurement import spectral_echo
+from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
 from backlight.measure.spectra.shrinkage import threshold
-from backlight.monitors.spectra.model.reader import Layer
-from backlight.monitors.spectra.model.recording import describe, leave_out, record
+from backlight.monitors.spectra.model.recording import (
+    record_arrays,
+    record_layer,
+    record_left_out,
+    record_measured,
+)
+from backlight.store.format.spectra import Layer
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 
@@ -63,12 +69,18 @@ def replicates(plan: Injected, name: str, at: int) -> torch.Tensor:
     return 1e-3 * G
 
 
+def record(writer: RunWriter, step: int, parameter: str, result: SpectralEcho, **measured: Any) -> None:
+    """Write arrays and numbers of a layer at a step."""
+    record_arrays(writer, step, parameter, result)
+    record_measured(writer, step, parameter, result, **measured)
+
+
 def write_spectra(writer: RunWriter, plan: Injected) -> None:
     """Write what the monitor records, into a run that may hold more."""
     for index, (name, (p, q)) in enumerate(plan.shapes.items()):
-        describe(writer, Layer(name, name.rpartition(".")[0], (p, q), "", p, q, index))
+        record_layer(writer, Layer(name, name.rpartition(".")[0], (p, q), "", p, q, index))
     for name, reason in plan.left_out.items():
-        leave_out(writer, name, reason)
+        record_left_out(writer, name, reason)
     for at, step in enumerate(plan.steps):
         if plan.checkpoints:
             writer.event(step, "spectra_checkpoint", {"path": f"{step}.pt", "weights": "0"})

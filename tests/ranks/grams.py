@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import backlight
-from backlight.monitors.spectra.instrument.step_measurement import Measuring
+from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
 from ranks.network import Net, adam, batch, build, loss_of
 from ranks.trainings import FOLDER, collectives, sharded, tensor_parallel, told
 
@@ -74,13 +74,13 @@ def replicate(model: Net, rank: int, micro: int) -> dict[str, Tensor]:
 
 def exchange(make: Callable[[], Any]) -> dict[str, Any]:
     """Bring the microbatches of both ranks together: four replicates of each matrix."""
-    original = Measuring._layer
+    original = StepMeasurement._layer
 
     def layer(self: Any, caught: Any, name: str, G: list[Tensor], *rest: Any) -> None:
         SEEN.setdefault(name, [part.clone() for part in G])
         original(self, caught, name, G, *rest)
 
-    Measuring._layer = layer  # type: ignore[method-assign]
+    StepMeasurement._layer = layer  # type: ignore[method-assign]
     SEEN.clear()
     model, rank = make(), dist.get_rank()
     optimizer = adam(model)
@@ -92,7 +92,7 @@ def exchange(make: Callable[[], Any]) -> dict[str, Any]:
             run=FOLDER / make.__name__,
             monitors=("spectra",),
             every=2,
-            spectra={"exchange": True, "patience": 60.0, "exclude": ("unused",)},
+            spectra={"exchange": True, "timeout": 60.0, "exclude": ("unused",)},
         ),
     ):
         for step in range(3):
@@ -101,7 +101,7 @@ def exchange(make: Callable[[], Any]) -> dict[str, Any]:
                 x, y = (t.chunk(2)[rank].chunk(MICRO)[m] for t in batch(step))
                 (loss_of(model(x), y) / MICRO).backward()
             optimizer.step()
-    Measuring._layer = original  # type: ignore[method-assign]
+    StepMeasurement._layer = original  # type: ignore[method-assign]
     alone = [replicate(build(), r, m) for r in range(2) for m in range(MICRO)]
     right = {
         name: len(parts) == len(alone)

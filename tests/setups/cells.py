@@ -268,7 +268,7 @@ def spectra(way: Way, folder: Path) -> Outcome:
     if lone:
         way = trainings.replace(way, micro=1)
     model, optimizer = trainings.build(way)
-    settings: dict[str, Any] = {"spectra": {"patience": 60.0}}
+    settings: dict[str, Any] = {"spectra": {"timeout": 60.0}}
     if lone:
         settings["spectra"]["split"] = micro
         settings["samples"] = (_mean_loss, trainings.whole_batch(0))
@@ -369,7 +369,7 @@ def identical(way: Way, folder: Path) -> Outcome:
                 histogram=True,
                 samples=(sample_loss(way), probe()),
                 measures={"every": 1, "gram": 1, "agop": 1, "vectors": 1, "top_k": 2},
-                spectra={"moving": ("update", "momentum"), "split": 4},
+                spectra={"states": ("update", "momentum"), "split": 4},
             )
         with run:
             trainings.train(way, model, optimizer, steps=6, overflow_at=1 if way.scaled else -1)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import backlight
-from backlight.monitors.spectra.instrument.step_measurement import Measuring
+from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
 from spectra.watched import batch, build, loss_of
 
 torch.set_num_threads(1)
@@ -32,13 +32,13 @@ SEEN: dict[str, list[Tensor]] = {}
 
 def keep() -> None:
     """Keep what is measured: the replicates of the last step by layer."""
-    original = Measuring._layer
+    original = StepMeasurement._layer
 
     def layer(self: Any, caught: Any, name: str, G: list[Tensor], *rest: Any) -> None:
         SEEN[name] = [part.clone() for part in G]
         original(self, caught, name, G, *rest)
 
-    Measuring._layer = layer  # type: ignore[method-assign]
+    StepMeasurement._layer = layer  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def watched(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = FOLDER / mode / "run"
-        settings: dict[str, Any] = {"spectra": {"patience": 60.0, **spectra}}
+        settings: dict[str, Any] = {"spectra": {"timeout": 60.0, **spectra}}
         with backlight.watch(model, optimizer, run=run, monitors=("spectra",), every=2, **settings):
             yield said
     said.extend(str(w.message) for w in caught if "backlight" in str(w.message))
@@ -172,7 +172,7 @@ def fewer() -> None:
     loop(plain, adam(plain), 2, steps)
     model = build()
     optimizer = adam(model)
-    with watched("fewer", model, optimizer, exchange=True, patience=3.0) as said:
+    with watched("fewer", model, optimizer, exchange=True, timeout=3.0) as said:
         loop(model, optimizer, 2, steps)
     report("fewer", said, plain, model)
 

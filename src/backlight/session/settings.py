@@ -22,7 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from backlight.findings.limits import declared, merge_overrides
 from backlight.monitors.grokking.model.measures import Measures
-from backlight.monitors.spectra.model.options import Catching
+from backlight.monitors.spectra.model.options import SpectraOptions
 from backlight.monitors.stalls.trace_monitor import traced_kinds
 from backlight.session.trackers.base import chosen
 from backlight.text import did_you_mean
@@ -79,7 +79,7 @@ class Settings:
         What the monitor grokking measures, and how often.
     spectra:
         What the monitor spectra catches, and how often; fields of
-        :class:`backlight.monitors.spectra.model.options.Catching`.
+        :class:`backlight.monitors.spectra.model.options.SpectraOptions`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=False)
@@ -101,7 +101,7 @@ class Settings:
     thresholds: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     trackers: tuple[str, ...] = ()
     measures: Measures = dataclasses.field(default_factory=Measures)
-    spectra: Catching = dataclasses.field(default_factory=Catching)
+    spectra: SpectraOptions = dataclasses.field(default_factory=SpectraOptions)
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -172,7 +172,7 @@ class Settings:
         if isinstance(prepared.get("trackers"), str):
             prepared["trackers"] = (prepared["trackers"],)
         _known_fields(prepared.get("measures"), Measures, f"{where}: measures")
-        _known_fields(prepared.get("spectra"), Catching, f"{where}: spectra")
+        _known_fields(prepared.get("spectra"), SpectraOptions, f"{where}: spectra")
         prepared["trace"] = traced_kinds(prepared.get("trace"))
         try:
             return TypeAdapter(cls).validate_python(prepared)
@@ -193,6 +193,6 @@ def _refuse_unknown(values: Mapping[str, Any], known: list[str], where: str) -> 
             raise ValueError(f"{where}: unknown key {key!r}{did_you_mean(key, known)}")
 
 
-def _known_fields(values: Any, kind: type[Measures | Catching], where: str) -> None:
+def _known_fields(values: Any, kind: type[Measures | SpectraOptions], where: str) -> None:
     if isinstance(values, Mapping):
         _refuse_unknown(values, [f.name for f in dataclasses.fields(kind)], where)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from backlight.diagnose.spectra.checkpoint_files import find_checkpoints, natural
+from backlight.diagnose.spectra.checkpoints import find_checkpoints, natural
 
 
 def found(tmp_path, names, *patterns):

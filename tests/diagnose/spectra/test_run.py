@@ -18,15 +18,16 @@ import pytest
 import torch
 
 from backlight.cli import app as application
-from backlight.diagnose.spectra import checkpoint
-from backlight.diagnose.spectra.options import Asked
+from backlight.diagnose.spectra import checkpoint_measurement
+from backlight.diagnose.spectra.options import SpectraRequest
 from backlight.diagnose.spectra.run import measure_spectra
 from backlight.launch.recipe import read_recipe
 from backlight.measure.spectra.measurement import spectral_echo
-from backlight.monitors.spectra.model.errors import SpectraError
-from backlight.monitors.spectra.model.reader import FIELDS, layers, left_out, measurements, table
+from backlight.monitors.spectra.model.options import SpectraError
 from backlight.store.errors import StoreError
+from backlight.store.format.spectra import FIELDS
 from backlight.store.read.run import open_run
+from backlight.store.read.spectra import layers, left_out, measurements, table
 from backlight.store.write.writer import RunWriter
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt_recipe.py"
@@ -82,7 +83,7 @@ def changed(recipe, old, new):
 
 
 def measure(recipe, out, **options):
-    return measure_spectra(Asked(recipe=recipe, out=out, **{"replicates": 5, **options}))
+    return measure_spectra(SpectraRequest(recipe=recipe, out=out, **{"replicates": 5, **options}))
 
 
 def equal(first, second):
@@ -260,7 +261,7 @@ def test_a_folder_that_vanishes_is_said(recipe, tmp_path):
         if "travel" in stage.text:
             shutil.rmtree(tmp_path / "run")
 
-    asked = Asked(recipe=recipe, replicates=5, out=tmp_path / "run")
+    asked = SpectraRequest(recipe=recipe, replicates=5, out=tmp_path / "run")
     with pytest.raises(SpectraError, match="run the same command again once that is mended"):
         measure_spectra(asked, vanish)
 
@@ -272,7 +273,7 @@ def test_checkpoints_in_their_order(recipe, tmp_path):
         torch.nn.init.normal_(model.head.weight)
     stages = []
     pattern = str(tmp_path / "step-*.pt")
-    asked = Asked(recipe=recipe, checkpoints=[pattern], replicates=4, out=tmp_path / "run")
+    asked = SpectraRequest(recipe=recipe, checkpoints=[pattern], replicates=4, out=tmp_path / "run")
     outcome = measure_spectra(asked, stages.append)
     assert [(c.step, c.path.name) for c in outcome.checkpoints] == [(9, "step-9.pt"), (10, "step-10.pt")]
     assert stages[-1].done == stages[-1].total == 10
@@ -384,7 +385,7 @@ def test_other_types(recipe, tmp_path, dtype):
 @pytest.mark.parametrize("n_blocks", [1, 4])
 def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch, n_blocks):
     live = {"now": 0, "peak": 0}
-    original = checkpoint.gradients
+    original = checkpoint_measurement.gradients
 
     def less(size):
         live["now"] -= size
@@ -397,7 +398,7 @@ def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch, n_blocks):
         live["peak"] = max(live["peak"], live["now"])
         return found
 
-    monkeypatch.setattr(checkpoint, "gradients", counted)
+    monkeypatch.setattr(checkpoint_measurement, "gradients", counted)
     settings = {"dim": 16, "heads": 2, "n_blocks": n_blocks, "seq": 16, "batch": 2}
     budget = 5 * 2 * 16 * 64 * 4  # two of the larger matrices of a block, each five times
     outcome = measure(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.monitors.spectra.instrument import replicate_buffer
-from backlight.monitors.spectra.instrument.layer_selection import Targets
-from backlight.monitors.spectra.instrument.step_measurement import Measuring
+from backlight.monitors.spectra.instrument.layer_selection import LayerSelection
+from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
 from backlight.store.read import spectra as stored
 from spectra.watched import batch, build, loss_of, one, same, scaler, train, unmeasured, weights
 
@@ -157,19 +157,19 @@ def test_a_backward_that_raises_leaves_no_replicate(tmp_path: Path) -> None:
     assert run.events("spectra_broken")[0].payload["backwards"] == 1
 
 
-@pytest.mark.parametrize("place", ["copied", "Measuring.step", "Waiting.end"])
+@pytest.mark.parametrize("method", ["copied", "StepMeasurement.measure", "ReplicateBuffer.end"])
 def test_an_exception_of_ours_is_one_warning(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any, **__: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("injected trouble")
 
     target = {
         "copied": replicate_buffer,
-        "Measuring.step": Measuring,
-        "Waiting.end": replicate_buffer.Waiting,
-    }[place]
-    monkeypatch.setattr(target, place.rpartition(".")[2], broken)
+        "StepMeasurement.measure": StepMeasurement,
+        "ReplicateBuffer.end": replicate_buffer.ReplicateBuffer,
+    }[method]
+    monkeypatch.setattr(target, method.rpartition(".")[2], fail)
     plain = one(build(), {})
     with pytest.warns(RuntimeWarning, match="injected trouble") as told:
         assert same(plain, one(build(), {}, tmp_path))
@@ -180,10 +180,10 @@ def test_an_exception_of_ours_is_one_warning(
 def test_trouble_of_this_monitor_leaves_the_others_at_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise RuntimeError("injected trouble")
 
-    monkeypatch.setattr(Targets, "momentum", broken)
+    monkeypatch.setattr(LayerSelection, "momentum", fail)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
@@ -203,13 +203,13 @@ def test_a_slow_measurement_passes_steps_over(tmp_path: Path, monkeypatch: pytes
     import threading
 
     go = threading.Event()
-    original = Measuring.step
+    original = StepMeasurement.measure
 
     def slow(self: Any, *args: Any) -> Any:
         go.wait(20)
         return original(self, *args)
 
-    monkeypatch.setattr(Measuring, "step", slow)
+    monkeypatch.setattr(StepMeasurement, "measure", slow)
     monkeypatch.setattr("backlight.monitors.spectra.instrument.worker_thread.BACKLOG", 1)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -228,9 +228,9 @@ def test_a_slow_measurement_passes_steps_over(tmp_path: Path, monkeypatch: pytes
         ({"spectra": {"split": 2}}, "spectra.split=2: expected 0, or 3 and more"),
         ({"spectra": {"include": ["nothing.*"]}}, "spectra.include 'nothing.*' matches none of 5 matrices"),
         ({"spectra": {"includ": []}}, "unknown key 'includ'; did you mean 'include'"),
-        ({"spectra": {"place": "disk"}}, "spectra.place='disk': expected one of host, device"),
+        ({"spectra": {"buffer": "disk"}}, "spectra.buffer='disk': expected one of host, device"),
         ({"spectra": {"memory": 0}}, "spectra.memory=0: expected 1 or more"),
-        ({"spectra": {"moving": ["weight"]}}, "spectra.moving: 'weight' is unknown"),
+        ({"spectra": {"states": ["weight"]}}, "spectra.states: 'weight' is unknown"),
         ({"spectra": {"fused": {"head.weight": ["a"]}}}, "needs two or more parts"),
         ({"spectra": {"fused": {"head.weight": list("abcde")}}}, "cannot be divided into 5 equal parts"),
         ({"spectra": {"exchange": True, "ranks": "each"}}, "spectra.exchange is for ranks that hold"),

@@ -62,10 +62,10 @@ def spectra(
     """
     from backlight.cli.options import parse_size
     from backlight.cli.render.spectra import as_object, bar, show
-    from backlight.diagnose.spectra.options import Asked, method_of
+    from backlight.diagnose.spectra.options import SpectraRequest, method_of
     from backlight.launch.recipe import parse_settings
 
-    asked = Asked(
+    request = SpectraRequest(
         recipe=recipe,
         settings=parse_settings(changes or []),
         checkpoints=tuple(checkpoints or ()),
@@ -82,8 +82,8 @@ def spectra(
     )
     from backlight.diagnose.spectra.run import measure_spectra
 
-    with bar() as on_stage:
-        outcome = measure_spectra(asked, on_stage)
+    with bar() as on_progress:
+        outcome = measure_spectra(request, on_progress)
     if outcome.rank:
         return 0
     from backlight.store.read.run import open_run

@@ -16,8 +16,8 @@ from backlight.cli.console import make_console
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from backlight.diagnose.spectra.options import Stage
-    from backlight.diagnose.spectra.run import Outcome
+    from backlight.diagnose.spectra.options import SpectraProgress
+    from backlight.diagnose.spectra.run import SpectraResult
     from backlight.store.format.spectra import Layer, Measurement
     from backlight.store.read.run import Run
 
@@ -26,7 +26,7 @@ SHOWN = 20
 
 
 @contextmanager
-def bar() -> Iterator[Callable[[Stage], None]]:
+def bar() -> Iterator[Callable[[SpectraProgress], None]]:
     """Give what shows how far a measurement is, on standard error; silent where that is no terminal."""
     console = make_console(stderr=True)
     progress = Progress(
@@ -39,14 +39,14 @@ def bar() -> Iterator[Callable[[Stage], None]]:
     )
     task = progress.add_task("layers", total=None)
 
-    def show(stage: Stage) -> None:
+    def show(stage: SpectraProgress) -> None:
         progress.update(task, completed=stage.done, total=stage.total, description=stage.text)
 
     with progress:
         yield show
 
 
-def show(outcome: Outcome, run: Run) -> None:
+def show(outcome: SpectraResult, run: Run) -> None:
     """Print what was measured: the layers of the last step, the largest share of signal first."""
     from backlight.store.read.spectra import layers, measurements
 
@@ -62,7 +62,7 @@ def show(outcome: Outcome, run: Run) -> None:
     _say(("next: ", "dim"), f"backlight report {outcome.path}")
 
 
-def as_object(outcome: Outcome, run: Run) -> dict[str, Any]:
+def as_object(outcome: SpectraResult, run: Run) -> dict[str, Any]:
     """Return what was measured as JSON types; what was not measured, or is infinite, is null."""
     from backlight.store.read.spectra import layers, measurements
 
@@ -75,7 +75,7 @@ def as_object(outcome: Outcome, run: Run) -> dict[str, Any]:
             for one in outcome.checkpoints
         ],
         "measured": outcome.measured,
-        "measured_before": outcome.there,
+        "measured_before": outcome.resumed,
         "sweeps": outcome.sweeps,
         "samples_per_replicate": _finite(outcome.batch),
         "left_out": dict(outcome.left_out),
@@ -94,11 +94,11 @@ def as_object(outcome: Outcome, run: Run) -> dict[str, Any]:
     }
 
 
-def notes(outcome: Outcome) -> list[str]:
+def notes(outcome: SpectraResult) -> list[str]:
     """Return what is to be said besides the table."""
     said = []
-    if outcome.there:
-        said.append(f"{outcome.there} layers were there already, {outcome.measured} were measured now")
+    if outcome.resumed:
+        said.append(f"{outcome.resumed} layers were there already, {outcome.measured} were measured now")
     if outcome.left_out:
         by_reason: dict[str, list[str]] = {}
         for name, reason in outcome.left_out.items():

@@ -1,4 +1,4 @@
-"""What ``backlight spectra`` is asked for, and how far it is."""
+"""Options of ``backlight spectra``, and its progress."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 from backlight.distributed import world
 from backlight.measure.spectra.decomposition import Method
-from backlight.monitors.spectra.instrument.rank_group import CHUNK
-from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.instrument.rank_group import CHUNK_BYTES
+from backlight.monitors.spectra.model.options import SpectraError
 
-BUDGET = 2 * 10**9
-"""Bytes of replicates on a rank, unless told otherwise."""
+BUDGET_BYTES = 2 * 10**9
+"""Bytes of replicates on a rank, by default."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is to be measured; the fields are the options of ``backlight spectra``."""
+class SpectraRequest:
+    """What to measure; the fields are the options of ``backlight spectra``."""
 
     recipe: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -35,8 +35,8 @@ class Asked:
     device: str | None = None
     dtype: str | None = None
     seed: int = 0
-    budget: int = BUDGET
-    chunk: int = CHUNK
+    budget: int = BUDGET_BYTES
+    chunk_bytes: int = CHUNK_BYTES
     out: Path | None = None
 
     @property
@@ -58,7 +58,7 @@ class Asked:
             raise SpectraError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
 
     def find_device(self) -> torch.device | None:
-        """Return where to work; without an option CUDA where there is some, else where the recipe builds.
+        """Return the device; by default CUDA where it is available, else None for that of the recipe.
 
         Raises
         ------
@@ -81,8 +81,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """How far a measurement is: ``done`` of ``total`` layers over all checkpoints, and what is being done."""
+class SpectraProgress:
+    """Progress of a measurement: ``done`` of ``total`` layers over all checkpoints, and the current work."""
 
     done: int
     total: int
@@ -90,12 +90,12 @@ class Stage:
 
 
 def method_of(text: str) -> Method:
-    """Return the way of decomposing that a text names.
+    """Return the method of decomposing with this name.
 
     Raises
     ------
     SpectraError
-        If there is none of that name.
+        If there is none.
     """
     for method in get_args(Method):
         if method == text:

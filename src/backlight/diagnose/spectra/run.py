@@ -1,7 +1,7 @@
-"""Spectra of a recipe's model over its checkpoints: replicates, owners of layers, results in a run directory.
+"""Spectra of a recipe's model over its checkpoints, measured by all ranks and written into a run directory.
 
-Every rank goes through the same stages. In a sweep each computes the gradients of its replicates, keeping the
-layers of that sweep; they travel to the owners of those layers; the owners measure, write and forget them.
+Every rank goes through the same stages. In a sweep each computes the gradients of its replicates and keeps
+the layers of that sweep; they are sent to the owners of those layers, which measure, write and free them.
 """
 
 from __future__ import annotations
@@ -16,50 +16,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from backlight.diagnose.spectra.checkpoint import CheckpointWork
-from backlight.diagnose.spectra.checkpoint_files import Checkpoint, find_checkpoints
-from backlight.diagnose.spectra.options import Asked, Stage
-from backlight.diagnose.spectra.replicate_data import ReplicateData, check_data
-from backlight.diagnose.spectra.resume import (
+from backlight.capture.batches import digest_of_weights
+from backlight.diagnose.spectra.checkpoint_measurement import (
+    CheckpointMeasurement,
+    ReplicateData,
+    check_data,
+    replicates_of,
+)
+from backlight.diagnose.spectra.checkpoints import (
     CHECKPOINT,
     CONFIGURATION,
+    Checkpoint,
     Earlier,
     check_checkpoint,
+    find_checkpoints,
     read_earlier,
 )
+from backlight.diagnose.spectra.options import SpectraProgress, SpectraRequest
 from backlight.launch.recipe import Recipe, read_recipe
-from backlight.monitors.spectra.instrument.batches import of_weights
-from backlight.monitors.spectra.instrument.layers import Selection, select
-from backlight.monitors.spectra.instrument.rank_group import Team, assembled, replicates_of
+from backlight.monitors.spectra.instrument.layers import Selection, select_layers
+from backlight.monitors.spectra.instrument.rank_group import RankGroup, launched_ranks
 from backlight.monitors.spectra.instrument.replicate_gradient import seed_by
-from backlight.monitors.spectra.model.errors import SpectraError
-from backlight.monitors.spectra.model.recording import describe, leave_out
+from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.model.recording import record_layer, record_left_out
 from backlight.records import RunStatus
 from backlight.store.write.attempt import default_path
 from backlight.store.write.writer import RunWriter
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What was done.
-
-    Attributes
-    ----------
-    path
-        The run directory.
-    rank, world_size
-        Which of how many processes this is.
-    checkpoints
-        What was measured.
-    layers, left_out
-        Matrices that are measured, and parameters that are not.
-    measured, there
-        Layers, counted at each checkpoint, that were measured now and before.
-    sweeps
-        Backward passes of every replicate at a checkpoint, at most.
-    batch
-        Samples of a replicate.
-    """
+class SpectraResult:
+    """What was measured, and where it was written."""
 
     path: Path
     rank: int
@@ -67,62 +54,61 @@ class Outcome:
     checkpoints: tuple[Checkpoint, ...]
     layers: int
     left_out: Mapping[str, str]
+    """Parameters that are not measured, with the reason."""
     measured: int
-    there: int
+    """Layers, counted at each checkpoint, that were measured by this call; ``resumed`` before it."""
+    resumed: int
     sweeps: int
+    """Most backward passes of a replicate at a checkpoint."""
     batch: float
+    """Samples of a replicate."""
 
 
-def measure_spectra(asked: Asked, on_stage: Callable[[Stage], None] = lambda _: None) -> Outcome:
-    """Measure the spectra that are asked for, on all ranks that the launcher started.
+def measure_spectra(
+    options: SpectraRequest, on_progress: Callable[[SpectraProgress], None] = lambda _: None
+) -> SpectraResult:
+    """Measure the requested spectra, on all ranks that the launcher started.
 
-    Parameters
-    ----------
-    asked
-        What is to be measured.
-    on_stage
-        Told how far it is, on rank 0.
-
-    Raises
-    ------
-    SpectraError
-        If something cannot be measured: the same on every rank, whichever of them met it.
+    ``on_progress`` is called on rank 0. What cannot be measured raises SpectraError, the same on every rank,
+    whichever rank met it.
     """
-    with assembled() as team:
-        return _Measurement(team, asked, on_stage).run()
+    with launched_ranks() as group:
+        return _Measurement(group, options, on_progress).run()
 
 
 class _Measurement:
-    """One rank's part; every method that meets the others is called by all ranks in the same order."""
+    """One rank's work; every method that communicates is called by all ranks in the same order."""
 
-    def __init__(self, team: Team, asked: Asked, on_stage: Callable[[Stage], None]) -> None:
-        self.team, self.asked = team, asked
-        self.on_stage = on_stage if team.leads else lambda _: None
+    def __init__(
+        self, group: RankGroup, options: SpectraRequest, on_progress: Callable[[SpectraProgress], None]
+    ) -> None:
+        self.group, self.options = group, options
+        self.on_progress = on_progress if group.is_leader else lambda _: None
         self.device: torch.device | None = None
-        self.recipe: Recipe = team.together(lambda: read_recipe(asked.recipe, asked.settings))
+        self.recipe: Recipe = group.run(lambda: read_recipe(options.recipe, options.settings))
         self.writer: RunWriter | None = None
-        self.measured = self.there = self.sweeps = 0
+        self.measured = self.resumed = self.sweeps = 0
         self.selection: Selection | None = None
 
-    def run(self) -> Outcome:
-        team, asked = self.team, self.asked
-        team.together(asked.check)
-        self.device = team.together(asked.find_device)
-        checkpoints = team.shared(team.together(lambda: find_checkpoints(asked.checkpoints)))
-        path = team.shared(asked.out or default_path(str(asked.recipe)))
-        data = team.together(
+    def run(self) -> SpectraResult:
+        group, options = self.group, self.options
+        group.run(options.check)
+        self.device = group.run(options.find_device)
+        checkpoints = group.broadcast(group.run(lambda: find_checkpoints(options.checkpoints)))
+        path = group.broadcast(options.out or default_path(str(options.recipe)))
+        data = group.run(
             lambda: ReplicateData(
                 self.recipe,
-                asked.replicates,
-                replicates_of(team.rank, team.size, asked.replicates),
-                seed=asked.seed,
-                budget=asked.budget,
+                options.replicates,
+                replicates_of(group, options.replicates),
+                seed=options.seed,
+                budget=options.budget,
             )
         )
-        batch, known = check_data(team, self.recipe, data)
+        batch, known = check_data(group, self.recipe, data)
         configuration = self._configuration(known)
-        earlier = team.shared(
-            team.together(lambda: read_earlier(path, configuration) if team.leads else Earlier())
+        earlier = group.broadcast(
+            group.run(lambda: read_earlier(path, configuration) if group.is_leader else Earlier())
         )
         status = RunStatus.FAILED
         try:
@@ -135,66 +121,66 @@ class _Measurement:
             if self.writer is not None:
                 self.writer.close(status)
         assert self.selection is not None  # there is a checkpoint
-        return Outcome(
+        return SpectraResult(
             path=path,
-            rank=team.rank,
-            world_size=team.size,
+            rank=group.rank,
+            world_size=group.size,
             checkpoints=checkpoints,
             layers=len(self.selection.layers),
             left_out=self.selection.left_out,
             measured=self.measured,
-            there=self.there,
+            resumed=self.resumed,
             sweeps=self.sweeps,
             batch=batch,
         )
 
     def _configuration(self, data: str) -> dict[str, Any]:
-        """Return what decides the numbers; how the work is spread does not."""
-        asked = self.asked
+        """Return the options that determine the numbers; how the work is spread does not."""
+        options = self.options
         return {
             "recipe": hashlib.sha256(self.recipe.path.read_bytes()).hexdigest()[:16],
             "settings": {name: repr(value) for name, value in sorted(self.recipe.settings.items())},
-            "replicates": asked.replicates,
-            "method": asked.method,
-            "max_directions": asked.max_directions,
+            "replicates": options.replicates,
+            "method": options.method,
+            "max_directions": options.max_directions,
             "device": "" if self.device is None else self.device.type,
-            "dtype": asked.dtype or "",
-            "seed": asked.seed,
+            "dtype": options.dtype or "",
+            "seed": options.seed,
             "data": hashlib.sha256(data.encode()).hexdigest()[:16] if data else "",
         }
 
     def _model(self, checkpoint: Checkpoint, number: int) -> nn.Module:
         def build() -> nn.Module:
-            seed_by(self.asked.seed, "model")
+            seed_by(self.options.seed, "model")
             model = self.recipe.build_model()
             if checkpoint.path is not None:
                 self.recipe.load(model, checkpoint.path)
-            return model.to(device=self.device, dtype=self.asked.torch_dtype)
+            return model.to(device=self.device, dtype=self.options.torch_dtype)
 
-        return self.team.together(build, number)
+        return self.group.run(build, number)
 
     def _check_model(self, path: Path, earlier: Earlier, checkpoint: Checkpoint, model: nn.Module) -> str:
-        """Return the digest of the weights, which all ranks and all attempts must share.
-
-        Raises
-        ------
-        SpectraError
-            If they do not.
-        """
+        """Return the digest of the weights; raise SpectraError if a rank or an earlier attempt has others."""
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        weights = self.team.together(lambda: of_weights(state))
-        theirs = self.team.everywhere(weights)
-        if len(set(theirs)) > 1:
-            rank = next(i for i, other in enumerate(theirs) if other != theirs[0])
+        weights = self.group.run(lambda: digest_of_weights(state))
+        digests = self.group.all_gather(weights)
+        if len(set(digests)) > 1:
+            rank = next(i for i, other in enumerate(digests) if other != digests[0])
             raise SpectraError(
                 f"{self.recipe.path}: rank {rank} has other weights than rank 0 for {checkpoint}; "
                 "build_model and load must give every rank the same"
             )
-        self.team.together(lambda: check_checkpoint(path, earlier, checkpoint.step, str(checkpoint), weights))
+        self.group.run(lambda: check_checkpoint(path, earlier, checkpoint.step, str(checkpoint), weights))
         return weights
 
     def _select(self, model: nn.Module, checkpoint: Checkpoint) -> Selection:
-        selection = select(model, self.recipe.split, self.asked.include, self.asked.exclude)
+        selection = select_layers(
+            model.named_parameters(),
+            self.recipe.split,
+            self.options.include,
+            self.options.exclude,
+            prefix="--",
+        )
         if self.selection is not None and self.selection.layers != selection.layers:
             raise SpectraError(f"{checkpoint}: has other layers than the checkpoint before it")
         self.selection = selection
@@ -211,33 +197,35 @@ class _Measurement:
         number: int,
         count: int,
     ) -> None:
-        team = self.team
+        group = self.group
         model = self._model(checkpoint, number)
         weights = self._check_model(path, earlier, checkpoint, model)
-        selection = team.together(lambda: self._select(model, checkpoint))
+        selection = group.run(lambda: self._select(model, checkpoint))
         todo = [layer for layer in selection.layers if (checkpoint.step, layer.parameter) not in earlier.done]
-        self.there += len(selection.layers) - len(todo)
+        self.resumed += len(selection.layers) - len(todo)
         if not todo:
             return
         writer = self._open(path, configuration, selection, batch)
-        if team.leads:
+        if group.is_leader:
             file = "" if checkpoint.path is None else str(checkpoint.path)
             writer.event(checkpoint.step, CHECKPOINT, {"path": file, "weights": weights})
-            writer.flush()  # before any rank states that it has measured a layer
-        work = CheckpointWork(
-            team, self.asked, self.recipe, self.device, data, batch, writer, checkpoint.step, model
+            writer.flush()  # before any rank marks a layer as measured
+        work = CheckpointMeasurement(
+            group, self.options, self.recipe, self.device, data, batch, writer, checkpoint.step, model
         )
         total = count * len(selection.layers)
 
-        def say(text: str) -> None:
-            self.on_stage(Stage(self.there + self.measured, total, f"step {checkpoint.step}: {text}"))
+        def report(text: str) -> None:
+            self.on_progress(
+                SpectraProgress(self.resumed + self.measured, total, f"step {checkpoint.step}: {text}")
+            )
 
         planned = work.plan(todo)
         self.sweeps = max(self.sweeps, len(planned))
         for sweep in planned:
-            work.sweep(todo, sweep, say)
+            work.sweep(todo, sweep, report)
             self.measured += len(sweep.layers)
-            say("written")
+            report("written")
 
     def _open(
         self, path: Path, configuration: Mapping[str, Any], selection: Selection, batch: float
@@ -245,29 +233,29 @@ class _Measurement:
         """Return the writer of this rank; the first call opens the attempt, rank 0 before the others."""
         if self.writer is not None:
             return self.writer
-        launch = self.team.shared(uuid.uuid4().hex)
+        launch = self.group.broadcast(uuid.uuid4().hex)
 
         def enter() -> None:
             self.writer = RunWriter.create(
                 path,
                 name=path.name,
-                rank=self.team.rank,
-                world_size=self.team.size,
+                rank=self.group.rank,
+                world_size=self.group.size,
                 run_id=launch,
-                script=f"backlight spectra {self.asked.recipe}",
+                script=f"backlight spectra {self.options.recipe}",
                 monitors=("spectra",),
                 step_offset=0,
             )
 
-        self.team.together(lambda: enter() if self.team.leads else None)
-        self.team.together(lambda: None if self.team.leads else enter())
+        self.group.run(lambda: enter() if self.group.is_leader else None)
+        self.group.run(lambda: None if self.group.is_leader else enter())
         writer = self._entered()
-        if self.team.leads:
+        if self.group.is_leader:
             writer.event(None, CONFIGURATION, {**configuration, "batch": batch, "version": 1})
             for layer in selection.layers:
-                describe(writer, layer)
+                record_layer(writer, layer)
             for parameter, reason in selection.left_out.items():
-                leave_out(writer, parameter, reason)
+                record_left_out(writer, parameter, reason)
         return writer
 
     def _entered(self) -> RunWriter:

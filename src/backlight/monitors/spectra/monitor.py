@@ -21,6 +21,6 @@ class SpectraMonitor(Monitor):
         if cls.name not in settings.monitors:
             return None
         # Imports scipy, which takes a second that other runs need not spend.
-        from backlight.monitors.spectra.instrument.replicates import ReplicateMonitor  # noqa: PLC0415
+        from backlight.monitors.spectra.instrument.replicate_monitor import ReplicateMonitor  # noqa: PLC0415
 
         return ReplicateMonitor(settings.spectra, settings.every)

@@ -1,11 +1,11 @@
-"""Matrices are chosen by pattern, split and reshaped; what is not measured is named with its reason."""
+"""Matrices are selected by pattern, split and reshaped; the others are listed with the reason."""
 
 import pytest
 import torch
 from torch import nn
 
-from backlight.monitors.spectra.instrument.layers import select
-from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.instrument.layers import Selection, select_layers
+from backlight.monitors.spectra.model.options import SpectraError
 
 
 class Net(nn.Module):
@@ -28,6 +28,10 @@ def fused(name, tensor):
     if not name.endswith("qkv.weight"):
         return {name: tensor}
     return {f"{name}:{part}": rows for part, rows in zip("qkv", tensor.chunk(3), strict=True)}
+
+
+def select(model: nn.Module, split, include=(), exclude=()) -> Selection:
+    return select_layers(model.named_parameters(), split, include, exclude, prefix="--")
 
 
 def names(selection):

@@ -1,4 +1,4 @@
-"""Replicates reach the owner of a layer whole and in bounded pieces; errors are agreed on."""
+"""Replicates are sent to the owner of a layer in bounded chunks; errors are raised on all ranks."""
 
 import queue
 import threading
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from backlight.monitors.spectra.instrument import rank_group as module
-from backlight.monitors.spectra.instrument.rank_group import Team, replicates_of
-from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.instrument.rank_group import RankGroup
+from backlight.monitors.spectra.model.options import SpectraError
 
 
 class Wire:
@@ -20,17 +20,17 @@ class Wire:
         self.queues = defaultdict(queue.Queue)
         self.largest = 0
 
-    def send(self, tensor, to):
+    def send(self, tensor, to, group=None):
         self.largest = max(self.largest, tensor.nbytes)
         self.queues[self.rank.value, to].put(tensor.clone())
 
-    def recv(self, tensor, source):
+    def recv(self, tensor, source, group=None):
         tensor.copy_(self.queues[source, self.rank.value].get(timeout=10))
 
 
 @pytest.mark.parametrize("chunk", [4, 40, 10**6])
 @pytest.mark.parametrize(("ranks", "replicates"), [(1, 3), (2, 5), (3, 4), (5, 3)])
-def test_all_replicates_reach_the_owner(monkeypatch, ranks, replicates, chunk):
+def test_all_replicates_are_gathered_at_the_owner(monkeypatch, ranks, replicates, chunk):
     wire = Wire()
     monkeypatch.setattr(module, "dist", wire)
     G = [torch.randn(4, 6) for _ in range(replicates)]
@@ -38,9 +38,10 @@ def test_all_replicates_reach_the_owner(monkeypatch, ranks, replicates, chunk):
 
     def work(rank, owner):
         wire.rank.value = rank
-        held = {r: G[r] for r in replicates_of(rank, ranks, replicates)}
-        out[rank] = Team(rank, ranks).gathered(
-            held, owner, replicates=replicates, shape=(4, 6), dtype=torch.float32, chunk=chunk
+        held = [G[r] for r in range(rank, replicates, ranks)]
+        sources = [r % ranks for r in range(replicates)]
+        out[rank] = RankGroup(rank, ranks).gather_at(
+            owner, held, sources, shape=(4, 6), dtype=torch.float32, chunk_bytes=chunk
         )
 
     for owner in range(ranks):
@@ -55,35 +56,29 @@ def test_all_replicates_reach_the_owner(monkeypatch, ranks, replicates, chunk):
     assert ranks == 1 or wire.largest > 0
 
 
-def test_every_replicate_has_one_rank():
-    for ranks in (1, 3, 8):
-        numbers = [r for rank in range(ranks) for r in replicates_of(rank, ranks, 5)]
-        assert sorted(numbers) == list(range(5))
-
-
 def test_the_first_of_several_errors_is_raised_by_all(monkeypatch):
     said = [None, (7, "late"), (2, "early")]
     for rank in range(3):
-        team = Team(rank, 3)
-        monkeypatch.setattr(team, "everywhere", lambda _value: said)
+        group = RankGroup(rank, 3)
+        monkeypatch.setattr(group, "all_gather", lambda _value: said)
         with pytest.raises(SpectraError, match=r"^early$"):
-            team.agree(None)
+            group.raise_first(None)
 
 
-def test_alone_an_error_keeps_its_cause():
+def test_an_error_keeps_its_cause():
     def fails():
         raise TypeError("a bug")
 
     with pytest.raises(SpectraError, match="TypeError: a bug") as caught:
-        Team().together(fails)
+        RankGroup().run(fails)
     assert isinstance(caught.value.__cause__, TypeError)
-    assert Team().together(lambda: 3) == 3
+    assert RankGroup().run(lambda: 3) == 3
 
 
-def test_a_rank_that_has_ended_is_said(monkeypatch):
-    def gone(*_args):
+def test_a_rank_that_has_ended_is_reported(monkeypatch):
+    def gone(*_args, **_options):
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(module.dist, "all_gather_object", gone)
     with pytest.raises(SpectraError, match="lost contact: another rank has ended"):
-        Team(0, 2).everywhere(1)
+        RankGroup(0, 2).all_gather(1)

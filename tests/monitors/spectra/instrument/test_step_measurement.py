@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.measure.spectra.measurement import spectral_echo
-from backlight.monitors.spectra.instrument.step_measurement import Measuring
+from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
 from backlight.store.read import spectra as stored
 from spectra.watched import batch, build, loss_of, one, same, scaler, train, unmeasured, weights
 
@@ -34,13 +34,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], list[Tensor]]:
     """Keep what is measured: the replicates by step and layer."""
     seen: dict[tuple[int, str], list[Tensor]] = {}
-    original = Measuring._layer
+    original = StepMeasurement._layer
 
     def keep(self: Any, caught: Any, name: str, G: list[Tensor], *rest: Any) -> None:
         seen[caught.step, name] = [part.clone() for part in G]
         original(self, caught, name, G, *rest)
 
-    monkeypatch.setattr(Measuring, "_layer", keep)
+    monkeypatch.setattr(StepMeasurement, "_layer", keep)
     return seen
 
 
@@ -280,9 +280,9 @@ def test_a_compiled_model_is_seen_and_not_compiled_again(tmp_path: Path) -> None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("buffer", ["host", "device"])
 def test_on_an_accelerator_nothing_changes_and_the_host_agrees(
-    place: str, tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
+    buffer: str, tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
 ) -> None:
     states = []
     for path in (None, tmp_path):
@@ -301,13 +301,13 @@ def test_on_an_accelerator_nothing_changes_and_the_host_agrees(
             loop()
         else:
             with backlight.watch(
-                model, optimizer, run=path, monitors=("spectra",), every=2, spectra={"place": place}
+                model, optimizer, run=path, monitors=("spectra",), every=2, spectra={"buffer": buffer}
             ):
                 loop()
         states.append(weights(model))
     assert same(*states)
     replicates = measured[2, "block.up.weight"]
-    assert {part.device.type for part in replicates} == {"cpu" if place == "host" else "cuda"}
+    assert {part.device.type for part in replicates} == {"cpu" if buffer == "host" else "cuda"}
     alone = spectral_echo([part.cpu() for part in replicates])
     table = stored.table(backlight.open_run(tmp_path), 2, "block.up.weight")
     k = alone.identifiable

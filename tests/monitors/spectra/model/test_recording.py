@@ -11,19 +11,12 @@ import torch
 
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.shrinkage import threshold
-from backlight.monitors.spectra.model.reader import (
-    FIELDS,
-    NUMBERS,
-    Layer,
-    layers,
-    left_out,
-    measurements,
-    steps,
-    table,
-)
-from backlight.monitors.spectra.model.recording import describe, leave_out, record, record_arrays
+from backlight.monitors.spectra.model.recording import record_arrays, record_layer, record_left_out
+from backlight.store.format.spectra import FIELDS, NUMBERS, Layer
 from backlight.store.read.run import open_run
+from backlight.store.read.spectra import layers, left_out, measurements, steps, table
 from backlight.store.write.writer import RunWriter
+from spectra_runs import record
 
 LAYER = Layer("blocks.0.qkv.weight:q", "blocks.0.qkv", (30, 50), "blocks.0.qkv.weight", 30, 50, 1)
 
@@ -38,8 +31,8 @@ def result():
 
 def test_a_table_is_read_as_it_was_recorded(tmp_path, result):
     writer = RunWriter.create(tmp_path / "run", step_offset=0)
-    describe(writer, LAYER)
-    leave_out(writer, "norm.weight", "one-dimensional")
+    record_layer(writer, LAYER)
+    record_left_out(writer, "norm.weight", "one-dimensional")
     record(writer, 300, LAYER.parameter, result, batch=16, stable_ranks={"weight": 4.5, "gradient": None})
     record(writer, 20, LAYER.parameter, replace(result, identifiable=1))
     writer.close()
@@ -76,7 +69,7 @@ def test_a_table_is_read_as_it_was_recorded(tmp_path, result):
 def test_of_two_attempts_the_later_counts_whole(tmp_path, result):
     for scale in (1.0, 2.0):
         writer = RunWriter.create(tmp_path / "run", step_offset=0)
-        describe(writer, LAYER)
+        record_layer(writer, LAYER)
         record(writer, 5, LAYER.parameter, replace(result, echo=result.echo * scale), batch=4 * scale)
         writer.close()
     found = table(open_run(tmp_path / "run"), 5, LAYER.parameter)
@@ -86,7 +79,7 @@ def test_of_two_attempts_the_later_counts_whole(tmp_path, result):
 
 def test_what_was_not_stated_was_not_measured(tmp_path, result):
     writer = RunWriter.create(tmp_path / "run", step_offset=0)
-    describe(writer, LAYER)
+    record_layer(writer, LAYER)
     record_arrays(writer, 5, LAYER.parameter, result)
     record(writer, 6, LAYER.parameter, result)
     writer.close()
@@ -103,7 +96,7 @@ def test_a_layer_of_noise_has_a_table(tmp_path):
     noise = spectral_echo(torch.randn(4, 400, 400))
     assert noise.measured == 0
     writer = RunWriter.create(tmp_path / "run", step_offset=0)
-    describe(writer, Layer("w", "", (400, 400), "", 400, 400))
+    record_layer(writer, Layer("w", "", (400, 400), "", 400, 400))
     record(writer, 0, "w", noise, batch=1)
     writer.close()
     found = table(open_run(tmp_path / "run"), 0, "w")
@@ -120,5 +113,5 @@ def test_a_stable_rank_of_something_else_is_refused(tmp_path, result):
 
 
 def test_reading_needs_no_torch():
-    code = "import sys; sys.modules['torch'] = None; import backlight.monitors.spectra.model.reader"
+    code = "import sys; sys.modules['torch'] = None; import backlight.store.format.spectra"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from synthetic import finding
 
 from backlight.measure.spectra.shrinkage import muon
 from backlight.records import Evidence
@@ -20,6 +19,7 @@ from backlight.report.source import Source
 from backlight.report.spectra import FIELDS, explorer, frobenius, read_spectra, thinned
 from backlight.store.read.spectra import table
 from backlight.text import visible
+from report.synthetic import finding
 from spectra_runs import STRENGTHS, Injected, replicates, write_spectra_run
 
 QKV, UP, HEAD = STRENGTHS
@@ -190,23 +190,23 @@ def test_names_are_made_visible(tmp_path: Path) -> None:
 
 def test_what_stayed_of_the_leading_directions_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     from backlight.measure.spectra.measurement import spectral_echo
-    from backlight.monitors.spectra.model.recording import describe, record_arrays, state_measured
+    from backlight.monitors.spectra.model.recording import record_arrays, record_layer, record_measured
     from backlight.store.format.spectra import Layer
     from backlight.store.read.run import open_run
     from backlight.store.write.writer import RunWriter
 
     plan = Injected(shapes={HEAD: (20, 36)})
     writer = RunWriter.create(tmp_path / "run", monitors=("spectra",), step_offset=0)
-    describe(writer, Layer(HEAD, "head", (20, 36), "", 20, 36))
+    record_layer(writer, Layer(HEAD, "head", (20, 36), "", 20, 36))
     found = spectral_echo(replicates(plan, HEAD, 0), draws=20)
     for step, stayed in ((0, math.nan), (5, 0.75)):
         record_arrays(writer, step, HEAD, found)
         drift = {"drift_left": stayed, "drift_right": 0.5, "drift_directions": 2.0}
-        state_measured(writer, step, HEAD, found, drift=drift)
+        record_measured(writer, step, HEAD, found, drift=drift)
     writer.close()
     charts = drawn(Source(open_run(tmp_path / "run")), "spectra_signal").data["charts"]
     by_title = {chart["title"]: chart["lines"][0]["values"] for chart in charts}
-    left = by_title["What stayed of the leading left directions"]
+    left = by_title["Overlap of the leading left directions with those before"]
     assert math.isnan(left[0])
     assert left[1] == 0.75
-    assert by_title["What stayed of the leading right directions"].tolist() == [0.5, 0.5]
+    assert by_title["Overlap of the leading right directions with those before"].tolist() == [0.5, 0.5]

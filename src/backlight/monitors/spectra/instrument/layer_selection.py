@@ -10,26 +10,26 @@ import torch
 from backlight.capture.hub import HUB
 from backlight.capture.model_state import unsharded
 from backlight.capture.parameters import local
-from backlight.monitors.spectra.instrument.layers import Selection, choose
+from backlight.monitors.spectra.instrument.layers import Selection, select_layers
+from backlight.monitors.spectra.instrument.rank_exchange import owners
 from backlight.monitors.spectra.instrument.replicate_buffer import Target, fitting
-from backlight.monitors.spectra.instrument.shared_step import owners
-from backlight.monitors.spectra.model.errors import SpectraError
-from backlight.monitors.spectra.model.recording import describe, leave_out
+from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.model.recording import record_layer, record_left_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from backlight.capture.parameters import ParameterTable, Scope
     from backlight.monitor import Recorder
-    from backlight.monitors.spectra.instrument.rank_exchange import Exchange
-    from backlight.monitors.spectra.model.options import Catching
+    from backlight.monitors.spectra.instrument.rank_group import RankGroup
+    from backlight.monitors.spectra.model.options import SpectraOptions
     from backlight.notifier import Notifier
 
 MOMENTA = ("exp_avg", "momentum_buffer")
 """Names under which optimizers keep the momentum of a parameter."""
 
 
-def selected(catching: Catching, table: ParameterTable) -> Selection:
+def select(options: SpectraOptions, table: ParameterTable) -> Selection:
     """Choose among the parameters of a table.
 
     Raises
@@ -40,15 +40,15 @@ def selected(catching: Catching, table: ParameterTable) -> Selection:
     shapes = (
         (r.name, torch.empty(r.shape, device="meta", requires_grad=r.requires_grad)) for r in table.records
     )
-    return choose(shapes, catching.parts, catching.include, catching.exclude, prefix="spectra.")
+    return select_layers(shapes, options.parts, options.include, options.exclude, prefix="spectra.")
 
 
-class Targets:
-    """The parameters that are caught, as the table of a scope has them.
+class LayerSelection:
+    """The parameters that are captured, as the table of a scope has them.
 
     Parameters
     ----------
-    catching
+    options
         What is wanted.
     scope
         What is watched.
@@ -59,69 +59,69 @@ class Targets:
 
     Attributes
     ----------
-    caught
-        Parameters whose gradients are caught on this rank.
+    captured
+        Parameters whose gradients are captured on this rank.
     all
         Parameters that any rank measures, in the same order on all ranks.
     mine
         Names of those that this rank measures.
     owner_of
         Rank by name, where ranks share the work.
-    moving_size
+    states_size
         Bytes of the copies of weights and momenta.
     """
 
-    def __init__(self, catching: Catching, scope: Scope, recorder: Recorder, notifier: Notifier) -> None:
-        self._catching, self._scope, self._recorder, self._notifier = catching, scope, recorder, notifier
+    def __init__(self, options: SpectraOptions, scope: Scope, recorder: Recorder, notifier: Notifier) -> None:
+        self._options, self._scope, self._recorder, self._notifier = options, scope, recorder, notifier
         self._table: ParameterTable | None = None
         self._whole: dict[int, torch.Tensor] = {}
-        self._lent: set[int] = set()
-        self._told: dict[str, str] = {}
+        self._unsharded_ids: set[int] = set()
+        self._reported: dict[str, str] = {}
         self._described: set[str] = set()
         self.all: tuple[Target, ...] = ()
-        self.caught: tuple[Target, ...] = ()
+        self.captured: tuple[Target, ...] = ()
         self.mine: frozenset[str] = frozenset()
         self.owner_of: dict[str, int] = {}
-        self.moving_size = 0
+        self.states_size = 0
 
     def roots(self) -> list[torch.nn.Module]:
         """Return the outermost modules."""
         return list(self._scope.models) or HUB.seen.roots()
 
-    def look(self) -> None:
+    def ensure_table(self) -> None:
         """Have a table, if there is none yet; best between two steps, when FSDP2 has put its shards back."""
         if not self._scope.table.records:
             self._scope.refresh()
 
-    def refresh(self, expected: int, *, spread_over: Exchange | None) -> None:
+    def refresh(self, expected: int, *, group: RankGroup | None) -> None:
         """Look at the parameters as they are now, and choose what fits with so many replicates."""
-        self.look()
+        self.ensure_table()
         self._table = table = self._scope.table
-        selection = selected(self._catching, table)
+        selection = select(self._options, table)
         left_out = dict(selection.left_out)
         self._whole = unsharded(self.roots())
-        self._lent = {id(whole) for whole in self._whole.values()}
+        self._unsharded_ids = {id(whole) for whole in self._whole.values()}
         self.all = tuple(self._possible(table, selection, left_out))
-        rank, size = _place()
-        spread = spread_over is not None or self._spreads()
+        rank, size = _rank()
+        spread = group is not None or self._spreads()
         self.owner_of = owners(self.all, size) if spread else {}
         self.mine = frozenset(t.name for t in self.all if self.owner_of.get(t.name, rank) == rank)
-        wanted = self.all if spread_over is not None else [t for t in self.all if t.name in self.mine]
-        budget = self._catching.memory // (2 if spread_over is not None else 1)
-        singles = 1 + len(self._catching.moving)
-        expected = min(max(expected, self._catching.split, 3), self._catching.replicates)
-        self.caught = fitting(wanted, expected + singles, budget)
-        kept = {target.name for target in self.caught}
+        wanted = self.all if group is not None else [t for t in self.all if t.name in self.mine]
+        budget = self._options.memory // (2 if group is not None else 1)
+        singles = 1 + len(self._options.states)
+        expected = min(max(expected, self._options.split, 3), self._options.replicates)
+        self.captured = fitting(wanted, expected + singles, budget)
+        kept = {target.name for target in self.captured}
         for target in wanted:
             if target.name not in kept:
                 for layer in target.layers:
                     left_out[layer.parameter] = (
                         f"{expected} replicates of {target.size} bytes do not fit into spectra.memory="
-                        f"{self._catching.memory} beside larger layers"
+                        f"{self._options.memory} beside larger layers"
                     )
         self.mine &= kept
-        self.moving_size = singles * sum(t.size for t in self.caught if t.name in self.mine)
-        self._tell(left_out, told_here=not spread or rank == 0)
+        self.states_size = singles * sum(t.size for t in self.captured if t.name in self.mine)
+        self._report(left_out, report_here=not spread or rank == 0)
 
     def _possible(
         self, table: ParameterTable, selection: Selection, left_out: dict[str, str]
@@ -143,7 +143,7 @@ class Targets:
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return what backward differentiates by, None where that is on several ranks."""
-        if id(tensor) in self._lent:
+        if id(tensor) in self._unsharded_ids:
             return None  # its memory is taken away and given back by FSDP2
         if local(tensor) is tensor:
             return tensor
@@ -152,21 +152,21 @@ class Targets:
         return whole if whole is not None and local(whole) is whole else None
 
     def _spreads(self) -> bool:
-        if self._catching.ranks != "auto":
-            return self._catching.ranks == "spread"
+        if self._options.ranks != "auto":
+            return self._options.ranks == "spread"
         return bool(self._whole) or any(_replicated(root) for root in (*self.roots(), *HUB.seen.roots()))
 
-    def _tell(self, left_out: dict[str, str], *, told_here: bool) -> None:
-        for target in self.caught:
+    def _report(self, left_out: dict[str, str], *, report_here: bool) -> None:
+        for target in self.captured:
             for layer in target.layers:
                 if layer.parameter not in self._described:
                     self._described.add(layer.parameter)
-                    describe(self._recorder, layer)
-        fresh = {name: reason for name, reason in left_out.items() if self._told.get(name) != reason}
-        self._told.update(fresh)
+                    record_layer(self._recorder, layer)
+        fresh = {name: reason for name, reason in left_out.items() if self._reported.get(name) != reason}
+        self._reported.update(fresh)
         for name, reason in fresh.items():
-            if told_here or "spectra.memory" in reason:
-                leave_out(self._recorder, name, reason)
+            if report_here or "spectra.memory" in reason:
+                record_left_out(self._recorder, name, reason)
         unfit = [name for name, reason in fresh.items() if "spectra.memory" in reason]
         if unfit:
             more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
@@ -177,40 +177,40 @@ class Targets:
             )
 
     def leaves(self) -> Sequence[tuple[int, torch.Tensor]]:
-        """Return key and leaf of each parameter that is caught."""
+        """Return key and leaf of each parameter that is captured."""
         found = []
-        for target in self.caught:
+        for target in self.captured:
             tensor = self._tensor(target)
             leaf = None if tensor is None else self._leaf(tensor)
             if leaf is not None:
                 found.append((target.key, leaf))
         return found
 
-    def moving(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, torch.Tensor]:
         """Return the parameters of this rank whose weights are whole here, by name."""
         found = {}
-        for target in self.caught:
+        for target in self.captured:
             tensor = self._tensor(target)
             if target.name in self.mine and tensor is not None and local(tensor) is tensor:
                 found[target.name] = tensor
         return found
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters that are caught, by name.
+        """Return the parameters that are captured, by name.
 
         Raises
         ------
         SpectraError
-            If one of the model is sharded, caught here or not: its forward communicates, so that every rank
+            If one of the model is sharded, captured here or not: its forward communicates, so that every rank
             would have to take the extra passes.
         """
         held = [] if self._table is None else self._table.tensors()
         if any(local(tensor) is not tensor for tensor in held):
             raise SpectraError("parameters are sharded; accumulate instead")
-        tensors = ((target.name, self._tensor(target)) for target in self.caught)
+        tensors = ((target.name, self._tensor(target)) for target in self.captured)
         return {name: tensor for name, tensor in tensors if tensor is not None}
 
-    def alone(self) -> torch.nn.Module:
+    def unwrapped_model(self) -> torch.nn.Module:
         """Return the model without a wrapper that communicates.
 
         Raises
@@ -243,7 +243,7 @@ class Targets:
         return None if self._table is None else self._table.tensor(target.key)
 
 
-def _place() -> tuple[int, int]:
+def _rank() -> tuple[int, int]:
     import torch.distributed as dist  # noqa: PLC0415 - not every build has it
 
     if dist.is_available() and dist.is_initialized():

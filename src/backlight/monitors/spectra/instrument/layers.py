@@ -1,4 +1,4 @@
-"""Which matrices of a model are measured: chosen by pattern, fused weights split, all others named."""
+"""The matrices of a model that are measured: selected by pattern, fused weights split, all others listed."""
 
 from __future__ import annotations
 
@@ -7,41 +7,33 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from backlight.measure.spectra.replicates import as_matrix
-from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.model.options import SpectraError
 from backlight.store.format.spectra import Layer
 
 Split = Callable[[str, Tensor], Mapping[str, Tensor]]
-"""From the name of a weight and a tensor of its shape to the matrices that it fuses, by name."""
+"""Returns the matrices that a weight fuses, by name, given its name and a tensor of its shape."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is measured of a model.
-
-    Attributes
-    ----------
-    layers
-        The matrices, in the order of the model.
-    left_out
-        The other parameters, with the reason.
-    """
+    """The matrices to measure, in the order of the model, and the other parameters with the reason."""
 
     layers: tuple[Layer, ...]
     left_out: Mapping[str, str]
 
 
 def matrices(name: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a weight or its gradient is split into as matrices ``[rows, columns]``, by name.
+    """Return the parts ``given`` of a weight or its gradient as matrices ``[rows, columns]``, by name.
 
-    Convolutions become outputs x everything else; what has fewer than two dimensions is not there.
+    Convolutions become outputs x everything else; parts with fewer than two dimensions are left out.
 
     Raises
     ------
     SpectraError
-        If the split of ``name`` gave something else than tensors.
+        If a part is no tensor.
     """
     found = {}
     for part, values in given.items():
@@ -54,31 +46,7 @@ def matrices(name: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def select(
-    model: nn.Module, split: Split, include: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> Selection:
-    """Choose what is measured of a model.
-
-    Parameters
-    ----------
-    model
-        Of its parameters those that need a gradient and have two dimensions or more are measured;
-        convolutions as outputs x everything else.
-    split
-        What takes a fused weight apart.
-    include, exclude
-        Patterns, each with shell-style alternatives separated by commas; ``*`` also matches dots. One means
-        a matrix when it matches its name, the weight that it is a part of, or a module above it.
-
-    Raises
-    ------
-    SpectraError
-        If a pattern matches nothing, two matrices have one name, or nothing is left to measure.
-    """
-    return choose(model.named_parameters(), split, include, exclude, prefix="--")
-
-
-def choose(
+def select_layers(
     parameters: Iterable[tuple[str, Tensor]],
     split: Split,
     include: Sequence[str] = (),
@@ -86,14 +54,24 @@ def choose(
     *,
     prefix: str = "",
 ) -> Selection:
-    """Choose among named parameters, of which shapes are enough; ``prefix`` is how messages call options.
+    """Select the matrices among named parameters, of which shapes are enough.
 
-    Everything else is as in :func:`select`.
+    Parameters
+    ----------
+    parameters
+        Those that need a gradient and have two dimensions or more are measured.
+    split
+        Splits a fused weight.
+    include, exclude
+        Patterns, each with shell-style alternatives separated by commas; ``*`` also matches dots. A pattern
+        selects a matrix if it matches its name, the weight that it is a part of, or a module above it.
+    prefix
+        Prefix of the options in messages.
 
     Raises
     ------
     SpectraError
-        As there.
+        If a pattern matches nothing, two matrices have one name, or nothing is left to measure.
     """
     found: dict[str, Layer] = {}
     left_out: dict[str, str] = {}
@@ -104,11 +82,11 @@ def choose(
             left_out[name] = "one dimension: it has no singular directions"
         else:
             given = split(name, parameter.detach())
-            those = matrices(name, given)
-            for part, matrix in those.items():
+            parts = matrices(name, given)
+            for part, matrix in parts.items():
                 if part in found:
                     raise SpectraError(
-                        f"two matrices are called {part!r}; split must give names of their own"
+                        f"two matrices are called {part!r}; split must give each part its own name"
                     )
                 rows, columns = matrix.shape
                 found[part] = Layer(
@@ -121,13 +99,13 @@ def choose(
                     index=len(found),
                 )
             for part in given:
-                if part not in those:
+                if part not in parts:
                     left_out[part] = "no matrix: singular directions need two dimensions"
     everything = tuple(found.values())
     if not everything:
         raise SpectraError("the model has no parameter with two dimensions that needs a gradient")
-    wanted = _meant(everything, include, f"{prefix}include") if include else set(found)
-    unwanted = _meant(everything, exclude, f"{prefix}exclude")
+    wanted = _matched(everything, include, f"{prefix}include") if include else set(found)
+    unwanted = _matched(everything, exclude, f"{prefix}exclude")
     for layer in everything:
         if layer.parameter in unwanted:
             left_out[layer.parameter] = f"left out by {prefix}exclude"
@@ -139,13 +117,13 @@ def choose(
     return Selection(chosen, left_out)
 
 
-def _meant(layers: Sequence[Layer], patterns: Sequence[str], option: str) -> set[str]:
+def _matched(layers: Sequence[Layer], patterns: Sequence[str], option: str) -> set[str]:
     out: set[str] = set()
     for pattern in patterns:
         wanted = [part.strip() for part in pattern.split(",") if part.strip()]
-        found = {layer.parameter for layer in layers if any(_means(part, layer) for part in wanted)}
+        found = {layer.parameter for layer in layers if any(_matches(part, layer) for part in wanted)}
         if not found:
-            known = sorted({place for layer in layers for place in _places(layer)})
+            known = sorted({name for layer in layers for name in _names(layer)})
             near = [n for part in wanted for n in difflib.get_close_matches(part.strip("*."), known, n=3)]
             hint = ", ".join(dict.fromkeys(near or [layer.parameter for layer in layers[:3]]))
             raise SpectraError(
@@ -155,17 +133,17 @@ def _meant(layers: Sequence[Layer], patterns: Sequence[str], option: str) -> set
     return out
 
 
-def _means(pattern: str, layer: Layer) -> bool:
-    return any(fnmatch.fnmatchcase(place, pattern) for place in _places(layer))
+def _matches(pattern: str, layer: Layer) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in _names(layer))
 
 
-def _places(layer: Layer) -> list[str]:
-    """Return the names that a pattern may match: of the matrix, of its weight, and of the modules above."""
-    places = [layer.parameter]
+def _names(layer: Layer) -> list[str]:
+    """Return the names that a pattern may match: of the matrix, its weight, and the modules above."""
+    names = [layer.parameter]
     if layer.split_of:
-        places.append(layer.split_of)
+        names.append(layer.split_of)
     above = layer.layer
     while above:
-        places.append(above)
+        names.append(above)
         above = above.rpartition(".")[0]
-    return places
+    return names

@@ -1,134 +1,49 @@
-"""Replicates of all ranks brought together while a training runs, over a process group of our own.
+"""The replicates of all ranks of a watched run, brought to the rank that measures each parameter.
 
-Only where it was asked for. Everything here runs in a thread beside the training, in the same order on all
-ranks, and gives up after a time: a rank that does not come costs the measurement, never the training.
+Only where it was requested. Everything here runs on the worker thread, in the same order on all ranks, and
+gives up after a timeout: a rank that does not answer costs the measurement, never the training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from backlight.monitors.spectra.model.errors import SpectraError
-
-CHUNK = 16 * 2**20
-"""Bytes of a replicate that travel at once."""
+from backlight.monitors.spectra.instrument.rank_group import RankGroup
+from backlight.monitors.spectra.instrument.replicate_buffer import CapturedStep, Target
+from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.model.ownership import cost, longest_first
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What one rank has of a step.
-
-    Attributes
-    ----------
-    step
-        Of the attempt.
-    counts
-        Replicates by name of the parameter; a parameter without all of its gradients is not there.
-    kinds
-        Type and shape of them, by name.
-    samples
-        Of each replicate; None where unknown.
-    owners
-        Rank by name of every parameter that this rank knows of.
-    scale
-        What the loss was multiplied with.
-    reason
-        Why this rank has nothing; empty if it has.
-    """
+    """What one rank has captured of a step."""
 
     step: int
     counts: Mapping[str, int] = field(default_factory=dict)
+    """Replicates by parameter; a parameter without all of its gradients is left out."""
     kinds: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Type and shape of a replicate, by parameter."""
     samples: tuple[int | None, ...] = ()
+    """Samples of each replicate; None where unknown."""
     owners: Mapping[str, int] = field(default_factory=dict)
+    """Rank by every parameter that this rank knows."""
     scale: float = 1.0
+    """The loss scale."""
     reason: str = ""
+    """Why this rank has nothing; empty if it has."""
 
 
-class Exchange:
-    """A process group of our own, with a time limit.
-
-    Parameters
-    ----------
-    group
-        The group; all ranks are in it.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-
-    @classmethod
-    def open(cls, patience: float) -> Exchange:
-        """Make the group; all ranks call this, where they enter the watch.
-
-        Raises
-        ------
-        SpectraError
-            If there is no process group to be a part of.
-        """
-        if not dist.is_available() or not dist.is_initialized():
-            raise SpectraError("no process group exists yet: call init_process_group before watch")
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
-        return cls(group)
-
-    def offers(self, mine: Offer) -> list[Offer]:
-        """Return what every rank has, by rank."""
-        out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, mine, group=self._group)
-        return out
-
-    def gathered(
-        self,
-        held: Sequence[Tensor],
-        counts: Sequence[int],
-        owner: int,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-    ) -> list[Tensor]:
-        """Bring the replicates of a parameter to its owner, a bounded piece at a time.
-
-        Parameters
-        ----------
-        held
-            Those of this rank, on the host.
-        counts
-            How many each rank has.
-        owner
-            The rank that gets them.
-        shape, dtype
-            Of one of them.
-
-        Returns
-        -------
-        list[Tensor]
-            All of them, by rank, on the owner; none elsewhere.
-        """
-        out: list[Tensor] = []
-        for source, count in enumerate(counts):
-            for number in range(count):
-                if source == self.rank == owner:
-                    out.append(held[number].to("cpu"))
-                elif source == self.rank:
-                    for piece in _pieces(held[number].to("cpu").contiguous()):
-                        dist.send(piece, owner, group=self._group)
-                elif owner == self.rank:
-                    arrived = torch.empty(tuple(shape), dtype=dtype)
-                    for piece in _pieces(arrived):
-                        dist.recv(piece, source, group=self._group)
-                    out.append(arrived)
-        return out
+def owners(targets: Sequence[Target], ranks: int) -> dict[str, int]:
+    """Return the rank that measures each parameter, by name: the costliest are assigned first."""
+    costs = [sum(cost(layer.rows, layer.columns) for layer in target.layers) for target in targets]
+    return {t.name: rank for t, rank in zip(targets, longest_first(costs, ranks), strict=True)}
 
 
-def agreed(offers: Sequence[Offer]) -> dict[str, int]:
-    """Return the rank that measures each parameter that any rank knows of: the lowest rank decides."""
+def agreed_owners(offers: Sequence[Offer]) -> dict[str, int]:
+    """Return the rank that measures each parameter that any rank knows: the lowest rank decides."""
     found: dict[str, int] = {}
     for offer in offers:
         for name, owner in offer.owners.items():
@@ -136,10 +51,12 @@ def agreed(offers: Sequence[Offer]) -> dict[str, int]:
     return found
 
 
-def common(offers: Sequence[Offer], names: Iterable[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+def common_parameters(
+    offers: Sequence[Offer], names: Iterable[str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the parameters that all ranks can measure together, and the others with the reason.
 
-    Every rank comes to the same result, because each has the same offers.
+    Every rank gets the same result, because each has the same offers.
     """
     together: list[str] = []
     dropped: dict[str, str] = {}
@@ -147,8 +64,7 @@ def common(offers: Sequence[Offer], names: Iterable[str]) -> tuple[tuple[str, ..
         lacking = [rank for rank, offer in enumerate(offers) if not offer.counts.get(name)]
         kinds = {offer.kinds[name] for offer in offers if name in offer.kinds}
         if lacking:
-            listed = ", ".join(map(str, lacking))
-            dropped[name] = f"no whole set of gradients on rank {listed}"
+            dropped[name] = f"no whole set of gradients on rank {', '.join(map(str, lacking))}"
         elif len(kinds) > 1:
             dropped[name] = "its gradients have another type or shape on some ranks"
         else:
@@ -156,8 +72,61 @@ def common(offers: Sequence[Offer], names: Iterable[str]) -> tuple[tuple[str, ..
     return tuple(together), dropped
 
 
-def _pieces(x: Tensor) -> Iterator[Tensor]:
-    flat = x.view(-1)
-    step = max(1, CHUNK // x.element_size())
-    for begin in range(0, len(flat), step):
-        yield flat[begin : begin + step]
+def offer_of(captured: CapturedStep, owner_of: Mapping[str, int], scale: float, reason: str) -> Offer:
+    """Return the offer of this rank for a step."""
+    if reason:
+        return Offer(captured.step, owners=owner_of, reason=reason)
+    return Offer(
+        step=captured.step,
+        counts={name: len(replicates) for name, replicates in captured.replicates.items()},
+        kinds={n: (str(x[0].dtype), tuple(x[0].shape)) for n, x in captured.replicates.items() if x},
+        samples=tuple(captured.samples),
+        owners=owner_of,
+        scale=scale,
+    )
+
+
+def exchange(group: RankGroup, captured: CapturedStep, own: Offer, budget: int) -> dict[str, str]:
+    """Send the replicates of each parameter to its owner; what stays in ``captured`` is measured here.
+
+    Every rank calls this for every chosen step, also where it has nothing. ``budget`` bounds the bytes that
+    a rank receives. Returned are the parameters that no rank measures, with the reason: the same on all
+    ranks.
+
+    Raises
+    ------
+    SpectraError
+        If the ranks are not at the same step.
+    """
+    offers = group.all_gather(own)
+    steps = sorted({offer.step for offer in offers})
+    if len(steps) > 1:
+        raise SpectraError(f"the ranks are at different steps: {', '.join(map(str, steps))}")
+    owner_of = agreed_owners(offers)
+    reasons = [f"rank {rank}: {offer.reason}" for rank, offer in enumerate(offers) if offer.reason]
+    if not reasons and len({offer.scale for offer in offers}) > 1:
+        reasons = ["the ranks scale their gradients differently"]
+    if reasons:
+        captured.replicates.clear()
+        return dict.fromkeys(owner_of, reasons[0])
+    together, dropped = common_parameters(offers, owner_of)
+    received = [0] * group.size
+    for name in together:
+        owner, (type_name, shape) = owner_of[name], offers[0].kinds[name]
+        dtype = getattr(torch, type_name.removeprefix("torch."))
+        counts = [offer.counts[name] for offer in offers]
+        size = dtype.itemsize * torch.Size(shape).numel() * (sum(counts) - counts[owner])
+        # Counted the same way on all ranks, so that they agree on what is left out.
+        if received[owner] + size > budget:
+            dropped[name] = f"the replicates of all ranks do not fit into spectra.memory of rank {owner}"
+            continue
+        received[owner] += size
+        held = captured.replicates.pop(name)
+        sources = [rank for rank, count in enumerate(counts) for _ in range(count)]
+        gathered = group.gather_at(owner, held, sources, shape=shape, dtype=dtype)
+        if owner == group.rank:
+            captured.replicates[name] = gathered
+    for name in dropped:
+        captured.replicates.pop(name, None)
+    captured.samples = [samples for offer in offers for samples in offer.samples]
+    return dropped

@@ -1,12 +1,12 @@
-"""The ranks that measure together: agreeing on errors, and moving replicates to the owner of a layer.
+"""The ranks that measure together: shared values, errors raised on all of them, replicates sent to an owner.
 
-Every method is called by all ranks in the same order. Whatever goes wrong on one of them is said to all
-before any of them would wait for it.
+Every method is called by all ranks in the same order, so that each send has its receive. A rank reports its
+error to all others before any of them waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,161 +16,144 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backlight.distributed import world
-from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.model.options import SpectraError
 
 T = TypeVar("T")
 
-CHUNK = 16 * 2**20
-"""Bytes of a replicate that travel at once."""
+CHUNK_BYTES = 16 * 2**20
+"""Bytes of a replicate that are sent at once."""
 
-# A rank may decompose for long while others wait; one that dies is noticed at once.
-_PATIENCE = timedelta(days=7)
+# A rank may decompose for long while others wait; the end of a rank is noticed at once.
+_TIMEOUT = timedelta(days=7)
 
 
-class Team:
-    """One rank among those that measure together; alone where no launcher started several.
+class RankGroup:
+    """One rank of a group of ranks; a group of one without communication by default.
 
-    Attributes
-    ----------
-    rank, size
-        Which of how many.
+    ``group`` is a process group over gloo, the default group if None.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+        self.rank, self.size, self._group = rank, size, group
 
     @property
-    def leads(self) -> bool:
-        """Tell whether this rank speaks for all."""
+    def is_leader(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
-    def everywhere(self, value: T) -> list[T]:
-        """Return what every rank gives, by rank."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the value of every rank, by rank."""
         if self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
         with _contact():
-            dist.all_gather_object(out, value)
+            dist.all_gather_object(out, value, group=self._group)
         return out
 
-    def shared(self, value: T) -> T:
-        """Return what rank 0 gives."""
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0."""
         if self.size == 1:
             return value
         box = [value]
         with _contact():
-            dist.broadcast_object_list(box, src=0)
+            dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
-    def agree(self, problem: tuple[Any, Exception] | None) -> None:
-        """Raise the same error on every rank if any of them has a problem.
+    def raise_first(self, problem: tuple[Any, Exception] | None) -> None:
+        """Raise the same SpectraError on every rank if any of them has a problem.
 
-        Parameters
-        ----------
-        problem
-            None, or where it came up and what it is; of several the one that comes first is raised, so that
-            it does not depend on the number of ranks.
+        ``problem`` is its position in the work and the error; of several the first position is raised, so
+        that the error does not depend on the number of ranks.
 
         Raises
         ------
         SpectraError
             If a rank has a problem.
         """
-        said = None if problem is None else (problem[0], _text(problem[1]))
-        found = [one for one in self.everywhere(said) if one is not None]
+        reported = None if problem is None else (problem[0], _text(problem[1]))
+        found = [one for one in self.all_gather(reported) if one is not None]
         if found:
             raise SpectraError(min(found)[1]) from (None if problem is None else problem[1])
 
-    def together(self, work: Callable[[], T], place: Any = ()) -> T:
-        """Return what ``work`` gives here, once it has succeeded on every rank.
-
-        Raises
-        ------
-        SpectraError
-            If it has failed on any.
-        """
+    def run(self, work: Callable[[], T], position: Any = ()) -> T:
+        """Return the result of ``work`` here once it has succeeded on every rank; else raise on all."""
         problem: tuple[Any, Exception] | None = None
         result: Any = None
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this rank
-            problem = (place, error)
-        self.agree(problem)
-        return result  # type: ignore[no-any-return]  # agree has raised where there is none
+        except Exception as error:  # noqa: BLE001 - the others must not wait for this rank, whatever failed
+            problem = (position, error)
+        self.raise_first(problem)
+        return result  # type: ignore[no-any-return]  # raise_first has raised where there is none
 
-    def gathered(
+    def gather_at(
         self,
-        held: Mapping[int, Tensor],
         owner: int,
+        held: Sequence[Tensor],
+        sources: Sequence[int],
         *,
-        replicates: int,
         shape: Sequence[int],
         dtype: torch.dtype,
-        chunk: int = CHUNK,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> list[Tensor]:
-        """Bring all replicates of a layer to its owner, a bounded piece at a time.
+        """Send replicates to the rank ``owner``, a bounded chunk at a time.
 
-        Parameters
-        ----------
-        held
-            The replicates that this rank computed, on the host, by number: those that
-            :func:`replicates_of` gives it.
-        owner
-            The rank that gets them.
-        replicates, shape, dtype
-            R, and what one of them is.
-        chunk
-            Bytes of a piece.
-
-        Returns
-        -------
-        list[Tensor]
-            R tensors in order on the owner, none elsewhere.
+        ``held`` are those of this rank in order, ``sources`` the rank of each replicate. Returned are all of
+        them on the host of the owner, none on other ranks.
         """
-        out: list[Tensor] = []
-        # One order for all ranks: whoever sends or receives next has somebody who does the other.
-        for replicate in range(replicates):
-            source = replicate % self.size
-            if source == self.rank == owner:
-                out.append(held[replicate])
-            elif source == self.rank and owner != self.rank:
+        own, out = iter(held), []
+        for source in sources:
+            if source == self.rank:
+                tensor = next(own).to("cpu").contiguous()
+                if owner == self.rank:
+                    out.append(tensor)
+                    continue
                 with _contact():
-                    for piece in _pieces(held[replicate], chunk):
-                        dist.send(piece, owner)
+                    for chunk in _chunks(tensor, chunk_bytes):
+                        dist.send(chunk, owner, group=self._group)
             elif owner == self.rank:
-                arrived = torch.empty(tuple(shape), dtype=dtype)
+                received = torch.empty(tuple(shape), dtype=dtype)
                 with _contact():
-                    for piece in _pieces(arrived, chunk):
-                        dist.recv(piece, source)
-                out.append(arrived)
+                    for chunk in _chunks(received, chunk_bytes):
+                        dist.recv(chunk, source, group=self._group)
+                out.append(received)
         return out
 
 
-def replicates_of(rank: int, size: int, replicates: int) -> range:
-    """Return the numbers of the replicates that a rank computes."""
-    return range(rank, replicates, size)
-
-
 @contextmanager
-def assembled() -> Iterator[Team]:
-    """Give the team that the environment describes, as torchrun sets it; over gloo, on the host."""
+def launched_ranks() -> Iterator[RankGroup]:
+    """Yield the group of ranks that the launcher started, over gloo on the host."""
     size = world().size
     if size == 1:
-        yield Team()
+        yield RankGroup()
         return
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group("gloo", timeout=_PATIENCE)
+    initialised_here = not dist.is_initialized()
+    if initialised_here:
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
-        yield Team(dist.get_rank(), dist.get_world_size())
+        yield RankGroup(dist.get_rank(), dist.get_world_size())
     finally:
-        if ours:
+        if initialised_here:
             dist.destroy_process_group()
 
 
-def _pieces(x: Tensor, chunk: int) -> Iterator[Tensor]:
+def new_group(timeout_s: float) -> RankGroup:
+    """Return a process group of backlight's own; all ranks call this where they enter the watch.
+
+    Raises
+    ------
+    SpectraError
+        If the training script has no process group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise SpectraError("no process group exists yet: call init_process_group before watch")
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return RankGroup(dist.get_rank(), dist.get_world_size(), group)
+
+
+def _chunks(x: Tensor, chunk_bytes: int) -> Iterator[Tensor]:
     flat = x.view(-1)
-    step = max(1, chunk // x.element_size())
+    step = max(1, chunk_bytes // x.element_size())
     for begin in range(0, len(flat), step):
         yield flat[begin : begin + step]
 
@@ -180,13 +163,11 @@ def _contact() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise SpectraError("lost contact: another rank has ended; what it said last tells why") from error
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise SpectraError(f"lost contact: another rank has ended or does not answer ({first})") from error
 
 
 def _text(error: Exception) -> str:
-    said = str(error) or type(error).__name__
-    return (
-        said
-        if isinstance(error, (ValueError, OSError, ArithmeticError))
-        else f"{type(error).__name__}: {said}"
-    )
+    text = str(error) or type(error).__name__
+    expected = isinstance(error, (ValueError, OSError, ArithmeticError))
+    return text if expected else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""Replicates of one step on their way to be measured, in memory that does not grow beyond a budget."""
+"""Replicates of one step until they are measured, in memory that does not grow beyond a budget."""
 
 from __future__ import annotations
 
@@ -15,27 +15,17 @@ from backlight.store.format.spectra import Layer
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter whose gradient is caught.
-
-    Attributes
-    ----------
-    key
-        Its row in the parameter table.
-    name
-        As in that table.
-    layers
-        The matrices that it holds: one, or the parts of a fused weight.
-    size
-        Bytes of one replicate.
-    device
-        Where its gradient is made.
-    """
+    """A parameter whose gradient is captured."""
 
     key: int
+    """Its row in the parameter table."""
     name: str
     layers: tuple[Layer, ...]
+    """The matrices that it holds: one, or the parts of a fused weight."""
     size: int
+    """Bytes of one replicate."""
     device: str = "cpu"
+    """Device of its gradient."""
 
 
 def fitting(targets: Sequence[Target], copies: int, budget: int) -> tuple[Target, ...]:
@@ -49,131 +39,117 @@ def fitting(targets: Sequence[Target], copies: int, budget: int) -> tuple[Target
 
 
 @dataclass
-class Caught:
-    """What was caught of one step; what is measured is let go.
+class CapturedStep:
+    """The replicates and states that were captured of one step; they are freed as they are measured.
 
-    Attributes
-    ----------
-    step
-        Of the attempt.
-    replicates
-        By name of the parameter, in the order of the microbatches.
-    samples
-        Of each replicate; None where unknown.
-    weights, before, momenta
-        By name of the parameter: after the step, before it, and what the optimizer keeps.
-    scale
-        What the loss was multiplied with, by a gradient scaler.
-    skipped
-        Whether the scaler skipped the step.
-    cut
-        Microbatches that were not kept, for want of memory or because there were more than asked for.
-    reason
-        Why nothing of the step can be measured; empty if something can.
-    lacking
-        Why single parameters cannot, by name.
-    extra, extra_seconds
-        Forwards and backwards that were run for this alone, and what they took.
-    arrivals
-        Events of devices from which copies are on their way.
+    ``weights``, ``before`` and ``momenta`` are tensors by parameter: after the step, before it, and those of
+    the optimizer.
     """
 
     step: int
     replicates: dict[str, list[Tensor]] = field(default_factory=dict)
+    """By parameter, in the order of the microbatches."""
     samples: list[int | None] = field(default_factory=list)
+    """Samples of each replicate; None where unknown."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
     momenta: dict[str, Tensor] = field(default_factory=dict)
     scale: Tensor | None = None
+    """The loss scale."""
     skipped: bool | Tensor | None = None
-    cut: int = 0
+    """Whether the gradient scaler skipped the step."""
+    dropped: int = 0
+    """Microbatches that exceeded the memory or the requested number."""
     reason: str = ""
+    """Why nothing of the step can be measured; empty if something can."""
     lacking: dict[str, str] = field(default_factory=dict)
-    extra: int = 0
+    """Why single parameters cannot be measured."""
+    extra_passes: int = 0
     extra_seconds: float = 0.0
-    arrivals: list[Any] = field(default_factory=list)
+    copies_done: list[Any] = field(default_factory=list)
+    """Events behind the asynchronous copies."""
 
     @property
     def size(self) -> int:
         """Bytes that are held."""
-        singles = (self.weights, self.before, self.momenta)
-        return sum(x.nbytes for parts in self.replicates.values() for x in parts) + sum(
-            x.nbytes for held in singles for x in held.values()
+        states = (self.weights, self.before, self.momenta)
+        return sum(x.nbytes for replicates in self.replicates.values() for x in replicates) + sum(
+            x.nbytes for held in states for x in held.values()
         )
 
 
-class Waiting:
-    """Takes the gradients of backward after backward, as long as whole replicates fit.
+class ReplicateBuffer:
+    """Copies the gradients of one backward after another, as long as whole replicates fit.
 
     Parameters
     ----------
     targets
-        What is caught.
+        The parameters to capture.
     budget
         Bytes that all replicates together may take.
-    most
-        Replicates that are kept at most.
-    place
+    max_replicates
+        Most replicates to keep.
+    location
         ``"host"`` or ``"device"``.
     """
 
-    def __init__(self, targets: Sequence[Target], budget: int, most: int, place: str) -> None:
+    def __init__(self, targets: Sequence[Target], budget: int, max_replicates: int, location: str) -> None:
         self._targets = {target.key: target for target in targets}
-        self._each = sum(target.size for target in targets)
-        self._budget, self._most, self._place = budget, most, place
+        self._bytes_each = sum(target.size for target in targets)
+        self._budget, self._max_replicates, self._location = budget, max_replicates, location
         self._open: dict[int, Tensor] = {}
-        self._whole: list[Mapping[int, Tensor]] = []
+        self._complete: list[Mapping[int, Tensor]] = []
         self.samples: list[int | None] = []
-        self.cut = 0
-        self.broken = 0
+        self.dropped = 0
+        self.failed = 0
 
     def begin(self) -> bool:
-        """Tell whether one more replicate is kept; else it is counted as cut."""
+        """Start a replicate and return whether it is kept; else it is counted as dropped."""
         self._open = {}
-        count = len(self._whole) + 1
-        if count > self._most or count * self._each > self._budget:
-            self.cut += 1
+        count = len(self._complete) + 1
+        if count > self._max_replicates or count * self._bytes_each > self._budget:
+            self.dropped += 1
             return False
         return True
 
-    def take(self, key: int, gradient: Tensor) -> None:
-        """Copy a gradient; a further one of the same backward is added."""
+    def add(self, key: int, gradient: Tensor) -> None:
+        """Copy a gradient; a further one of the same backward is summed."""
         if key in self._open:
             if gradient.device.type == "cuda":
-                # What came first may still be on its way to the host.
+                # The first one may still be on its way to the host.
                 synchronize(gradient.device)
             self._open[key] += gradient.detach().to(self._open[key].device)
             return
-        self._open[key] = copied(gradient, self._place)
+        self._open[key] = copied(gradient, self._location)
 
-    def end(self, *, whole: bool, samples: int | None) -> None:
-        """Close a replicate; one of a backward that raised is let go."""
+    def end(self, *, complete: bool, samples: int | None) -> None:
+        """Close a replicate; that of a backward that raised is discarded."""
         held, self._open = self._open, {}
-        if not whole:
-            self.broken += 1
+        if not complete:
+            self.failed += 1
         elif held:
-            self._whole.append(held)
+            self._complete.append(held)
             self.samples.append(samples)
 
-    def caught(self, step: int) -> Caught:
-        """Return what was kept; a parameter that some of the replicates lack is not."""
-        out = Caught(step, samples=list(self.samples), cut=self.cut)
+    def captured(self, step: int) -> CapturedStep:
+        """Return the replicates of a step, without parameters that some of the replicates lack."""
+        out = CapturedStep(step, samples=list(self.samples), dropped=self.dropped)
         for key, target in self._targets.items():
-            parts = [one[key] for one in self._whole if key in one]
-            if len(parts) == len(self._whole):
-                out.replicates[target.name] = parts
+            replicates = [one[key] for one in self._complete if key in one]
+            if len(replicates) == len(self._complete):
+                out.replicates[target.name] = replicates
             else:
-                lacking, count = len(self._whole) - len(parts), len(self._whole)
+                lacking, count = len(self._complete) - len(replicates), len(self._complete)
                 out.lacking[target.name] = f"no gradient in {lacking} of {count} microbatches"
         return out
 
 
-def copied(tensor: Tensor, place: str) -> Tensor:
+def copied(tensor: Tensor, location: str) -> Tensor:
     """Return a copy of a tensor, on the host or on its device, without waiting for it."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    if place == "device" or tensor.device.type == "cpu":
+    if location == "device" or tensor.device.type == "cpu":
         return tensor.clone(memory_format=torch.contiguous_format)
     if tensor.device.type != "cuda":
         return tensor.to("cpu")

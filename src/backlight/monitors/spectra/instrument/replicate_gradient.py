@@ -1,15 +1,10 @@
-"""The gradient of one replicate: one batch, one backward, only the matrices that are wanted kept.
-
-What a replicate is follows from its number alone: its random numbers are seeded by it, and buffers of the
-model, which a forward pass may change, are put back after it. So it does not matter which process computes
-it, nor after which others.
-"""
+"""The gradients of one replicate: of a batch of a recipe, or of a part of a watched run's batch."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,23 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from backlight.monitors.spectra.instrument.layers import Split, matrices
-from backlight.monitors.spectra.model.errors import SpectraError
+from backlight.monitors.spectra.model.options import SpectraError
 
 Loss = Callable[[nn.Module, Any], Tensor]
+"""``loss(model, batch)`` returns one element."""
 
 
-def seed_by(seed: int, *place: int | str) -> None:
-    """Seed the generators of torch, numpy and Python by a place in the measurement."""
-    whole = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=8).digest()
+def seed_by(seed: int, *position: int | str) -> None:
+    """Seed the generators of torch, numpy and Python by a position in the measurement."""
+    whole = hashlib.blake2b(repr((seed, *position)).encode(), digest_size=8).digest()
     number = int.from_bytes(whole, "little") >> 1
     torch.manual_seed(number)
-    np.random.seed(number % 2**32)  # what a recipe draws from is not ours to choose
+    np.random.seed(number % 2**32)  # a recipe may draw from any of the three
     random.seed(number)
 
 
 @contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Put the buffers of a model back at the end."""
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model at the end."""
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:
         yield
@@ -45,25 +41,51 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before[name])
 
 
+def differentiate(
+    model: nn.Module,
+    loss: Loss,
+    parts: Sequence[Any],
+    leaves: Mapping[str, Tensor],
+    on_gradients: Callable[[dict[str, Tensor]], None],
+) -> None:
+    """Call ``on_gradients`` with the gradients of each part of a batch, by name, of the leaves that it uses.
+
+    These are forward and backward passes that the training did not have, without touching ``.grad`` and
+    without the hooks that reduce. ``model`` is no wrapper that communicates. The random numbers of the parts
+    differ, as those of microbatches do; the caller restores buffers, training modes and the random state of
+    torch.
+
+    Raises
+    ------
+    SpectraError
+        If the loss has no graph.
+    """
+    names, inputs = list(leaves), list(leaves.values())
+    states = random.getstate(), np.random.get_state()  # a loss may augment its data by either
+    try:
+        with torch.enable_grad():
+            for part in parts:
+                value = loss(model, part)
+                if not value.requires_grad:
+                    raise SpectraError(
+                        "the loss of samples=(loss_fn, batch) has no graph; it must be computed from "
+                        "the parameters"
+                    )
+                found = torch.autograd.grad(value, inputs, allow_unused=True)
+                on_gradients({name: g for name, g in zip(names, found, strict=True) if g is not None})
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
 def gradients(
     model: nn.Module, loss: Loss, batch: Any, wanted: Collection[str], split: Split, *, replicate: int
 ) -> dict[str, Tensor]:
-    """Return the gradients ``[rows, columns]`` of the wanted matrices on the host, by name.
+    """Return the gradients ``[rows, columns]`` of the wanted matrices of one batch, on the host, by name.
 
-    Parameters
-    ----------
-    model
-        In the mode in which it is to be measured; afterwards no parameter has a gradient.
-    loss
-        ``loss(model, batch)``, one element.
-    batch
-        Where the model is.
-    wanted
-        Names of matrices, as :func:`backlight.monitors.spectra.instrument.layers.select` gives them.
-    split
-        What takes a fused weight apart.
-    replicate
-        What messages call the batch.
+    Buffers of the model, which a forward pass may change, are restored; with :func:`seed_by` the result
+    follows from the replicate's number alone, whichever process computes it. Afterwards no parameter has a
+    gradient.
 
     Raises
     ------
@@ -71,14 +93,18 @@ def gradients(
         If the loss has no graph, a matrix gets no gradient, or one holds NaN or infinite values.
     """
     model.zero_grad(set_to_none=True)
-    needed = _weights_of(model, wanted, split)
+    needed = {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim >= 2 and any(part in wanted for part in split(name, parameter.detach()))
+    }
     handles = [
-        parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]  # torch's
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]  # torch's
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and name not in needed
     ]
     try:
-        with torch.enable_grad(), kept_buffers(model):
+        with torch.enable_grad(), restored_buffers(model):
             value = loss(model, batch)
             if not value.requires_grad:
                 raise SpectraError(
@@ -89,7 +115,7 @@ def gradients(
         found: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             if name in needed:
-                found |= _taken(name, parameter, split, wanted, replicate)
+                found |= _take_gradient(name, parameter, split, wanted, replicate)
     finally:
         for handle in handles:
             handle.remove()
@@ -97,15 +123,7 @@ def gradients(
     return found
 
 
-def _weights_of(model: nn.Module, wanted: Collection[str], split: Split) -> set[str]:
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.ndim >= 2 and any(part in wanted for part in split(name, parameter.detach()))
-    }
-
-
-def _taken(
+def _take_gradient(
     name: str, parameter: nn.Parameter, split: Split, wanted: Collection[str], replicate: int
 ) -> dict[str, Tensor]:
     gradient = parameter.grad
@@ -117,15 +135,14 @@ def _taken(
     parameter.grad = None
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
-    those = matrices(name, split(name, gradient.detach()))
     out = {}
-    for part, matrix in those.items():
+    for part, matrix in matrices(name, split(name, gradient.detach())).items():
         if part not in wanted:
             continue
         if not bool(torch.isfinite(matrix).all()):
             raise SpectraError(
                 f"layer {part!r}: the gradient of replicate {replicate} holds NaN or infinite values; "
-                "find their birthplace with `backlight nan`, or leave the layer out with --exclude"
+                "find their origin with `backlight nan`, or leave the layer out with --exclude"
             )
         host = matrix.to("cpu").contiguous()
         # A view of a fused gradient would keep the whole of it.
@@ -134,5 +151,5 @@ def _taken(
     return out
 
 
-def _drop(parameter: Tensor) -> None:
+def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None

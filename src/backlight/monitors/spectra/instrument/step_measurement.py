@@ -1,7 +1,7 @@
-"""From the replicates of one step of a training to what is recorded; runs beside the training.
+"""Measures the captured replicates of one step after another, on the worker thread.
 
-Layer after layer, each let go when it is done. What cannot be measured is said with its reason, once for
-each reason and step, and costs the other layers nothing.
+Layers are measured one by one, and their replicates freed. What cannot be measured is reported once for each
+reason and step, and does not affect the other layers.
 """
 
 from __future__ import annotations
@@ -18,211 +18,186 @@ from torch import Tensor
 
 from backlight.measure.spectra.decomposition import SMALL_SIDE, decompose
 from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
-from backlight.measure.spectra.replicates import promoted
 from backlight.measure.spectra.spectrum import drift, singular_values, stable_rank, stable_rank_of_values
+from backlight.measure.stats.kernels import promoted
 from backlight.monitors.spectra.instrument.layers import matrices
-from backlight.monitors.spectra.instrument.replicate_buffer import Caught, Target
-from backlight.monitors.spectra.model.options import Catching
-from backlight.monitors.spectra.model.recording import Writer, record_arrays, state_measured
+from backlight.monitors.spectra.instrument.replicate_buffer import CapturedStep, Target
+from backlight.monitors.spectra.model.options import SpectraOptions
+from backlight.monitors.spectra.model.recording import Writer, record_arrays, record_measured
 from backlight.store.format.spectra import PREFIX
 
 COST = "spectra_cost"
-"""Kind of the event that says what a measured step took."""
+"""Kind of the event with the cost of a measured step."""
 
-LEAST = 3
-"""Replicates without which there is no echo."""
+MIN_REPLICATES = 3
+"""Replicates that an echo needs."""
 
-_NAMED = re.compile(r"^(?:layer '[^']*'|the layer): ?")
-
-
-@dataclass
-class _Place:
-    """Leading directions of a layer at the step at which it was measured last."""
-
-    left_pk: Tensor
-    right_qk: Tensor
+_LAYER_PREFIX = re.compile(r"^(?:layer '[^']*'|the layer): ?")
 
 
 @dataclass
-class Report:
-    """What is said of a step.
-
-    Attributes
-    ----------
-    unmeasured
-        Parameters by the reason for which they were not measured.
-    measured
-        Number of layers that were.
-    """
+class StepReport:
+    """The parameters that were not measured, by reason, and the number of layers that were."""
 
     unmeasured: dict[str, list[str]] = field(default_factory=dict)
     measured: int = 0
 
-    def lacks(self, parameter: str, reason: str) -> None:
-        """Note that a parameter was not measured."""
-        self.unmeasured.setdefault(_NAMED.sub("", reason).rstrip("."), []).append(parameter)
+    def add(self, parameter: str, reason: str) -> None:
+        """Record that a parameter was not measured."""
+        self.unmeasured.setdefault(_LAYER_PREFIX.sub("", reason).rstrip("."), []).append(parameter)
 
 
-class Measuring:
-    """Measures step after step; remembers where the leading directions were.
+class StepMeasurement:
+    """Measures one step after another and keeps the leading directions of each layer for the drift.
 
-    Parameters
-    ----------
-    catching
-        What is measured.
-    writer
-        Where results go.
-    stop
-        Asked between layers; True ends the work.
+    ``should_stop`` is called between layers; True ends the work.
     """
 
-    def __init__(self, catching: Catching, writer: Writer, stop: Callable[[], bool] = lambda: False) -> None:
-        self._catching, self._writer, self._stop = catching, writer, stop
-        self._places: dict[str, _Place] = {}
+    def __init__(
+        self, options: SpectraOptions, writer: Writer, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._options, self._writer, self._should_stop = options, writer, should_stop
+        self._leading: dict[str, tuple[Tensor, Tensor]] = {}  # left [p, k] and right [q, k] by layer
 
-    def step(self, caught: Caught, targets: Sequence[Target]) -> Report:
-        """Measure what was caught of a step.
-
-        Whatever fails of a layer is in the report; nothing is raised for it.
-        """
+    def measure(self, captured: CapturedStep, targets: Sequence[Target]) -> StepReport:
+        """Measure a captured step; failures of a layer are in the report, nothing is raised for them."""
         began, cpu = time.perf_counter(), time.thread_time()
-        held, report = caught.size, Report()
-        for event in caught.arrivals:
+        held, report = captured.size, StepReport()
+        for event in captured.copies_done:
             event.synchronize()
-        scale = scale_of(caught)
-        reason = refused(caught)
+        scale = loss_scale(captured)
+        reason = why_no_echo(captured)
         for target in targets:
-            if target.name not in caught.replicates and target.name not in caught.weights:
+            if target.name not in captured.replicates and target.name not in captured.weights:
                 continue
-            if target.name in caught.lacking:
-                report.lacks(target.name, caught.lacking[target.name])
-            if self._stop():
-                report.lacks(target.name, "the training ended before it was measured")
+            if target.name in captured.lacking:
+                report.add(target.name, captured.lacking[target.name])
+            if self._should_stop():
+                report.add(target.name, "the training ended before it was measured")
                 continue
-            if reason and target.name in caught.replicates:
-                report.lacks(target.name, reason)
-            self._parameter(caught, target, scale, report, echo=not reason)
+            if reason and target.name in captured.replicates:
+                report.add(target.name, reason)
+            self._parameter(captured, target, scale, report, echo=not reason)
         self._writer.event(
-            caught.step,
+            captured.step,
             COST,
             {
                 "seconds": time.perf_counter() - began,
                 "processor_seconds": time.thread_time() - cpu,
                 "bytes": held,
-                "replicates": len(caught.samples),
-                "not_kept": caught.cut,
+                "replicates": len(captured.samples),
+                "not_kept": captured.dropped,
                 "layers": report.measured,
-                "extra_passes": caught.extra,
-                "extra_seconds": caught.extra_seconds,
+                "extra_passes": captured.extra_passes,
+                "extra_seconds": captured.extra_seconds,
             },
         )
         return report
 
-    def _parameter(self, caught: Caught, target: Target, scale: float, report: Report, *, echo: bool) -> None:
-        parts_R = caught.replicates.pop(target.name, [])
-        split_R = [self._split(target, part) for part in parts_R]
-        parts_R.clear()
-        single = {of: self._split(target, tensor) for of, tensor in _singles(caught, target.name).items()}
+    def _parameter(
+        self, captured: CapturedStep, target: Target, scale: float, report: StepReport, *, echo: bool
+    ) -> None:
+        replicates = captured.replicates.pop(target.name, [])
+        by_replicate = [self._matrices(target, replicate) for replicate in replicates]
+        replicates.clear()
+        states = {of: self._matrices(target, x) for of, x in _pop_states(captured, target.name).items()}
         for layer in target.layers:
             name = layer.parameter
             try:
-                ranks = self._moving(caught.step, name, {of: those[name] for of, those in single.items()})
-            except ValueError as error:
-                # Weights that hold NaN had gradients that do: said once, of those.
+                ranks = self._states(captured.step, name, {of: parts[name] for of, parts in states.items()})
+            except Exception as error:  # noqa: BLE001 - the other layers can still be measured
+                # Weights that hold NaN had gradients that do: reported once, of those.
+                if not isinstance(error, ValueError) or not echo or not by_replicate:
+                    report.add(name, _reason(error))
                 ranks = {}
-                if not echo or not split_R:
-                    report.lacks(name, str(error))
-            except Exception as error:  # noqa: BLE001 - the other layers are worth having
-                report.lacks(name, f"{type(error).__name__}: {_first(error)}")
-                ranks = {}
-            if echo and split_R:
+            if echo and by_replicate:
                 try:
-                    G = [_unscaled(those.pop(name), scale) for those in split_R]
-                    self._layer(caught, name, G, ranks, self._catching.device or target.device)
+                    G = [_unscaled(parts.pop(name), scale) for parts in by_replicate]
+                    self._layer(captured, name, G, ranks, self._options.device or target.device)
                     report.measured += 1
                     continue
-                except ValueError as error:
-                    report.lacks(name, str(error))
-                except Exception as error:  # noqa: BLE001 - the other layers are worth having
-                    report.lacks(name, f"{type(error).__name__}: {_first(error)}")
-            self._ranks_alone(caught.step, name, ranks)
+                except Exception as error:  # noqa: BLE001 - the other layers can still be measured
+                    report.add(name, _reason(error))
+            known = {f"{PREFIX}/{name}/stable_rank_{of}": v for of, v in ranks.items() if v is not None}
+            if known:
+                self._writer.scalars(captured.step, known)
 
-    def _split(self, target: Target, tensor: Tensor) -> dict[str, Tensor]:
-        return matrices(target.name, self._catching.parts(target.name, tensor))
+    def _matrices(self, target: Target, tensor: Tensor) -> dict[str, Tensor]:
+        return matrices(target.name, self._options.parts(target.name, tensor))
 
     def _layer(
-        self, caught: Caught, name: str, G: list[Tensor], ranks: dict[str, float | None], device: str
+        self, captured: CapturedStep, name: str, G: list[Tensor], ranks: dict[str, float | None], device: str
     ) -> None:
-        result = spectral_echo(G, layer=name, max_directions=self._catching.max_directions, device=device)
+        result = spectral_echo(G, layer=name, max_directions=self._options.max_directions, device=device)
         mean = _mean(G).to(device)
         ranks = {**ranks, "gradient": stable_rank(mean, layer=name)}
-        followed = self._follow(name, mean, result)
-        batch = caught.samples[0] if caught.samples and caught.samples[0] else math.nan
-        record_arrays(self._writer, caught.step, name, result)
-        state_measured(
-            self._writer, caught.step, name, result, batch=float(batch), stable_ranks=ranks, drift=followed
+        moved = self._drift(name, mean, result)
+        batch = captured.samples[0] if captured.samples and captured.samples[0] else math.nan
+        record_arrays(self._writer, captured.step, name, result)
+        record_measured(
+            self._writer, captured.step, name, result, batch=float(batch), stable_ranks=ranks, drift=moved
         )
 
-    def _moving(self, step: int, name: str, single: Mapping[str, Tensor]) -> dict[str, float | None]:
+    def _states(self, step: int, name: str, states: Mapping[str, Tensor]) -> dict[str, float | None]:
+        """Return the stable ranks of weight, update and momentum; write singular values of the last two."""
         ranks: dict[str, float | None] = {}
-        for of, matrix in single.items():
+        for of, matrix in states.items():
             if of == "weight":
                 ranks[of] = stable_rank(matrix, layer=name)
                 continue
             values_D = singular_values(matrix, layer=name)
             ranks[of] = stable_rank_of_values(values_D[~np.isnan(values_D)])
-            most = self._catching.max_directions or len(values_D)
             self._writer.array(
                 f"{PREFIX}/{name}/{of}_singular_values",
                 step,
-                values_D[:most].astype(np.float32),
+                values_D[: self._options.max_directions or len(values_D)].astype(np.float32),
                 dims=("direction",),
                 unit="weight" if of == "update" else of,
             )
         return ranks
 
-    def _ranks_alone(self, step: int, name: str, ranks: Mapping[str, float | None]) -> None:
-        known = {f"{PREFIX}/{name}/stable_rank_{of}": v for of, v in ranks.items() if v is not None}
-        if known:
-            self._writer.scalars(step, known)
-
-    def _follow(self, name: str, mean: Tensor, result: SpectralEcho) -> dict[str, float]:
-        """Return how far the leading directions of the mean have moved since the layer was measured last."""
-        k = min(self._catching.drift, result.identifiable)
-        before = self._places.pop(name, None)
+    def _drift(self, name: str, mean: Tensor, result: SpectralEcho) -> dict[str, float]:
+        """Return the drift of the leading directions of the mean since the layer was measured last."""
+        k = min(self._options.drift, result.identifiable)
+        before = self._leading.pop(name, None)
         if k == 0:
             return {}
         method: Literal["svd", "randomized"] = "svd" if min(mean.shape) <= SMALL_SIDE else "randomized"
         found = decompose(mean[None], k, method=method, layer=name)
-        here = _Place(found.left[0, :, :k].clone(), found.right[0, :, :k].clone())
-        self._places[name] = here
+        left_pk, right_qk = found.left[0, :, :k].clone(), found.right[0, :, :k].clone()
+        self._leading[name] = (left_pk, right_qk)
         if before is None:
             return {}
-        m = min(k, before.left_pk.shape[1])
+        m = min(k, before[0].shape[1])
         return {
-            "drift_left": drift(before.left_pk[:, :m], here.left_pk[:, :m]).overlap,
-            "drift_right": drift(before.right_qk[:, :m], here.right_qk[:, :m]).overlap,
+            "drift_left": drift(before[0][:, :m], left_pk[:, :m]).overlap,
+            "drift_right": drift(before[1][:, :m], right_qk[:, :m]).overlap,
             "drift_directions": float(m),
         }
 
 
-def scale_of(caught: Caught) -> float:
-    """Return what the gradients of a step are multiplied with."""
-    return 1.0 if caught.scale is None else float(caught.scale)
+def loss_scale(captured: CapturedStep) -> float:
+    """Return the factor of the gradients of a step."""
+    return 1.0 if captured.scale is None else float(captured.scale)
 
 
-def refused(caught: Caught, least: int = LEAST) -> str:
-    """Return why a step has no echo, empty if it may have one; ``least`` replicates are needed."""
-    count, scale = len(caught.samples), scale_of(caught)
-    if caught.reason:
-        return caught.reason
-    if caught.skipped is not None and bool(caught.skipped):
+def why_no_echo(captured: CapturedStep, min_replicates: int = MIN_REPLICATES) -> str:
+    """Return why a step has no echo, empty if it may have one."""
+    count, scale = len(captured.samples), loss_scale(captured)
+    if captured.reason:
+        return captured.reason
+    if captured.skipped is not None and bool(captured.skipped):
         return "the gradient scaler skipped the step: its gradients hold NaN or infinite values"
     if not math.isfinite(scale) or scale == 0:
         return f"the gradients are scaled by {scale}"
-    if count < least:
-        return few(count)
-    known = sorted({n for n in caught.samples if n is not None})
+    if count < min_replicates:
+        what = "one microbatch gives" if count == 1 else f"{count} microbatches give"
+        return (
+            f"{what} no echo, which needs {MIN_REPLICATES} replicates: accumulate, or split a single "
+            "microbatch (spectra={'split': 8} with samples=(loss_fn, batch)), or exchange those of all ranks "
+            "(spectra={'exchange': True})"
+        )
+    known = sorted({n for n in captured.samples if n is not None})
     if len(known) > 1:
         return (
             f"microbatches of {', '.join(map(str, known))} samples: replicates must be of one size; "
@@ -231,26 +206,16 @@ def refused(caught: Caught, least: int = LEAST) -> str:
     return ""
 
 
-def few(count: int) -> str:
-    """Return why so few microbatches have no echo."""
-    what = "one microbatch gives" if count == 1 else f"{count} microbatches give"
-    return (
-        f"{what} no echo, which needs {LEAST} replicates: accumulate, or let a lone microbatch be split "
-        "(spectra={'split': 8} with samples=(loss_fn, batch)), or exchange those of all ranks "
-        "(spectra={'exchange': True})"
-    )
-
-
-def _singles(caught: Caught, name: str) -> dict[str, Tensor]:
-    out = {}
-    weight, before = caught.weights.pop(name, None), caught.before.pop(name, None)
+def _pop_states(captured: CapturedStep, name: str) -> dict[str, Tensor]:
+    states = {}
+    weight, before = captured.weights.pop(name, None), captured.before.pop(name, None)
     if weight is not None:
-        out["weight"] = weight
+        states["weight"] = weight
         if before is not None:
-            out["update"] = promoted(weight) - promoted(before)
-    if (momentum := caught.momenta.pop(name, None)) is not None:
-        out["momentum"] = momentum
-    return out
+            states["update"] = promoted(weight) - promoted(before)
+    if (momentum := captured.momenta.pop(name, None)) is not None:
+        states["momentum"] = momentum
+    return states
 
 
 def _unscaled(matrix: Tensor, scale: float) -> Tensor:
@@ -259,11 +224,14 @@ def _unscaled(matrix: Tensor, scale: float) -> Tensor:
 
 def _mean(G: Sequence[Tensor]) -> Tensor:
     total = promoted(G[0]).clone()
-    for part in G[1:]:
-        total += promoted(part)
+    for replicate in G[1:]:
+        total += promoted(replicate)
     return total / len(G)
 
 
-def _first(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    """Return the message of a measurement that is refused, or type and first line of another error."""
+    if isinstance(error, ValueError):
+        return str(error)
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -15,126 +15,133 @@ from typing import TYPE_CHECKING
 import torch
 
 from backlight.devices import own_streams
-from backlight.monitors.spectra.instrument.replicate_buffer import Caught, Target
-from backlight.monitors.spectra.instrument.shared_step import joined, offered
-from backlight.monitors.spectra.instrument.step_measurement import Measuring, Report, refused, scale_of
+from backlight.monitors.spectra.instrument.rank_exchange import exchange, offer_of
+from backlight.monitors.spectra.instrument.replicate_buffer import CapturedStep, Target
+from backlight.monitors.spectra.instrument.step_measurement import (
+    StepMeasurement,
+    StepReport,
+    loss_scale,
+    why_no_echo,
+)
 
 if TYPE_CHECKING:
     from backlight.monitor import Recorder
-    from backlight.monitors.spectra.instrument.layer_selection import Targets
-    from backlight.monitors.spectra.instrument.rank_exchange import Exchange
-    from backlight.monitors.spectra.model.options import Catching
+    from backlight.monitors.spectra.instrument.layer_selection import LayerSelection
+    from backlight.monitors.spectra.instrument.rank_group import RankGroup
+    from backlight.monitors.spectra.model.options import SpectraOptions
     from backlight.notifier import Notifier
 
-BACKLOG = 8
+MAX_BACKLOG_STEPS = 8
 """Steps that may wait to be measured."""
 
 _NICE = 10
 
 
 class WorkerThread:
-    """Measures steps that were caught.
+    """Background thread that measures captured steps.
 
-    See :class:`backlight.monitors.spectra.instrument.replicates.ReplicateMonitor`.
+    See :class:`backlight.monitors.spectra.instrument.replicate_monitor.ReplicateMonitor`.
 
     Parameters
     ----------
-    catching
-        What is measured.
+    options
+        The options of the monitor.
     results
-        Takes the results.
+        Records the results.
     notifier
-        Tells the user.
-    exchange
-        Brings the replicates of all ranks together; None for those of this rank alone.
+        Shows warnings.
+    group
+        The ranks whose replicates are brought together; None for those of this rank only.
     """
 
     def __init__(
-        self, catching: Catching, results: Recorder, notifier: Notifier, exchange: Exchange | None
+        self, options: SpectraOptions, results: Recorder, notifier: Notifier, group: RankGroup | None
     ) -> None:
-        self._catching, self._results, self._notifier = catching, results, notifier
-        self._exchange = exchange
+        self._options, self._results, self._notifier = options, results, notifier
+        self._group = group
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._pending = self._held = 0
         self._lock = threading.Lock()
         self._stopping = False
-        self._measuring = Measuring(catching, results, lambda: self._stopping)
+        self._measurement = StepMeasurement(options, results, lambda: self._stopping)
         self._thread = threading.Thread(target=self._run, name="backlight-spectra", daemon=True)
 
     def busy(self, size: int) -> bool:
-        """Tell whether a step of so many bytes has to be passed over, for want of memory or of time."""
+        """Return whether a step of so many bytes must be skipped while earlier ones are measured."""
         with self._lock:
             waiting, held = self._pending, self._held
-        return waiting >= BACKLOG or (waiting > 0 and held + size > self._catching.memory)
+        return waiting >= MAX_BACKLOG_STEPS or (waiting > 0 and held + size > self._options.memory)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, caught: Caught, targets: Targets) -> None:
-        """Hand a step over."""
-        # In an exchange the ranks agree later on who measures what.
-        everything = self._exchange is not None
-        mine = tuple(t for t in targets.caught if everything or t.name in targets.mine)
-        size = caught.size
+    def submit(self, captured: CapturedStep, targets: LayerSelection) -> None:
+        """Enqueue a captured step."""
+        # In an exchange the ranks agree later on the owner of each parameter.
+        all_targets = self._group is not None
+        mine = tuple(t for t in targets.captured if all_targets or t.name in targets.mine)
+        size = captured.size
         with self._lock:
             self._pending += 1
             self._held += size
-        self._jobs.put(_Job(caught, mine, dict(targets.owner_of), size))
+        self._jobs.put(_Job(captured, mine, dict(targets.owner_of), size))
 
-    def stop(self, patience: float) -> None:
-        """Wait for what was handed over; after ``patience`` seconds the thread ends between two layers."""
+    def stop(self, timeout_s: float) -> None:
+        """Wait for the enqueued steps; after ``timeout_s`` seconds the thread ends between two layers."""
         self._jobs.put(None)
         if not self._thread.is_alive():
             return
-        self._thread.join(patience)
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._stopping = True
             self._thread.join(5.0)
         if self._thread.is_alive():
-            reason = f"the last measurement did not end within spectra.patience={patience:g} seconds"
+            reason = f"the last measurement did not end within spectra.timeout={timeout_s:g} seconds"
             self._results.event(None, "unmeasured", {"what": "spectra", "reason": reason})
-            self._notifier.warn("spectra patience", f"spectra of the last step are not measured: {reason}")
+            self._notifier.warn("spectra timeout", f"spectra of the last step are not measured: {reason}")
 
     def _run(self) -> None:
-        _behind_the_training()
+        _lower_priority()
         while (job := self._jobs.get()) is not None:
             try:
                 with torch.no_grad(), own_streams(target.device for target in job.targets):
                     self._step(job)
-            except Exception as error:  # noqa: BLE001 - never break the user's training
-                self._notifier.trouble(error, f"spectra of step {job.caught.step}")
+            except Exception as error:  # noqa: BLE001 - the other steps can still be measured
+                self._notifier.trouble(error, f"spectra of step {job.captured.step}")
             with self._lock:
                 self._pending -= 1
                 self._held -= job.size
 
     def _step(self, job: _Job) -> None:
-        caught = job.caught
+        captured = job.captured
         dropped: Mapping[str, str] = {}
-        if self._exchange is not None:
-            dropped = self._together(self._exchange, job)
-        report = self._measuring.step(caught, job.targets)
+        if self._group is not None:
+            dropped = self._run_exchange(self._group, job)
+        report = self._measurement.measure(captured, job.targets)
         for name, reason in dropped.items():
-            report.lacks(name, reason)
-        self._tell(caught.step, report)
+            report.add(name, reason)
+        self._report(captured.step, report)
 
-    def _together(self, exchange: Exchange, job: _Job) -> Mapping[str, str]:
-        caught = job.caught
-        for event in caught.arrivals:
+    def _run_exchange(self, group: RankGroup, job: _Job) -> Mapping[str, str]:
+        captured = job.captured
+        for event in captured.copies_done:
             event.synchronize()
         try:
-            mine = offered(caught, job.owner_of, scale_of(caught), refused(caught, least=1))
-            found = joined(exchange, caught, mine, self._catching.memory // 2)
-        except Exception as error:  # noqa: BLE001 - never break the user's training
-            # Who gave up waiting cannot join again: the others may be anywhere.
-            self._exchange = None
+            mine = offer_of(
+                captured, job.owner_of, loss_scale(captured), why_no_echo(captured, min_replicates=1)
+            )
+            found = exchange(group, captured, mine, self._options.memory // 2)
+        except Exception as error:  # noqa: BLE001 - the other steps can still be measured
+            # A rank that timed out cannot take part again: the others may be at any step.
+            self._group = None
             self._notifier.trouble(error, "spectra over the replicates of all ranks, from here on")
-            caught.reason = "the exchange with the other ranks failed"
+            captured.reason = "the exchange with the other ranks failed"
             return {}
-        caught.lacking.clear()  # all ranks say the same of them
+        captured.lacking.clear()  # reported by the exchange, the same on all ranks
         return found
 
-    def _tell(self, step: int, report: Report) -> None:
+    def _report(self, step: int, report: StepReport) -> None:
         for reason, parameters in report.unmeasured.items():
             self._results.event(
                 step, "unmeasured", {"what": "spectra", "reason": reason, "parameters": parameters}
@@ -148,14 +155,14 @@ class WorkerThread:
 
 @dataclass(frozen=True)
 class _Job:
-    caught: Caught
+    captured: CapturedStep
     targets: tuple[Target, ...]
     owner_of: Mapping[str, int]
     size: int
 
 
-def _behind_the_training() -> None:
-    """Let the training go first, where the system knows the priority of a thread."""
+def _lower_priority() -> None:
+    """Lower the priority of this thread, where the system knows priorities of threads."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

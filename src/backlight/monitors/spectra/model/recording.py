@@ -1,10 +1,7 @@
-"""What the monitor writes into a run: layers, parameters left out.
+"""Writes layers, parameters that are left out, and the spectral echo of a layer at a step into a run.
 
-And the spectral echo of a layer at a step.
-
-Everything goes through a writer with the methods of :class:`backlight.store.write.writer.RunWriter`; a
-queue that
-hands them on later will do. The layout is that of :mod:`backlight.store.format.spectra`.
+A writer has the methods of :class:`backlight.store.write.writer.RunWriter`; a queue in front of one will do.
+The layout is that of :mod:`backlight.store.format.spectra`.
 """
 
 from __future__ import annotations
@@ -23,22 +20,22 @@ if TYPE_CHECKING:
 
 
 class Writer(Protocol):
-    """What is needed of a writer."""
+    """The methods of a writer that are used here."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Take scalars of a step."""
+        """Write scalars of a step."""
 
     def array(
         self, name: str, step: int, values: ArrayLike, *, dims: tuple[str, ...] = ..., unit: str = ...
     ) -> None:
-        """Take an array of a step."""
+        """Write an array of a step."""
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
-        """Take an event."""
+        """Write an event."""
 
 
-def describe(writer: Writer, layer: Layer) -> None:
-    """Write what a layer is; once per layer and attempt, by one rank."""
+def record_layer(writer: Writer, layer: Layer) -> None:
+    """Write the description of a layer; once per layer and attempt, by one rank."""
     payload = {
         "parameter": layer.parameter,
         "layer": layer.layer,
@@ -52,52 +49,16 @@ def describe(writer: Writer, layer: Layer) -> None:
     writer.event(None, LAYER, payload)
 
 
-def leave_out(writer: Writer, parameter: str, reason: str) -> None:
+def record_left_out(writer: Writer, parameter: str, reason: str) -> None:
     """Write that a parameter is not measured, and why."""
     writer.event(None, LEFT_OUT, {"parameter": parameter, "reason": reason})
 
 
-def record(
-    writer: Writer,
-    step: int,
-    parameter: str,
-    result: SpectralEcho,
-    *,
-    batch: float = math.nan,
-    stable_ranks: Mapping[str, float | None] | None = None,
-) -> None:
-    """Write the spectral echo of a layer at a step; arrays in float32.
-
-    Parameters
-    ----------
-    writer
-        Where to.
-    step
-        Of the attempt.
-    parameter
-        Name of the layer, as :func:`describe` wrote it.
-    result
-        What was measured.
-    batch
-        Samples of one replicate; without it there is no noise scale.
-    stable_ranks
-        Stable ranks by ``"weight"``, ``"gradient"`` (the mean over the replicates), ``"update"`` and
-        ``"momentum"``, as far as they were measured.
-
-    Raises
-    ------
-    ValueError
-        If a stable rank is of something else.
-    """
-    record_arrays(writer, step, parameter, result)
-    state_measured(writer, step, parameter, result, batch=batch, stable_ranks=stable_ranks)
-
-
 def record_arrays(writer: Writer, step: int, parameter: str, result: SpectralEcho) -> None:
-    """Write the arrays alone, the first half of :func:`record`."""
+    """Write the arrays of a layer at a step, in float32."""
     name = f"{PREFIX}/{parameter}"
-    seen = np.flatnonzero(~np.isnan(result.singular_values).all(axis=0))
-    values_RJ = result.singular_values[:, : int(seen[-1]) + 1 if seen.size else 1]
+    measured = np.flatnonzero(~np.isnan(result.singular_values).all(axis=0))
+    values_RJ = result.singular_values[:, : int(measured[-1]) + 1 if measured.size else 1]
     writer.array(
         f"{name}/singular_values",
         step,
@@ -105,12 +66,12 @@ def record_arrays(writer: Writer, step: int, parameter: str, result: SpectralEch
         dims=("replicate", "direction"),
         unit="gradient",
     )
-    # One column at least: an array without any says nothing of what it would be of.
+    # At least one column: an empty array does not show what it would hold.
     table_FK = np.stack([by_name for by_name in _fields(result).values()])[:, : max(1, result.measured)]
     writer.array(f"{name}/directions", step, table_FK.astype(np.float32), dims=("field", "direction"))
 
 
-def state_measured(
+def record_measured(
     writer: Writer,
     step: int,
     parameter: str,
@@ -120,16 +81,13 @@ def state_measured(
     stable_ranks: Mapping[str, float | None] | None = None,
     drift: Mapping[str, float] | None = None,
 ) -> None:
-    """Write the numbers of the layer and that it was measured, the second half of :func:`record`.
+    """Write the numbers of a layer at a step, and the event that marks it as measured.
 
-    Where a process that is killed between the halves must not leave a claim without its arrays, the writer
-    is flushed between them. Parameters and errors are those of :func:`record`; ``drift`` holds the numbers
-    of :data:`backlight.store.format.spectra.NUMBERS` that begin with that word, as far as they were measured.
-
-    Raises
-    ------
-    ValueError
-        If a stable rank is of something else.
+    Comes after :func:`record_arrays`. Where a process that is killed between the two must not leave the
+    event without its arrays, the writer is flushed between them. ``batch`` are the samples of one replicate;
+    without it there is no noise scale. ``stable_ranks`` are by ``"weight"``, ``"gradient"`` (the mean over
+    the replicates), ``"update"`` and ``"momentum"``; ``drift`` holds the numbers of
+    :data:`backlight.store.format.spectra.NUMBERS` that begin with that word.
     """
     numbers = _numbers(result, batch, stable_ranks or {}) | dict(drift or {})
     writer.scalars(step, {f"{PREFIX}/{parameter}/{name}": value for name, value in numbers.items()})

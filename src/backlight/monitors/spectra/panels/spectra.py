@@ -1,11 +1,96 @@
-"""The spectra of one layer at one step, with a chooser of layers and a slider over steps."""
+"""Panels of the spectra: layers by signal, the explorer of one layer, signal and stable ranks over steps."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+from backlight.report.charts import Axis, chart
+from backlight.report.layers import lines_over_steps
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.spectra import explorer
-from backlight.text import count, number
+from backlight.report.spectra import explorer, shape_of
+from backlight.store.format.spectra import Measurement
+from backlight.text import count, number, visible
+
+MAX_LAYERS = 300
+"""Layers that are listed."""
+
+HEADS = (
+    "Layer",
+    "Matrix",
+    "Step",
+    "Signal share",
+    "Noise scale",
+    "Identifiable",
+    "Rank (gradient)",
+    "Rank (weight)",
+    "Replicates",
+)
+
+SIGNAL_CHARTS = (
+    ("signal_share", "Signal share", Axis("share of the squared norm")),
+    ("noise_scale", "Noise scale", Axis("samples", log=True)),
+    ("identifiable", "Identifiable directions", Axis("directions", low=0.0)),
+    ("noise_sigma", "Noise level", Axis("noise of one entry", log=True)),
+    (
+        "drift_left",
+        "Overlap of the leading left directions with those before",
+        Axis("mean squared cosine", low=0.0),
+    ),
+    (
+        "drift_right",
+        "Overlap of the leading right directions with those before",
+        Axis("mean squared cosine", low=0.0),
+    ),
+)
+
+RANK_CHARTS = tuple(
+    (f"stable_rank_{of}", title, Axis("stable rank", low=0.0))
+    for of, title in (
+        ("gradient", "Gradient (mean of the replicates)"),
+        ("weight", "Weight"),
+        ("update", "Update"),
+        ("momentum", "Momentum"),
+    )
+)
+
+FEW_REPLICATES = 8
+"""Replicates below which single ones dominate the mean over their pairs."""
+
+
+@panel(
+    "spectra_layers",
+    title="Layers by signal",
+    order=21,
+    series=("events/spectra", "events/spectra_measured"),
+    note="The last measurement of each layer. The signal share is that of one replicate's squared norm; "
+    "noise scales are in samples, ranks stable ranks.",
+    monitor="spectra",
+)
+def spectra_layers(source: Source) -> Drawn | NotMeasured:
+    """List the layers, the one with the largest share of signal first."""
+    found = source.spectra
+    if not found.layers:
+        return NotMeasured(source.reason("spectra", otherwise="No spectra were recorded."))
+    rows, few = [], 0
+    for layer in found.layers[:MAX_LAYERS]:
+        last = found.measured[layer.parameter][-1]
+        few += last.replicates < FEW_REPLICATES
+        names = ("signal_share", "noise_scale", "identifiable")
+        names += ("stable_rank_gradient", "stable_rank_weight", "replicates")
+        values = [_value(last, name) for name in names]
+        rows.append([visible(layer.parameter), shape_of(layer), number(last.step), *values])
+    remarks = []
+    if len(found.layers) > MAX_LAYERS:
+        remarks.append(f"{len(found.layers):,} layers were measured; the first {MAX_LAYERS} are listed.")
+    if few:
+        remarks.append(
+            f"{count(few, 'layer')} with fewer than {FEW_REPLICATES} replicates: single ones dominate "
+            "the echo; compare its interval."
+        )
+    data = {"name": "Layers by signal", "heads": HEADS, "figures": list(range(2, len(HEADS))), "rows": rows}
+    return Drawn("listing", data, (), tuple(remarks))
 
 
 @panel(
@@ -13,12 +98,12 @@ from backlight.text import count, number
     title="Spectra over replicates",
     order=22,
     series=("scalars/spectra", "arrays/spectra"),
-    note="What of a layer's gradient comes back with other data, direction by direction. A band is an "
-    "interval over replicates; what chance shows is the null.",
+    note="Which directions of a layer's gradient are found again with other data. A band is an interval over "
+    "replicates; the null is what chance shows.",
     monitor="spectra",
 )
 def spectra(source: Source) -> Drawn | NotMeasured:
-    """Hand over the tables of the layers, by signal share."""
+    """Return the tables of the layers, by signal share."""
     found = source.spectra
     if not found.layers:
         return NotMeasured(
@@ -31,12 +116,54 @@ def spectra(source: Source) -> Drawn | NotMeasured:
     if not data["layers"]:
         return NotMeasured("The arrays of the spectra were lost; the numbers of the layers are below.")
     if source.muon is None:
-        remarks.append("Muon's curve was not handed over.")
+        remarks.append("Muon's curve is not available.")
     if found.left_out:
         reasons = sorted(set(found.left_out.values()))
         remarks.append(f"{count(len(found.left_out), 'parameter')} left out: {'; '.join(reasons[:3])}.")
-    facts = (
-        Fact("layers", number(len(found.layers))),
-        Fact("steps", number(len(found.steps))),
-    )
+    facts = (Fact("layers", number(len(found.layers))), Fact("steps", number(len(found.steps))))
     return Drawn("spectra", data, facts, tuple(remarks))
+
+
+@panel(
+    "spectra_signal",
+    title="Signal and noise over steps",
+    order=23,
+    series=("spectra/signal",),
+    note="Where the noise scale is far above the batch, steps are mostly noise; where it is far below, "
+    "samples are spent on what is known. A noise scale has a gap where no signal was found; a share below "
+    "zero is zero within its error.",
+    monitor="spectra",
+)
+def spectra_signal(source: Source) -> Drawn | NotMeasured:
+    """Draw each number of the layers in a chart, one line for each layer."""
+    return _lines(source, SIGNAL_CHARTS, "No spectra were recorded.")
+
+
+@panel(
+    "spectra_ranks",
+    title="Stable ranks over steps",
+    order=24,
+    series=("spectra/stable_rank",),
+    note="The squared Frobenius norm over the squared largest singular value: how many directions share it.",
+    monitor="spectra",
+)
+def spectra_ranks(source: Source) -> Drawn | NotMeasured:
+    """Draw the stable ranks of each kind in a chart, one line for each layer."""
+    return _lines(source, RANK_CHARTS, "No stable rank was recorded.")
+
+
+def _lines(source: Source, named: Sequence[tuple[str, str, Axis]], otherwise: str) -> Drawn | NotMeasured:
+    charts, remarks = [], []
+    for name, title, axis in named:
+        lines, remark = lines_over_steps(source.spectra, name)
+        remarks += remark
+        if lines:
+            charts.append(chart(lines, axis, title=title))
+    if not charts:
+        return NotMeasured(source.reason("spectra", otherwise=otherwise))
+    return Drawn("lines", {"charts": charts, "small": True}, (), tuple(dict.fromkeys(remarks)))
+
+
+def _value(at: Measurement, name: str) -> str:
+    value = at[name]
+    return "not measured" if math.isnan(value) else number(value, 3)

@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backlight.capture.batches import map_tensors, tensors
 from backlight.monitors.grokking.instrument.gram.checks import GramError
-
-
-def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a nest of tuples, lists and mappings, with its path."""
-    if isinstance(batch, Tensor):
-        yield "", batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from ((f"[{key!r}]{path}", tensor) for path, tensor in tensors(value))
-    elif isinstance(batch, (tuple, list)):
-        for index, value in enumerate(batch):
-            yield from ((f"[{index}]{path}", tensor) for path, tensor in tensors(value))
-
-
-def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same nest with ``change`` applied to every tensor that has a dimension."""
-    if isinstance(batch, Tensor):
-        return change(batch) if batch.dim() else batch
-    if isinstance(batch, Mapping):
-        return {key: mapped(value, change) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        values = [mapped(value, change) for value in batch]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    return batch
 
 
 def count(batch: Any) -> int:
@@ -57,7 +33,7 @@ def count(batch: Any) -> int:
 
 def some(batch: Any, index: Tensor) -> Any:
     """Return the samples of ``index`` ``[n]``."""
-    return mapped(
+    return map_tensors(
         batch,
         lambda tensor: (
             tensor.detach().index_select(0, index.to(tensor.device)).requires_grad_(tensor.requires_grad)
@@ -67,7 +43,7 @@ def some(batch: Any, index: Tensor) -> Any:
 
 def between(batch: Any, start: int, stop: int) -> Any:
     """Return samples ``start`` to ``stop``."""
-    return mapped(batch, lambda tensor: tensor[start:stop])
+    return map_tensors(batch, lambda tensor: tensor[start:stop])
 
 
 def scalar(loss: Any) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backlight.capture.batches import map_tensors, tensors
 from backlight.measure.gram.factors import VectorFactors
 from backlight.monitors.grokking.instrument.gram import batches
 
@@ -76,11 +77,11 @@ def _vmapped(
     keys = {f"model.{names[id(parameter)]}": name for name, parameter in group.items()}
     module = _Loss(model, loss_fn)
     values = {key: group[name].detach() for key, name in keys.items()}
-    flat = [tensor for _, tensor in batches.tensors(batch) if tensor.dim()]
+    flat = [tensor for _, tensor in tensors(batch) if tensor.dim()]
 
     def loss(parameters: dict[str, Tensor], samples: list[Tensor]) -> Tensor:
         left = iter(samples)
-        sample = batches.mapped(batch, lambda _: next(left).unsqueeze(0))
+        sample = map_tensors(batch, lambda _: next(left).unsqueeze(0))
         return torch.func.functional_call(module, parameters, (sample,))  # type: ignore[no-any-return]
 
     with warnings.catch_warnings():

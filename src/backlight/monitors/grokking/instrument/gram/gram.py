@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backlight.capture.batches import tensors
 from backlight.capture.model_state import Untouched, untouched
 from backlight.capture.modules import unwrapped
 from backlight.capture.per_sample import Taps, gradients
@@ -135,7 +136,7 @@ class Measurement:
         self.weights: Mapping[str, Tensor] | None = None
         self.combined: dict[str, Tensor] = {}
         self.random: list[Tensor] = []
-        shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in batches.tensors(batch))
+        shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in tensors(batch))
         self.schedule = CheckSchedule(self.model, loss_fn, shapes)
 
     def _owned(self, module: nn.Module) -> list[tuple[str, Measured]]:
@@ -264,7 +265,7 @@ class Measurement:
 
     def _gradients(self, loss: Tensor, taps: Taps, batch: Any) -> dict[str, Tensor | None]:
         leaves = [p.tensor for p in self.parameters.values()]
-        inputs = [t for _, t in batches.tensors(batch) if t.requires_grad and t.is_leaf]
+        inputs = [t for _, t in tensors(batch) if t.requires_grad and t.is_leaf]
         return dict(zip(self.parameters, gradients(loss, leaves, taps, others=inputs), strict=True))
 
     def run(self) -> Gram:

@@ -10,17 +10,22 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from backlight.capture.batches import samples as samples_of
+from backlight.capture.batches import split
 from backlight.capture.microbatches import InputSizes, Microbatches
 from backlight.capture.model_state import untouched
 from backlight.devices import record_events
 from backlight.monitor import Gradients, Monitor, RunContext
-from backlight.monitors.spectra.instrument import batch_split
-from backlight.monitors.spectra.instrument.batches import samples as samples_of
-from backlight.monitors.spectra.instrument.layer_selection import Targets, selected
-from backlight.monitors.spectra.instrument.rank_exchange import Exchange
-from backlight.monitors.spectra.instrument.replicate_buffer import Caught, Waiting, copied
+from backlight.monitors.spectra.instrument.layer_selection import LayerSelection, select
+from backlight.monitors.spectra.instrument.rank_group import RankGroup, new_group
+from backlight.monitors.spectra.instrument.replicate_buffer import (
+    CapturedStep,
+    ReplicateBuffer,
+    copied,
+)
+from backlight.monitors.spectra.instrument.replicate_gradient import differentiate
 from backlight.monitors.spectra.instrument.worker_thread import WorkerThread
-from backlight.monitors.spectra.model.options import EVERY, Catching
+from backlight.monitors.spectra.model.options import EVERY_STEPS, SpectraOptions
 
 if TYPE_CHECKING:
     import torch
@@ -42,15 +47,15 @@ class ReplicateMonitor(Monitor):
 
     name = "spectra"
 
-    def __init__(self, catching: Catching, every: int | None) -> None:
-        self._catching = catching
-        self._every = catching.every or every or EVERY
-        self.uses_samples = catching.split > 0
+    def __init__(self, options: SpectraOptions, every: int | None) -> None:
+        self._options = options
+        self._every = options.every or every or EVERY_STEPS
+        self.uses_samples = options.split > 0
 
     def check_models(self, models: Sequence[nn.Module], table: ParameterTable) -> None:
         """Refuse patterns that match no layer."""
         if models:
-            selected(self._catching, table)
+            select(self._options, table)
 
     # Life
 
@@ -58,11 +63,11 @@ class ReplicateMonitor(Monitor):
         """Start the worker thread, and listen to backward passes."""
         self._run, self._notifier, self._recorder = run, run.notifier, run.recorder
         self._inputs = InputSizes()
-        self._targets = Targets(self._catching, run.scope, run.recorder, run.notifier)
-        self._exchange = self._open_exchange() if self._catching.exchange else None
-        self._worker = WorkerThread(self._catching, run.recorder, run.notifier, self._exchange)
-        self._waiting: Waiting | None = None
-        self._caught: Caught | None = None
+        self._selection = LayerSelection(self._options, run.scope, run.recorder, run.notifier)
+        self._group = self._open_group() if self._options.exchange else None
+        self._worker = WorkerThread(self._options, run.recorder, run.notifier, self._group)
+        self._replicates: ReplicateBuffer | None = None
+        self._captured: CapturedStep | None = None
         self._before: dict[str, torch.Tensor] = {}
         self._step = -1
         self._chosen = self._skipped = False
@@ -79,12 +84,12 @@ class ReplicateMonitor(Monitor):
         self._chosen = False
         self._microbatches.remove_hooks()
         self._inputs.leave()
-        self._waiting, self._before = None, {}
-        self._worker.stop(10.0 if error is not None else self._catching.patience)
+        self._replicates, self._before = None, {}
+        self._worker.stop(10.0 if error is not None else self._options.timeout)
 
-    def _open_exchange(self) -> Exchange | None:
+    def _open_group(self) -> RankGroup | None:
         try:
-            return Exchange.open(self._catching.patience)
+            return new_group(self._options.timeout)
         except Exception as error:  # noqa: BLE001 - each rank alone is still worth measuring
             self._notifier.trouble(error, "spectra over the replicates of all ranks")
             return None
@@ -96,7 +101,7 @@ class ReplicateMonitor(Monitor):
         self._expected = self._microbatches.backwards or self._expected
         self._microbatches.restart()
         self._inputs.leave()
-        self._waiting, self._caught, self._before = None, None, {}
+        self._replicates, self._captured, self._before = None, None, {}
         self._step, self._skipped = step, False
         self._chosen = step % self._every == 0
         if not self._chosen:
@@ -105,32 +110,32 @@ class ReplicateMonitor(Monitor):
         if self._skipped:
             self._chosen = False
             return
-        self._targets.look()
-        self._inputs.follow(self._targets.roots())
+        self._selection.ensure_table()
+        self._inputs.follow(self._selection.roots())
 
     def wants_step(self, step: int) -> bool:
         """Return whether the step was chosen."""
         return self._chosen
 
     def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
-        """Split the batch of a lone microbatch, with the weights before the step."""
-        lone = self._microbatches.backwards == 1 and not self._microbatches.in_closure
-        if not self._chosen or not self._catching.split or not lone or self._caught is not None:
+        """Split the batch of a single microbatch, with the weights before the step."""
+        single = self._microbatches.backwards == 1 and not self._microbatches.in_closure
+        if not self._chosen or not self._options.split or not single or self._captured is not None:
             return
-        self._caught = Caught(self._step)
+        self._captured = CapturedStep(self._step)
         begin = time.perf_counter()
         try:
-            self._split(self._caught)
+            self._split(self._captured)
         except Exception as error:  # noqa: BLE001 - recorded as the reason why this step has no replicates
-            self._caught.reason = f"the microbatch was not split: {error}"
-        self._caught.extra_seconds = time.perf_counter() - begin
+            self._captured.reason = f"the microbatch was not split: {error}"
+        self._captured.extra_seconds = time.perf_counter() - begin
 
     def on_before_optimizer_step(self, parameters: Sequence[torch.Tensor], record: StepRecord) -> None:
         """Keep the weights before the step, for what it adds."""
-        if self._chosen and "update" in self._catching.moving:
-            for name, parameter in self._targets.moving().items():
+        if self._chosen and "update" in self._options.states:
+            for name, parameter in self._selection.weights().items():
                 if name not in self._before:
-                    self._before[name] = copied(parameter, self._catching.place)
+                    self._before[name] = copied(parameter, self._options.buffer)
 
     def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
         """Hand a chosen step over to the worker thread."""
@@ -138,30 +143,30 @@ class ReplicateMonitor(Monitor):
             return
         self._chosen = False
         self._inputs.leave()
-        waiting, split = self._buffer(), self._caught
-        caught = waiting.caught(self._step)
+        replicates, split = self._buffer(), self._captured
+        captured = replicates.captured(self._step)
         if split is not None:
-            caught.extra, caught.extra_seconds = split.extra, split.extra_seconds
-            caught.reason = split.reason
+            captured.extra_passes, captured.extra_seconds = split.extra_passes, split.extra_seconds
+            captured.reason = split.reason
         # The passes of a split have no gradient scaler.
-        caught.scale = None if caught.extra else summary.scale
-        caught.skipped = summary.skipped
+        captured.scale = None if captured.extra_passes else summary.scale
+        captured.skipped = summary.skipped
         if self._microbatches.in_closure:
-            caught.reason = (
+            captured.reason = (
                 "the optimizer evaluates a closure several times: its gradients are not all of one point"
             )
-        if not caught.reason and not caught.samples:
-            caught.reason = (
+        if not captured.reason and not captured.samples:
+            captured.reason = (
                 "no backward gave gradients that hooks of parameters see; torch.autograd.grad and "
                 "torch.func give none"
             )
-        self._add_singles(caught)
-        caught.arrivals = record_events(target.device for target in self._targets.caught)
-        if waiting.broken:
-            self._recorder.event(self._step, "spectra_broken", {"backwards": waiting.broken})
-        self._waiting, self._caught, self._before = None, None, {}
-        self._size = max(self._size, caught.size)
-        self._worker.submit(caught, self._targets)
+        self._add_states(captured)
+        captured.copies_done = record_events(target.device for target in self._selection.captured)
+        if replicates.failed:
+            self._recorder.event(self._step, "spectra_broken", {"backwards": replicates.failed})
+        self._replicates, self._captured, self._before = None, None, {}
+        self._size = max(self._size, captured.size)
+        self._worker.submit(captured, self._selection)
 
     # Gradients of single backward passes
 
@@ -171,70 +176,70 @@ class ReplicateMonitor(Monitor):
             self._record_skip()
         if not self._chosen:
             return ()
-        return self._targets.leaves() if self._buffer().begin() else ()
+        return self._selection.leaves() if self._buffer().begin() else ()
 
     def takes(self, key: int, gradient: torch.Tensor) -> None:
         """Copy what a backward gives a leaf."""
-        if self._waiting is not None:
-            self._waiting.take(key, gradient)
+        if self._replicates is not None:
+            self._replicates.add(key, gradient)
 
     def ends(self, *, whole: bool, samples: int | None) -> None:
         """Close a replicate."""
-        if self._waiting is not None:
-            self._waiting.end(whole=whole, samples=self._catching.batch or samples)
+        if self._replicates is not None:
+            self._replicates.end(complete=whole, samples=self._options.batch or samples)
 
     def trouble(self, error: Exception) -> None:
         """Detach after an error inside a hook of a parameter."""
         self._run.disable(error)
 
-    def _buffer(self) -> Waiting:
+    def _buffer(self) -> ReplicateBuffer:
         """Return the buffer for the gradients of this step, for the parameters of the model as it is now."""
-        if self._waiting is None:
-            self._targets.refresh(self._expected, spread_over=self._exchange)
-            budget = self._catching.memory // (2 if self._exchange else 1)
-            budget -= self._targets.moving_size
-            chosen = self._targets.caught
-            self._waiting = Waiting(chosen, budget, self._catching.replicates, self._catching.place)
-        return self._waiting
+        if self._replicates is None:
+            self._selection.refresh(self._expected, group=self._group)
+            budget = self._options.memory // (2 if self._group else 1)
+            budget -= self._selection.states_size
+            chosen = self._selection.captured
+            self._replicates = ReplicateBuffer(chosen, budget, self._options.replicates, self._options.buffer)
+        return self._replicates
 
     def _record_skip(self) -> None:
         self._skipped = False
         reason = "earlier steps were still being measured: take a larger `every`"
         self._recorder.event(self._step, "unmeasured", {"what": "spectra", "reason": reason})
-        if self._exchange is not None:
+        if self._group is not None:
             # The other ranks wait for this one's part of every chosen step.
-            self._worker.submit(Caught(self._step, reason="still at an earlier step"), self._targets)
+            self._worker.submit(CapturedStep(self._step, reason="still at an earlier step"), self._selection)
 
-    def _split(self, caught: Caught) -> None:
+    def _split(self, captured: CapturedStep) -> None:
         if self._run.samples is None:
             raise ValueError("watch was given no samples=(loss_fn, batch)")
-        model, leaves = self._targets.alone(), self._targets.parameters()
+        model, leaves = self._selection.unwrapped_model(), self._selection.parameters()
         loss, given = self._run.samples
         batch: Any = given() if callable(given) else given
-        parts = batch_split.split(batch, self._catching.split)
-        targets = self._targets.caught
-        waiting = Waiting(targets, self._catching.memory, len(parts), self._catching.place)
+        parts = split(batch, self._options.split)
+        targets = self._selection.captured
+        replicates = ReplicateBuffer(targets, self._options.memory, len(parts), self._options.buffer)
         samples = samples_of(parts[0])
         keys = {target.name: target.key for target in targets}
 
-        def take(found: dict[str, torch.Tensor]) -> None:
-            if waiting.begin():
+        def add(found: dict[str, torch.Tensor]) -> None:
+            if replicates.begin():
                 for name, gradient in found.items():
-                    waiting.take(keys[name], gradient)
-                waiting.end(whole=True, samples=samples)
+                    replicates.add(keys[name], gradient)
+                replicates.end(complete=True, samples=samples)
 
         self._inputs.leave()
         with untouched(model):
-            batch_split.differentiate(model, loss, parts, leaves, take)
-        self._waiting = waiting
-        caught.extra = len(parts)
+            differentiate(model, loss, parts, leaves, add)
+        self._replicates = replicates
+        captured.extra_passes = len(parts)
 
-    def _add_singles(self, caught: Caught) -> None:
-        moving = self._targets.moving()
-        caught.before, self._before = self._before, {}
-        for name, parameter in moving.items():
-            caught.weights[name] = copied(parameter, self._catching.place)
-            if "momentum" in self._catching.moving:
-                state = self._targets.momentum(parameter)
+    def _add_states(self, captured: CapturedStep) -> None:
+        weights = self._selection.weights()
+        captured.before, self._before = self._before, {}
+        for name, parameter in weights.items():
+            captured.weights[name] = copied(parameter, self._options.buffer)
+            if "momentum" in self._options.states:
+                state = self._selection.momentum(parameter)
                 if state is not None:
-                    caught.momenta[name] = copied(state, self._catching.place)
+                    captured.momenta[name] = copied(state, self._options.buffer)

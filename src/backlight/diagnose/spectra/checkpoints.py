@@ -1,18 +1,68 @@
-"""What a run directory says of spectra that were measured into it before: how, of what, and how far."""
+"""Checkpoints by pattern with the step of each, and what a run directory already holds of their spectra."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import glob
+import itertools
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight.monitors.spectra.model.errors import SpectraError
-from backlight.monitors.spectra.model.reader import layers, tables
+from backlight.monitors.spectra.model.options import SpectraError
 from backlight.store.read.run import open_run
+from backlight.store.read.spectra import layers, tables
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state of a model: its file, None for the freshly built model, and its step."""
+
+    path: Path | None
+    step: int
+    """The last number in the name of the file where those of all files ascend, else its position."""
+
+    def __str__(self) -> str:
+        """Return the name in messages."""
+        return "the freshly built model" if self.path is None else str(self.path)
+
+
+def find_checkpoints(patterns: Sequence[str]) -> tuple[Checkpoint, ...]:
+    """Return the matching checkpoints in natural order: ``step-9.pt`` before ``step-10.pt``.
+
+    Without a pattern that is the freshly built model.
+
+    Raises
+    ------
+    ValueError
+        If a pattern matches nothing.
+    """
+    if not patterns:
+        return (Checkpoint(None, 0),)
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        matched = glob.glob(pattern, recursive=True)  # noqa: PTH207 - pathlib refuses absolute patterns
+        if not matched:
+            raise ValueError(f"--checkpoints {pattern!r} matches no file in {Path.cwd()}")
+        found.update(dict.fromkeys(Path(name) for name in matched))
+    paths = sorted(found, key=lambda path: natural(str(path)))
+    last = [re.findall(r"\d+", path.stem) for path in paths]
+    numbers = [int(digits[-1]) for digits in last if digits]
+    named = len(numbers) == len(paths) and all(a < b for a, b in itertools.pairwise(numbers))
+    return tuple(
+        Checkpoint(path, numbers[index] if named and numbers[index] < 2**62 else index)
+        for index, path in enumerate(paths)
+    )
+
+
+def natural(text: str) -> list[tuple[int, int, str]]:
+    """Return a key that sorts digits by their value and everything else as text."""
+    return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", text) if t]
+
 
 CONFIGURATION, CHECKPOINT = "spectra_configuration", "spectra_checkpoint"
-"""Kinds of events: with what options an attempt measures, and of what weights a step is."""
+"""Kinds of events: the options of an attempt, and the weights of a step."""
 
 _OPTIONS = {
     "recipe": "the recipe",
@@ -29,14 +79,10 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Earlier:
-    """What is in a folder already.
+    """What is in a run directory already.
 
-    Attributes
-    ----------
-    done
-        Steps and layers that were measured and whose arrays are there.
-    checkpoints
-        Path and digest of the weights of each step.
+    ``done`` holds the steps and layers that were measured and whose arrays are there, ``checkpoints`` path
+    and digest of the weights of each step.
     """
 
     done: frozenset[tuple[int, str]] = frozenset()
@@ -44,7 +90,7 @@ class Earlier:
 
 
 def read_earlier(path: Path, configuration: Mapping[str, Any]) -> Earlier:
-    """Return what a folder holds of a measurement with the same configuration.
+    """Return what a run directory holds of a measurement with the same configuration.
 
     Raises
     ------
@@ -83,12 +129,12 @@ def read_earlier(path: Path, configuration: Mapping[str, Any]) -> Earlier:
 
 
 def check_checkpoint(path: Path, earlier: Earlier, step: int, file: str, weights: str) -> None:
-    """Refuse a step that is of other weights than before.
+    """Refuse a step whose weights differ from those that were measured before.
 
     Raises
     ------
     SpectraError
-        If it is.
+        If they differ.
     """
     before = earlier.checkpoints.get(step)
     if before is not None and before[1] != weights:

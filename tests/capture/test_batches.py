@@ -1,4 +1,4 @@
-"""Batches of any form have a size, a place and a digest of their own."""
+"""Batches of any form: size, device, digest and parts."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.monitors.spectra.instrument.batches import digest, moved, of_weights, samples, size
+from backlight.capture.batches import digest, digest_of_weights, moved, nbytes, samples
 
 Pair = namedtuple("Pair", "x y")
 
@@ -25,14 +25,14 @@ FORMS = [X, (X, 1), [X], {"x": X, "y": None}, Pair(X, X), Item(X), (torch.tensor
 @pytest.mark.parametrize("batch", FORMS, ids=lambda b: type(b).__name__)
 def test_every_form(batch):
     assert samples(batch) == 3
-    assert size(batch) >= 24
+    assert nbytes(batch) >= 24
     assert digest(batch) == digest(moved(batch, torch.device("cpu")))
     other = moved(batch, torch.device("cpu"), torch.float64)
     assert type(other) is type(batch)
     assert digest(other) != digest(batch)
 
 
-def test_digests_tell_batches_apart():
+def test_digests_differ_between_batches():
     assert digest((X, 1)) != digest((X, 2))
     assert digest(X) != digest(X.reshape(2, 3))
     assert digest(X) != digest(X + 1e-6)
@@ -54,5 +54,5 @@ def test_batches_without_tensors_have_no_size():
 
 def test_weights():
     a, b = torch.nn.Linear(2, 2).state_dict(), torch.nn.Linear(2, 2).state_dict()
-    assert of_weights(a) != of_weights(b)
-    assert of_weights(a) == of_weights({name: value.clone() for name, value in a.items()})
+    assert digest_of_weights(a) != digest_of_weights(b)
+    assert digest_of_weights(a) == digest_of_weights({name: value.clone() for name, value in a.items()})

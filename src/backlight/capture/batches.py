@@ -1,0 +1,131 @@
+"""Batches of any form: nests of tuples, lists, mappings and dataclasses that hold tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield whatever is not a nest, in order, each with its path: ``['ids'][0]``."""
+    if isinstance(batch, Mapping):
+        for key in batch:
+            yield from leaves(batch[key], f"{path}[{key!r}]")
+    elif isinstance(batch, (tuple, list)):
+        for index, item in enumerate(batch):
+            yield from leaves(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from leaves(getattr(batch, field.name), f"{path}.{field.name}")
+    else:
+        yield path, batch
+
+
+def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a batch with its path."""
+    return ((path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, Tensor))
+
+
+def map_leaves(
+    batch: Any, change: Callable[[Any], Any], *, is_leaf: Callable[[Any], bool] = lambda _: False
+) -> Any:
+    """Return the same nest with ``change`` applied to every leaf, and to every nest that ``is_leaf``."""
+    if is_leaf(batch):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: map_leaves(value, change, is_leaf=is_leaf) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        values = [map_leaves(item, change, is_leaf=is_leaf) for item in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch)]
+        fields = {name: map_leaves(getattr(batch, name), change, is_leaf=is_leaf) for name in names}
+        return dataclasses.replace(batch, **fields)
+    return change(batch)
+
+
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the same nest with ``change`` applied to every tensor that has a dimension."""
+    return map_leaves(batch, lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.ndim else leaf)
+
+
+def samples(batch: Any) -> int | None:
+    """Return the samples of a batch: the length of its first tensor with a dimension; None without one."""
+    return next((len(x) for _, x in tensors(batch) if x.ndim), None)
+
+
+def nbytes(batch: Any) -> int:
+    """Return the bytes of the tensors of a batch."""
+    return sum(x.nbytes for _, x in tensors(batch))
+
+
+def split(batch: Any, count: int) -> list[Any]:
+    """Split a batch into equal parts along the first dimension; a remainder is left out.
+
+    Raises
+    ------
+    ValueError
+        If it has fewer samples than parts.
+    """
+    length = samples(batch)
+    if length is None or length < count:
+        raise ValueError(f"a batch of {length or 0} samples cannot be split into {count} replicates")
+    size = length // count
+
+    def rows(begin: int) -> Any:
+        return map_tensors(batch, lambda x: x[begin : begin + size] if len(x) == length else x)
+
+    return [rows(i * size) for i in range(count)]
+
+
+def moved(batch: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Return a batch with its tensors on a device, floating ones in ``dtype`` if one is given."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return (
+                leaf.to(device, dtype) if dtype is not None and leaf.is_floating_point() else leaf.to(device)
+            )
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    # The batches of tokenizers are mappings that move themselves, and keep their type.
+    return map_leaves(
+        batch, move, is_leaf=lambda b: isinstance(b, Mapping) and not isinstance(b, dict) and hasattr(b, "to")
+    )
+
+
+def digest(batch: Any) -> str | None:
+    """Return a digest of the contents of a batch; None where a leaf cannot be hashed."""
+    found = hashlib.blake2b(digest_size=16)
+    for _, leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            found.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
+            found.update(_bytes(leaf))
+        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
+            found.update(repr((leaf.dtype, leaf.shape)).encode())
+            found.update(np.ascontiguousarray(leaf).tobytes())
+        elif leaf is None or isinstance(leaf, (str, bytes, int, float, bool)):
+            found.update(repr(leaf).encode())
+        else:
+            return None
+    return found.hexdigest()
+
+
+def digest_of_weights(state: Mapping[str, Tensor]) -> str:
+    """Return a digest of the parameters and buffers of a model."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, value in state.items():
+        found.update(repr((name, value.dtype, tuple(value.shape))).encode())
+        found.update(_bytes(value))
+    return found.hexdigest()
+
+
+def _bytes(x: Tensor) -> memoryview:
+    flat = x.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

@@ -1,0 +1,251 @@
+"""One checkpoint: batches and gradients of the replicates, sent to the owners of layers and measured there.
+
+Replicate r of R has the first batch of ``batches(r, R)``, whichever rank computes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backlight.capture.batches import digest, moved, nbytes, samples
+from backlight.diagnose.spectra.options import SpectraRequest
+from backlight.launch.recipe import Recipe
+from backlight.measure.spectra.measurement import spectral_echo
+from backlight.measure.spectra.replicates import promoted
+from backlight.measure.spectra.spectrum import stable_rank
+from backlight.monitors.spectra.instrument.layers import matrices
+from backlight.monitors.spectra.instrument.rank_group import RankGroup
+from backlight.monitors.spectra.instrument.replicate_gradient import gradients, seed_by
+from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.model.ownership import Sweep, cost, sweeps
+from backlight.monitors.spectra.model.recording import record_arrays, record_measured
+from backlight.store.format.spectra import Layer
+from backlight.store.write.writer import RunWriter
+
+
+class CheckpointMeasurement:
+    """One rank's work on a checkpoint; every public method is called by all ranks.
+
+    ``data`` holds the batches of this rank's replicates, ``batch`` is their number of samples; ``writer``
+    writes this rank's layers.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        options: SpectraRequest,
+        recipe: Recipe,
+        device: torch.device | None,
+        data: ReplicateData,
+        batch: float,
+        writer: RunWriter,
+        step: int,
+        model: nn.Module,
+    ) -> None:
+        self.group, self.options, self.recipe, self.device = group, options, recipe, device
+        self.data, self.batch, self.writer, self.step, self.model = data, batch, writer, step, model
+
+    def plan(self, layers: Sequence[Layer]) -> tuple[Sweep, ...]:
+        """Return the sweeps in which the layers are measured, with their owners."""
+        types = self._types(layers)
+        return sweeps(
+            [cost(layer.rows, layer.columns) for layer in layers],
+            [layer.rows * layer.columns * types[layer.parameter].itemsize for layer in layers],
+            replicates=self.options.replicates,
+            ranks=self.group.size,
+            budget=self.options.budget,
+        )
+
+    def sweep(self, layers: Sequence[Layer], sweep: Sweep, report: Callable[[str], None]) -> None:
+        """Measure and write the layers of a sweep, reporting progress; errors are raised on every rank."""
+        group, options = self.group, self.options
+        held = self._gradients([layers[i].parameter for i in sweep.layers], report)
+        types = self._types(layers)
+        report("sending replicates")
+        owned: dict[int, list[Tensor]] = {}
+        for index, owner in zip(sweep.layers, sweep.owners, strict=True):
+            layer = layers[index]
+            held_here = held.pop(layer.parameter)
+            gathered = group.gather_at(
+                owner,
+                [held_here[r] for r in sorted(held_here)],
+                [replicate % group.size for replicate in range(options.replicates)],
+                shape=(layer.rows, layer.columns),
+                dtype=types[layer.parameter],
+                chunk_bytes=options.chunk_bytes,
+            )
+            if owner == group.rank:
+                owned[index] = gathered
+        problem: tuple[int, Exception] | None = None
+        count = len(owned)
+        for number, index in enumerate(sorted(owned)):
+            layer = layers[index]
+            report(f"{layer.parameter}, {number + 1} of {count}")
+            try:
+                self._layer(layer, owned.pop(index))
+            except Exception as error:  # noqa: BLE001 - reported on all ranks
+                problem = (layer.index, error)
+                break
+        group.raise_first(problem)
+
+    def _gradients(self, names: Sequence[str], report: Callable[[str], None]) -> dict[str, dict[int, Tensor]]:
+        """Return this rank's replicates of some layers, by layer and number."""
+        group, options = self.group, self.options
+        device = self.device or next(self.model.parameters()).device
+        held: dict[str, dict[int, Tensor]] = {name: {} for name in names}
+        problem: tuple[int, Exception] | None = None
+        own = replicates_of(group, options.replicates)
+        for count, replicate in enumerate(own):
+            report(f"gradient {count + 1} of {len(own)}")
+            try:
+                batch = moved(self.data.batch(replicate), device, options.torch_dtype)
+                seed_by(options.seed, "loss", replicate)
+                found = gradients(
+                    self.model, self.recipe.loss, batch, set(names), self.recipe.split, replicate=replicate
+                )
+            except SpectraError as error:
+                problem = (replicate, error)
+                break
+            except Exception as error:  # noqa: BLE001 - a user's loss; reported on all ranks
+                text = f"replicate {replicate}: loss or backward failed: {type(error).__name__}: {error}"
+                wrapped = SpectraError(text)
+                wrapped.__cause__ = error
+                problem = (replicate, wrapped)
+                break
+            for name, matrix in found.items():
+                held[name][replicate] = matrix
+        group.raise_first(problem)
+        return held
+
+    def _layer(self, layer: Layer, replicates: list[Tensor]) -> None:
+        options, writer, name = self.options, self.writer, layer.parameter
+        found = spectral_echo(
+            replicates,
+            layer=name,
+            method=options.method,
+            max_directions=options.max_directions,
+            device=self.device,
+            seed=options.seed,
+        )
+        mean = torch.zeros(replicates[0].shape, dtype=torch.float64)
+        for replicate in replicates:
+            mean += replicate / len(replicates)
+        ranks = {
+            "weight": stable_rank(self._weight(layer), layer=name),
+            "gradient": stable_rank(mean.to(self.device or "cpu", promoted(replicates[0]).dtype), layer=name),
+        }
+        record_arrays(writer, self.step, name, found)
+        # Only now is the layer marked as measured: after a kill between the two it is measured again.
+        writer.flush()
+        record_measured(writer, self.step, name, found, batch=self.batch, stable_ranks=ranks)
+        writer.flush()
+        if writer.lost is not None:
+            raise SpectraError(f"{writer.lost}; run the same command again once that is fixed")
+
+    def _weight(self, layer: Layer) -> Tensor:
+        whole = layer.split_of or layer.parameter
+        weight = self.model.get_parameter(whole).detach()
+        return matrices(whole, self.recipe.split(whole, weight))[layer.parameter]
+
+    def _types(self, layers: Sequence[Layer]) -> Mapping[str, torch.dtype]:
+        """Return the type of each layer's gradient, which is that of its weight."""
+        return {
+            layer.parameter: self.model.get_parameter(layer.split_of or layer.parameter).dtype
+            for layer in layers
+        }
+
+
+BATCH_SHARE = 8
+"""Batches may take one in so many bytes of the budget; the others are drawn again for every backward."""
+
+
+class ReplicateData:
+    """Draws the batches of this rank's replicates, again where they do not fit into memory.
+
+    The generators of torch, numpy and Python are seeded by ``seed`` and the replicate before a batch is
+    drawn; ``budget`` are the bytes that batches and replicates together may take.
+    """
+
+    def __init__(
+        self, recipe: Recipe, replicates: int, own: Iterable[int], *, seed: int, budget: int
+    ) -> None:
+        self._recipe, self._replicates, self._seed = recipe, replicates, seed
+        self._free_bytes = budget // BATCH_SHARE
+        self._kept: dict[int, Any] = {}
+        self.digests: dict[int, str | None] = {}
+        self.samples: dict[int, int | None] = {}
+        for replicate in own:
+            batch = self._draw(replicate)
+            self.digests[replicate], self.samples[replicate] = digest(batch), samples(batch)
+            if nbytes(batch) <= self._free_bytes:
+                self._free_bytes -= nbytes(batch)
+                self._kept[replicate] = batch
+
+    def batch(self, replicate: int) -> Any:
+        """Return the batch of a replicate; raise SpectraError if drawing it again gives another one."""
+        if replicate in self._kept:
+            return self._kept[replicate]
+        batch = self._draw(replicate)
+        if digest(batch) != self.digests[replicate]:
+            raise SpectraError(
+                f"{self._recipe.path}: batches({replicate}, {self._replicates}) began with another batch "
+                "when it was called again; let it give the same for the same arguments, or raise --budget"
+            )
+        return batch
+
+    def _draw(self, replicate: int) -> Any:
+        seed_by(self._seed, "batch", replicate)
+        for batch in self._recipe.batches(replicate, self._replicates):
+            return batch
+        raise SpectraError(
+            f"{self._recipe.path}: batches({replicate}, {self._replicates}) gave no batch; "
+            f"each of the {self._replicates} replicates needs a batch of different data"
+        )
+
+
+def check_data(group: RankGroup, recipe: Recipe, data: ReplicateData) -> tuple[float, str]:
+    """Check that all replicates have batches of one size with different data; same result on all ranks.
+
+    Returned are the samples of a batch, NaN where the batches hold no tensor, and a digest of all batches,
+    empty where they cannot be hashed.
+
+    Raises
+    ------
+    SpectraError
+        If two batches differ in size, or are the same.
+    """
+    sizes: dict[int, int | None] = {}
+    digests: dict[int, str | None] = {}
+    for theirs, others in group.all_gather((data.samples, data.digests)):
+        sizes |= theirs
+        digests |= others
+    for replicate in sorted(sizes):
+        if sizes[replicate] != sizes[0]:
+            raise SpectraError(
+                f"{recipe.path}: the batch of replicate {replicate} has {sizes[replicate]} samples, that of "
+                f"replicate 0 has {sizes[0]}; replicates need batches of one size (drop_last=True, or fewer "
+                "--replicates)"
+            )
+    first: dict[str, int] = {}
+    for replicate in sorted(digests):
+        known = digests[replicate]
+        if known is None:
+            continue
+        if known in first:
+            raise SpectraError(
+                f"{recipe.path}: replicates {first[known]} and {replicate} got the same batch, and would "
+                "agree whatever the noise; batches(rank, world_size) must give each rank data of its own"
+            )
+        first[known] = replicate
+    whole = "" if None in digests.values() else " ".join(str(digests[r]) for r in sorted(digests))
+    return (math.nan if sizes[0] is None else float(sizes[0])), whole
+
+
+def replicates_of(group: RankGroup, replicates: int) -> range:
+    """Return the numbers of the replicates that a rank computes."""
+    return range(group.rank, replicates, group.size)

@@ -1,0 +1,88 @@
+"""The measured layers of a run by step, and how a finding names them. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from backlight.records import Evidence
+from backlight.store.format.spectra import Layer, Measurement
+from backlight.store.read.run import Run
+from backlight.store.read.spectra import layers, measurements
+
+MAX_EVIDENCE_LAYERS = 5
+"""Layers in the evidence of one finding; its detail counts all of them."""
+
+CHECKPOINT = "spectra_checkpoint"
+"""Kind of the events of a run whose replicates were drawn at checkpoints, not by a training run."""
+
+
+@dataclass(frozen=True)
+class LayerHistory:
+    """A layer with its measurements, by step."""
+
+    layer: Layer
+    measured: tuple[Measurement, ...]
+
+    @property
+    def name(self) -> str:
+        """Name of the layer."""
+        return self.layer.parameter
+
+    @property
+    def last(self) -> Measurement:
+        """The last measurement."""
+        return self.measured[-1]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A layer at a step with a measured value beyond a limit."""
+
+    layer: Layer
+    at: Measurement
+    value: float
+    limit: float
+
+
+def layer_histories(run: Run) -> tuple[LayerHistory, ...]:
+    """Return the layers that were measured at least once, in the order of the model."""
+    by_layer: dict[str, list[Measurement]] = {}
+    for one in measurements(run):
+        by_layer.setdefault(one.parameter, []).append(one)
+    return tuple(
+        LayerHistory(layer, tuple(by_layer[layer.parameter]))
+        for layer in layers(run)
+        if layer.parameter in by_layer
+    )
+
+
+def worst_first(hits: Sequence[Hit], size: Callable[[Hit], float]) -> list[Hit]:
+    """Return the hits by descending size; equal ones stay in the order of the model."""
+    return sorted(hits, key=lambda hit: -size(hit))
+
+
+def evidence(hits: Iterable[Hit], name: str, unit: str = "1") -> tuple[Evidence, ...]:
+    """Return evidence of a stored number of the first few layers."""
+    return tuple(
+        Evidence(f"scalars/spectra/{hit.layer.parameter}/{name}", hit.at.step, finite(hit.at[name]), unit)
+        for hit in list(hits)[:MAX_EVIDENCE_LAYERS]
+    )
+
+
+def other_layers(hits: int, measured: int) -> str:
+    """Return `` and 3 more layers (4 of 12)``, behind the name of the worst layer."""
+    if hits == 1:
+        return f" (1 of {measured} layers)" if measured > 1 else ""
+    return f" and {hits - 1} more layer{'s' if hits > 2 else ''} ({hits} of {measured})"
+
+
+def finite(value: float) -> float | str:
+    """Return a float that JSON can hold; a value that is not finite becomes its name."""
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def short(value: float) -> str:
+    """Return a number with three significant digits."""
+    return "NaN" if math.isnan(value) else "infinite" if math.isinf(value) else f"{value:.3g}"
