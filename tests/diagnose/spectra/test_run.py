@@ -115,7 +115,7 @@ def launched(ranks, *arguments):
 def test_it_measures_what_the_functions_measure(recipe, tmp_path):
     changed(recipe, "Dropout(0.1)", "Dropout(0.0)")
     outcome = measure(recipe, tmp_path / "run", settings={"batch": 10})
-    assert (outcome.layers, outcome.measured, outcome.there, outcome.batch) == (5, 5, 0, 10)
+    assert (outcome.layers, outcome.measured, outcome.resumed, outcome.batch) == (5, 5, 0, 10)
     run = open_run(tmp_path / "run")
     assert [layer.parameter for layer in layers(run)] == NAMES
     assert set(left_out(run)) == {"conv.bias", "norm.weight", "norm.bias", "qkv.bias", "head.bias"}
@@ -235,8 +235,8 @@ def test_it_goes_on_after_a_kill(recipe, tmp_path):
     before = {m.parameter for m in measurements(open_run(tmp_path / "run"))}
     assert 0 < len(before) < 5
     outcome = measure(recipe, tmp_path / "run", budget=10**9)
-    assert outcome.there >= len(before)
-    assert outcome.there + outcome.measured == 5
+    assert outcome.resumed >= len(before)
+    assert outcome.resumed + outcome.measured == 5
     run = open_run(tmp_path / "run")
     assert len(run.attempts) == 2
     assert len(run.events("spectra_measured")) == 5
@@ -251,18 +251,18 @@ def test_layers_whose_arrays_were_lost_are_measured_again(recipe, tmp_path):
     min((tmp_path / "run" / "attempt-000" / "arrays").iterdir()).unlink()
     outcome = measure(recipe, tmp_path / "run")
     assert outcome.measured >= 1
-    assert outcome.measured + outcome.there == 5
+    assert outcome.measured + outcome.resumed == 5
     measure(recipe, tmp_path / "whole")
     equal(tmp_path / "whole", tmp_path / "run")
 
 
-def test_a_folder_that_vanishes_is_said(recipe, tmp_path):
+def test_a_deleted_run_directory_is_reported(recipe, tmp_path):
     def vanish(stage):
-        if "travel" in stage.text:
+        if "sending" in stage.text:
             shutil.rmtree(tmp_path / "run")
 
     asked = SpectraRequest(recipe=recipe, replicates=5, out=tmp_path / "run")
-    with pytest.raises(SpectraError, match="run the same command again once that is mended"):
+    with pytest.raises(SpectraError, match="run the same command again once that is fixed"):
         measure_spectra(asked, vanish)
 
 
@@ -282,7 +282,7 @@ def test_checkpoints_in_their_order(recipe, tmp_path):
     assert len(set(weights)) == 2
     torch.save(model.state_dict(), tmp_path / "step-11.pt")
     later = measure_spectra(asked)
-    assert (later.measured, later.there) == (5, 10)
+    assert (later.measured, later.resumed) == (5, 10)
     torch.save(model.state_dict(), tmp_path / "step-9.pt")
     with pytest.raises(SpectraError, match=r"step 9 was measured on other weights \(.*step-9\.pt\)"):
         measure_spectra(asked)
@@ -357,7 +357,7 @@ def test_batches_of_no_known_form(recipe, tmp_path):
     changed(recipe, "seed(1000 + rank)", "seed(1000 + rank % 4)")
     changed(recipe, "Dropout(0.1)", "Dropout(0.0)")
     with pytest.raises(
-        SpectraError, match="replicates 0 and 4 are the same, as if both had seen the same data"
+        SpectraError, match="replicates 0 and 4 are the same, as if both came from the same data"
     ):
         measure(recipe, tmp_path / "other")
 

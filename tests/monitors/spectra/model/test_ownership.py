@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backlight.monitors.spectra.model.ownership import cost, longest_first, sweeps
@@ -17,6 +17,7 @@ def test_the_longest_first_to_whoever_has_least():
     assert cost(4, 10) == cost(10, 4) == 160
 
 
+@settings(deadline=None)
 @given(SHAPES, st.integers(1, 40))
 def test_the_busiest_rank_is_within_four_thirds_of_any_schedule(shapes, ranks):
     costs = [cost(*shape) for shape in shapes]
@@ -32,10 +33,11 @@ def test_the_busiest_rank_is_within_four_thirds_of_any_schedule(shapes, ranks):
 
 
 def _gap(costs, ranks, lower):
-    # The true optimum may lie above the lower bound by at most the last item to be placed.
+    # The true optimum may lie above the lower bound by at most the last item.
     return lower / 3 if len(costs) > ranks else 0
 
 
+@settings(deadline=None)
 @given(SHAPES, st.integers(3, 20), st.integers(1, 8), st.integers(1, 10**6))
 def test_sweeps_fit_the_budget_and_leave_nothing_out(shapes, replicates, ranks, budget):
     costs = [cost(*shape) for shape in shapes]

@@ -80,7 +80,7 @@ def test_the_curve_of_muon_is_what_its_iteration_gives(source: Source) -> None:
     without = PANELS["spectra"].render(Source(source.run))
     assert isinstance(without, Drawn)
     assert np.isnan(field(without.data["layers"][0], "muon", 0)).all()
-    assert "Muon's curve was not handed over." in without.remarks
+    assert "Muon's curve is not available." in without.remarks
 
 
 def test_gaps_are_in_units_of_the_noise(source: Source) -> None:
