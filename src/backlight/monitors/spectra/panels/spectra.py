@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 
 from backlight.report.charts import Axis, chart
-from backlight.report.layers import lines_over_steps
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.spectra import explorer, shape_of
+from backlight.report.spectra import explorer, lines_over_steps, shape_of
 from backlight.store.format.spectra import Measurement
 from backlight.text import count, number, visible
 
