@@ -12,7 +12,6 @@ from backlight.findings.limits import (
     Limits,
     ThresholdError,
     declared,
-    in_use,
     limit,
     merge_overrides,
     with_overrides,
@@ -95,7 +94,6 @@ def test_recorded_overrides_are_kept_as_far_as_they_are_known() -> None:
         True
     ] * 2
     assert with_overrides(SpikeLimits, merged) == SpikeLimits(spike_window=80)
-    assert in_use("health", {"zero_window": 5})["zero_window"] == 5
     assert declared("no_such_monitor") == {}
 
 

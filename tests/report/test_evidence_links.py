@@ -32,9 +32,9 @@ def place(path: str, step: int | None = 7, without: tuple[str, ...] = ()) -> Pla
         ("series/histogram/b00/a.weight", "exponents", 4, None),
         ("scalars/loss", "health", 4, None),
         ("scalars/total_norm", "total_norm", 4, None),
-        ("scalars/clip/factor", "clipping", 4, None),
+        ("scalars/clip/factor", "total_norm", 4, None),
         ("scalars/scaler/skipped", "scaler", 4, None),
-        ("scalars/lr/0/1", "learning_rates", 4, None),
+        ("scalars/lr/0/1", "optimizer", 4, None),
         ("scalars/phase/backward", "phases", 4, None),
         ("scalars/test_accuracy", "user_scalars", 4, None),
         ("events/scaler_skip", "scaler", 4, None),
@@ -65,5 +65,5 @@ def test_a_file_of_evidence_is_found_whatever_its_attempt() -> None:
 
 
 def test_a_panel_without_data_is_no_place_and_no_other_one_takes_over() -> None:
-    assert place("scalars/clip/factor", without=("clipping",)) is None
+    assert place("scalars/clip/factor", without=("total_norm",)) is None
     assert place("series/gradient/rms/a.weight", without=("parameters",)) is None

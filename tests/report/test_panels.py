@@ -35,7 +35,7 @@ FULL = Plan(
 ALONE = [panel for panel in in_order() if not panel.several]
 """Panels of a run of one process; those of several ranks are drawn by tests/ranks."""
 
-ALWAYS = {"events", "fingerprint", "thresholds", "learning_rates", "health"}
+ALWAYS = {"events", "fingerprint", "health"}
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +78,10 @@ def facts(source: Source, name: str) -> dict[str, str]:
     return {fact.label: fact.value for fact in drawn(source, name).facts}
 
 
-def test_panels_are_found_in_their_folder_and_have_an_order_of_their_own() -> None:
-    folder = Path(__file__).parents[2] / "src/backlight/report/panels"
-    files = {file.stem for file in folder.glob("*.py")} - {"__init__"}
-    assert {panel.name for panel in in_order()} == files
-    assert len({panel.order for panel in in_order()}) == len(files)
-    claimed = [series for panel in in_order() for series in panel.series]
+def test_panels_have_an_order_and_series_of_their_own() -> None:
+    panels = in_order()
+    assert len({panel.order for panel in panels}) == len(panels)
+    claimed = [series for panel in panels for series in panel.series]
     assert len(claimed) == len(set(claimed))
 
 
@@ -201,16 +199,16 @@ def test_a_loss_that_is_nan_is_marked_and_said(full: Source) -> None:
     assert facts(full, "health")["loss, first to last"].endswith(" to NaN")
 
 
-def test_total_norm_and_clipping_tell_how_often(full: Source) -> None:
+def test_the_norm_panel_counts_clipped_and_non_finite_steps(full: Source) -> None:
     assert facts(full, "total_norm")["not finite"] == "30 of 120 steps"
     norm = full.run.scalar("total_norm").values
-    assert facts(full, "clipping")["active"].endswith(f"({int((norm > 0.02).sum()):,} of 120 steps)")
+    assert facts(full, "total_norm")["clipped"].endswith(f"({int((norm > 0.02).sum()):,} of 120 steps)")
     labels = [line["label"] for line in drawn(full, "total_norm").data["charts"][0]["lines"]]
     assert labels == ["total norm", "clip limit"]
 
 
 def test_skipped_steps_are_marked(full: Source) -> None:
-    chart = drawn(full, "scaler").data["charts"][0]
+    chart = drawn(full, "optimizer").data["charts"][1]
     assert [mark["label"] for mark in chart["marks"]] == ["skipped step"]
     assert chart["marks"][0]["steps"].tolist() == [0, 20, 40, 60, 80, 100]
 
@@ -259,7 +257,7 @@ def test_histogram_shares_add_up_to_one(full: Source) -> None:
 
 
 def test_equal_schedules_share_a_line(full: Source) -> None:
-    chart = drawn(full, "learning_rates").data["charts"][0]
+    chart = drawn(full, "optimizer").data["charts"][0]
     assert [line["label"] for line in chart["lines"]] == ["optimizer 0, group 0"]
 
 
@@ -270,13 +268,12 @@ def test_repeated_events_are_one_row(full: Source) -> None:
     assert not [row for row in rows if row["kind"] == "unmeasured"]
 
 
-def test_thresholds_show_what_was_overridden(tmp_path: Path) -> None:
+def test_the_fingerprint_lists_overridden_thresholds_and_the_cost(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=5, overrides={"health": {"vanishing_rms": 1e-9}}))
-    source = Source(run, thresholds={"health": {"vanishing_rms": 1e-9, "spike": 8.0}})
-    rows = {row["name"]: row for row in drawn(source, "thresholds").data["rows"]}
-    assert rows["vanishing_rms"]["changed"]
-    assert rows["vanishing_rms"]["value"] == "1e-9"
-    assert not rows["spike"]["changed"]
+    rows = dict(drawn(Source(run), "fingerprint").data["rows"])
+    assert rows["threshold health.vanishing_rms"] == "1e-9 (overridden)"
+    assert rows["time in backlight"].endswith("of the run")
+    assert not [name for name in rows if name.startswith("threshold") and "spike" in name]
 
 
 def test_one_attempt_alone(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from backlight.report import encoding
 from backlight.report import page as pages
 from backlight.report.page import rendered
 from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
-from backlight.report.plots import panels, save
-from backlight.report.plots.save import colours, write_plots
+from backlight.report.plots import panels, writer
+from backlight.report.plots.style import colours
+from backlight.report.plots.writer import write_plots
 from backlight.report.source import Source
 from grokking_runs import Grok, write_grokking_run
 
@@ -57,7 +58,7 @@ def test_every_panel_that_is_a_picture_is_written_in_both_formats(full: Source, 
         assert ET.parse(svg).getroot().tag.endswith("svg")
         assert png.read_bytes().startswith(b"\x89PNG")
         assert png.stat().st_size > 5_000, name
-    assert set(written.words_only) >= {"Events", "Thresholds", "Fingerprint"}
+    assert set(written.words_only) >= {"Events", "Fingerprint"}
 
 
 def test_a_line_of_a_picture_goes_through_the_values_of_the_run(full: Source) -> None:
@@ -129,7 +130,7 @@ def test_a_disk_that_is_full_is_no_fault_of_a_panel(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     source = Source(write_run(tmp_path / "run", Plan(steps=5)))
-    monkeypatch.setattr(save, "_save", full_disk)
+    monkeypatch.setattr(writer, "_save", full_disk)
     with pytest.raises(OSError, match="No space left on device"):
         write_plots(source, tmp_path / "plots", formats=("svg",))
 
@@ -178,7 +179,7 @@ def test_the_steps_of_spectra_are_a_gif_and_pictures_with_one_axis(tmp_path: Pat
     from PIL import Image
 
     from backlight.report.plots import spectra as pictures
-    from backlight.report.plots.animation import write_animations
+    from backlight.report.plots.writer import write_animations
     from spectra_runs import Injected, write_spectra_run
 
     source = Source(
@@ -208,7 +209,7 @@ def test_the_steps_of_spectra_are_a_gif_and_pictures_with_one_axis(tmp_path: Pat
 
 
 def test_animations_go_where_pictures_go(full: Source, tmp_path: Path) -> None:
-    from backlight.report.plots.animation import write_animations
+    from backlight.report.plots.writer import write_animations
 
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="is a file; --plots takes a folder"):

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from backlight.analysis.grokking import examined_where_possible
 from backlight.findings.evaluate import findings_of
-from backlight.findings.limits import in_use
 from backlight.measure.spectra.shrinkage import muon
 from backlight.monitors.grokking.model.curves import Interval
 from backlight.monitors.grokking.model.verdicts import Detection
@@ -21,8 +20,7 @@ from backlight.records import Finding
 from backlight.report.grokking_verdict import Followed, Learning, Row
 from backlight.report.markdown import render_markdown
 from backlight.report.page import render_page, write_page
-from backlight.report.plots.animation import write_animations
-from backlight.report.plots.save import Written, write_plots
+from backlight.report.plots.writer import Written, write_animations, write_plots
 from backlight.report.source import Source
 from backlight.store.read.run import Run, open_run
 
@@ -54,7 +52,6 @@ def source_of(run: Run, findings: Sequence[Finding] | None = None) -> Source:
         run,
         tuple(findings_of(run) if findings is None else findings),
         (health.steps, health.score) if len(health.steps) else None,
-        thresholds={monitor: in_use(monitor, run.overrides.get(monitor)) for monitor in run.monitors},
         groups=_groups(run),
         learning=learning_of(run),
         muon=muon,

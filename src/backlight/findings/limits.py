@@ -127,11 +127,6 @@ def with_overrides(cls: type[L], overrides: Mapping[str, float]) -> L:
     return cls(**{f.name: overrides[f.name] for f in dataclasses.fields(cls) if f.name in overrides})
 
 
-def in_use(monitor: str, recorded: Mapping[str, Any] | None = None) -> dict[str, float]:
-    """Return the value of every limit of a monitor, as a run recorded it or by default."""
-    return {name: f.default for name, f in declared(monitor).items()} | merge_overrides(monitor, recorded)
-
-
 def _checked(
     monitor: str, known: Mapping[str, dataclasses.Field[Any]], changes: Mapping[str, Any]
 ) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A run and its findings as HTML in the cell of a notebook: inline styles and SVG, no scripts, light or dark.
+"""A run and its findings as HTML in the cell of a notebook: inline styles, no scripts, light or dark.
 
 Everything from a run is escaped: no name can become markup.
 """
@@ -9,11 +9,10 @@ import html
 from collections.abc import Sequence
 
 from backlight.records import Finding, Severity
-from backlight.report.curve import curve
 from backlight.report.source import Source
 from backlight.report.verdict import by_severity, outcome, where
 from backlight.store.read.run import Run
-from backlight.text import count, visible
+from backlight.text import count, number, visible
 
 MOST = 20
 """Findings that a cell shows; the rest of them is counted."""
@@ -24,7 +23,7 @@ _TONES = {"error": "#e5484d", "warning": "#b8860b", "info": "#3b82c4", "clear": 
 
 
 def run_html(run: Run, findings: Sequence[Finding]) -> str:
-    """Return the verdict, the curves of loss and total norm, and the findings of a run."""
+    """Return the verdict, the first and last loss and total norm, and the findings of a run."""
     source = Source(run, tuple(findings))
     said = outcome(source)
     tone = _TONES.get(said.tone, "currentColor")
@@ -34,14 +33,14 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
         f'<div><strong style="color:{tone}">{_safe(said.headline)}.</strong> {_safe(said.detail)}</div>',
         *(f'<div style="color:{_TONES["warning"]}">Lost: {_safe(loss)}</div>' for loss in said.losses),
     ]
-    curves = []
-    for name, log in (("loss", False), ("total_norm", True)):
+    figures = []
+    for name in ("loss", "total_norm"):
         scalar = run.scalar(name)
         if len(scalar.steps):
-            title = name.replace("_", " ")
-            curves.append(curve(title, scalar.steps, scalar.values, unit=scalar.unit, log=log))
-    if curves:
-        parts.append(f'<div style="margin:.4em 0">{" ".join(curves)}</div>')
+            first, last = (number(float(scalar.values[i])) for i in (0, -1))
+            figures.append(f"{name.replace('_', ' ')} {first} to {last}")
+    if figures:
+        parts.append(f"<div>{_safe(' · '.join(figures))}</div>")
     if findings:
         parts.append(_table(findings))
     if said.unmeasured:

@@ -58,7 +58,6 @@ def write_report(
     *,
     health: tuple[NDArray[np.int64], NDArray[np.float64]] | None = None,
     attempt: int | None = None,
-    thresholds: Mapping[str, Mapping[str, float]] | None = None,
     groups: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]] | None = None,
     learning: Learning | None = None,
 ) -> Path:
@@ -77,8 +76,6 @@ def write_report(
         none.
     attempt:
         Index of the attempt to show; None shows all, joined by their global steps.
-    thresholds:
-        Thresholds in use, by monitor and name.
     groups:
         Steps ``[S]`` and rms ``[S]`` of each named group of parameters, NaN where it was not measured.
     learning:
@@ -92,7 +89,7 @@ def write_report(
     if attempt is not None and attempt not in {a.index for a in run.attempts}:
         known = ", ".join(str(a.index) for a in run.attempts) or "none"
         raise ValueError(f"{run.path}: there is no attempt {attempt}; the run has {known}")
-    source = Source(run, tuple(findings), health, attempt, thresholds or {}, groups or {}, learning)
+    source = Source(run, tuple(findings), health, attempt, groups or {}, learning)
     return write_page(render_page(source), target)
 
 

@@ -43,7 +43,7 @@ class Source:
     """A run as the report sees it.
 
     ``health`` is the score over steps, which the caller computes by the rules of its monitor.
-    ``thresholds`` are those in use, by monitor and name. ``groups`` is the rms over steps of each named
+    ``groups`` is the rms over steps of each named
     group, all at the same steps. ``learning`` is the verdict on grokking, with its control. ``muon`` is
     the curve by which Muon maps singular values. ``attempt`` limits everything to one attempt. ``cells`` are
     those that a heat map may have, None for as many as a written report has.
@@ -53,7 +53,6 @@ class Source:
     findings: Sequence[Finding] = ()
     health: Series | None = None
     attempt: int | None = None
-    thresholds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     groups: Mapping[str, Series] = field(default_factory=dict)
     learning: Learning | None = None
     muon: Curve | None = None

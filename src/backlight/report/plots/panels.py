@@ -15,8 +15,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from backlight.report.encoding import unpack
-from backlight.report.plots.save import Draw, colours, ramp, shortened, tick
 from backlight.report.plots.spectra import spectra
+from backlight.report.plots.style import Draw, colours, ramp, shortened, tick
 from backlight.report.source import Source
 from backlight.text import power, visible
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from backlight.report.plots.save import colours, shortened, tick
+from backlight.report.plots.style import colours, shortened, tick
 from backlight.report.source import Source
 from backlight.text import number
 

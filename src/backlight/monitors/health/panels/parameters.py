@@ -1,18 +1,22 @@
-"""The parameters as a heat map: steps across, parameters in model order down."""
+"""Panels of the parameters: heat map, groups, distribution over depth, exponents, updates."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.report.charts import Axis, Line, chart
 from backlight.report.encoding import Packed, pack, pack_log, pack_share
-from backlight.report.frames import COLUMNS, ParameterFrames, Shown
-from backlight.report.panel import Drawn, NotMeasured, panel
+from backlight.report.frames import COLUMNS, SPREAD, Buckets, ParameterFrames, Shown, cut
+from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
+from backlight.store.format.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
+from backlight.text import number
 
-EXACT_CELLS = 12_000
+MAX_EXACT_CELLS = 12_000
 """Up to so many cells a column travels as float64; above, its values are quantised."""
 
 
@@ -38,7 +42,7 @@ def parameters(source: Source) -> Drawn | NotMeasured:
             "ranges; each keeps its smallest and its largest value, so that no spike is lost."
         )
     columns = [
-        _column(shown, frames, exact, cells <= EXACT_CELLS)
+        _column(shown, frames, exact, cells <= MAX_EXACT_CELLS)
         for shown in COLUMNS
         if shown.name in frames.extremes and frames.extremes[shown.name].measured.any()
     ]
@@ -51,7 +55,7 @@ def parameters(source: Source) -> Drawn | NotMeasured:
         "last": buckets.last,
         "recorded": buckets.recorded,
         "exact": exact,
-        "precise": cells <= EXACT_CELLS,
+        "precise": cells <= MAX_EXACT_CELLS,
         "columns": columns,
         "measured": {
             series: pack(_counts(frames.extremes[_name(series, frames)].measured)) for series in frames.steps
@@ -98,3 +102,146 @@ def _column(shown: Shown, frames: ParameterFrames, exact: bool, precise: bool) -
         "high": plane(reduced.high),
         "low": None if exact else plane(reduced.low),
     }
+
+
+MAX_LINES = 8
+"""Lines that one chart can tell apart."""
+
+
+@panel(
+    "groups",
+    title="Groups",
+    order=35,
+    series=("groups/rms",),
+    note="Root mean square over all measured gradients of a group; groups of any size compare.",
+    monitor="health",
+)
+def groups(source: Source) -> Drawn | NotMeasured:
+    """Draw one line per group, and one per pair for the ratio of the first to the second."""
+    if not source.groups:
+        reason = source.reason("group", otherwise="No group was named: backlight run --group NAME=PATTERN.")
+        return NotMeasured(reason)
+    lines = [Line(name, steps, values, gaps=True) for name, (steps, values) in source.groups.items()]
+    charts = [chart(lines[:MAX_LINES], Axis("rms (gradient)", log=True))]
+    ratios, facts = [], []
+    for (one, (steps, first)), (other, (_, second)) in itertools.combinations(source.groups.items(), 2):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.divide(first, second)
+        ratios.append(Line(f"{one} / {other}", steps, ratio, gaps=True))
+        finite = ratio[np.isfinite(ratio)]
+        if finite.size:
+            facts.append(Fact(f"median {one} / {other}", number(float(np.median(finite)))))
+    if ratios:
+        charts.append(chart(ratios[:MAX_LINES], Axis("ratio", log=True)))
+    hidden = max(len(lines), len(ratios)) - MAX_LINES
+    remarks = (f"The first {MAX_LINES} lines of each chart are drawn.",) if hidden > 0 else ()
+    return Drawn("lines", {"charts": charts}, tuple(facts[:4]), remarks)
+
+
+@panel(
+    "depth",
+    title="Distribution over depth",
+    order=40,
+    series=("series/gradient/depth",),
+    note="Rms of the gradient of each parameter in model order: its spread over all recorded steps, and "
+    "its value at the chosen step.",
+    monitor="health",
+)
+def depth(source: Source) -> Drawn | NotMeasured:
+    """Draw quantiles over steps per parameter; the chosen step comes from the heat map's data."""
+    spread = source.frames.over_steps
+    if spread is None or not np.isfinite(spread).any():
+        return NotMeasured(source.reason("gradient", otherwise="No finite gradient was recorded."))
+    return Drawn("depth", {"shares": list(SPREAD), "spread": spread})
+
+
+HISTOGRAM_RANGES = 600
+"""Ranges of steps of the histogram over all parameters."""
+
+HISTOGRAM_CELLS = 400_000
+"""Cells (parameters x ranges x bins) of the histograms of single parameters."""
+
+
+@panel(
+    "exponents",
+    title="Exponent histogram",
+    order=45,
+    series=("series/histogram",),
+    note="Share of gradient values by their power of two. Exact zeros, NaN and Inf have no exponent and are "
+    "left out.",
+    monitor="health",
+)
+def exponents(source: Source) -> Drawn | NotMeasured:
+    """Draw the histogram over steps, of all parameters together and of each one in coarser ranges."""
+    run = source.run
+    if not run.has("histogram"):
+        return NotMeasured(
+            source.reason("histogram", otherwise="It is recorded on request: backlight run --histogram.")
+        )
+    row = {record.name: index for index, record in enumerate(source.parameters)}
+    fine: NDArray[np.float64] | None = None
+    for place in range(HISTOGRAM_BINS):
+        frame = run.frame("histogram", f"b{place:02d}", attempt=source.attempt)
+        if not len(frame.steps):
+            return NotMeasured("No histogram was recorded in this attempt.")
+        if fine is None:
+            buckets, coarse = _ranges(frame.steps, len(frame.names))
+            fine = np.zeros((HISTOGRAM_BINS, len(buckets)))
+            single = np.zeros((len(row), HISTOGRAM_BINS, len(coarse)))
+            target = [row[name] for name in frame.names]
+        counts = np.where(frame.measured, frame.values, 0).astype(np.float64)
+        fine[place] = np.add.reduceat(counts.sum(axis=1), buckets.offsets(frame.steps)[1])
+        single[target, place] = np.add.reduceat(counts, coarse.offsets(frame.steps)[1], axis=0).T
+    assert fine is not None  # HISTOGRAM_BINS is not zero
+    data: dict[str, Any] = {
+        "lowest": HISTOGRAM_LOWEST,
+        "bins": HISTOGRAM_BINS,
+        "all": {**_cells(buckets), "share": _share(fine, axis=0)},
+        "single": {**_cells(coarse), "share": _share(single, axis=1)},
+    }
+    return Drawn("exponents", data)
+
+
+def _ranges(steps: NDArray[np.int64], parameters: int) -> tuple[Buckets, Buckets]:
+    coarse = max(8, min(200, HISTOGRAM_CELLS // max(1, parameters * HISTOGRAM_BINS)))
+    return cut(steps, HISTOGRAM_RANGES), cut(steps, coarse)
+
+
+def _cells(buckets: Buckets) -> dict[str, Any]:
+    return {"first": buckets.first, "last": buckets.last}
+
+
+def _share(counts: NDArray[np.float64], axis: int) -> Packed:
+    """Pack the share of each bin along ``axis``; NaN where nothing was counted."""
+    total = counts.sum(axis=axis, keepdims=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return pack_log(counts / total)
+
+
+@panel(
+    "updates",
+    title="Update to weight",
+    order=50,
+    series=("series/update",),
+    note="Norm of the step that the optimizer took over the norm of the weights before it, across "
+    "parameters. An estimate from a fixed sample of each tensor, exact where the sample is the whole.",
+    monitor="health",
+)
+def updates(source: Source) -> Drawn | NotMeasured:
+    """Draw the spread of the ratio over parameters at every step."""
+    frames = source.frames
+    spread = frames.ratio_spread
+    if spread is None or not np.isfinite(spread).any():
+        return NotMeasured(source.reason("update", "ratio", otherwise="No update was recorded."))
+    steps = frames.steps["update"]
+    lines = [
+        Line("largest", steps, spread[4], tone="fourth", gaps=True),
+        Line("middle 80 %", steps, spread[3], style="edge", tone="first", down_to="lower tenth", gaps=True),
+        Line("lower tenth", steps, spread[1], style="edge", tone="first", gaps=True),
+        Line("median", steps, spread[2], tone="first", gaps=True),
+    ]
+    facts = [Fact("median over run", number(float(np.nanmedian(spread[2]))))]
+    still = int(np.count_nonzero(frames.stats["ratio_max"] == 0))
+    if still:
+        facts.append(Fact("parameters that never moved", number(still)))
+    return Drawn("lines", {"charts": [chart(lines, Axis("update / weight", log=True))]}, tuple(facts))

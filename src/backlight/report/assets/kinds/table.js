@@ -21,27 +21,6 @@ KINDS.table = async (host, { rows, tree }) => () => {
 
 KINDS.words = async (host, { text }) => () => host.append(el("p", {}, text));
 
-KINDS.thresholds = async (host, { rows }) => () => {
-  host.append(
-    el(
-      "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-label": "Thresholds" },
-      el(
-        "table",
-        { class: "plain" },
-        el("thead", {}, el("tr", {}, ["Room", "Threshold", "Value", ""].map((text, i) => el("th", { scope: "col", class: i === 2 ? "figure" : "" }, text)))),
-        el(
-          "tbody",
-          {},
-          rows.map(({ room, name, value, changed }) =>
-            el("tr", {}, el("td", {}, room), el("th", { scope: "row" }, name), el("td", { class: "figure" }, value), el("td", {}, changed ? el("span", { class: "chip" }, "overridden") : "")),
-          ),
-        ),
-      ),
-    ),
-  );
-};
-
 KINDS.events = async (host, { rows }) => () => {
   const step = ({ step: first, until, times }) => {
     if (first === null) return "–";

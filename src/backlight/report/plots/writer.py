@@ -6,29 +6,28 @@ them is no picture and is left to the page.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from backlight.registry import warn
-from backlight.report.page import ASSETS, rendered
-from backlight.report.panel import Drawn, Panel, PanelWarning, failed
+from backlight.report.page import rendered
+from backlight.report.panel import PANELS, Drawn, Panel, PanelWarning, failed
+from backlight.report.plots.style import styled
 from backlight.report.source import Source
-from backlight.text import number, visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("svg", "png")
 
-DPI = 150
+PICTURE_DPI = 150
+FRAME_DPI = 90
 
-Draw = Callable[[Source, str, Mapping[str, Any]], "Mapping[str, Figure]"]
-"""Source, title and data of a panel → figures by what is added to the panel's name, "" for nothing."""
+STEPS_PER_S = 2
+"""Steps that a GIF shows in a second."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
     from backlight.report.plots import panels  # noqa: PLC0415 - needs an optional package
 
     style = styled()  # before anything is made, for it needs the package
-    folder = prepared(folder)
+    folder = _prepared(folder)
     files: list[Path] = []
     words_only: list[str] = []
     with style:
@@ -73,7 +72,54 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
     return Written(tuple(files), tuple(words_only))
 
 
-def prepared(folder: Path) -> Path:
+def write_animations(source: Source, folder: Path) -> tuple[Path, ...]:
+    """Write the steps of the layers with the largest share of signal into ``folder``.
+
+    For each layer a GIF and, in a folder of its own, a PNG for each step; both have the same axes
+    throughout. A run without spectra gives nothing.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If matplotlib is not installed; the command line names the extra.
+    ValueError
+        If the folder is a file.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an optional package, wanted only here
+    from PIL import Image  # noqa: PLC0415 - comes with it
+
+    from backlight.report.plots import spectra  # noqa: PLC0415 - needs it as well
+
+    folder = _prepared(folder)
+    result = PANELS["spectra"].render(source)
+    if not isinstance(result, Drawn):
+        return ()
+    written: list[Path] = []
+    with styled():
+        for layer in result.data["layers"][: spectra.PICTURED]:
+            views = spectra.views_of(layer, result.data)
+            limits = spectra.limits_of(views)
+            frames = folder / _file_name("spectra", layer["name"])
+            frames.mkdir(exist_ok=True)
+            figure = Figure(figsize=(spectra.WIDTH, spectra.HEIGHT))
+            pictures = []
+            for view in views:
+                figure.clear()
+                spectra.draw(figure, view, limits)
+                frame = frames / f"step-{view.step:08d}.png"
+                figure.savefig(frame, dpi=FRAME_DPI)
+                written.append(frame)
+                with Image.open(frame) as drawn:
+                    pictures.append(drawn.convert("RGB").quantize(64))
+            gif = frames.with_name(f"{frames.name}.gif")
+            pictures[0].save(
+                gif, save_all=True, append_images=pictures[1:], duration=1000 // STEPS_PER_S, loop=0
+            )
+            written.append(gif)
+    return tuple(written)
+
+
+def _prepared(folder: Path) -> Path:
     """Make a folder for pictures.
 
     Raises
@@ -88,64 +134,19 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
-def styled() -> AbstractContextManager[None]:
-    """Give pictures the look of the page while the context lasts."""
-    import matplotlib as mpl  # noqa: PLC0415 - an optional package, wanted only here
-
-    style: dict[Any, Any] = {
-        "text.parse_math": False,  # a dollar in a name is a dollar
-        "svg.fonttype": "none",
-        "svg.hashsalt": "backlight",
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.titlesize": 10,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "legend.frameon": False,
-        "legend.fontsize": 8,
-    }
-    return mpl.rc_context(style)
-
-
-def file_name(panel: str, added: str) -> str:
+def _file_name(panel: str, added: str) -> str:
     """Return the name of a picture without its ending: what is added to the panel's name made harmless."""
     return f"{panel}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', added)}" if added else panel
 
 
 def _save(panel: Panel, added: str, figure: Figure, folder: Path, formats: Sequence[str]) -> list[Path]:
-    name = file_name(panel.name, added)
+    name = _file_name(panel.name, added)
     written = []
     figure.draw_without_rendering()  # lays it out, once for all formats
     figure.set_layout_engine("none")
     for form in formats:
         target = folder / f"{name}.{form}"
         meta = {"Date": None} if form == "svg" else None
-        figure.savefig(target, format=form, dpi=DPI, metadata=meta)
+        figure.savefig(target, format=form, dpi=PICTURE_DPI, metadata=meta)
         written.append(target)
     return written
-
-
-def colours() -> dict[str, str]:
-    """Return the colours of the page's light theme by name, so that both show one thing in one colour."""
-    sheet = (ASSETS / "page.css").read_text(encoding="utf-8")
-    light = sheet[sheet.index(":root {") : sheet.index("}")]
-    return dict(re.findall(r"--([a-z0-9-]+):\s*(#[0-9a-f]{6});", light))
-
-
-def ramp() -> list[str]:
-    """Return the colours of the page's heat map from small to large."""
-    sheet = (ASSETS / "page.css").read_text(encoding="utf-8")
-    found = re.search(r"--ramp:\s*([^;]+);", sheet)
-    assert found is not None  # the page could not draw its heat map without it
-    return found[1].split()
-
-
-def tick(value: float, _place: int | None = None) -> str:
-    """Return a number as an axis shows it."""
-    return number(value) if math.isfinite(value) else ""
-
-
-def shortened(name: str, most: int = 40) -> str:
-    """Return a name that fits beside an axis, its end kept."""
-    text = visible(name)
-    return text if len(text) <= most else f"…{text[-(most - 1) :]}"

@@ -1,0 +1,168 @@
+"""Panels of the whole model: health and loss, norm and clipping, learning rate and loss scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from backlight.report.charts import Axis, Line, chart, spans_decades
+from backlight.report.panel import Drawn, Fact, NotMeasured, panel
+from backlight.report.source import Source
+from backlight.store.read.run import Scalar
+from backlight.text import count, number, percent, score
+
+
+@panel(
+    "health",
+    title="Health and loss",
+    order=10,
+    series=("scalars/loss", "scalars/health", "health"),
+    note="Health is 1 where no parameter vanishes or explodes, and 0 where a gradient holds NaN or Inf.",
+    monitor="health",
+)
+def health(source: Source) -> Drawn | NotMeasured:
+    """Draw the health score that the caller computed and the recorded loss."""
+    lines, facts, remarks = [], [], []
+    left, right = Axis("health (0 to 1)", low=0.0, high=1.0), None
+    steps, values = source.health or (np.empty(0, np.int64), np.empty(0))
+    scored = ~np.isnan(values)
+    if scored.any():
+        lines.append(Line("health", steps, values, tone="health", gaps=True))
+        worst = int(np.nanargmin(values))
+        at = "" if values[worst] == np.nanmax(values) else f" at step {number(int(steps[worst]))}"
+        facts.append(Fact("lowest health", score(values[worst]) + at))
+        facts.append(Fact("health at the end", score(values[scored][-1])))
+        if not scored.all():
+            remarks.append(f"Health was not measured at {number(int((~scored).sum()))} of the steps.")
+    else:
+        reason = source.reason("health", "gradient", otherwise="No gradient was recorded.")
+        remarks.append(f"Health was not measured. {reason}")
+    loss = source.scalar("loss")
+    if len(loss.steps):
+        axis = Axis("loss", log=spans_decades(loss.values))
+        side = "right" if lines else "left"
+        left, right = (left, axis) if lines else (axis, None)
+        lines.append(Line("loss", loss.steps, loss.values, axis=side, tone="loss"))
+        facts.append(Fact("loss, first to last", f"{number(loss.values[0])} to {number(loss.values[-1])}"))
+    else:
+        reason = source.reason("loss", otherwise="No backward pass gave one.")
+        remarks.append(f"The loss was not measured. {reason}")
+    if not lines:
+        return NotMeasured(" ".join(remarks))
+    return Drawn("lines", {"charts": [chart(lines, left, right)]}, tuple(facts), tuple(remarks))
+
+
+@panel(
+    "total_norm",
+    title="Gradient norm and clipping",
+    order=20,
+    series=("scalars/total_norm", "scalars/clip", "events/clip_by_hand", "events/clip_by_value"),
+    note="L2 norm over all parameters, each tensor once, before clipping.",
+    monitor="health",
+)
+def total_norm(source: Source) -> Drawn | NotMeasured:
+    """Draw the total norm with the clip limit, and the factor that clipping applied."""
+    norm, factor = source.scalar("total_norm"), source.scalar("clip/factor")
+    clipped, limit = source.scalar("clip/norm"), source.scalar("clip/limit")
+    if not len(norm.steps):
+        return NotMeasured(source.reason("total_norm", "gradient", otherwise="No gradient was recorded."))
+    lines = [Line("total norm", norm.steps, norm.values, tone="first")]
+    if len(clipped.steps) and not _same(norm, clipped):
+        # Clipping may be called for a part of the parameters, or by another L-p norm.
+        lines.append(Line("norm that clipping computed", clipped.steps, clipped.values, tone="second"))
+    if len(limit.steps):
+        lines.append(Line("clip limit", limit.steps, limit.values, style="dashed", tone="limit"))
+    charts = [chart(lines, Axis("norm (gradient)", log=True))]
+    facts = []
+    finite = np.isfinite(norm.values)
+    if finite.any():
+        top = int(np.argmax(np.where(finite, norm.values, -np.inf)))
+        facts.append(Fact("median", number(float(np.median(norm.values[finite])))))
+        facts.append(Fact("largest", f"{number(norm.values[top])} at step {number(int(norm.steps[top]))}"))
+    if not finite.all():
+        facts.append(Fact("not finite", f"{int((~finite).sum()):,} of {len(finite):,} steps"))
+    if len(factor.steps):
+        active = int(np.count_nonzero(factor.values < 1))
+        share = percent(active / len(factor.values))
+        facts.append(Fact("clipped", f"{share} ({active:,} of {count(len(factor.values), 'step')})"))
+        if np.isfinite(factor.values).any():
+            facts.append(Fact("strongest factor", number(float(np.nanmin(factor.values)))))
+        line = Line("factor", factor.steps, factor.values, tone="second")
+        charts.append(
+            chart([line], Axis("clip factor", low=0.0, high=1.0), title="Factor applied by clipping")
+        )
+    by_hand = len(source.run.events("clip_by_hand"))
+    remarks = (
+        (f"Gradients were changed by hand between backward and step {by_hand:,} times.",) if by_hand else ()
+    )
+    return Drawn("lines", {"charts": charts}, tuple(facts), remarks)
+
+
+def _same(one: Scalar, other: Scalar) -> bool:
+    """Return whether two scalars agree wherever both were recorded, to the precision of fp32."""
+    _, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
+    return bool(np.allclose(one.values[here], other.values[there], rtol=1e-4, equal_nan=True))
+
+
+MAX_LINES = 8
+"""Lines that one chart can tell apart."""
+
+
+@panel(
+    "optimizer",
+    title="Learning rate and loss scale",
+    order=80,
+    series=("scalars/lr", "scalars/scaler", "events/scaler_skip"),
+    note="All gradients on this page are divided by the loss scale.",
+    monitor="health",
+)
+def optimizer(source: Source) -> Drawn | NotMeasured:
+    """Draw the learning rate of each group, and the loss scale with the steps that it skipped."""
+    charts, facts = _loss_scale(source)
+    rates, remarks = _learning_rates(source)
+    if not rates and not charts:
+        return NotMeasured(source.reason("lr", otherwise="No optimizer step was recorded."))
+    return Drawn("lines", {"charts": [*rates, *charts]}, tuple(facts), tuple(remarks))
+
+
+def _learning_rates(source: Source) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return one line per optimizer and group; groups with the same rate at every step share a line."""
+    seen: dict[bytes, tuple[list[str], Line]] = {}
+    names = source.scalar_names("lr")
+    for name in names:
+        rate = source.scalar(name)
+        if not len(rate.steps):
+            continue
+        optimizer, _, group = name.removeprefix("lr/").partition("/")
+        label = f"optimizer {optimizer}, group {group}" if group else f"optimizer {optimizer}"
+        line = Line(label, rate.steps, rate.values, style="steps")
+        key = rate.steps.tobytes() + rate.values.tobytes()
+        seen.setdefault(key, ([], line))[0].append(label)
+    if not seen:
+        return [], []
+    lines = []
+    for labels, line in list(seen.values())[:MAX_LINES]:
+        label = labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} more"
+        lines.append(Line(label, line.steps, line.values, style="steps"))
+    remarks = []
+    if len(seen) > MAX_LINES:
+        remarks.append(f"{len(seen)} different schedules were recorded; the first {MAX_LINES} are drawn.")
+    log = spans_decades(*(line.values for line in lines), factor=1000.0)
+    high = max((float(np.nanmax(line.values)) for line in lines), default=1.0)
+    axis = Axis("learning rate", log=log, low=None if log or high <= 0 else 0.0)
+    return [chart(lines, axis, title="Learning rate")], remarks
+
+
+def _loss_scale(source: Source) -> tuple[list[dict[str, Any]], list[Fact]]:
+    scale, skipped = source.scalar("scaler/scale"), source.scalar("scaler/skipped")
+    if not len(scale.steps):
+        return [], []
+    at = skipped.steps[skipped.values > 0]
+    facts = [Fact("loss scale, first to last", f"{number(scale.values[0])} to {number(scale.values[-1])}")]
+    if len(skipped.steps):
+        share = percent(len(at) / len(skipped.steps))
+        facts.append(Fact("skipped steps", f"{share} ({len(at):,} of {count(len(skipped.steps), 'step')})"))
+    lines = [Line("scale", scale.steps, scale.values, style="steps", tone="first")]
+    axis = Axis("loss scale", log=bool(np.all(scale.values > 0)), base=2)
+    return [chart(lines, axis, title="Loss scale", marks={"skipped step": at})], facts

@@ -1,0 +1,149 @@
+"""Panels of every run: the user's scalars, events, fingerprint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from backlight.report.charts import NUMBERS, Axis, Line, chart, spans_decades
+from backlight.report.panel import Drawn, NotMeasured, panel
+from backlight.report.source import Source
+from backlight.text import duration, listed, number, percent, visible
+
+MAX_CHARTS = 40
+"""Charts of user scalars on one page."""
+
+CURVES = {"train_accuracy", "test_accuracy", "train_loss", "test_loss"}
+"""Scalars that a run on grokking shows as its learning curves."""
+
+
+@panel("user_scalars", title="Your scalars", order=90, series=("scalars", "user"))
+def user_scalars(source: Source) -> Drawn | NotMeasured:
+    """Draw each scalar that was given to ``watch.log``."""
+    names = [n for n in source.run.scalar_names(source="user") if not _elsewhere(n, source)]
+    charts = []
+    for name in names[:MAX_CHARTS]:
+        scalar = source.scalar(name, source="user")
+        if not len(scalar.steps):
+            continue
+        line = Line(visible(name), scalar.steps, scalar.values, tone="first")
+        axis = Axis("", log=spans_decades(scalar.values, factor=1000.0))
+        numbers = max(1024, 2 * NUMBERS // len(names))
+        charts.append(chart([line], axis, title=visible(name), numbers=numbers))
+    if not charts:
+        return NotMeasured("Nothing was logged with watch.log(name=value).")
+    remarks = (
+        (f"{len(names)} scalars were logged; the first {MAX_CHARTS} are drawn.",)
+        if len(names) > MAX_CHARTS
+        else ()
+    )
+    return Drawn("lines", {"charts": charts, "small": True}, (), remarks)
+
+
+def _elsewhere(name: str, source: Source) -> bool:
+    """Tell whether the panels of the monitor grokking show this scalar."""
+    if "grokking" not in source.run.monitors:
+        return False
+    return name in CURVES or name.startswith("progress/")
+
+
+MAX_ROWS = 200
+"""Rows of the table; an event that repeats at every step is one row with a count."""
+
+ELSEWHERE = {"unmeasured", "config", "spectra", "spectra_left_out", "spectra_measured"}
+"""Kinds that other parts of the page show."""
+
+
+@panel("events", title="Events", order=120, series=("events",))
+def events(source: Source) -> Drawn:
+    """List the events of the run; equal events in a row are one line with how often they came."""
+    found = [
+        event
+        for event in source.run.events()
+        if event.kind not in ELSEWHERE and source.attempt in {None, event.attempt}
+    ]
+    if not found:
+        return Drawn("words", {"text": "None was noted: no warning, no exception, no change of parameters."})
+    rows: list[dict[str, Any]] = []
+    for event in found:
+        text = _told(event.payload)
+        if rows and (rows[-1]["kind"], rows[-1]["text"]) == (visible(event.kind), text):
+            rows[-1]["times"] += 1
+            rows[-1]["until"] = event.step
+            continue
+        rows.append(
+            {"step": event.step, "until": event.step, "kind": visible(event.kind), "text": text, "times": 1}
+        )
+    remarks: tuple[str, ...] = ()
+    if len(rows) > MAX_ROWS:
+        remarks = (f"{len(rows):,} different events were noted; the first {MAX_ROWS} are listed.",)
+    return Drawn("events", {"rows": rows[:MAX_ROWS]}, (), remarks)
+
+
+def _told(payload: Mapping[str, Any]) -> str:
+    return "; ".join(f"{visible(key).replace('_', ' ')}: {_value(value)}" for key, value in payload.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + _told(value) + "}"
+    if isinstance(value, (list, tuple)):
+        return listed([_value(inner) for inner in value], 5)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return number(value)
+    return visible(value)
+
+
+@panel(
+    "fingerprint",
+    title="Fingerprint",
+    order=130,
+    series=("fingerprint", "thresholds", "scalars/cost", "events/cadence"),
+    note="What must agree before runs are compared, overridden thresholds, and the cost of watching.",
+)
+def fingerprint(source: Source) -> Drawn | NotMeasured:
+    """List the fingerprint of the lowest rank of the attempt shown, and the tree of modules."""
+    attempt = -1 if source.attempt is None else source.attempt
+    stored = source.run.fingerprint(attempt)
+    if stored is None:
+        return NotMeasured("No fingerprint was stored: the process ended before its first step.")
+    rows: list[tuple[str, str]] = [
+        ("script", stored.script),
+        ("arguments", " ".join(stored.arguments) or "none"),
+        ("parameters", f"{stored.parameter_count:,} in {len(source.parameters):,} tensors"),
+        ("types", _pairs({name: f"{amount:,}" for name, amount in stored.dtypes.items()})),
+        ("optimizers", ", ".join(stored.optimizers)),
+        ("device", stored.device),
+        ("host", stored.host),
+        ("processes", str(stored.world_size)),
+        ("versions", _pairs(stored.versions)),
+        ("flags", _pairs(stored.flags)),
+        ("module tree", stored.module_hash),
+        ("run id", source.run.run_id),
+        *(
+            (f"threshold {monitor}.{name}", f"{number(value, 6)} (overridden)")
+            for monitor, changed in sorted(source.run.overrides.items())
+            for name, value in sorted(changed.items())
+        ),
+        ("time in backlight", _cost(source)),
+    ]
+    tree = [(visible(name) or "(model)", visible(kind)) for name, kind in stored.modules]
+    return Drawn("table", {"rows": [(key, visible(value)) for key, value in rows if value], "tree": tree})
+
+
+def _cost(source: Source) -> str:
+    """Return the host time that backlight spent inside the steps, and its share of the run where known."""
+    spent, clock = source.scalar("cost"), source.scalar("time")
+    if not len(spent.steps):
+        return ""
+    text = f"{duration(float(np.nanmedian(spent.values)))} per step (median)"
+    if len(clock.steps) > 1 and (elapsed := float(clock.values[-1] - clock.values[0])) > 0:
+        within = (spent.steps > clock.steps[0]) & (spent.steps <= clock.steps[-1])
+        text += f", {percent(float(np.nansum(spent.values[within])) / elapsed)} of the run"
+    return text
+
+
+def _pairs(pairs: Mapping[str, str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in pairs.items() if value)
