@@ -1,4 +1,4 @@
-"""Two commands in turns: order, medians, errors that name the command."""
+"""Two interleaved commands: order, medians, errors that name the command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from backlight.analysis import ab_test
-from backlight.analysis.ab_test import AlternatingError, alternate, last_words
+from backlight.analysis.ab_test import ABTestError, run_ab_test
 from backlight.store.write.writer import RunWriter
 
 TRAIN = """
@@ -59,9 +59,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_pairs_take_turns_and_find_what_the_machine_hides(recorded: list[str]) -> None:
+def test_interleaved_pairs_find_a_difference_on_a_noisy_machine(recorded: list[str]) -> None:
     seen: list[tuple[int, int]] = []
-    result = alternate(
+    result = run_ab_test(
         ("train.py", "python train.py --slow"), rounds=6, steps=40, limit=9,
         on_run=lambda done, of: seen.append((done, of)),
     )  # fmt: skip
@@ -78,19 +78,19 @@ def test_pairs_take_turns_and_find_what_the_machine_hides(recorded: list[str]) -
 @pytest.mark.parametrize(
     ("commands", "message"),
     [
-        (("ls -l", "train.py"), "'ls -l': not a Python training; expected `python SCRIPT.py"),
+        (("ls -l", "train.py"), "'ls -l': not a Python script; expected `python SCRIPT.py"),
         (("train.py", "python 'train.py"), "No closing quotation"),
-        (("train.py", ""), "'': not a Python training"),
+        (("train.py", ""), "'': not a Python script"),
     ],
 )
-def test_what_is_no_training_is_refused_by_name(commands: tuple[str, str], message: str) -> None:
-    with pytest.raises(AlternatingError, match=message):
-        alternate(commands, rounds=3, steps=12, limit=9)
+def test_a_command_that_is_no_script_is_refused_by_name(commands: tuple[str, str], message: str) -> None:
+    with pytest.raises(ABTestError, match=message):
+        run_ab_test(commands, rounds=3, steps=12, limit=9)
 
 
 def test_two_rounds_are_refused() -> None:
-    with pytest.raises(AlternatingError, match="--rounds 2: an interval takes 3"):
-        alternate(("train.py", "train.py"), rounds=2, steps=12, limit=9)
+    with pytest.raises(ABTestError, match="--rounds 2: an interval takes 3"):
+        run_ab_test(("train.py", "train.py"), rounds=2, steps=12, limit=9)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_two_rounds_are_refused() -> None:
         ("KEY=1 python3.11 -X dev train.py", ["train.py"]),
     ],
 )
-def test_a_command_is_run_under_the_watch(command: str, expected: list[str]) -> None:
-    line = ab_test._watched(command)(Path("out"), 30)
+def test_a_command_runs_under_backlight_run(command: str, expected: list[str]) -> None:
+    line = ab_test._watched_command(command)(Path("out"), 30)
     watched = line.index("backlight")
     assert line[watched - 1 : watched + 2] == ["-m", "backlight", "run"]
     assert line[-len(expected) :] == expected
@@ -112,26 +112,26 @@ def test_a_command_is_run_under_the_watch(command: str, expected: list[str]) -> 
 
 def test_a_command_that_fails_is_named_with_its_error(script: Path) -> None:
     with pytest.raises(
-        AlternatingError, match=r"'train.py --fail': ended with exit code 1 .*: AssertionError: injected"
+        ABTestError, match=r"'train.py --fail': ended with exit code 1 .*: AssertionError: injected"
     ):
-        alternate(("train.py --fail", "train.py"), rounds=3, steps=12, limit=60)
+        run_ab_test(("train.py --fail", "train.py"), rounds=3, steps=12, limit=60)
 
 
 @pytest.mark.full
 def test_a_command_that_hangs_is_ended_in_time(script: Path) -> None:
-    with pytest.raises(AlternatingError, match=r"'train.py --hang': did not finish 12 steps in 6 s"):
-        alternate(("train.py --hang", "train.py"), rounds=3, steps=12, limit=6)
+    with pytest.raises(ABTestError, match=r"'train.py --hang': did not finish 12 steps in 6 s"):
+        run_ab_test(("train.py --hang", "train.py"), rounds=3, steps=12, limit=6)
 
 
-def test_the_last_words_are_the_exception() -> None:
+def test_the_last_lines_are_the_exception() -> None:
     said = "step 1\nTraceback:\n  File x\nValueError: no\nbacklight: run written\n"
-    assert last_words(said) == "ValueError: no"
-    assert last_words("one\ntwo\n\n") == "one | two"
-    assert last_words("") == "it printed nothing"
+    assert ab_test._last_lines(said) == "ValueError: no"
+    assert ab_test._last_lines("one\ntwo\n\n") == "one | two"
+    assert ab_test._last_lines("") == "it printed nothing"
 
 
 @pytest.mark.full
-def test_the_command_line_compares_real_trainings(script: Path) -> None:
+def test_the_command_line_compares_real_scripts(script: Path) -> None:
     line = [sys.executable, "-m", "backlight", "compare", "--ab", "train.py", "python train.py --unused"]
     done = subprocess.run(
         [*line, "--rounds", "3", "--steps", "20", "--json"], capture_output=True, text=True, check=False

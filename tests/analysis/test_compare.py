@@ -66,12 +66,12 @@ def changed(**fields: Any) -> Fingerprint:
 def test_like_runs_are_laid_side_by_side(tmp_path: Path) -> None:
     found = compare(write(tmp_path / "a"), write(tmp_path / "b", factor=3.0, seed=1, steps=range(10, 80)))
     assert found.comparable
-    assert found.verdict == "comparable: all agrees"
+    assert found.verdict == "comparable: no differences"
     tracks = {t.name: t for t in found.tracks}
     assert set(tracks) == {"loss", "total_norm", "health", "clip/factor", "user/accuracy"}
     assert tracks["loss"].common == 50
-    assert tracks["loss"].parted is None
-    assert tracks["total_norm"].parted == 10
+    assert tracks["loss"].first_difference is None
+    assert tracks["total_norm"].first_difference == 10
     assert tracks["total_norm"].ratio == pytest.approx(np.hypot(3, 1) / np.hypot(1, 1), rel=0.1)
     assert tracks["health"].medians == (1.0, 1.0)
     assert (found.first.clipped_share, found.first.steps) == (0.5, 60)
@@ -101,7 +101,7 @@ def test_unlike_runs_show_reasons_and_no_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "text"),
     [
         ({"script": "other.py"}, "script train.py against other.py"),
         ({"versions": PRINT.versions | {"torch": "2.9.0"}}, "torch 2.13.0 against 2.9.0"),
@@ -118,12 +118,12 @@ def test_unlike_runs_show_reasons_and_no_numbers(tmp_path: Path) -> None:
         ({"arguments": ("big", *PRINT.arguments)}, "^not comparable: argument 1 not given against big"),
     ],
 )
-def test_each_field_is_an_obstacle_in_words(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+def test_each_field_is_an_obstacle(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
     found = compare(write(tmp_path / "a"), write(tmp_path / "b", changed(**fields)))
     assert not found.comparable
     import re
 
-    assert re.search(words, found.verdict)
+    assert re.search(text, found.verdict)
 
 
 def test_a_recorded_learning_rate_that_no_argument_shows_is_an_obstacle(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_the_factor_may_differ_and_its_consequences_are_named(tmp_path: Path) ->
     assert found.comparable
     assert found.verdict == "comparable: they differ in argument --layers 24 against 32"
     assert [d.role for d in found.differences] == [Role.FACTOR, Role.CONSEQUENCE, Role.CONSEQUENCE]
-    assert "taken to follow from '--layers'" in found.notes[0]
+    assert "assumed to follow from '--layers'" in found.notes[0]
     assert not compare(a, b, factor="--lr").comparable
     assert not compare(a, b).comparable
 

@@ -132,7 +132,7 @@ def test_aligned_runs_generalise_at_nought(runs: Path) -> None:
         line = laid.runs[name][2].test_accuracy  # type: ignore[union-attr] # both were judged
         assert values[steps == 0][0] >= line
         assert values[steps == -10][0] < line
-    assert 0 in laid.places()
+    assert 0 in laid.table_steps()
     plain = overlay([open_run(runs / name) for name in names])
     assert plain.measures["test_accuracy"]["oracle"][0][0] == 0
 

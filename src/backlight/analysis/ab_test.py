@@ -1,4 +1,4 @@
-"""Two commands run in turns, and the difference of their steps: what disturbs the machine disturbs both."""
+"""Interleaved A/B test of two commands: what disturbs the machine disturbs the steps of both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,26 +16,24 @@ import numpy as np
 
 from backlight.analysis.fingerprint_diff import differences
 from backlight.launch.subprocess import run_in_own_session
-from backlight.monitors.steptime.model.step_comparison import STEP, TimeComparison, compare_pairs
-from backlight.monitors.steptime.model.step_times import read_phases
+from backlight.monitors.steptime.model.step_comparison import STEP, TimeComparison, compare_pairs, interleave
+from backlight.monitors.steptime.model.step_times import MIN_STEPS, read_phases
 from backlight.store.read.run import RunFormatError, open_run
 
 LINES_SHOWN = 3
-"""Last lines of what a command printed that an error repeats."""
+"""Last lines of a command's output that an error repeats."""
 
 
-class AlternatingError(ValueError):
-    """A command of an interleaved comparison could not be measured: which, why, and the way out."""
+class ABTestError(ValueError):
+    """A command could not be measured: which, why, and the fix."""
 
 
 @dataclass(frozen=True)
-class Alternated:
-    """Two commands in turns.
+class ABTest:
+    """Two commands, interleaved.
 
     Attributes
     ----------
-    commands:
-        As they were given.
     rounds:
         Pairs of runs.
     medians:
@@ -43,33 +41,41 @@ class Alternated:
     times:
         Their difference, the second over the first.
     differences:
-        In words what differs between the two trainings, by their fingerprints.
+        What differs between the fingerprints of both runs.
     notes:
-        What speaks against the numbers.
+        What limits the numbers.
     """
 
     commands: tuple[str, str]
     rounds: int
-    medians: tuple[tuple[dict[str, float], ...], tuple[dict[str, float], ...]]
+    medians: tuple[tuple[dict[str, float], ...], ...]
     times: TimeComparison
     differences: tuple[str, ...]
     notes: tuple[str, ...]
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Lines next to the table."""
+        what = "; ".join(self.differences)
+        same = "both runs have the same fingerprint"
+        return (f"they differ in: {what}" if what else same, *self.notes)
 
-def alternate(
+
+def run_ab_test(
     commands: tuple[str, str],
     *,
     rounds: int,
     steps: int,
     limit: float,
     on_run: Callable[[int, int], None] = lambda _done, _of: None,
-) -> Alternated:
-    """Run two commands in turns, the first one first in every other round, and compare their steps.
+) -> ABTest:
+    """Run two commands alternately, and compare their steps.
 
     Parameters
     ----------
     commands:
-        Each a training: ``python train.py --lr 1``, ``python -m package.train`` or ``train.py``.
+        Each starts a training script: ``python train.py --lr 1``, ``python -m package.train`` or
+        ``train.py``.
     rounds:
         Pairs, three or more.
     steps:
@@ -81,52 +87,42 @@ def alternate(
 
     Raises
     ------
-    AlternatingError
+    ABTestError
         If a command is no Python script, fails, takes too long, or takes too few steps.
     """
     if rounds < 3:
-        raise AlternatingError(f"--rounds {rounds}: an interval takes 3 pairs or more")
-    lines = [_watched(command) for command in commands]
-    medians: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
+        raise ABTestError(f"--rounds {rounds}: an interval takes 3 pairs or more")
+    lines = [_watched_command(command) for command in commands]
     notes: dict[str, None] = {}
-    said: tuple[str, ...] = ()
     with tempfile.TemporaryDirectory(prefix="backlight-ab-") as folder:
-        done = 0
-        for number in range(rounds):
-            for which in (0, 1) if number % 2 == 0 else (1, 0):
-                on_run(done, 2 * rounds)
-                out = Path(folder) / f"{'ab'[which]}-{number}"
-                _run(commands[which], lines[which], out, steps, limit)
-                measured, trouble = _medians(commands[which], out)
-                medians[which].append(measured)
-                if trouble:
-                    notes[f"{'AB'[which]}: {trouble}"] = None
-                done += 1
-            if number == 0:
-                said = _told_apart(Path(folder) / "a-0", Path(folder) / "b-0")
-        on_run(done, 2 * rounds)
-    return Alternated(
+
+        def measure(side: int, pair: int) -> dict[str, float]:
+            out = Path(folder) / f"{'ab'[side]}-{pair}"
+            _run(commands[side], lines[side], out, steps, limit)
+            medians, trouble = _medians(commands[side], out)
+            if trouble:
+                notes[f"{'AB'[side]}: {trouble}"] = None
+            return medians
+
+        sides = interleave(measure, rounds, on_run)
+        prints = [open_run(Path(folder) / name).fingerprint() for name in ("a-0", "b-0")]
+    found = differences(prints[0], prints[1]) if prints[0] is not None and prints[1] is not None else []
+    return ABTest(
         commands,
         rounds,
-        (tuple(medians[0]), tuple(medians[1])),
-        compare_pairs(medians[0], medians[1]),
-        said,
+        tuple(tuple(side) for side in sides),
+        compare_pairs(*sides),
+        tuple(difference.text for difference in found),
         tuple(notes),
     )
 
 
-def _watched(command: str) -> Callable[[Path, int], list[str]]:
-    """Return what makes a command line under ``backlight run`` of a folder and a number of steps.
-
-    Raises
-    ------
-    AlternatingError
-        If it is no Python script.
-    """
+def _watched_command(command: str) -> Callable[[Path, int], list[str]]:
+    """Return a function from a run directory and a number of steps to the command under ``backlight run``."""
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise AlternatingError(f"{command!r}: {error}") from None
+        raise ABTestError(f"{command!r}: {error}") from None
     settings: list[str] = []
     while words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0], re.DOTALL):
         settings.append(words.pop(0))
@@ -138,8 +134,8 @@ def _watched(command: str) -> Callable[[Path, int], list[str]]:
             option = words.pop(0)
             options += [option, words.pop(0)] if option in {"-W", "-X"} and words else [option]
     if not words or not (words[0] == "-m" or words[0].endswith(".py") or Path(words[0]).is_dir()):
-        raise AlternatingError(
-            f"{command!r}: not a Python training; expected `python SCRIPT.py ...` or `python -m MODULE ...`"
+        raise ABTestError(
+            f"{command!r}: not a Python script; expected `python SCRIPT.py ...` or `python -m MODULE ...`"
         )
     before = ["env", *settings] if settings else []
 
@@ -151,68 +147,40 @@ def _watched(command: str) -> Callable[[Path, int], list[str]]:
 
 
 def _run(command: str, line: Callable[[Path, int], list[str]], out: Path, steps: int, limit: float) -> None:
-    """Run one command to its end.
-
-    Raises
-    ------
-    AlternatingError
-        If it fails or takes too long.
-    """
+    """Run one command to its end; raise where it fails or takes too long."""
     began = time.monotonic()
     try:
         done = run_in_own_session(
             line(out, steps), limit=limit, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
     except subprocess.TimeoutExpired:
-        raise AlternatingError(
+        raise ABTestError(
             f"{command!r}: did not finish {steps} steps in {limit:g} s; raise --limit or lower --steps"
         ) from None
     if done.returncode:
-        raise AlternatingError(
+        raise ABTestError(
             f"{command!r}: ended with exit code {done.returncode} after {time.monotonic() - began:.1f} s: "
-            f"{last_words(done.stdout)}"
+            f"{_last_lines(done.stdout)}"
         )
 
 
-def last_words(said: str) -> str:
-    """Return what a command said of its end: the exception, or else its last lines."""
-    lines = [line for line in said.strip().splitlines() if line.strip()]
+def _last_lines(output: str) -> str:
+    """Return the exception that ended a command, or else the last lines of its output."""
+    lines = [line for line in output.strip().splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b", line)]
     return (errors[-1] if errors else " | ".join(lines[-LINES_SHOWN:])) or "it printed nothing"
 
 
 def _medians(command: str, out: Path) -> tuple[dict[str, float], str]:
-    """Return the median seconds of the steady steps by phase, and what speaks against them.
-
-    Raises
-    ------
-    AlternatingError
-        If the run has no steady steps.
-    """
+    """Return the median seconds of the steady steps by phase, and what limits them."""
     try:
         table = read_phases(open_run(out))
     except RunFormatError as error:
-        raise AlternatingError(f"{command!r}: left no run behind: {error}") from None
+        raise ABTestError(f"{command!r}: wrote no run: {error}") from None
     if table is None:
-        raise AlternatingError(f"{command!r}: took no step of an optimizer after a backward")
+        raise ABTestError(f"{command!r}: took no step of an optimizer after a backward")
     steady, rest = table.steady()
-    if len(rest.steps) < 4:
-        raise AlternatingError(f"{command!r}: {steady.trouble}; raise --steps")
+    if len(rest.steps) < MIN_STEPS:
+        raise ABTestError(f"{command!r}: {steady.trouble}; raise --steps")
     medians = {name: float(np.median(rest.phase(name))) for name in rest.names}
     return {STEP: float(np.median(rest.total)), **medians}, steady.trouble
-
-
-def _told_apart(first: Path, second: Path) -> tuple[str, ...]:
-    prints = open_run(first).fingerprint(), open_run(second).fingerprint()
-    if prints[0] is None or prints[1] is None:
-        return ()
-    return tuple(difference.words for difference in differences(prints[0], prints[1]))
-
-
-def words_of(result: Alternated) -> Sequence[str]:
-    """Return what is to be said beside the table."""
-    what = "; ".join(result.differences)
-    return (
-        f"they differ in: {what}" if what else "the two trainings have the same fingerprint",
-        *result.notes,
-    )

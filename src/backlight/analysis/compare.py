@@ -1,4 +1,4 @@
-"""Two runs side by side, or the reasons why their difference would mean nothing. No torch."""
+"""Comparison of two runs, or the reasons why they are not comparable. No torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.analysis.fingerprint_diff import Difference, Role, differences, judged
+from backlight.analysis.fingerprint_diff import Difference, Role, assign_roles, differences
 from backlight.analysis.op_times import compare_kinds
 from backlight.monitors.health.model.score import health_series
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
 from backlight.monitors.steptime.model.step_times import CONFIDENCE
 from backlight.store.read.run import Run, Scalar
 
-POINTS = 256
-"""Common steps that a track carries, evenly spread; its numbers are of all of them."""
+MAX_POINTS = 256
+"""Common steps that a track lists, evenly spread; its statistics are of all of them."""
 
-PARAMETERS_SHOWN = 10
+MAX_PARAMETERS = 10
 """Parameters whose medians differ most, per column."""
 
 COLUMNS = (("gradient", "rms"), ("update", "ratio"))
@@ -30,7 +30,7 @@ COLUMNS = (("gradient", "rms"), ("update", "ratio"))
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two runs by itself: its numbers are shown even where a comparison would mean nothing."""
+    """One of the two runs by itself; shown also where the runs are not comparable."""
 
     name: str
     path: str
@@ -45,8 +45,8 @@ class Side:
 class Track:
     """One series at the steps that both runs recorded; None where a value is not finite or not measured.
 
-    ``ratio`` is the second median over the first. ``parted`` is the first common step at which the values
-    differ at all, None where they are identical.
+    ``ratio`` is the second median over the first. ``first_difference`` is the first common step at which the
+    values differ at all, None where they are identical.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Track:
     medians: tuple[float | None, float | None]
     last: tuple[float | None, float | None]
     ratio: float | None
-    parted: int | None
+    first_difference: int | None
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class ParameterShift:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs share and where they differ; without ``comparable`` there are no tracks at all.
+    """Differences of two runs; without ``comparable`` there are no tracks.
 
-    ``verdict`` says in one line whether they can be compared, and if not why. ``times`` is None where the
+    ``verdict`` states in one line whether they can be compared, and if not why. ``times`` is None where the
     runs are not comparable or neither of them has phase times, ``kinds`` (by kind of operation) where one of
-    them is no traced profile.
+    them has no traced profile.
     """
 
     first: Side
@@ -95,7 +95,7 @@ class Comparison:
 
 
 def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
-    """Compare two runs whose fingerprints agree but for ``factor``.
+    """Compare two runs whose fingerprints agree except for ``factor``.
 
     Parameters
     ----------
@@ -107,32 +107,32 @@ def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
     Returns
     -------
     The comparison. Where anything else differs it is not ``comparable`` and holds no tracks: a difference
-    between unlike runs is not a difference.
+    between runs with different configurations is not evidence.
     """
     sides = _side(run_a), _side(run_b)
     prints = run_a.fingerprint(), run_b.fingerprint()
     notes = [
-        f"the {place} run has no fingerprint, so that nothing is known of its likeness"
-        for place, known in zip(("first", "second"), prints, strict=True)
+        f"the {order} run has no fingerprint, so that comparability is not known"
+        for order, known in zip(("first", "second"), prints, strict=True)
         if known is None
     ]
     if prints[0] is None or prints[1] is None:
         return Comparison(*sides, False, f"not comparable: {', '.join(notes)}", factor, (), tuple(notes))
     found = differences(prints[0], prints[1])
     found += _rates(run_a, run_b)
-    found = judged(found, factor)
-    obstacles = [d.words for d in found if d.role is Role.OBSTACLE]
-    factors = [d.words for d in found if d.role is Role.FACTOR]
+    found = assign_roles(found, factor)
+    obstacles = [d.text for d in found if d.role is Role.OBSTACLE]
+    factors = [d.text for d in found if d.role is Role.FACTOR]
     notes += _factor_notes(found, factor)
     notes += [
-        f"the {place} run has {run.attempts[-1].index + 1} attempts; the fingerprint is of the last"
-        for place, run in (("first", run_a), ("second", run_b))
+        f"the {order} run has {run.attempts[-1].index + 1} attempts; the fingerprint is of the last"
+        for order, run in (("first", run_a), ("second", run_b))
         if len(run.attempts) > 1
     ]
     if obstacles:
         verdict = f"not comparable: {', '.join(obstacles)}"
         return Comparison(*sides, False, verdict, factor, tuple(found), tuple(notes))
-    verdict = f"comparable: they differ in {', '.join(factors)}" if factors else "comparable: all agrees"
+    verdict = f"comparable: they differ in {', '.join(factors)}" if factors else "comparable: no differences"
     tracks = tuple(_tracks(run_a, run_b))
     times = _times(run_a, run_b, found)
     notes += _effect_notes(found, tracks, times)
@@ -142,12 +142,12 @@ def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
 
 
 def _times(a: Run, b: Run, found: list[Difference]) -> TimeComparison | None:
-    """Compare step times; two machines are two speeds, though their losses may be compared."""
+    """Compare step times; on two machines only losses can be compared."""
     if not any(name.startswith("phase/") for run in (a, b) for name in run.scalar_names("backlight")):
         return None
     hosts = [d for d in found if d.field == "host" and d.role is not Role.FACTOR]
     if hosts:
-        return TimeComparison((0, 0), (), CONFIDENCE, (hosts[0].words,))
+        return TimeComparison((0, 0), (), CONFIDENCE, (hosts[0].text,))
     return compare_times(a, b)
 
 
@@ -165,16 +165,16 @@ def _side(run: Run) -> Side:
 
 
 def _rates(a: Run, b: Run) -> list[Difference]:
-    """Compare recorded learning rates: a script may have changed them without an argument."""
+    """Compare recorded learning rates, which a script may change without an argument."""
     found = []
     names = [n for n in a.scalar_names("backlight") if n.startswith("lr/")]
     for name in names:
         common, first, second = _common(a.scalar(name), b.scalar(name))
-        apart = np.flatnonzero(~np.isclose(first, second, rtol=1e-6, atol=0.0))
-        if len(apart):
-            i = int(apart[0])
-            words = f"learning rate {name} {first[i]:g} against {second[i]:g} at step {int(common[i])}"
-            found.append(Difference(f"lr.{name}", words))
+        differing = np.flatnonzero(~np.isclose(first, second, rtol=1e-6, atol=0.0))
+        if len(differing):
+            i = int(differing[0])
+            text = f"learning rate {name} {first[i]:g} against {second[i]:g} at step {int(common[i])}"
+            found.append(Difference(f"lr.{name}", text))
     return found
 
 
@@ -183,27 +183,28 @@ def _factor_notes(found: list[Difference], factor: str | None) -> list[str]:
         return []
     if not any(d.role is Role.FACTOR for d in found):
         return [f"the factor {factor!r} is the same in both runs, or neither of them has it"]
-    following = [d.words for d in found if d.role is Role.CONSEQUENCE]
+    following = [d.text for d in found if d.role is Role.CONSEQUENCE]
     if not following:
         return []
-    return [f"taken to follow from {factor!r}, since all else agrees: {', '.join(following)}"]
+    return [f"assumed to follow from {factor!r}, since all else agrees: {', '.join(following)}"]
 
 
 def _effect_notes(
     found: list[Difference], tracks: tuple[Track, ...], times: TimeComparison | None
 ) -> list[str]:
-    """Say so where nothing moved, which for a factor means that it had no effect."""
-    told = [t for t in tracks if t.name in {"loss", "total_norm"} and t.common]
-    if not told:
+    """Report that nothing differs, which for a factor means that it had no effect."""
+    compared = [t for t in tracks if t.name in {"loss", "total_norm"} and t.common]
+    if not compared:
         return ["the runs share no recorded step of loss or total norm"]
-    if any(t.parted is not None for t in told):
+    if any(t.first_difference is not None for t in compared):
         return []
-    verb = "is" if len(told) == 1 else "are"
-    same = f"{' and '.join(t.name for t in told)} {verb} identical at all {told[0].common} common steps"
+    verb = "is" if len(compared) == 1 else "are"
+    same = (
+        f"{' and '.join(t.name for t in compared)} {verb} identical at all {compared[0].common} common steps"
+    )
     factors = [d.field.partition(".")[2] or d.field for d in found if d.role is Role.FACTOR]
-    moved = times is not None and any(row.found for row in times.rows)
-    if moved:
-        return [same]  # what they compute is the same, how long it takes is not
+    if times is not None and any(row.found for row in times.rows):
+        return [same]  # they compute the same in different times
     timed = "" if times is None or not times.rows else ", and no difference in step time was found"
     return [f"{', '.join(factors)} had no effect: {same}{timed}" if factors else f"{same}{timed}"]
 
@@ -221,14 +222,14 @@ def _tracks(a: Run, b: Run) -> Iterable[Track]:
 
 
 def _track(name: str, one: Scalar, other: Scalar) -> list[Track]:
-    """Lay two scalars side by side; nothing where neither run has it."""
+    """Return the track of two scalars; nothing where neither run has it."""
     if len(one.steps) == 0 and len(other.steps) == 0:
         return []
     common, first, second = _common(one, other)
-    shown = np.unique(np.linspace(0, max(len(common) - 1, 0), POINTS).round().astype(int))[: len(common)]
+    shown = np.unique(np.linspace(0, max(len(common) - 1, 0), MAX_POINTS).round().astype(int))[: len(common)]
     both = np.isfinite(first) & np.isfinite(second)
     medians = (_median(first[both]), _median(second[both]))
-    apart = np.flatnonzero(~((first == second) | (np.isnan(first) & np.isnan(second))))
+    differing = np.flatnonzero(~((first == second) | (np.isnan(first) & np.isnan(second))))
     return [
         Track(
             name=name,
@@ -240,7 +241,7 @@ def _track(name: str, one: Scalar, other: Scalar) -> list[Track]:
             medians=medians,
             last=(_number(first[-1]), _number(second[-1])) if len(common) else (None, None),
             ratio=_ratio(medians),
-            parted=int(common[apart[0]]) if len(apart) else None,
+            first_difference=int(common[differing[0]]) if len(differing) else None,
         )
     ]
 
@@ -248,22 +249,24 @@ def _track(name: str, one: Scalar, other: Scalar) -> list[Track]:
 def _shifts(a: Run, b: Run) -> Iterable[ParameterShift]:
     """Return the parameters of one name and shape whose medians differ most, per column."""
     shapes = {p.name: p.shape for p in b.parameters()}
-    alike = {p.name for p in a.parameters() if shapes.get(p.name) == p.shape}
+    same_shape = {p.name for p in a.parameters() if shapes.get(p.name) == p.shape}
     for series, column in COLUMNS:
         if not (a.has(series) and b.has(series)):
             continue
         one, other = a.frame(series, column), b.frame(series, column)
         _, rows_a, rows_b = np.intersect1d(one.steps, other.steps, return_indices=True)
-        place = {name: i for i, name in enumerate(other.names)}
+        column_of = {name: i for i, name in enumerate(other.names)}
         found = []
         for i, name in enumerate(one.names):
-            if name in alike and name in place:
+            if name in same_shape and name in column_of:
                 first = _median(one.values[rows_a, i][one.measured[rows_a, i]])
-                second = _median(other.values[rows_b, place[name]][other.measured[rows_b, place[name]]])
+                second = _median(
+                    other.values[rows_b, column_of[name]][other.measured[rows_b, column_of[name]]]
+                )
                 ratio = _ratio((first, second))
                 if first is not None and second is not None and ratio:
                     found.append(ParameterShift(f"{series}/{column}", name, first, second, ratio))
-        yield from sorted(found, key=lambda shift: -abs(math.log(shift.ratio)))[:PARAMETERS_SHOWN]
+        yield from sorted(found, key=lambda shift: -abs(math.log(shift.ratio)))[:MAX_PARAMETERS]
 
 
 def _common(one: Scalar, other: Scalar) -> tuple[NDArray[np.int64], Any, Any]:

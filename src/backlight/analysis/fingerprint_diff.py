@@ -1,29 +1,44 @@
-"""Whether two trainings are alike enough for their numbers to be compared, and in words why not.
+"""Comparability of two runs: the differences of their fingerprints, and what each means. No torch.
 
-Two runs are compared only where their fingerprints agree, field by field, but for one factor that the
-caller names. What follows from that factor (another number of layers is another module tree) is
-accepted with it, and said.
+Two runs are compared only where their fingerprints agree, field by field, except for one factor that the
+caller names. Consequences of that factor (another number of layers is another module tree) are accepted and
+reported.
 """
 
 from __future__ import annotations
 
 import enum
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from backlight.analysis.module_diff import count_words, ignored, tree_words
 from backlight.records import Fingerprint
 
-PLACES = frozenset({
+OUTPUT_ARGUMENTS = frozenset({
     "out", "output", "output_dir", "out_dir", "save", "save_dir", "log_dir", "logdir", "run_name", "name",
     "checkpoint_dir", "ckpt_dir",
 })  # fmt: skip
-"""Arguments that are taken to name a place to write, without influence on the training."""
+"""Arguments that are assumed to name an output path, without influence on training."""
 
-DERIVED = frozenset({"modules", "parameter_count", "dtypes", "optimizers", "lr"})
+DERIVED_FIELDS = frozenset({"modules", "parameter_count", "dtypes", "optimizers", "lr"})
 """Fields that an argument of the script may change, so that they may follow from the factor."""
+
+
+MAX_NAMES = 4
+"""Modules that a difference of module trees lists."""
+
+LAYER_ARGUMENTS = re.compile(
+    r"(n|num|number_of|nb)?_?(hidden_|encoder_|decoder_|transformer_)?(layers?|blocks?)|depth|n_?layers?"
+)
+"""Arguments that are assumed to set the number of layers of a model."""
+
+SHAPE_ARGUMENTS = re.compile(
+    r".*(layers?|blocks?|depth|width|dim|dims|hidden|hidden_size|d_model|n_embd|channels|vocab|vocabulary|experts|"
+    r"vocab_size|ffn|d_ff|mlp_ratio)"
+)
+"""Arguments that are assumed to shape a model, so that another value should give other parameters."""
 
 
 class Role(enum.StrEnum):
@@ -40,32 +55,32 @@ class Difference:
     """One field in which two runs differ: ``field`` is such as ``arguments.--lr`` or ``versions.torch``."""
 
     field: str
-    words: str
+    text: str
     role: Role = Role.OBSTACLE
 
 
 def differences(a: Fingerprint, b: Fingerprint) -> list[Difference]:
-    """Return every field in which two fingerprints differ, in words, none of them excused yet."""
+    """Return every field in which two fingerprints differ, before roles are assigned."""
     found = []
     if PurePath(a.script).name != PurePath(b.script).name:
         found.append(Difference("script", f"script {a.script or 'unknown'} against {b.script or 'unknown'}"))
     one, other = arguments(a.arguments), arguments(b.arguments)
-    shapeless = ignored(a, b, one, other)
+    without_effect = ignored_arguments(a, b, one, other)
     for difference in _by_key("arguments", "argument ", one, other, {"absent": "not given"}):
-        reason = shapeless.get(difference.field.removeprefix("arguments."))
-        words = f"{difference.words} ({reason})" if reason else difference.words
-        found.append(Difference(difference.field, words))
+        reason = without_effect.get(difference.field.removeprefix("arguments."))
+        text = f"{difference.text} ({reason})" if reason else difference.text
+        found.append(Difference(difference.field, text))
     found += _by_key("versions", "", a.versions, b.versions)
     found += _by_key("flags", "flag ", a.flags, b.flags)
     if a.module_hash != b.module_hash:
-        found.append(Difference("modules", tree_words(dict(a.modules), dict(b.modules))))
+        found.append(Difference("modules", describe_trees(dict(a.modules), dict(b.modules))))
     if a.parameter_count != b.parameter_count:
-        found.append(Difference("parameter_count", count_words(a.parameter_count, b.parameter_count)))
+        found.append(Difference("parameter_count", describe_counts(a.parameter_count, b.parameter_count)))
     if a.module_hash != b.module_hash:
-        alike = [reason for key, reason in shapeless.items() if one.get(key) == other.get(key)]
-        if alike:
+        reasons = [reason for key, reason in without_effect.items() if one.get(key) == other.get(key)]
+        if reasons:
             last = found.pop()
-            found.append(Difference(last.field, f"{last.words} ({', '.join(alike)})"))
+            found.append(Difference(last.field, f"{last.text} ({', '.join(reasons)})"))
     for field, words, mine, theirs in (
         ("device", "device", a.device, b.device),
         ("world_size", "ranks", a.world_size, b.world_size),
@@ -79,40 +94,40 @@ def differences(a: Fingerprint, b: Fingerprint) -> list[Difference]:
     return found
 
 
-def judged(found: list[Difference], factor: str | None) -> list[Difference]:
-    """Give each difference its role: what the named factor explains is no obstacle.
+def assign_roles(found: list[Difference], factor: str | None) -> list[Difference]:
+    """Assign each difference its role: what the named factor explains is no obstacle.
 
     A factor is an argument (``--lr``, ``training.lr``) or a field (``device``, ``versions.torch``). What an
-    argument may change in turn, such as the module tree, is its consequence, provided that the script and
-    all other arguments agree.
+    argument may change, such as the module tree, is its consequence, provided that the script and all other
+    arguments agree.
     """
-    named = [_excused(difference, factor) for difference in found]
+    named = [_with_role(difference, factor) for difference in found]
     unexplained = any(d.role is Role.OBSTACLE and d.field.startswith(("arguments", "script")) for d in named)
     by_argument = any(d.role is Role.FACTOR and d.field.startswith("arguments") for d in named)
     if not by_argument or unexplained:
         return named
     return [
-        Difference(d.field, d.words, Role.CONSEQUENCE)
-        if d.role is Role.OBSTACLE and d.field.partition(".")[0] in DERIVED
+        Difference(d.field, d.text, Role.CONSEQUENCE)
+        if d.role is Role.OBSTACLE and d.field.partition(".")[0] in DERIVED_FIELDS
         else d
         for d in named
     ]
 
 
-def _excused(difference: Difference, factor: str | None) -> Difference:
+def _with_role(difference: Difference, factor: str | None) -> Difference:
     head, _, key = difference.field.partition(".")
     if difference.role is Role.OBSTACLE:
         if head == "versions" and key == "backlight":
-            return Difference(difference.field, difference.words, Role.NOTE)
-        if head == "arguments" and plain(key) in PLACES:
-            return Difference(difference.field, difference.words, Role.NOTE)
-        whole_field = None if head == "arguments" else plain(head)  # one argument, not all of them
-        if factor and plain(factor) in {plain(difference.field), plain(key) or None, whole_field}:
-            return Difference(difference.field, difference.words, Role.FACTOR)
+            return Difference(difference.field, difference.text, Role.NOTE)
+        if head == "arguments" and normalize(key) in OUTPUT_ARGUMENTS:
+            return Difference(difference.field, difference.text, Role.NOTE)
+        whole_field = None if head == "arguments" else normalize(head)  # one argument, not all of them
+        if factor and normalize(factor) in {normalize(difference.field), normalize(key) or None, whole_field}:
+            return Difference(difference.field, difference.text, Role.FACTOR)
     return difference
 
 
-def plain(name: str) -> str:
+def normalize(name: str) -> str:
     """Return a name without leading dashes, in lower case, with underscores."""
     return name.lstrip("-").lower().replace("-", "_")
 
@@ -120,8 +135,8 @@ def plain(name: str) -> str:
 def arguments(given: tuple[str, ...]) -> dict[str, str]:
     """Read a script's arguments as names with values.
 
-    ``--lr 0.1``, ``--lr=0.1``, ``-b 32``, ``lr=0.1`` and ``--flag`` are understood; what stands alone is
-    ``argument 1`` and so on, by its position.
+    ``--lr 0.1``, ``--lr=0.1``, ``-b 32``, ``lr=0.1`` and ``--flag`` are understood; a positional one is
+    ``argument 1`` and so on.
     """
     read: dict[str, str] = {}
     name = ""
@@ -152,7 +167,7 @@ def _by_key(
 ) -> list[Difference]:
     absent = (wording or {}).get("absent", "none")
     return [
-        # What stands alone is called "argument 1" already.
+        # A positional one is called "argument 1" already.
         Difference(
             f"{field}.{key}",
             f"{words}{key.removeprefix(words)} {a.get(key, absent)} against {b.get(key, absent)}",
@@ -164,3 +179,83 @@ def _by_key(
 
 def _shown(value: object) -> str:
     return "unknown" if value in {"", None} else str(value)
+
+
+def layers(modules: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return the container with the most numbered children of one type, and their number; None without one.
+
+    ``modules`` are types by dotted name.
+    """
+    children: dict[str, Counter[str]] = {}
+    for name, kind in modules.items():
+        parent, _, last = name.rpartition(".")
+        if last.isdigit():
+            children.setdefault(parent, Counter())[kind] += 1
+    # Of the outermost containers that repeat a composite; a Sequential of Linear and ReLU does not.
+    counted = [
+        (parent, most)
+        for parent, kinds in children.items()
+        if (most := max(kinds.values())) >= 2 and most > sum(kinds.values()) / 2
+    ]
+    outermost = [
+        (parent, count)
+        for parent, count in counted
+        if not any(parent != other and parent.startswith(f"{other}.") for other, _ in counted)
+    ]
+    return max(outermost, key=lambda found: found[1], default=None)
+
+
+def describe_trees(a: Mapping[str, str], b: Mapping[str, str]) -> str:
+    """Return how two module trees differ: in the number of layers if that explains it, else by name."""
+    one, other = layers(a), layers(b)
+    if one is not None and other is not None and one[0] == other[0] and one[1] != other[1]:
+        return f"layers {one[1]} against {other[1]} ({one[0] or 'the root'})"
+    parts = []
+    for mine, theirs, side in ((a, b, "first"), (b, a, "second")):
+        only = [name for name in mine if name not in theirs]
+        if only:
+            dots = ", ..." if len(only) > MAX_NAMES else ""
+            parts.append(f"{len(only)} only in the {side} ({', '.join(only[:MAX_NAMES])}{dots})")
+    changed = [name for name in a if name in b and a[name] != b[name]]
+    if changed:
+        shown = ", ".join(f"{n or 'the root'} {a[n]} against {b[n]}" for n in changed[:MAX_NAMES])
+        parts.append(f"{len(changed)} of another type ({shown})")
+    return "modules: " + ("; ".join(parts) or "the same names and types, but other shapes of parameters")
+
+
+def describe_counts(a: int, b: int) -> str:
+    """Return two numbers of parameters, abbreviated where they still differ."""
+    if min(a, b) >= 10**6 and f"{a / 1e6:.1f}" != f"{b / 1e6:.1f}":
+        return f"{a / 1e6:,.1f} M against {b / 1e6:,.1f} M parameters"
+    return f"{a:,} against {b:,} parameters"
+
+
+def ignored_arguments(
+    a: Fingerprint, b: Fingerprint, one: Mapping[str, str], other: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the arguments that should have shaped a model and did not, each with the reason.
+
+    One that sets a number of layers is ignored where both runs ask for the same and have different ones, or
+    ask for different ones and have the same; another that shapes a model is ignored where its values differ
+    and module tree and shapes agree. ``one`` and ``other`` are the arguments of the runs by name.
+    """
+    found = {}
+    same_tree = a.module_hash == b.module_hash and a.module_hash != ""
+    counts = layers(dict(a.modules)), layers(dict(b.modules))
+    for key in (key for key in one if key in other):
+        name = normalize(key).rpartition(".")[2]
+        if one[key] != other[key]:
+            if same_tree and SHAPE_ARGUMENTS.fullmatch(name):
+                found[key] = (
+                    f"the argument `{key.lstrip('-')}` was ignored: modules and parameters are the same"
+                )
+            continue
+        first, second = counts
+        if not LAYER_ARGUMENTS.fullmatch(name) or not one[key].isdigit() or first is None or second is None:
+            continue
+        wanted = int(one[key])
+        missed = [side for side, count in (("first", first[1]), ("second", second[1])) if count != wanted]
+        if first[1] != second[1] and missed:
+            where = "" if len(missed) == 2 else f" in the {missed[0]} run"
+            found[key] = f"the argument `{key.lstrip('-')}` was ignored{where}"
+    return found

@@ -1,4 +1,4 @@
-"""A run, its verdict, its matched control and what follows its test accuracy, put together. No torch."""
+"""Grokking analysis of a run: verdict, matched control, lead and lag of its measures. No torch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from backlight.records import to_json
 from backlight.store.errors import StoreError
 from backlight.store.read.run import Run, open_run
 
-NEIGHBOURS = 200
-"""Most folders beside a run that are looked into for its control."""
+MAX_NEIGHBOURS = 200
+"""Directories next to a run that are searched for its control."""
 
 
 @dataclass(frozen=True)
-class Examined:
+class GrokkingAnalysis:
     """One run with its verdict; ``control`` is the matched run with random labels, where there is one.
 
     ``changes`` are the change points of the test accuracy, None where ``ruptures`` is not installed.
@@ -58,15 +58,15 @@ class Examined:
         return plain
 
 
-def examine(
+def analyse(
     run: Run,
     candidates: Sequence[Run] = (),
     *,
     control: Run | None = None,
     chance: float | None = None,
     test_size: int | None = None,
-) -> Examined:
-    """Judge ``run`` and compare its measures with those of its control.
+) -> GrokkingAnalysis:
+    """Evaluate ``run`` and compare its measures with those of its control.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def examine(
     Raises
     ------
     DetectionError
-        If the run did not log both accuracies, or they cannot be judged.
+        If the run did not log both accuracies, or they allow no verdict.
     """
     overrides = merge_overrides("grokking", run.overrides.get("grokking"))
     limits = limits_of(run)
@@ -92,7 +92,7 @@ def examine(
     if found is not None:
         theirs = detect_run(found, limits, chance=chance, test_size=test_size)
     test = run.scalar(TEST, source="user")
-    return Examined(
+    return GrokkingAnalysis(
         run=run,
         facts=stated(run),
         detection=detection,
@@ -108,29 +108,29 @@ def limits_of(run: Run) -> VerdictLimits:
     return with_overrides(VerdictLimits, merge_overrides("grokking", run.overrides.get("grokking")))
 
 
-def examined_where_possible(run: Run) -> Examined | None:
-    """Examine a run together with the folders beside it; None where its accuracies allow no verdict."""
+def analyse_if_possible(run: Run) -> GrokkingAnalysis | None:
+    """Analyse a run together with its neighbours; None where its accuracies allow no verdict."""
     if not has_accuracies(run):
         return None
-    found = control_of(run, beside(run.path))
+    found = control_of(run, neighbours(run.path))
     if found is not None and not has_accuracies(found):
         found = None
     try:
-        return examine(run, control=found)
+        return analyse(run, control=found)
     except DetectionError:
-        return None  # the rule of the verdict says why, as a finding
+        return None  # the rule ``grokking`` reports why
 
 
-def beside(path: Path) -> Iterator[Run]:
-    """Yield the runs in the folders beside ``path`` and below it, those that can be opened."""
+def neighbours(path: Path) -> Iterator[Run]:
+    """Yield the readable runs in the directories next to ``path`` and below it."""
     path = path.resolve()
     try:
         folders = [entry for base in (path.parent, path) for entry in sorted(base.iterdir())]
     except OSError:
         return
     runs = [f for f in folders if f != path and (f / "manifest.json").is_file()]
-    for folder in runs[:NEIGHBOURS]:
+    for folder in runs[:MAX_NEIGHBOURS]:
         try:
             yield open_run(folder)
         except (StoreError, OSError, ValueError):
-            continue  # somebody else's folder; the run itself is what was asked for
+            continue  # not a readable run; only the requested one must be

@@ -1,4 +1,4 @@
-"""Runs that are looked at while they train: each followed, judged by a reader, and served as a page."""
+"""Live pages of runs: each run is followed while it trains, evaluated, and served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from backlight.store.format.names import MANIFEST
 from backlight.store.read.run import Run, open_growing, open_run
 
 CELLS = 200_000
-"""Cells of a heat map on a live page: as fine as a screen, and few enough to be sent again and again."""
+"""Cells of a heat map on a live page: as fine as a screen, and few enough to be sent repeatedly."""
 
 
 def followed(paths: Sequence[Path]) -> list[Followed]:
@@ -26,15 +26,15 @@ def followed(paths: Sequence[Path]) -> list[Followed]:
     Raises
     ------
     RunFormatError
-        If a folder is not there, or is neither a run nor empty: an empty one may become a run.
+        If a directory does not exist, or is neither a run nor empty: an empty one may become a run.
     """
     for path in paths:
         if not path.is_dir() or ((path / MANIFEST).is_file() or any(path.iterdir())):
-            open_run(path)  # says what is wrong with it
-    return [Followed(path, findings_of, _gathered, open_growing()) for path in paths]
+            open_run(path)  # raises with the reason
+    return [Followed(path, findings_of, _source, open_growing()) for path in paths]
 
 
-def _gathered(run: Run, findings: Sequence[Finding]) -> Source:
+def _source(run: Run, findings: Sequence[Finding]) -> Source:
     return dataclasses.replace(source_of(run, findings), cells=CELLS)
 
 
@@ -48,7 +48,7 @@ class Live:
     """
 
     def __init__(self, runs: Sequence[Followed], port: int = 0) -> None:
-        subjects: dict[str, Subject] = {f"run-{place}": run for place, run in enumerate(runs)}
+        subjects: dict[str, Subject] = {f"run-{index}": run for index, run in enumerate(runs)}
         if len(runs) > 1:
             subjects = {"over": Several(runs), **subjects}
         self._runs = tuple(runs)
@@ -56,11 +56,11 @@ class Live:
 
     @property
     def address(self) -> str:
-        """Return the address that lets a browser in."""
+        """Return the address, with its access token."""
         return self.server.address
 
     def run(self) -> None:
-        """Follow and serve until the terminal says stop."""
+        """Follow and serve until interrupted."""
         for run in self._runs:
             run.start()
         try:

@@ -1,7 +1,7 @@
-"""Two profiled runs by kind of operation: milliseconds per traced step, with intervals where steps allow.
+"""Two profiled runs by kind of operation: milliseconds per traced step, with intervals. No torch.
 
-The traces stand beside the profiles in the run directories. Without what reads them, or with fewer than four
-traced steps, the averages of the profiles are shown without an interval. No torch.
+The traces are stored next to the profiles in the run directories. Without a package that reads them, or with
+fewer than four traced steps, the averages of the profiles are shown without an interval.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ import numpy as np
 
 from backlight.monitors.steptime.model.evidence import StoredProfile, read_profile
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow, core_wait, widen
-from backlight.monitors.steptime.model.step_times import CONFIDENCE, Floats, difference
+from backlight.monitors.steptime.model.step_times import CONFIDENCE, MIN_STEPS, Floats, difference
 from backlight.store.read.run import Run
-
-NEEDED = 4
-"""Traced steps of each run that an interval takes."""
 
 NEGLIGIBLE = 0.005
 """Share of all operations below which a kind is not tested."""
@@ -34,27 +31,27 @@ def compare_kinds(first: Run, second: Run, confidence: float = CONFIDENCE) -> Ti
     )
     names = list(dict.fromkeys([*tables[0], *tables[1]]))
     rows = [TimeRow(name, tables[0].get(name, 0.0), tables[1].get(name, 0.0)) for name in names]
-    if min(counts) < NEEDED:
-        fewest = min(counts)
-        why = f"no intervals: {fewest} traced steps, which take {NEEDED} or more (backlight profile --traced)"
+    if min(counts) < MIN_STEPS:
+        needed = f"{MIN_STEPS} or more are needed (backlight profile --traced)"
+        why = f"no intervals: {min(counts)} traced steps, {needed}"
         return TimeComparison(counts, tuple(rows), confidence, (why,))
     one, other = _by_step(first, counts[0]), _by_step(second, counts[1])
     if one is None or other is None:
         why = "no intervals: a trace is not there, or cannot be read (pip install 'backlight[trace]')"
         return TimeComparison(counts, tuple(rows), confidence, (why,))
-    tested = [name for name in names if _testable(one, name) and _testable(other, name)]
+    tested = [name for name in names if _is_testable(one, name) and _is_testable(other, name)]
     level = 1 - (1 - confidence) / max(1, len(tested))
     waits = core_wait(first), core_wait(second)
-    told = []
+    shown = []
     for row in rows:
         if row.name not in tested:
-            told.append(row)
+            shown.append(row)
             continue
         found = difference(one[row.name], other[row.name], level)
         medians = float(np.median(one[row.name])), float(np.median(other[row.name]))
         whole = TimeRow(row.name, *medians, found.ratio, found.low, found.high, found.is_significant)
-        told.append(widen(whole, *waits, is_drifting=False))
-    return TimeComparison(counts, tuple(told), confidence)
+        shown.append(widen(whole, *waits, is_drifting=False))
+    return TimeComparison(counts, tuple(shown), confidence)
 
 
 def _averages(profiled: StoredProfile) -> dict[str, float]:
@@ -90,8 +87,8 @@ def _by_step(run: Run, steps: int) -> dict[str, Floats] | None:
     return {name: np.array([row.get(name, 0.0) for row in by_name]) for name in names}
 
 
-def _testable(side: dict[str, Floats], name: str) -> bool:
-    if name not in side or len(side[name]) < NEEDED or not (side[name] > 0).all():
+def _is_testable(side: dict[str, Floats], name: str) -> bool:
+    if name not in side or len(side[name]) < MIN_STEPS or not (side[name] > 0).all():
         return False
     whole = sum(float(np.median(values)) for values in side.values())
     return float(np.median(side[name])) >= NEGLIGIBLE * whole

@@ -1,4 +1,4 @@
-"""Measures of several runs over each other, by step or counted from t_generalise. No torch."""
+"""Measures of several runs, overlaid by step or relative to t_generalise. No torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from backlight.report.overlay import OverlayPage
 from backlight.store.read.run import Run
 
 CURVES = (TRAIN, TEST, "train_loss", "test_loss")
-"""Curves of the user that are laid over each other before the measures."""
+"""Curves of the user that come before the measures."""
 
-PLACES = 5
+TABLE_STEPS = 5
 """Steps at which a table shows a measure."""
 
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]
@@ -31,7 +31,7 @@ Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Overlaid:
-    """Several runs over each other.
+    """Several overlaid runs.
 
     ``runs`` are name, what the run states and its verdict (None where its accuracies allow none, and then
     ``reasons`` says why). ``measures`` are by measure and run name: steps [S], counted from t_generalise
@@ -44,8 +44,8 @@ class Overlaid:
     aligned: bool
     left_out: tuple[str, ...] = ()
 
-    def places(self) -> list[int]:
-        """Return the steps of a table: spread over what every run has, 0 among them where aligned."""
+    def table_steps(self) -> list[int]:
+        """Return steps for a table, spread over the common range; 0 is among them where aligned."""
         spans = [
             (int(steps[0]), int(steps[-1]))
             for of_run in self.measures.values()
@@ -59,7 +59,7 @@ class Overlaid:
             low, high = min(s[0] for s in spans), max(s[1] for s in spans)
         if self.aligned and low < 0 < high:
             return [low, low // 2, 0, high // 2, high]
-        return [round(float(step)) for step in np.linspace(low, high, PLACES)]
+        return [round(float(step)) for step in np.linspace(low, high, TABLE_STEPS)]
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON types; a value that is not finite is None."""
@@ -90,14 +90,14 @@ class Overlaid:
 
 
 def overlay(runs: Sequence[Run], *, align: bool = False, only: Sequence[str] = ()) -> Overlaid:
-    """Lay the measures of ``runs`` over each other.
+    """Overlay the measures of ``runs``.
 
     Parameters
     ----------
     runs:
         Two or more stored runs.
     align:
-        Count the steps of each run from its t_generalise; a run that has none is left out.
+        Count the steps of each run from its t_generalise; a run without one is left out.
     only:
         Measures to show, by name or by the beginning of one; empty for all.
 
@@ -144,7 +144,7 @@ def _series(run: Run) -> dict[str, Series]:
 
 
 def _named(runs: Sequence[Run]) -> dict[str, Run]:
-    """Return the runs by folder, and by folder and number where two share one."""
+    """Return the runs by directory name, numbered where two share one."""
     named: dict[str, Run] = {}
     for run in runs:
         folder = run.path.resolve().name
@@ -156,7 +156,7 @@ def _named(runs: Sequence[Run]) -> dict[str, Run]:
 
 
 def value_at(series: Series, step: int) -> float | None:
-    """Return the value logged last at or before ``step``; None where nothing was, or after the last log."""
+    """Return the value logged last at or before ``step``; None outside of the logged steps."""
     steps, values = series
     if not len(steps) or step < steps[0] or step > steps[-1]:
         return None
@@ -165,10 +165,10 @@ def value_at(series: Series, step: int) -> float | None:
 
 
 def as_page(overlaid: Overlaid) -> OverlayPage:
-    """Return what the report draws of runs over each other."""
+    """Return the page of overlaid runs."""
     rows = []
     for name, (_, facts, found) in overlaid.runs.items():
-        times = ("not judged", "", "")
+        times = ("not evaluated", "", "")
         if found is not None:
             verdict = "grokking, strong" if found.strong else found.verdict.value
             times = (verdict, str(found.memorised or ""), str(found.generalised or ""))
@@ -176,4 +176,4 @@ def as_page(overlaid: Overlaid) -> OverlayPage:
     remarks = [f"{name} never generalised and could not be aligned." for name in overlaid.left_out]
     remarks += [f"{reason}." for reason in overlaid.reasons.values()]
     across = "steps after generalisation" if overlaid.aligned else "step"
-    return OverlayPage("Runs over each other", rows, overlaid.measures, across, remarks)
+    return OverlayPage("Overlaid runs", rows, overlaid.measures, across, remarks)

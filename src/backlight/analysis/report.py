@@ -1,27 +1,29 @@
-"""A stored run to its report: judge it, score it, hand both to the page."""
+"""Report of a stored run as HTML, Markdown, images or an archive: rules evaluated, health scored."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.analysis.grokking import examined_where_possible
+from backlight.analysis.grokking import analyse_if_possible
 from backlight.findings.evaluate import findings_of
 from backlight.measure.spectra.shrinkage import muon
 from backlight.monitors.grokking.model.curves import Interval
 from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.monitors.health.model.groups import GroupError, group_rms
 from backlight.monitors.health.model.score import health_series
-from backlight.records import Finding
+from backlight.records import Finding, to_json
 from backlight.report.grokking_verdict import Followed, Learning, Row
 from backlight.report.markdown import render_markdown
 from backlight.report.page import render_page, write_page
 from backlight.report.plots.writer import Written, write_animations, write_plots
 from backlight.report.source import Source
+from backlight.store.platform.atomic_json import dump
 from backlight.store.read.run import Run, open_run
 
 
@@ -33,7 +35,7 @@ def write_html(path: Path, target: Path) -> Path:
 def write_pictures(path: Path, folder: Path, *, animate: bool = False) -> Written:
     """Write the panels of the run in ``path`` as SVG and PNG into ``folder``; return what was written.
 
-    With ``animate`` also the slider over the steps of its spectra, as PNG files and as GIF.
+    With ``animate`` also the spectra over the steps, as PNG files and as GIF.
     """
     source = source_of(open_run(path))
     written = write_plots(source, folder)
@@ -42,11 +44,44 @@ def write_pictures(path: Path, folder: Path, *, animate: bool = False) -> Writte
     return dataclasses.replace(written, files=(*written.files, *write_animations(source, folder)))
 
 
-def source_of(run: Run, findings: Sequence[Finding] | None = None) -> Source:
-    """Return what a report shows of ``run``: judged, scored, with its groups and its verdict on grokking.
+def write_bundle(path: Path, target: Path) -> Path:
+    """Write report, findings, evidence and environment of a run as one archive; return where it is.
 
-    ``findings`` are those of the caller, who judged it already.
+    The recorded series are left out: they may be gigabytes, and the report shows them. Errors are those of
+    :func:`backlight.store.export.archive.check_archive` and :func:`backlight.store.read.run.open_run`.
     """
+    from backlight.store.export.archive import check_archive, write_archive  # noqa: PLC0415 - only here
+
+    check_archive(target)
+    run = open_run(path)
+    with tempfile.TemporaryDirectory(prefix="backlight-") as folder:
+        return write_archive(target, _members(run, Path(folder)))
+
+
+def _members(run: Run, folder: Path) -> Iterator[tuple[str, Path | bytes]]:
+    ranks = {
+        attempt.index: {str(rank): run.fingerprint(attempt.index, rank) for rank in attempt.ranks}
+        for attempt in run.attempts
+    }
+    environment = {
+        "run": run.name,
+        "run_id": run.run_id,
+        "attempts": [
+            {**to_json(attempt), "fingerprints": to_json(ranks[attempt.index])} for attempt in run.attempts
+        ],
+        "losses": list(run.losses),
+    }
+    yield "report.html", write_html(run.path, folder / "report.html")
+    yield "report.md", write_markdown(run.path, folder / "report.md")
+    yield "findings.json", dump(findings_of(run)).encode()
+    yield "environment.json", dump(environment).encode()
+    yield "events.json", dump([to_json(event) for event in run.events()]).encode()
+    for name in run.evidence():
+        yield name, run.read_evidence(name)
+
+
+def source_of(run: Run, findings: Sequence[Finding] | None = None) -> Source:
+    """Return what a report shows of ``run``; ``findings`` are those of the caller, if it has them already."""
     health = health_series(run)
     return Source(
         run,
@@ -60,7 +95,7 @@ def source_of(run: Run, findings: Sequence[Finding] | None = None) -> Source:
 
 def learning_of(run: Run) -> Learning | None:
     """Return the verdict on grokking with its control, for the report; None where there is none."""
-    found = examined_where_possible(run) if "grokking" in run.monitors else None
+    found = analyse_if_possible(run) if "grokking" in run.monitors else None
     if found is None:
         return None
     detection, theirs = found.detection, found.control_detection
@@ -105,7 +140,7 @@ def _groups(run: Run) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]
         try:
             rms = group_rms(run, pattern)
         except GroupError:
-            continue  # said by the session, as an event
+            continue  # recorded by the session, as an event
         found[name] = (rms.steps, rms.values)
     return found
 

@@ -1,4 +1,4 @@
-"""SQL over a stored run: its tables as views of an in-memory DuckDB that can reach nothing else. No torch.
+"""SQL over a stored run: its tables as views of an in-memory DuckDB without external access. No torch.
 
 A view is read when a statement scans it, and only the columns that it needs.
 """
@@ -22,7 +22,7 @@ from backlight.store.platform import atomic_json
 from backlight.store.read.run import Run
 
 _CONFIGURATION: dict[str, str | bool | int | float | list[str]] = {
-    # SQL may neither read nor write files, load code, nor look at variables of this process.
+    # SQL may neither read nor write files, load code, nor access variables of this process.
     "enable_external_access": "false",
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
@@ -32,12 +32,12 @@ _CONFIGURATION: dict[str, str | bool | int | float | list[str]] = {
 
 
 class QueryError(ValueError):
-    """A statement that cannot be answered; the message names what there is."""
+    """A statement that cannot be answered; the message lists the known names."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The rows of a statement: names of columns, and an Arrow reader that gives the rows once."""
+class QueryResult:
+    """The rows of a statement: names of columns, and an Arrow reader that can be read once."""
 
     names: tuple[str, ...]
     reader: Any
@@ -55,13 +55,13 @@ def _plain(number: Decimal) -> int | float:
 
 
 def tables(run: Run) -> dict[str, Table]:
-    """Return what can be asked about, by name; findings as the rules see the run now."""
+    """Return the tables by name; findings are evaluated now."""
     return tables_of(run, lambda: findings_of(run))
 
 
 @contextlib.contextmanager
-def query(run: Run, statement: str) -> Iterator[Answer]:
-    """Answer one SELECT over the tables of a run; the answer can be read inside the ``with``.
+def query(run: Run, statement: str) -> Iterator[QueryResult]:
+    """Run one SELECT over the tables of a run; the result can be read inside the ``with``.
 
     Raises
     ------
@@ -76,12 +76,12 @@ def query(run: Run, statement: str) -> Iterator[Answer]:
         for table in known.values():
             connection.register(table.name, _view(table))
         connection.execute("SET lock_configuration = true")
-        yield _answered(duckdb, connection, statement, known)
+        yield _execute(duckdb, connection, statement, known)
     finally:
         connection.close()
 
 
-def _answered(duckdb: Any, connection: Any, statement: str, known: Mapping[str, Table]) -> Answer:
+def _execute(duckdb: Any, connection: Any, statement: str, known: Mapping[str, Table]) -> QueryResult:
     try:
         statements = connection.extract_statements(statement)
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
@@ -89,17 +89,17 @@ def _answered(duckdb: Any, connection: Any, statement: str, known: Mapping[str, 
                 f"expected one SELECT over: {', '.join(known)}; nothing else can be done to a run"
             )
         relation = connection.sql(statement)
-        # Named anew in 1.5.
+        # Renamed in DuckDB 1.5.
         read = getattr(relation, "to_arrow_reader", None) or relation.fetch_arrow_reader
         reader = read(100_000)
-        return Answer(tuple(reader.schema.names), reader)
+        return QueryResult(tuple(reader.schema.names), reader)
     except duckdb.Error as error:
-        raise QueryError(_in_words(str(error), statement, known)) from None
+        raise QueryError(_explain(str(error), statement, known)) from None
 
 
-def _in_words(said: str, statement: str, known: Mapping[str, Table]) -> str:
-    """Return one line: what DuckDB says, and which names there are."""
-    first = said.strip().splitlines()[0].strip()
+def _explain(message: str, statement: str, known: Mapping[str, Table]) -> str:
+    """Return one line: the message of DuckDB, and the known names."""
+    first = message.strip().splitlines()[0].strip()
     if "column" in first.casefold() or "Binder Error" in first:
         asked = [table for name, table in known.items() if name in statement.casefold()] or list(
             known.values()
@@ -114,8 +114,8 @@ def _in_words(said: str, statement: str, known: Mapping[str, Table]) -> str:
 class _Scan:
     """One scan of a view, read as DuckDB asks for rows.
 
-    A scanner of Arrow reads ahead in threads of its own, also where a statement with a LIMIT is done: they
-    still ran Python when the interpreter ended, which aborts the process.
+    An Arrow scanner reads ahead in its own threads, also after a statement with a LIMIT is done: they would
+    still run Python when the interpreter ends, which aborts the process.
     """
 
     table: Table
@@ -142,11 +142,11 @@ class _Scan:
 
 
 def _view(table: Table) -> Any:
-    """Return what DuckDB takes for an Arrow dataset; it asks for the columns and the filter of each scan."""
+    """Return an object that DuckDB treats as an Arrow dataset; it passes columns and filter of each scan."""
     import pyarrow.dataset as ds  # noqa: PLC0415 - an optional library
 
     class View(ds.Dataset):  # type: ignore[misc]  # pyarrow has no types
-        def __init__(self) -> None:  # nothing of the base class is used but its name
+        def __init__(self) -> None:  # the base class only provides the type
             pass
 
         @property
@@ -155,20 +155,20 @@ def _view(table: Table) -> Any:
 
         def scanner(self, columns: Any = None, filter: Any = None, **_more: Any) -> Any:
             chosen = list(table.names if columns is None else columns)
-            # A name that stands in the filter only by chance costs a column, nothing else.
+            # A name that is in the filter by chance costs one column, nothing else.
             wanted = {n for n in table.names if n in chosen or (filter is not None and n in str(filter))}
             return _Scan(table, wanted, chosen, filter)
 
     return View()
 
 
-def write(answer: Answer, target: Path, *, overwrite: bool = False) -> Path:
-    """Write an answer to a ``.parquet`` or ``.csv`` file and return it.
+def write(result: QueryResult, target: Path, *, overwrite: bool = False) -> Path:
+    """Write a result to a ``.parquet`` or ``.csv`` file and return its path.
 
     Raises
     ------
     ExportError
-        If the ending is not known, the file is there already, or its folder is not.
+        If the suffix is not known, the file exists, or its directory does not.
     """
     if target.suffix.lower() not in {".parquet", ".csv"}:
         raise ExportError(f"{target}: the ending {target.suffix!r} is not known; use .parquet or .csv")
@@ -180,12 +180,12 @@ def write(answer: Answer, target: Path, *, overwrite: bool = False) -> Path:
     try:
         if target.suffix.lower() == ".csv":
             with temporary.open("w", encoding="utf-8", newline="") as file:
-                print_csv(answer, file)
+                print_csv(result, file)
         else:
             import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
 
-            with pq.ParquetWriter(temporary, answer.reader.schema) as file:
-                for batch in answer.reader:
+            with pq.ParquetWriter(temporary, result.reader.schema) as file:
+                for batch in result.reader:
                     file.write_batch(batch)
         atomic_json.sync_file(temporary)
         atomic_json.publish(temporary, target)
@@ -196,8 +196,8 @@ def write(answer: Answer, target: Path, *, overwrite: bool = False) -> Path:
     return target
 
 
-def print_csv(answer: Answer, file: TextIO = sys.stdout) -> None:
-    """Write an answer as CSV; no value is an empty field, a measured NaN is ``nan``."""
+def print_csv(result: QueryResult, file: TextIO = sys.stdout) -> None:
+    """Write a result as CSV; a missing value is an empty field, a measured NaN is ``nan``."""
     rows = csv.writer(file)
-    rows.writerow(answer.names)
-    rows.writerows(answer.rows())
+    rows.writerow(result.names)
+    rows.writerows(result.rows())

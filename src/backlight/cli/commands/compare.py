@@ -68,16 +68,16 @@ def compare(
 def _alternate(
     commands: tuple[str, str], rounds: int, steps: int, limit: float, *, given: bool, as_json: bool
 ) -> int:
-    from backlight.analysis.ab_test import alternate
-    from backlight.cli.render.comparison import Turns, print_alternated
+    from backlight.analysis.ab_test import run_ab_test
+    from backlight.cli.render.comparison import Turns, print_ab_test
     from backlight.records import to_json
 
     if given:
         raise ValueError("--ab takes two commands and no runs: leave out the runs, or --ab")
     with Turns(quiet=as_json) as turns:
-        result = alternate(commands, rounds=rounds, steps=steps, limit=limit, on_run=turns)
+        result = run_ab_test(commands, rounds=rounds, steps=steps, limit=limit, on_run=turns)
     if as_json:
         print(json.dumps({"verdict": result.times.verdict, **to_json(result)}, indent=2))
     else:
-        print_alternated(result, make_console())
+        print_ab_test(result, make_console())
     return 0

@@ -65,12 +65,12 @@ def _written(
     if animate and plots is None:
         raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
     if bundle is not None:
-        from backlight.analysis.bundle import bundle as bundle_run
+        from backlight.analysis.report import write_bundle as write_run_bundle
         from backlight.diagnose.matrix.report import is_matrix, write_bundle
 
         if out is not None:
             raise ValueError(f"report: --out {out} and --bundle {bundle} exclude each other; give one")
-        print(write_bundle(path, bundle) if is_matrix(path) else bundle_run(path, bundle))
+        print(write_bundle(path, bundle) if is_matrix(path) else write_run_bundle(path, bundle))
         return
     from backlight.analysis.report import write_html, write_markdown, write_pictures
     from backlight.diagnose.matrix.report import is_matrix, write_report

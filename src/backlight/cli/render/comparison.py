@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from backlight.analysis.ab_test import Alternated, words_of
+from backlight.analysis.ab_test import ABTest
 from backlight.analysis.compare import Comparison
 from backlight.cli.console import make_console
 from backlight.monitors.steptime.model.step_comparison import TimeComparison
@@ -29,9 +29,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         _print_rows(comparison.kinds, console, "by kind of operation, traced steps")
     table = _table("over common steps", "steps", "median", "median", "ratio", "last", "last", "differ from")
     for track in comparison.tracks:
-        parted = "never" if track.parted is None else f"step {track.parted}"
+        differs = "never" if track.first_difference is None else f"step {track.first_difference}"
         numbers = (*map(_number, track.medians), _number(track.ratio), *map(_number, track.last))
-        table.add_row(Text(track.name), str(track.common), *numbers, parted)
+        table.add_row(Text(track.name), str(track.common), *numbers, differs)
     console.print(table)
     if comparison.parameters:
         table = _table("parameters that differ most", "median", "median", "ratio")
@@ -62,12 +62,12 @@ def _print_rows(times: TimeComparison, console: Console, counted: str) -> None:
     console.print(table)
 
 
-def print_alternated(result: Alternated, console: Console) -> None:
-    """Print the difference of two commands that ran in turns."""
+def print_ab_test(result: ABTest, console: Console) -> None:
+    """Print the difference of two interleaved commands."""
     for name, command in zip("AB", result.commands, strict=True):
         console.print(Text(f"{name}: {command}"))
-    for words in words_of(result):
-        console.print(Text(f"  {words}"))
+    for remark in result.remarks:
+        console.print(Text(f"  {remark}"))
     print_times(result.times, console, "runs")
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from backlight.analysis.grokking import Examined
+from backlight.analysis.grokking import GrokkingAnalysis
 from backlight.analysis.overlay import Overlaid, value_at
 from backlight.monitors.grokking.model.lead_lag import LeadLag
 from backlight.monitors.grokking.model.verdicts import Detection
@@ -23,7 +23,7 @@ _STYLES = {"grokking": "bold green", "unstable": "bold yellow", "threshold-artef
 _MARKS = {True: ("holds", "green"), False: ("fails", "red"), None: ("not known", "yellow")}
 
 
-def print_examined(found: Examined, console: Console) -> None:
+def print_examined(found: GrokkingAnalysis, console: Console) -> None:
     """Print one run: verdict, times, conditions, sweep, control, and what follows the test accuracy."""
     detection = found.detection
     told = [found.facts.experiment, found.facts.control and f"control: {found.facts.control}"]
@@ -66,7 +66,7 @@ def _verdict(detection: Detection) -> str:
     return "grokking, strong" if detection.strong else detection.verdict.value
 
 
-def _print_control(found: Examined, console: Console) -> None:
+def _print_control(found: GrokkingAnalysis, console: Console) -> None:
     if found.facts.control:
         return
     if found.control is None or found.control_detection is None:
@@ -124,7 +124,7 @@ def print_overlaid(overlaid: Overlaid, console: Console) -> None:
     first = "measure" if not overlaid.aligned else "measure, steps after t_g"
     named = max((len(name) for name in (first, *overlaid.measures)), default=0)
     runs = max((len(name) for name in overlaid.runs), default=0)
-    places = _spread(overlaid.places(), (console.width - named - runs - 4) // _VALUE)
+    places = _spread(overlaid.table_steps(), (console.width - named - runs - 4) // _VALUE)
     heads = [f"{step:+,}" if overlaid.aligned else f"step {step:,}" for step in places]
     table = _table(first, "run", *heads, numbers=1 + len(heads))
     for measure, of_run in overlaid.measures.items():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from backlight.analysis.grokking import examine, examined_where_possible
+from backlight.analysis.grokking import analyse, analyse_if_possible
 from backlight.monitors.grokking.model.curves import change_points
 from backlight.monitors.grokking.model.lead_lag import MIN_LOGS, lead_lags, rank_correlation
 from backlight.monitors.grokking.model.reader import detect_run
@@ -119,13 +119,13 @@ def test_change_points_are_none_without_ruptures(monkeypatch: pytest.MonkeyPatch
 
 def test_examine_finds_the_control_next_to_the_run(pair: tuple[Run, Run]) -> None:
     run, control = pair
-    found = examined_where_possible(run)
+    found = analyse_if_possible(run)
     assert found is not None
     assert found.control is not None
     assert found.control.run_id == control.run_id
     assert found.control_detection is not None
     assert found.control_detection.verdict == "memorised"
-    plain = examine(run).as_json()
+    plain = analyse(run).as_json()
     assert plain["control"] is None
     assert plain["verdict"] == "grokking"
     assert plain["generalised"]["by"] == found.detection.generalised.by  # type: ignore[union-attr] # it groks

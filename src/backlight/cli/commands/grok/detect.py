@@ -33,7 +33,7 @@ def detect(
     A control is found among the given runs and in directories next to each. Exit code 2 if a run cannot be
     evaluated; the others are.
     """
-    from backlight.analysis.grokking import beside, examine
+    from backlight.analysis.grokking import analyse, neighbours
     from backlight.cli.render.grok import print_examined
     from backlight.monitors.grokking.model.curves import DetectionError
     from backlight.store.read.run import open_run
@@ -43,8 +43,8 @@ def detect(
     console, out, failed = make_console(), [], False
     for run in opened:
         try:
-            found = examine(
-                run, [*opened, *beside(run.path)], control=against, chance=chance, test_size=test_size
+            found = analyse(
+                run, [*opened, *neighbours(run.path)], control=against, chance=chance, test_size=test_size
             )
         except DetectionError as error:
             failed = True

@@ -1,11 +1,10 @@
-"""Module trees in words, and arguments that should have shaped a model and did not."""
+"""Differences of module trees, and arguments that should have shaped a model and did not."""
 
 from __future__ import annotations
 
 import pytest
 
-from backlight.analysis.fingerprint_diff import differences
-from backlight.analysis.module_diff import count_words, layers, tree_words
+from backlight.analysis.fingerprint_diff import describe_counts, describe_trees, differences, layers
 from backlight.records import Fingerprint
 
 
@@ -28,7 +27,7 @@ def printed(count: int, parameters: int, *arguments: str) -> Fingerprint:
 
 
 def words(a: Fingerprint, b: Fingerprint) -> str:
-    return ", ".join(difference.words for difference in differences(a, b))
+    return ", ".join(difference.text for difference in differences(a, b))
 
 
 def test_layers_are_the_repeated_children_of_the_outermost_container() -> None:
@@ -40,8 +39,8 @@ def test_layers_are_the_repeated_children_of_the_outermost_container() -> None:
 
 
 def test_trees_that_differ_in_depth_say_so() -> None:
-    assert tree_words(tree(24), tree(32)) == "layers 24 against 32 (blocks)"
-    assert tree_words(tree(2), {**tree(2), "more": "Linear"}) == "modules: 1 only in the second (more)"
+    assert describe_trees(tree(24), tree(32)) == "layers 24 against 32 (blocks)"
+    assert describe_trees(tree(2), {**tree(2), "more": "Linear"}) == "modules: 1 only in the second (more)"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_trees_that_differ_in_depth_say_so() -> None:
     ],
 )
 def test_parameters_are_short_where_that_tells_them_apart(a: int, b: int, said: str) -> None:
-    assert count_words(a, b) == said
+    assert describe_counts(a, b) == said
 
 
 def test_an_argument_that_was_ignored_is_named() -> None:

@@ -1,4 +1,4 @@
-"""The report of a run in which something stood still: as a page, as Markdown and as one archive."""
+"""The report of a stalled run: as a page, as Markdown and as one archive."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.analysis.bundle import bundle
-from backlight.analysis.report import write_html, write_markdown
+from backlight.analysis.report import write_bundle, write_html, write_markdown
 from backlight.cli.app import main
 from backlight.records import Evidence, Finding, Fingerprint, Made, RunStatus, Severity, Subject
 from backlight.store.errors import RunFormatError
@@ -17,7 +16,7 @@ from backlight.store.write.watchdog import WatchdogWriter
 from backlight.store.write.writer import RunWriter
 
 DUMP = (
-    "taken by witness\n\nThread 0x1 MainThread (most recent call first)\n  at ops.py:22 in <b>backward</b>\n"
+    "taken by py-spy\n\nThread 0x1 MainThread (most recent call first)\n  at ops.py:22 in <b>backward</b>\n"
 )
 DENIED = "py-spy: Permission denied (os error 13)"
 
@@ -76,8 +75,8 @@ def test_a_run_that_stood_still_never_has_no_such_chapter(tmp_path: Path) -> Non
     assert "could not be collected" not in write_markdown(tmp_path / "run", tmp_path / "a.md").read_text()
 
 
-def test_the_archive_holds_what_somebody_else_needs(stalled: Path, tmp_path: Path) -> None:
-    with tarfile.open(bundle(stalled, tmp_path / "ticket.tar.gz")) as tar:
+def test_the_archive_holds_what_another_reader_needs(stalled: Path, tmp_path: Path) -> None:
+    with tarfile.open(write_bundle(stalled, tmp_path / "ticket.tar.gz")) as tar:
         read = {name: tar.extractfile(name).read() for name in tar.getnames()}  # type: ignore[union-attr]
     assert set(read) == {
         f"ticket/{name}"
@@ -122,5 +121,5 @@ def test_bad_archives_are_one_line(
 
 def test_what_is_no_run_leaves_no_archive(tmp_path: Path) -> None:
     with pytest.raises(RunFormatError, match="is not a backlight run"):
-        bundle(tmp_path, tmp_path / "x.zip")
+        write_bundle(tmp_path, tmp_path / "x.zip")
     assert not (tmp_path / "x.zip").exists()
