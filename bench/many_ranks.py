@@ -1,7 +1,7 @@
-"""What it costs to read a run of many ranks: opening it, joining one series, judging it, against floors.
+"""Cost of reading a run of many ranks: opening it, joining one series, evaluating the rules, against floors.
 
 The ranks are simulated: each gets a file as its own process would write it, of a model that is sharded over
-all of them (FSDP) beside parameters that every rank holds whole (DDP). Floors: reading the same bytes, and
+all of them (FSDP) next to parameters that every rank holds whole (DDP). Floors: reading the same bytes, and
 the same question to a run of one rank, which holds as many numbers per step as one of the many.
 
     python bench/many_ranks.py --ranks 1 8 64

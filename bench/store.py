@@ -27,7 +27,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import h5py
 import numpy as np
-from backlight.store.maintenance.disk_estimate import estimate
 from rich.console import Console
 from rich.table import Table
 
@@ -229,11 +228,9 @@ def main() -> int:
                 cells[2] = f"{found[1]:.1f}"
                 table.add_row(kind, way, *cells, f"{alive}/{options.kills}")
     Console().print(table)
-    bound = estimate(options.parameters, 8, 1, options.steps, scalars=0) / 1e6
     Console().print(
-        "read: one series. kills: how often all that was flushed is read after SIGKILL.\n"
-        "x: against the run directory. "
-        f"`estimate` says at most {bound:.0f} MB. One flush every {FLUSH_EVERY} steps."
+        "read: one series. kills: how often every flushed row is read after SIGKILL.\n"
+        f"x: relative to the run directory. One flush every {FLUSH_EVERY} steps."
     )
     return 0
 

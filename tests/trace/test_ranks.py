@@ -83,7 +83,7 @@ def test_ranks_that_do_not_belong_together(tmp_path: Path) -> None:
     first = rank(tmp_path, 0)
     with pytest.raises(TraceError, match=r"is of rank 0, as .*made0.json is"):
         analyse([first, rank(tmp_path, 0)])
-    with pytest.raises(TraceError, match=r"different trainings: 3 ranks in .*, 8 ranks in"):
+    with pytest.raises(TraceError, match=r"different runs: 3 ranks in .*, 8 ranks in"):
         analyse([first, rank(tmp_path, 1, size=8)])
     unknown = Trace(first.path, first.events, first.metadata)
     with pytest.raises(TraceError, match="its rank is not known"):
