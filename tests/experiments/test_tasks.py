@@ -11,7 +11,6 @@ import torch
 
 from backlight.experiments import oracle
 from backlight.experiments.data.algorithmic import NO_TOKEN
-from backlight.experiments.data.vectors import closed_form
 from backlight.experiments.experiment import EXPERIMENTS
 from backlight.experiments.models.transformer import Decoder, Gpt
 from backlight.experiments.published import doshi, levi, minegishi, nanda, power, thilak, wang
@@ -298,6 +297,13 @@ def test_an_epoch_sees_every_sample_once():
         seen = [tuple(row) for s in range(steps) for row in task.batch(epoch * steps + s)[0].tolist()]
         assert sorted(seen) == sorted(map(tuple, task.split.train_inputs.tolist()))
     assert not torch.equal(task.batch(0)[0], task.batch(steps)[0])
+
+
+def closed_form(difference, samples, lr, step):
+    """Return D_t = D₀ (I - 2ηΣ/outputs)^t of Levi et al., by the eigenvalues of Σ = XᵀX/N, without a loop."""
+    values, vectors = torch.linalg.eigh(samples.T @ samples / len(samples))
+    factor = (1 - 2 * lr * values / len(difference)) ** step
+    return difference @ (vectors * factor) @ vectors.T
 
 
 def test_levi_follows_its_closed_form():

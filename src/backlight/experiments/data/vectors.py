@@ -28,19 +28,6 @@ def linear_teacher(
     ), teacher
 
 
-def closed_form(difference: Tensor, samples: Tensor, lr: float, step: int) -> Tensor:
-    """Return D_t = D₀ (I - 2ηΣ/outputs)^t, the difference of student and teacher after ``step`` steps.
-
-    ``difference`` is D₀ = S₀ - T, [outputs, inputs]; ``samples`` are the training samples [N, inputs], Σ =
-    XᵀX/N (Levi et al. 2310.16441). The power is taken of the eigenvalues of Σ, independently of a loop over
-    steps.
-    """
-    values, vectors = torch.linalg.eigh(samples.T @ samples / len(samples))
-    factor = (1 - 2 * lr * values / len(difference)) ** step
-    reached: Tensor = difference @ (vectors * factor) @ vectors.T
-    return reached
-
-
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
