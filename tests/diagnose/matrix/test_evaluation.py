@@ -25,9 +25,9 @@ from backlight.store.write.writer import RunWriter
 LINE = "/home/me/ops.py:22"
 IDLE = ProcessSample(
     7, "python train.py", True, 0.0, verdict=DiagnosisKind.BLOCKED, line=LINE,
-    claim="BLOCKED: the main thread waits for a lock at ops.py:22 in wait",
+    claim="the main thread waits for a lock at ops.py:22 in wait",
 )  # fmt: skip
-BUSY = replace(IDLE, cpu=1.0, verdict=DiagnosisKind.UNKNOWN, claim="UNKNOWN: it computes at ops.py:22 in f")
+BUSY = replace(IDLE, cpu=1.0, verdict=DiagnosisKind.UNKNOWN, claim="it computes at ops.py:22 in f")
 SPINNING = replace(BUSY, spins=True)
 
 

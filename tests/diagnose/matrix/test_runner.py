@@ -165,7 +165,7 @@ def test_the_report_is_read_back_and_rendered(done: tuple[Path, MatrixReport]) -
     assert not is_matrix(folder)
     assert read_report(out) == report
     text = as_markdown(read_report(out))
-    wanted = ("# a &lt;b>matrix", "Environment", "Left open", "Evidence that could not be collected")
+    wanted = ("# a &lt;b&gt;matrix", "Environment", "Left open", "Evidence that could not be collected")
     wanted += ("What to do, in this order", "Commands to verify", "`job.py:7`", "BLOCKED")
     for part in wanted:
         assert part in text, part
@@ -448,4 +448,4 @@ def test_hostile_text_is_escaped(folder: Path, plan: Writer, command: Command) -
     assert "<script" not in html
     assert "<img" not in html + text
     assert "\\[link\\]" in text
-    assert "http:" not in text.replace("h&#8203;ttp", "")
+    assert "http:" not in text

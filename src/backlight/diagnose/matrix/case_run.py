@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -191,16 +191,15 @@ class _CaseRun:
         seconds = max(last.time - middle.time, 1e-3)
         samples = []
         for (pid, command), found in zip(commands.items(), attached, strict=True):
-            after = last.used.get(pid, (0.0, 0.0))
-            before = middle.used.get(pid, (0.0, 0.0))
-            cpu, delay = (round(max(b - a, 0.0) / seconds, 3) for a, b in zip(before, after, strict=True))
-            leaf = pid not in parents
-            sample = ProcessSample(pid, command, leaf, cpu, delay)
+            pair = middle.used.get(pid, (0.0, 0.0)), last.used.get(pid, (0.0, 0.0))
+            cpu, delay = (round(max(b - a, 0.0) / seconds, 3) for a, b in zip(*pair, strict=True))
+            sample = ProcessSample(pid, command, pid not in parents, cpu, delay)
             if found is not None:
-                diagnosis = found.diagnosis
-                sample = ProcessSample(
-                    pid, command, leaf, cpu, delay, diagnosis.kind, diagnosis.claim, diagnosis.line or "",
-                    str(diagnosis.phase), found.spins,
+                d = found.diagnosis
+                claim = d.claim.removeprefix(f"{d.kind}: ")
+                sample = replace(
+                    sample, verdict=d.kind, claim=claim, line=d.line or "", phase=str(d.phase),
+                    spins=found.spins,
                 )  # fmt: skip
             samples.append(sample)
         return tuple(samples)
@@ -212,10 +211,7 @@ class _CaseRun:
         except ProcessNotFoundError as error:
             self.missing.append(Note(what, str(error)))
             return None
-        self.missing += [
-            Note(f"{what}: {name}", why or "not observable")
-            for name, _, why in (entry.partition(": ") for entry in found.unseen)
-        ]
+        self.missing += [Note(what, reason) for reason in found.unseen]
         if found.samples:
             self._keep(
                 f"stacks-{pid}.txt", "\n".join(stacks.format_sample(each) for each in found.samples), what

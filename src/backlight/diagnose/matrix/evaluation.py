@@ -176,7 +176,7 @@ def _from_sample(
     confidence: str,
     why: tuple[str, ...] = (),
 ) -> Evaluation:
-    claim = sample.claim.partition(": ")[2] or sample.claim
+    claim = sample.claim
     if verdict is DiagnosisKind.SPIN:
         claim = f"it computes on one line, {stacks.Frame(*_split(sample.line), '').location}; {claim}"
     return Evaluation(

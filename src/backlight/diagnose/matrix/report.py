@@ -19,6 +19,7 @@ from backlight.diagnose.matrix.evaluation import Comparison, Effect, Evaluation,
 from backlight.diagnose.matrix.plan import UNDECIDED, Plan
 from backlight.diagnose.matrix.results import FORMAT, REPORT, MatrixDirectoryError, Note, write_whole
 from backlight.records import DiagnosisKind
+from backlight.report.markdown import code, escape
 from backlight.store.export.archive import check_archive, write_archive
 from backlight.text import visible
 
@@ -30,7 +31,6 @@ _FIXES = {
     DiagnosisKind.SLOW: "profile from this line",
 }
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|KEY", re.IGNORECASE)
-_LINKED = re.compile(r"(?i)\b(https?|ftp)(?=:)|\bwww(?=\.)|@|#(?=\d)")
 _BREAK = "&#8203;"
 _STYLE = """
 :root{color-scheme:light dark}
@@ -193,57 +193,37 @@ def next_actions(
             yield Todo(do, "", f"{name}: {one.evaluation.claim}", again(name))
 
 
-def as_text(text: object) -> str:
-    """Return ``text`` as Markdown that shows it literally, without links, mentions or HTML."""
-    shown = visible(text).replace("&", "&amp;").replace("<", "&lt;")
-    shown = re.sub(r"([\\`*_{}\[\]!|~$^])", r"\\\1", shown)
-    # These are only markup at the begin of a line.
-    shown = re.sub(r"^(?=[-+=#>])|^(\d+)(?=[.)](?:\s|$))", r"\1\\", shown)
-    # Ticket systems link mentions, tickets and addresses anywhere: a space of no width prevents it.
-    return _LINKED.sub(lambda match: match[0][0] + _BREAK + match[0][1:], shown)
-
-
-def as_code(text: object) -> str:
-    """Return ``text`` as a Markdown code span, whatever backticks it holds."""
-    shown = visible(text)
-    fence = "`" * (max((len(run) for run in re.findall(r"`+", shown)), default=0) + 1)
-    pad = " " if shown.startswith("`") or shown.endswith("`") or not shown else ""
-    return f"{fence}{pad}{shown}{pad}{fence}"
-
-
 def as_markdown(report: MatrixReport, *, full: bool = True) -> str:
     """Return the report as Markdown; not ``full`` leaves out the evidence of each case."""
     return "\n".join(_lines(report, full=full)) + "\n"
 
 
 def _lines(report: MatrixReport, *, full: bool) -> Iterator[str]:
-    yield f"# {as_text(report.name)}: {as_text(report.headline)}\n"
-    yield f"Plan {as_code(report.plan)}, {as_text(report.created)}.\n\n## Cases\n"
+    yield f"# {escape(report.name)}: {escape(report.headline)}\n"
+    yield f"Plan {code(report.plan)}, {escape(report.created)}.\n\n## Cases\n"
     yield "| case | verdict | seconds | control | factor | claim |\n|---|---|---|---|---|---|"
     for case in report.cases:
         found = case.evaluation
         times = f"{case.seconds:.1f} of {case.limit:g}"
         claim = f"{found.claim} [{found.line}]" if found.line else found.claim
         cells = (case.name, found.verdict.value, times, case.control, case.factor, claim)
-        yield f"| {' | '.join(as_text(cell) for cell in cells)} |"
-    missing = [
-        f"{as_code(c.name)}: {as_text(m.what)}: {as_text(m.text)}" for c in report.cases for m in c.missing
-    ]
+        yield f"| {' | '.join(escape(cell) for cell in cells)} |"
+    missing = [f"{code(c.name)}: {escape(m.what)}: {escape(m.text)}" for c in report.cases for m in c.missing]
     sections = {
-        "Not run": [as_code(name) for name in report.not_run],
+        "Not run": [code(name) for name in report.not_run],
         "Cases against their controls": [_comparison(each) for each in report.comparisons],
-        "Decision tree": [f"**{b.label}**: {as_text(b.text)} ({as_text(b.why)})" for b in report.branches],
+        "Decision tree": [f"**{b.label}**: {escape(b.text)} ({escape(b.why)})" for b in report.branches],
         "What to do, in this order": [
-            f"{as_text(todo.do)}{f' at {as_code(todo.at)}' if todo.at else ''}: {as_text(todo.why)}. "
-            f"Verify: {as_code(todo.verify)}"
+            f"{escape(todo.do)}{f' at {code(todo.at)}' if todo.at else ''}: {escape(todo.why)}. "
+            f"Verify: {code(todo.verify)}"
             for todo in report.actions
         ],
-        "Left open": [as_text(text) for text in report.open],
+        "Left open": [escape(text) for text in report.open],
         "Evidence that could not be collected": missing,
     }
     if full:
-        sections["Commands to verify"] = [as_code(command) for command in report.verify]
-        sections["Environment"] = [f"{as_text(k)}: {as_text(v)}" for k, v in report.environment.items()]
+        sections["Commands to verify"] = [code(command) for command in report.verify]
+        sections["Environment"] = [f"{escape(k)}: {escape(v)}" for k, v in report.environment.items()]
     for title, items in sections.items():
         if items or full:
             yield f"\n## {title}\n"
@@ -254,25 +234,25 @@ def _lines(report: MatrixReport, *, full: bool) -> Iterator[str]:
 
 
 def _comparison(each: Comparison) -> str:
-    differences = "; ".join(as_text(text) for text in each.differences) or "nothing"
-    compared = as_text(", ".join(each.compared)) or "nothing"
-    against = f"{as_code(each.case)} against {as_code(each.control)}: {as_text(each.claim)}"
+    differences = "; ".join(escape(text) for text in each.differences) or "nothing"
+    compared = escape(", ".join(each.compared)) or "nothing"
+    against = f"{code(each.case)} against {code(each.control)}: {escape(each.claim)}"
     effect = f"effect of the factor: {each.effect.value}"
     return f"{against}\n  - {effect}; differs: {differences}; compared: {compared}"
 
 
 def _evidence(case: CaseReport) -> Iterator[str]:
     found = case.evaluation
-    yield f"\n## Evidence of {as_text(case.name)}: {found.verdict.value}\n"
-    yield f"- command: {as_code(case.command)}"
-    yield f"- directory: {as_code(case.directory)}" + (f", branch {as_code(case.branch)}" * bool(case.branch))
+    yield f"\n## Evidence of {escape(case.name)}: {found.verdict.value}\n"
+    yield f"- command: {code(case.command)}"
+    yield f"- directory: {code(case.directory)}" + (f", branch {code(case.branch)}" * bool(case.branch))
     if case.environment:
-        yield f"- environment: {as_code(' '.join(f'{k}={v}' for k, v in case.environment.items()))}"
-    yield f"- claim: {as_text(found.claim)} (confidence: {as_text(found.confidence)})"
-    yield from (f"- because: {as_text(reason)}" for reason in found.because)
-    yield f"- refuted if: {as_text(found.refuted_if)}"
-    yield from (f"- ended by: {as_text(text)}" for text in case.ended_by)
-    yield from (f"- file: [{as_text(f.what)}](<{quote(f.what)}>): {as_text(f.text)}" for f in case.files)
+        yield f"- environment: {code(' '.join(f'{k}={v}' for k, v in case.environment.items()))}"
+    yield f"- claim: {escape(found.claim)} (confidence: {escape(found.confidence)})"
+    yield from (f"- because: {escape(reason)}" for reason in found.because)
+    yield f"- refuted if: {escape(found.refuted_if)}"
+    yield from (f"- ended by: {escape(text)}" for text in case.ended_by)
+    yield from (f"- file: [{escape(f.what)}](<{quote(f.what)}>): {escape(f.text)}" for f in case.files)
     if case.tail:
         yield "- end of its output:\n"
         yield from (f"      {visible(line)}" for line in case.tail)
