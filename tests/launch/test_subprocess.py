@@ -9,12 +9,13 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
-from backlight.launch.subprocess import MARK, ProcessTree, run_in_own_session, send
+from backlight.launch.subprocess import MARK, ProcessTree, run_in_own_session
+from backlight.processes import read_process, send_signal
 
 CHILD = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-IS', '-c', {CHILD!r}, sys.argv[1]])"
@@ -126,7 +127,7 @@ def test_a_stopped_process_is_ended(start: Start) -> None:
     assert leader.stdout.readline() == "up\n"
     os.kill(leader.pid, signal.SIGSTOP)
     deadline = time.monotonic() + 5
-    while psutil.Process(leader.pid).status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+    while not read_process(leader.pid).is_stopped and time.monotonic() < deadline:
         time.sleep(0.01)
     assert ProcessTree(leader.pid, MARKED).end(grace=3) == (f"SIGTERM to {leader.pid}",)
     assert leader.wait(5) == -signal.SIGTERM
@@ -135,7 +136,6 @@ def test_a_stopped_process_is_ended(start: Start) -> None:
 def test_a_signal_never_reaches_another_process_with_the_pid(start: Start) -> None:
     leader = start(SLEEPER)
     assert leader.stdout.readline() == "up\n"
-    earlier = psutil.Process(leader.pid)
-    earlier._ident = (earlier.pid, 1.0)  # as if it had started long ago
-    assert not send(earlier, signal.SIGKILL)
+    now = read_process(leader.pid)
+    assert not send_signal(replace(now, start=now.start - 1), signal.SIGKILL)
     assert leader.poll() is None

@@ -7,7 +7,6 @@ They are found as descendants of its leader, by a session shared with one of the
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,9 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-import psutil
-
 from backlight import processes
+from backlight.processes import Process, send_signal
 
 MARK = "BACKLIGHT_PROCESS_TREE"
 """Environment variable that marks the processes of one tree; its value is unique to one start."""
@@ -89,34 +87,30 @@ class ProcessTree:
     def __init__(self, leader: int, mark: str) -> None:
         self._leader = leader
         self._mark = mark
-        self._known: dict[int, psutil.Process] = {}
-        with contextlib.suppress(psutil.Error):
-            self._known[leader] = psutil.Process(leader)
+        first = processes.read_process(leader)
+        self._starts = {leader: first.start} if first is not None else {}
 
-    def find(self) -> list[psutil.Process]:
+    def find(self) -> list[Process]:
         """Return the living processes of the tree, the leader first, then by pid."""
-        table = {process.pid: process for process in psutil.process_iter(["ppid", "status"])}
-        members = {pid for pid, process in self._known.items() if pid in table and process.is_running()}
+        table = processes.read_process_table()
+        members = {pid for pid, start in self._starts.items() if pid in table and table[pid].start == start}
         # The leader may be gone and its session live on; its pid may also belong to another process since.
         sessions = set() if self._leader in table.keys() - members else {self._leader}
-        members |= {pid for pid in table if pid not in members and mark_of(table[pid]) == self._mark}
-        found = members
-        while found:
-            sessions |= {_session(pid) for pid in found} - {os.getsid(0), 0}
-            found = {
-                pid
-                for pid, process in table.items()
-                if process.info["ppid"] in members or _session(pid) in sessions
-            }
-            found -= members | {os.getpid()}
-            members |= found
-        self._known.update({pid: table[pid] for pid in members if pid not in self._known})
-        alive = [self._known[p] for p in members if table[p].info["status"] != psutil.STATUS_ZOMBIE]
+        members |= {pid for pid in table if pid not in members and mark_of(pid) == self._mark}
+        while True:
+            sessions |= {table[pid].session for pid in members} - {os.getsid(0)}
+            more = {p.pid for p in table.values() if p.parent in members or p.session in sessions}
+            more -= members | {os.getpid()}
+            if not more:
+                break
+            members |= more
+        self._starts.update({pid: table[pid].start for pid in members})
+        alive = [table[pid] for pid in members if not table[pid].is_dead]
         return sorted(alive, key=lambda process: (process.pid != self._leader, process.pid))
 
-    def watchdogs(self) -> list[psutil.Process]:
+    def watchdogs(self) -> list[Process]:
         """Return the processes that only watch the others: the watchdog of ``backlight run``."""
-        return [process for process in self.find() if is_watchdog(process)]
+        return [process for process in self.find() if is_watchdog(process.pid)]
 
     def wait_for_watchdogs(self, timeout: float) -> None:
         """Give the watchdog time to notice that its ranks are gone and to write its findings."""
@@ -133,83 +127,43 @@ class ProcessTree:
         sent = []
         # The watchdog first: it would report the deaths that are caused here as deaths of the run.
         for process in self.watchdogs():
-            if send(process, signal.SIGKILL):
+            if send_signal(process, signal.SIGKILL):
                 sent.append(f"SIGKILL to {process.pid}, the watchdog process")
         for number, timeout in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_TIMEOUT_S)):
             targets = self.find()
             if not targets:
                 break
-            pids = [str(process.pid) for process in targets if send(process, number)]
+            pids = [str(process.pid) for process in targets if send_signal(process, number)]
             sent.append(f"{number.name} to {', '.join(pids) or 'no process'}")
             for process in targets:
                 # A stopped process handles SIGTERM only after it is continued.
-                with contextlib.suppress(psutil.Error):
-                    if number is signal.SIGTERM and process.status() == psutil.STATUS_STOPPED:
-                        send(process, signal.SIGCONT)
+                if number is signal.SIGTERM and process.is_stopped:
+                    send_signal(process, signal.SIGCONT)
             _wait_while(self.find, timeout)
         left = self.find()
-        return (*sent, f"still alive: {_pids(left)}") if left else tuple(sent)
+        return (
+            (*sent, f"still alive: {', '.join(str(process.pid) for process in left)}")
+            if left
+            else tuple(sent)
+        )
 
 
 def end_marked(marks: Iterable[str]) -> None:
     """End the trees with these marks that an earlier process left running."""
     wanted = set(marks)
-    for process in psutil.process_iter() if wanted else ():
-        if (mark := mark_of(process)) in wanted:
-            ProcessTree(process.pid, mark).end(grace=1.0)
+    for pid in processes.read_process_table() if wanted else ():
+        if (mark := mark_of(pid)) in wanted:
+            ProcessTree(pid, mark).end(grace=1.0)
 
 
-def send(process: psutil.Process, number: int) -> bool:
-    """Send a signal to exactly this process, never to another one that was given its pid since."""
-    try:
-        process.send_signal(number)
-    except (psutil.Error, OSError):
-        return False
-    return True
-
-
-def mark_of(process: psutil.Process) -> str:
+def mark_of(pid: int) -> str:
     """Return the mark in the environment of a process, empty without one or where it is not readable."""
-    return environment_of(process).get(MARK, "")
+    return processes.environment(pid).get(MARK, "")
 
 
-def environment_of(process: psutil.Process) -> dict[str, str]:
-    """Return the environment that a process was started with, empty where it is not readable."""
-    try:
-        return dict(process.environ())
-    except (psutil.Error, OSError):
-        return {}
-
-
-def command_of(process: psutil.Process) -> str:
-    """Return the command line of a process, its name where that is not readable."""
-    try:
-        return " ".join(process.cmdline()) or process.name()
-    except (psutil.Error, OSError):
-        return ""
-
-
-def is_watchdog(process: psutil.Process) -> bool:
+def is_watchdog(pid: int) -> bool:
     """Return whether a process is a watchdog of ``backlight run``."""
-    return WATCHDOG in command_of(process)
-
-
-def cpu_and_delay(process: psutil.Process) -> tuple[float, float]:
-    """Return the seconds that a process computed and that its threads queued for a core, so far."""
-    found = processes.process(process.pid)
-    threads = processes.threads(process.pid)
-    return (found.ticks / processes.TICK if found else 0.0, sum(thread.waited for thread in threads) / 1e9)
-
-
-def _session(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except OSError:
-        return 0
-
-
-def _pids(found: Iterable[psutil.Process]) -> str:
-    return ", ".join(str(process.pid) for process in found)
+    return any(WATCHDOG in part for part in processes.command_line(pid))
 
 
 def _wait_while(find: Callable[[], object], timeout: float) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
-import psutil
 import pytest
 
 from backlight.diagnose.matrix.decision_tree import Status
@@ -30,7 +29,8 @@ from backlight.diagnose.matrix.report import (
 )
 from backlight.diagnose.matrix.results import MatrixDirectoryError
 from backlight.diagnose.matrix.runner import execute, prepare
-from backlight.launch import subprocess as processes
+from backlight.launch.subprocess import mark_of
+from backlight.processes import Process, read_process, read_process_table
 from backlight.records import DiagnosisKind
 
 Writer = Callable[..., Path]
@@ -109,7 +109,7 @@ def test_no_process_is_left(done: tuple[Path, MatrixReport]) -> None:
     folder, report = done
     marks = {json.loads(start.read_text())["mark"] for start in folder.glob("out/cases/*/*/start.json")}
     assert len(marks) == len(report.cases)
-    assert not [p for p in psutil.process_iter() if processes.mark_of(p) in marks]
+    assert not [pid for pid in read_process_table() if mark_of(pid) in marks]
     ended = {case.name: case.ended_by for case in report.cases}
     assert ended["base"] == ()
     assert ended["waits"][0].startswith("SIGTERM to ")
@@ -255,8 +255,9 @@ def test_another_directory_is_left_alone(folder: Path, plan: Writer) -> None:
         read_report(folder / "out")
 
 
-def runs(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+def runs(process: Process) -> bool:
+    now = read_process(process.pid)
+    return now is not None and now.start == process.start and not now.is_dead
 
 
 def cli(folder: Path) -> subprocess.Popen[str]:
@@ -266,14 +267,14 @@ def cli(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def first_process(folder: Path) -> psutil.Process:
+def first_process(folder: Path) -> Process:
     """Wait for the first case of the matrix, and return its process."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         for start in folder.glob("out/cases/*/*/start.json"):
             mark = json.loads(start.read_text())["mark"]
-            for process in psutil.process_iter():
-                if processes.mark_of(process) == mark:
+            for process in read_process_table().values():
+                if mark_of(process.pid) == mark:
                     return process
         time.sleep(0.05)
     raise AssertionError("no case was started")

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
 from pydantic_core import to_json
 
 from backlight import processes
@@ -32,6 +31,7 @@ from backlight.diagnose.matrix.results import (
 from backlight.launch import subprocess as tree
 from backlight.monitors.stalls.model import stacks
 from backlight.monitors.stalls.model.attach import Attached, ProcessNotFoundError, attach
+from backlight.processes import Process
 from backlight.store.errors import StoreError
 from backlight.store.read.run import open_run
 from backlight.user_code import is_user_code
@@ -128,7 +128,7 @@ class _CaseRun:
         return code
 
     def _mark(self) -> _Mark:
-        used = {process.pid: tree.cpu_and_delay(process) for process in self.tree.find()}
+        used = {process.pid: (process.cpu_s, _queued_s(process.pid)) for process in self.tree.find()}
         output = sum(path.stat().st_size for path in self.attempt.outputs) + self.dropped
         counted = count_progress(self.launch.progress, self._text())
         return _Mark(time.monotonic(), time.time(), used, output, counted)
@@ -149,7 +149,7 @@ class _CaseRun:
     def _exited(self, code: int, grace: float) -> Observation:
         seconds = time.monotonic() - self.begin
         self.tree.wait_for_watchdogs(WATCHDOG_TIMEOUT_S)
-        left = [f"{process.pid} {tree.command_of(process)}" for process in self.tree.find()]
+        left = [f"{process.pid} {_command(process)}" for process in self.tree.find()]
         if left:
             self._keep("left-behind.txt", "\n".join(left), "processes that the case left running")
         ended_by = self.tree.end(grace)
@@ -176,9 +176,9 @@ class _CaseRun:
 
     def _sample(self, middle: _Mark, last: _Mark) -> tuple[ProcessSample, ...]:
         """Record the kernel's view of every process, then attach to each Python process."""
-        alive = [process for process in self.tree.find() if not tree.is_watchdog(process)]
-        parents = {process.info["ppid"] for process in psutil.process_iter(["ppid"])}
-        commands = {process.pid: tree.command_of(process) for process in alive}
+        alive = [process for process in self.tree.find() if not tree.is_watchdog(process.pid)]
+        parents = {process.parent for process in processes.read_process_table().values()}
+        commands = {process.pid: _command(process) for process in alive}
         self._keep(
             "processes.txt",
             "\n\n".join(
@@ -247,15 +247,21 @@ class _CaseRun:
         return tuple(f"{p.stem}: {line[:500]}" for p, t in tails for line in t.splitlines()[-TAIL_LINES:])
 
 
-def arrived(launch: Launch, alive: list[psutil.Process]) -> dict[str, bool]:
+def arrived(launch: Launch, alive: list[Process]) -> dict[str, bool]:
     """Return which variables of the launch the innermost processes have; a launcher may drop them."""
-    with contextlib.suppress(psutil.Error):
-        parents = {process.ppid() for process in alive}
-        leaves = (tree.environment_of(process) for process in alive if process.pid not in parents)
-        found = [environment for environment in leaves if environment]
-        given = {name: any(e.get(name) == v for e in found) for name, v in launch.environment.items()}
-        return given | {name: any(name not in e for e in found) for name in launch.unset} if found else {}
-    return {}
+    parents = {process.parent for process in alive}
+    leaves = (processes.environment(process.pid) for process in alive if process.pid not in parents)
+    found = [environment for environment in leaves if environment]
+    given = {name: any(e.get(name) == v for e in found) for name, v in launch.environment.items()}
+    return given | {name: any(name not in e for e in found) for name in launch.unset} if found else {}
+
+
+def _command(process: Process) -> str:
+    return " ".join(processes.command_line(process.pid)) or process.name
+
+
+def _queued_s(pid: int) -> float:
+    return sum(thread.queued_ns for thread in processes.read_threads(pid)) / 1e9
 
 
 def count_progress(pattern: str, text: str) -> tuple[int, int]:

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from backlight.diagnose.matrix import report as reports
 from backlight.diagnose.matrix.case_run import run_case
 from backlight.diagnose.matrix.cases import Case, cases_of
@@ -29,7 +27,7 @@ from backlight.diagnose.matrix.inputs import Interpreters, check_cases
 from backlight.diagnose.matrix.plan import Plan, PlanError, read_plan
 from backlight.diagnose.matrix.report import REPORTS, MatrixReport
 from backlight.diagnose.matrix.results import REPORT, locked, new_attempt, stored, write_whole
-from backlight.processes import available_cores
+from backlight.processes import available_cores, available_memory
 from backlight.records import DiagnosisKind
 from backlight.text import did_you_mean, size
 
@@ -166,7 +164,7 @@ def _environment(prepared: Prepared) -> dict[str, str]:
     found = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": f"{available_cores()} usable of {os.cpu_count()}",
-        "memory": size(psutil.virtual_memory().total),
+        "memory": f"{size(available_memory())} available",
         "backlight": importlib.metadata.version("backlight"),
         "py-spy": shutil.which("py-spy") or "not on the path",
         "ptrace_scope": scope.read_text(encoding="ascii").strip() if scope.exists() else "not restricted",
