@@ -1,4 +1,4 @@
-"""backlight: see inside the backward pass of any PyTorch training, unchanged.
+"""backlight: see inside the backward pass of any PyTorch training script, unchanged.
 
 The public names are loaded when they are first used, so that reading a run never imports torch.
 """

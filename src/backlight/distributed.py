@@ -64,7 +64,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def local_rank() -> int:
-    """Return the number of this process among those of its machine, as far as the launcher says."""
+    """Return the number of this process among those of its machine, by the launcher's variables."""
     found = _local_rank(os.environ)
     return rank_and_size()[0] if found is None else found
 

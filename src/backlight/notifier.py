@@ -1,6 +1,6 @@
-"""What a session says: events into the run, and each trouble once to the user.
+"""Warnings, shown once, and events about what is not measured.
 
-Whatever breaks in backlight, the training goes on; what is lost by it is told and recorded.
+Whatever breaks in backlight, training goes on; what is lost is reported and recorded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _OURS = (str(Path(__file__).parent.parent), contextlib.__file__, threading.__fil
 _COMMANDS = str(Path(__file__).parent.parent / "cli")
 
 _SHOWN: dict[Any, Any] = {}
-"""What has been shown where Python's filters show it once: to all trainings of a process."""
+"""Warnings that Python's filters have shown in this process."""
 
 Line = tuple[str, int, str]
-"""A line of somebody's: its file, its number, and the module that it is in."""
+"""File, line number and module of a line of code."""
 
 
 def _calling() -> Line | None:
-    """Return the line that called backlight, None where a thread or a command of ours did."""
+    """Return the line that called backlight, None where a thread or a command of backlight did."""
     frame: FrameType | None = sys._getframe(1)
     torch = getattr(sys.modules.get("torch"), "__file__", None)  # hooks are called from within it
     passed = (*_OURS, str(Path(torch).parent)) if torch else _OURS
@@ -42,7 +42,7 @@ def _calling() -> Line | None:
 
 
 class Notifier:
-    """The voice of one watch; silent towards the run until ``writer`` is set."""
+    """Warns the user of one watch; records events once ``writer`` is set."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -60,21 +60,14 @@ class Notifier:
         self.event("unmeasured", {"what": what, "reason": reason})
 
     def trouble(self, error: Exception, lost: str = "everything from here on") -> None:
-        """Tell once what went wrong in backlight, and what is lost by it."""
+        """Report once what went wrong in backlight, and what is lost by it."""
         reason = f"{type(error).__name__}: {error}"
         self.warn(lost, f"not measured: {lost}, after {reason}")
         with contextlib.suppress(Exception):
             self.unmeasured(lost, reason)
 
-    def left_out(self, probe: str, error: Exception) -> None:
-        """Tell that the probe of a plug-in measures nothing more."""
-        reason = f"{type(error).__name__}: {error}"
-        self.warn(f"probe {probe}", f"the probe {probe!r} of a plug-in is left out: {reason}")
-        with contextlib.suppress(Exception):
-            self.unmeasured(f"probe {probe}", reason)
-
     def lost(self, reason: str) -> None:
-        """Tell that the run can no longer be written."""
+        """Report that the run can no longer be written."""
         self.warn(
             "lost",
             f"the run in {self._path} can no longer be written ({reason}); what follows is not measured",
@@ -85,10 +78,10 @@ class Notifier:
         if about in self._warned:
             return
         self._warned.add(about)
-        # With the line of the user's that led here, or that watched where a thread of ours tells it, or with
-        # the script that a command of ours runs, and no line of it.
+        # With the user's line that led here, or that made the watch where a thread reports; else with the
+        # script that a command runs.
         file, line, module = _calling() or self._made or (sys.argv[0] or __file__, 0, "__main__")
-        # Not through the warnings module alone: a filter that makes them errors must not end a training.
+        # Not through the warnings module alone: a filter that makes them errors must not end a training run.
         try:
             said = f"backlight: {text}. Your training goes on unchanged."
             warnings.warn_explicit(said, RuntimeWarning, file, line, module, _SHOWN)
@@ -97,7 +90,7 @@ class Notifier:
 
     @contextlib.contextmanager
     def shield(self) -> Iterator[None]:
-        """Turn an exception of ours into :meth:`trouble`."""
+        """Turn an exception into :meth:`trouble`."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - never break the user's training

@@ -1,4 +1,4 @@
-"""The vocabulary that every floor shares: frozen records without torch, and each enumeration once.
+"""Records and enumerations that all layers share: frozen, without torch.
 
 Nothing here computes. A record turns into plain JSON types by :func:`to_json` and back by its own
 ``from_json``, which ignores keys that a newer backlight may have added.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 OTHERS = "other ranks"
-"""What a process says that it did not see when it could not join them."""
+"""What a process does not observe if it could not join the others."""
 
 
 class Severity(enum.StrEnum):
@@ -32,7 +32,7 @@ class Severity(enum.StrEnum):
 
 
 class Phase(enum.StrEnum):
-    """What a training process is doing; every moment of a step belongs to exactly one."""
+    """What a training process does; every moment of a step belongs to exactly one."""
 
     DATA = "data"
     HOST_TO_DEVICE = "host_to_device"
@@ -64,7 +64,7 @@ class DiagnosisKind(enum.StrEnum):
 
 
 class Made(enum.StrEnum):
-    """Who made a finding: the watched process while it ran, or a later reader of its folder."""
+    """Who made a finding: the watched process while it ran, or a later reader of the run."""
 
     LIVE = "live"
     READER = "reader"
@@ -80,7 +80,7 @@ class Layout(enum.StrEnum):
 
 
 class RunStatus(enum.StrEnum):
-    """How an attempt stands, as far as its folder can tell."""
+    """Status of an attempt, as far as the run directory shows it."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -147,8 +147,8 @@ class ParameterRecord:
 
     ``aliases`` are further names of the same tensor (tied weights are one row). ``group`` is the
     optimizer and parameter group as ``"0/1"``, empty when no watched optimizer holds the tensor.
-    ``unmeasured`` says why no gradient can be expected (``"frozen"``), empty otherwise. ``gradient`` is
-    where gradients sit in the whole, None where they are placed as the parameter is.
+    ``unmeasured`` is the reason why no gradient can be expected (``"frozen"``), empty otherwise.
+    ``gradient`` is the placement of gradients, None where it is that of the parameter.
     """
 
     name: str

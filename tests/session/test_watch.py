@@ -275,7 +275,7 @@ def test_a_finding_asks_for_detail(tmp_path: Path) -> None:
         ),
         ({"every": 0}, "every=0: expected 1 or more"),
         ({"evry": 3}, "unknown key 'evry'; did you mean 'every'"),
-        ({"out": "runs/first"}, "unknown key 'out'; the folder of the run is run='runs/first'"),
+        ({"out": "runs/first"}, "unknown key 'out'; the run directory is run='runs/first'"),
         ({"every": "often"}, "every: Input should be a valid integer"),
         ({"thresholds": {"health": {"vanishing": 1}}}, "vanishing"),
         ({"thresholds": {"kitchen": {"hot": 1}}}, "no monitor of that name has thresholds"),

@@ -72,7 +72,7 @@ def plain_tensors(roots: list[tuple[str, nn.Module]]) -> list[tuple[str, torch.T
     for prefix, root in roots:
         for name, module in walk(root, prefix):
             for key, value in list(vars(module).items()):
-                # type() first: isinstance() on a stranger may run its __class__ property.
+                # type() first: isinstance() on a third-party object may run its __class__ property.
                 if hasattr(type(value), "requires_grad") and value.requires_grad and not value.is_leaf:
                     found.append((f"{name}.{key}" if name else key, value))
     return found

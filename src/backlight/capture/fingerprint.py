@@ -1,4 +1,4 @@
-"""The fingerprint of a live training: what must agree before two runs are compared."""
+"""The fingerprint of a live run: what must agree before two runs are compared."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PACKAGES = ("numpy", "transformers", "lightning", "accelerate", "datasets", "tr
 
 
 def take_fingerprint(scope: Scope, arguments: tuple[str, ...]) -> Fingerprint:
-    """Describe the training in ``scope`` as it is now."""
+    """Describe the models and optimizers in ``scope`` as they are now."""
     records = scope.table.records
     rows = {id(t) for t in scope.table.tensors()}
     roots = scope.models or holding(HUB.seen.roots(), rows)

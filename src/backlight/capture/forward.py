@@ -46,7 +46,7 @@ class TrainedModels:
             self._forwards.follow(self.models)
 
     def leave(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         self._forwards.leave()
 
 

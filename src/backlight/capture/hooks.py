@@ -361,7 +361,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
 
 def _goes_on(closure: Any) -> bool:
-    """Tell whether the backward in ``closure`` belongs to those before the step, as Lightning's does.
+    """Return whether the backward in ``closure`` belongs to those before the step, as Lightning's does.
 
     Its loop runs the last backward of an accumulation inside the step. Elsewhere gradients that are there
     when a step with a closure begins are whole, and the closure is for other weights (SAM).

@@ -1,4 +1,4 @@
-"""The one place that touches a process: installs the hooks once and delivers events to listeners.
+"""The only module that changes torch: installs the hooks once and delivers events to listeners.
 
 Hooks are installed when the first listener arrives and removed when the last one leaves. After a fork the
 child is switched off for good: data-loader workers must not see anything of backlight.
@@ -21,9 +21,9 @@ from backlight.capture import hooks, modules
 
 
 class Listener:
-    """Receives the raw events of every training in the process; each method does nothing here.
+    """Receives the raw events of the process; each method does nothing here.
 
-    An exception out of a listener takes that listener off and never reaches the training; only
+    An exception in a listener removes that listener and never reaches the training script; only
     :class:`BaseException` that is no :class:`Exception` (such as a requested end of the script)
     passes through.
 
@@ -101,7 +101,7 @@ class Listener:
         """``scaler.step(optimizer)`` is over; ``stepped`` says whether the optimizer was called."""
 
     def batch_begin(self, source: int) -> None:
-        """A DataLoader is asked for a batch; ``source`` tells data sets apart."""
+        """A DataLoader is asked for a batch; ``source`` identifies the data set."""
 
     def batch(self, index: int, seconds: float) -> None:
         """A DataLoader gave its batch number ``index`` after ``seconds`` of waiting."""
@@ -116,12 +116,12 @@ class Listener:
 class SeenOptimizers:
     """Weak references to the optimizers of this process, in the order in which they were met.
 
-    One that a scan found may belong to a training that is over: it counts as soon as it is used.
+    One that a scan found may belong to a run that is over: it counts as soon as it is used.
 
     Attributes
     ----------
     goes_on:
-        Whether the closure of the step under way adds the last microbatch to gradients that are there.
+        Whether the closure of the step in progress adds the last microbatch to gradients that are there.
     """
 
     goes_on = False
@@ -143,7 +143,7 @@ class SeenOptimizers:
     def scan(self) -> None:
         """Look for optimizers that were made before the hooks were there."""
         for candidate in gc.get_objects():
-            # type() first: isinstance() on a stranger may run its __class__ property.
+            # type() first: isinstance() on a third-party object may run its __class__ property.
             if issubclass(type(candidate), torch.optim.Optimizer):
                 self._meet(candidate)
 
@@ -155,7 +155,7 @@ class SeenOptimizers:
                 self._in_use.add(id(optimizer))
 
     def rest(self) -> None:
-        """Count none as used any more: nobody watches from here on."""
+        """Count none as used any more: watching has ended."""
         self._in_use.clear()
 
     def alive(self) -> list[torch.optim.Optimizer]:
@@ -181,7 +181,7 @@ def underlying(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers that do the steps of ``optimizer``: itself, or those that it wraps.
 
     Frameworks hand out objects that look like an optimizer and call one (Accelerate, Lightning), or several
-    (torchtitan, whose container has learning rates of its own that nobody uses). Torch's hooks see the steps
+    (torchtitan, whose container has learning rates of its own that are not used). Torch's hooks see the steps
     of those inside. A wrapper that is an optimizer in its own right, such as Lookahead, is itself what steps.
     """
     several = getattr(optimizer, "optimizers", None)
@@ -312,7 +312,7 @@ os.register_at_fork(after_in_child=HUB.switch_off)
 
 
 class Forwards:
-    """Hooks on outermost modules, which report to the hub; take them off with :meth:`leave`."""
+    """Hooks on outermost modules, which report to the hub; remove them with :meth:`leave`."""
 
     def __init__(self) -> None:
         self._handles: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
@@ -333,7 +333,7 @@ class Forwards:
                 self._handles[id(module)] = (weakref.ref(module), handles)
 
     def leave(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for key in list(self._handles):
             self._drop(key)
 

@@ -2,7 +2,7 @@
 
 A hook of a leaf sees what one backward gives it, on this rank alone: accumulation adds it to ``.grad``
 afterwards, and so do the reductions of DDP and FSDP2. The hooks return nothing, are there during a backward
-of a chosen step and at no other time, and so are neither copied with a model nor seen by a compiler.
+of a chosen step and at no other time, and so are neither copied with a model nor visible to a compiler.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Microbatches(Listener):
         self._failed = True
 
     def backward_end(self) -> None:
-        """Take the hooks off, and close the replicate."""
+        """Remove the hooks, and close the replicate."""
         if self._handles:
             self.remove_hooks()
             # Two forwards for one backward: whose samples the gradient is of is not known.
@@ -112,7 +112,7 @@ class Microbatches(Listener):
         self._inside = max(0, self._inside - 1)
 
     def take(self, key: int, gradient: torch.Tensor) -> None:
-        """Hand a gradient on; whatever fails is told, and ends this backward's replicate."""
+        """Pass a gradient on; an error is reported, and ends this backward's replicate."""
         if self._failed:
             return
         begin = time.perf_counter()
@@ -130,13 +130,13 @@ def _passed(microbatches: Microbatches, key: int, gradient: torch.Tensor) -> Non
 
 
 class InputSizes:
-    """Hooks on outermost modules that report to the hub; take them off with :meth:`leave`."""
+    """Hooks on outermost modules that report to the hub; remove them with :meth:`leave`."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
 
     def follow(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Hook these modules instead of those before; one that was compiled in place is left alone."""
+        """Hook these modules instead of those before; one that was compiled in place is skipped."""
         self.leave()
         self._handles = [
             module.register_forward_pre_hook(given, with_kwargs=True)
@@ -145,7 +145,7 @@ class InputSizes:
         ]
 
     def leave(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()

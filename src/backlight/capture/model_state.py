@@ -19,7 +19,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def spread(model: nn.Module) -> bool:
-    """Tell whether a parameter of ``model`` is a part of a whole on several processes."""
+    """Return whether a parameter of ``model`` is a part of a whole on several processes."""
     return any(hasattr(p, "placements") for _, module in walk(model) for p in _own(module).values())
 
 
@@ -31,7 +31,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Put whole parameters in place of the parts of ``model``, and take its communication off.
+    """Put whole parameters in place of the parts of ``model``, and remove its communication.
 
     A collective: every process that holds a part has to come here. Each then holds all parameters in memory.
     Inside, on any rank, the model is that of one process: ``backlight.gram`` measures it as such.
@@ -112,11 +112,11 @@ class Untouched:
         return not all(map(torch.equal, self.states, self._random()))
 
     def rewind(self, states: Sequence[torch.Tensor] | None = None) -> None:
-        """Put the random state back, or put ``states`` of an earlier one in its place."""
+        """Restore the random state, or an earlier one."""
         set_random_states(self.devices, states or self.states)
 
     def restore(self) -> None:
-        """Put buffers, training modes and random state back."""
+        """Restore buffers, training modes and random state."""
         with torch.no_grad():
             for module, name, buffer, values in self._buffers:
                 module._buffers[name] = buffer
@@ -129,7 +129,7 @@ class Untouched:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[Untouched]:
-    """Restore buffers, training modes and random state of ``model`` at the end; nobody is told of passes."""
+    """Restore buffers, training modes and random state of ``model`` at the end; passes are not reported."""
     state = Untouched(model)
     try:
         with HUB.aside():

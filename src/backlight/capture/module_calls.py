@@ -42,7 +42,7 @@ class ModuleCalls:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -65,7 +65,7 @@ class SeenModules:
     def scan(self) -> None:
         """Look for modules that were built before the hooks were there, or by ``deepcopy``."""
         for candidate in gc.get_objects():
-            # type() first: isinstance() on a stranger may run its __class__ property.
+            # type() first: isinstance() on a third-party object may run its __class__ property.
             if issubclass(type(candidate), nn.Module):
                 self._meet(candidate)
 

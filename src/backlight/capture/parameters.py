@@ -91,8 +91,8 @@ def build_table(
 ) -> ParameterTable:
     """Name the parameters of ``models`` and ``optimizers``.
 
-    Without models they are looked for: among the modules seen being built, then by a scan. What no
-    module holds is named by its place in the optimizer.
+    Without models they are searched for: among the modules observed at construction, then by a scan. A
+    parameter that no module holds is named by its position in the optimizer.
     """
     groups = _groups(optimizers)
     wanted = set(groups)
@@ -169,7 +169,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the value of a scalar as this process knows it; None where only a collective could tell it."""
+    """Return the value of a scalar on this process; None where it takes a collective to compute it."""
     if type(tensor) in _PLAIN:
         return tensor
     placements = getattr(tensor, "placements", None)
@@ -257,7 +257,7 @@ class Scope:
         return {id(o): numbers[id(o)] if id(o) in numbers else next(free) for o in optimizers}
 
     def alone(self) -> bool:
-        """Whether there is one optimizer only, so that its step ends the training's step."""
+        """Whether there is one optimizer only, so that its step ends the training step."""
         return len(self._numbers) == 1
 
     def _signature(self) -> tuple[int, ...]:

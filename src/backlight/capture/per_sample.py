@@ -27,7 +27,7 @@ class Sink(Protocol):
         """Take the input of a call and the gradient of its output, samples along the first dimension."""
 
     def skip(self, module: nn.Module, reason: str) -> None:
-        """Note a call of ``module`` that cannot be told apart by samples."""
+        """Note a call of ``module`` that cannot be separated by samples."""
 
 
 class Tap(torch.autograd.Function):
@@ -188,7 +188,7 @@ def _put_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
-    """Keep a watch of this process from taking our backward for one of the training."""
+    """Keep a watch of this process from counting this backward as one of the training run."""
     HUB.backward_depth += 1
     try:
         yield

@@ -52,7 +52,7 @@ class PhaseClock:
             self._rest = _AFTER
 
     def inside(self, phase: Phase) -> bool:
-        """Tell whether ``phase`` is open."""
+        """Return whether ``phase`` is open."""
         return phase in self._open
 
     def take(self) -> tuple[dict[str, float], float]:

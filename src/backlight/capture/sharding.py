@@ -5,7 +5,7 @@ holds a run of elements of some parameters and nothing of the others. With ``use
 and the parameters stay, each as a view of its run; else there is one parameter, the line itself.
 
 A module of FSDP2 holds the shards of its parameters, or the whole ones while it computes, and for longer
-where the user says so. The optimizer always holds the shards: they are the parameters. The whole ones are
+where the user asks for it. The optimizer always holds the shards: they are the parameters. The whole ones are
 memory that FSDP2 frees and fills again.
 """
 
@@ -32,7 +32,7 @@ class FlatPlace:
 
 
 def flat_places(roots: Sequence[nn.Module]) -> dict[int, FlatPlace]:
-    """Return the places of the parameters that FSDP1 manages below ``roots``, by ``id``.
+    """Return the positions of the parameters that FSDP1 manages below ``roots``, by ``id``.
 
     In a release that names it otherwise there is nothing.
     """
@@ -42,7 +42,7 @@ def flat_places(roots: Sequence[nn.Module]) -> dict[int, FlatPlace]:
     found: dict[int, FlatPlace] = {}
     for root in roots:
         for module in root.modules():
-            # type() first: isinstance() on a stranger may run its __class__ property.
+            # type() first: isinstance() on a third-party object may run its __class__ property.
             if issubclass(type(module), fsdp) and (handle := getattr(module, "_handle", None)) is not None:
                 found.update(_places(handle))
     return found
@@ -74,7 +74,7 @@ def held(module: nn.Module) -> Iterator[Any]:
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
-    # type() first: isinstance() on a stranger may run its __class__ property.
+    # type() first: isinstance() on a third-party object may run its __class__ property.
     if kind is None or not issubclass(type(module), kind):
         return
     state = getattr(module, "_get_fsdp_state", lambda: None)()

@@ -137,17 +137,17 @@ class StepTracker(Listener):
 
     @property
     def index(self) -> int:
-        """Number of the step that is under way, from 0."""
+        """Number of the step in progress, from 0."""
         return self._index
 
     @property
     def done(self) -> int:
-        """Number of steps of which an optimizer step has been seen."""
+        """Number of steps that have had an optimizer step."""
         return self._index + bool(self._stepped)
 
     @property
     def in_step(self) -> bool:
-        """Whether a backward or an optimizer step of the open step has been seen."""
+        """Whether the open step has had a backward or an optimizer step."""
         return bool(self._summary.backwards or self._stepped or self._inside or HUB.backward_depth)
 
     def start(self) -> None:
@@ -235,7 +235,7 @@ class StepTracker(Listener):
         self._unscaled_loss = None
 
     def backward_end(self) -> None:
-        """Count the backward; remember versions, by which a change by hand is seen later."""
+        """Count the backward; remember versions, by which a change by hand is detected later."""
         self._clock.leave(Phase.BACKWARD)
         self._summary.backwards += 1
         self.backwards += 1
@@ -295,11 +295,11 @@ class StepTracker(Listener):
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Collect what is left of this optimizer's gradients, and note its learning rates."""
         if not self.in_step:
-            self.check_limit()  # no backward was seen that could have
+            self.check_limit()  # no backward did it before
         if not self._scope.holds(optimizer):
             return
         if id(optimizer) in self._stepped and not HUB.backward_depth:
-            self._close()  # no backward of ours in between: gradients by autograd.grad, for instance
+            self._close()  # no captured backward in between: gradients by autograd.grad, for instance
         self._inside.append(id(optimizer))
         self._clock.enter(Phase.OPTIMIZER)
         if not self._recording:
@@ -367,7 +367,7 @@ class StepTracker(Listener):
     def _note_scale(self, scaler: Any) -> None:
         scale = scale_of(scaler)
         if self._summary.scale is None and scale is not None:
-            # update() changes the scale in place before anybody reads it.
+            # update() changes the scale in place before it is read.
             self._summary.scale = scale.detach().clone()
 
     def _scale_inside(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | float | None:

@@ -58,7 +58,7 @@ class AcceleratedWatch(Hosting):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Take everything off and close the run; an exception goes on its way."""
+        """Remove everything and close the run; an exception goes on its way."""
         with self._hosted.shield("watch", "nothing, but a tracker is left behind"):
             trackers = self._accelerator.trackers
             trackers[:] = [tracker for tracker in trackers if tracker is not self._tracker]
@@ -89,9 +89,9 @@ def watch(
     accelerator, model, optimizer:
         The Accelerator, and what its ``prepare`` returned; several models or optimizers as a list.
     run:
-        The run directory; None for ``runs/<script>-<time>``. A folder that holds a run gets a new attempt.
+        The run directory; None for ``runs/<script>-<time>``. A directory that holds a run gets a new attempt.
     step:
-        Optimizer steps that the training has behind it, after ``accelerator.load_state``.
+        Optimizer steps done before, after ``accelerator.load_state``.
     samples:
         For the monitors grokking and spectra; see :func:`backlight.watch`.
     on_end:

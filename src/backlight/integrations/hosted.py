@@ -49,7 +49,7 @@ OTHER_RANKS_TIMEOUT_S = 10.0
 """Seconds that rank 0 waits, at most, for the other ranks to close, before it says what was found."""
 
 OnEnd = Callable[[list[Finding]], Any]
-"""Called with the findings when a training has ended, on rank 0."""
+"""Called with the findings when a run has ended, on rank 0."""
 
 
 class FrameworkError(ImportError):
@@ -155,15 +155,15 @@ class Hosted:
         name: str,
         step: int = 0,
     ) -> None:
-        """Start to watch; ``step`` is how many steps the training has behind it."""
+        """Start to watch; ``step`` is the number of steps done before."""
         if self._active:
-            self.end(RuntimeError("the training was left, and another one began"))
-        with self.shield("begin", "anything of this training"):
+            self.end(RuntimeError("the training run was left, and another one started"))
+        with self.shield("begin", "anything of this training run"):
             self._broken.discard("log")
             settings = {"step_offset": step, **self._settings}
             path = self._run
             if path is None and self.watch is not None and step:
-                path = self.watch.path  # the same training goes on
+                path = self.watch.path  # the same run goes on
             if path is None:
                 path = default_path(name, launch_id() if rank_and_size()[1] > 1 else None)
             begun = watch(list(models), list(optimizers), run=path, samples=self._samples, **settings)
@@ -183,11 +183,11 @@ class Hosted:
                 self.watch.log(step=step, **own)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the run, and say once what was found."""
+        """Close the run, and report the findings once."""
         if not self._active or self.watch is None:
             return
         self._active = False
-        with self.shield("end", "the end of the training"):
+        with self.shield("end", "the end of the training run"):
             traceback = None if error is None else error.__traceback__
             self.watch.__exit__(None if error is None else type(error), error, traceback)
         if rank_and_size()[0] == 0:
@@ -196,7 +196,7 @@ class Hosted:
 
     @property
     def findings(self) -> list[Finding]:
-        """What the rules say of the run as it stands."""
+        """Findings of the run so far."""
         return [] if self.watch is None else self.watch.findings
 
     @contextlib.contextmanager
@@ -248,13 +248,13 @@ def _is_number(value: Any) -> bool:
 
 
 class Hosting:
-    """What every framework's own object tells of the watch behind it, ``_hosted``."""
+    """Properties that the objects of all frameworks share; ``_hosted`` is the watch behind them."""
 
     _hosted: Hosted
 
     @property
     def watch(self) -> Watch | None:
-        """The watch of the training that is under way, else of the last one; None where none began."""
+        """The watch of the run in progress, else of the last one; None before the first."""
         return self._hosted.watch
 
     @property
@@ -264,22 +264,22 @@ class Hosting:
 
     @property
     def findings(self) -> list[Finding]:
-        """What the rules say of the run as it stands."""
+        """Findings of the run so far."""
         return self._hosted.findings
 
 
 class HostedCallback(Hosting):
-    """The constructor that the callbacks of frameworks share, beside the framework's own class.
+    """The constructor that the callbacks of frameworks share.
 
     Parameters
     ----------
     run:
-        The run directory; None for ``runs/<name>-<time>``, where the framework gives the name. A folder that
-        holds a run gets a new attempt of it.
+        The run directory; None for ``runs/<name>-<time>``, where the framework gives the name. A directory
+        that holds a run gets a new attempt of it.
     samples:
         For the monitors grokking and spectra; see :func:`backlight.watch`.
     on_end:
-        Called on rank 0 with the list of findings when a training has ended.
+        Called on rank 0 with the list of findings when a run has ended.
     summary:
         Print the findings once at the end, on rank 0.
     **settings:
@@ -307,11 +307,11 @@ class HostedCallback(Hosting):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Make what a framework's own callback needs besides."""
+        """Create what the callback of a framework needs."""
 
 
 def _close_at_exit(hosted: Hosted) -> None:
-    """Close the run of a training that was left without the framework saying so."""
+    """Close a run that the framework left without an event."""
     reference = weakref.ref(hosted)
 
     def close() -> None:

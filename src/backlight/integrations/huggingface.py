@@ -24,9 +24,9 @@ class BacklightCallback(HostedCallback, TrainerCallback):
     The Trainer sets gradients to None before ``on_step_end``, and clips them before
     ``on_pre_optimizer_step``; here they are taken as backward left them, after accumulation and unscaling
     and before clipping. What the Trainer logs (``loss``, ``grad_norm``, ``learning_rate``, ``eval_...``) is
-    recorded as it logs it, beside ``global_step``.
+    recorded as it logs it, with ``global_step``.
 
-    It takes what :class:`backlight.integrations.hosted.HostedCallback` says: ``run`` (without it
+    Parameters are those of :class:`backlight.integrations.hosted.HostedCallback`: ``run`` (without it
     ``runs/<run_name or name of the model>-<time>``), ``samples``, ``on_end``, ``summary``, and the settings
     of :func:`backlight.watch` (``monitors``, ``every``, ``groups``, ``thresholds`` and others).
     """
@@ -41,7 +41,7 @@ class BacklightCallback(HostedCallback, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach: the model is wrapped and restored, nothing has been trained."""
-        with self._hosted.shield("on_train_begin", "anything of this training"):
+        with self._hosted.shield("on_train_begin", "anything of this training run"):
             model, optimizer = kwargs["model"], kwargs["optimizer"]
             trainer = self._trainer() if self._trainer is not None else None
             wrapped = getattr(trainer, "model_wrapped", None)
@@ -70,16 +70,16 @@ class BacklightCallback(HostedCallback, TrainerCallback):
         self._hosted.end()
 
     def training(self, trainer: Any) -> None:
-        """Remember whose training begins: only the Trainer knows the wrapper of its model."""
+        """Remember the trainer: only it has the wrapper of its model."""
         self._trainer = weakref.ref(trainer)
 
     def failed(self, error: BaseException) -> None:
-        """Close the run of a training that failed or was interrupted."""
+        """Close a run that failed or was interrupted."""
         self._hosted.end(error)
 
 
 def _tell_of_training() -> None:
-    """Let ``Trainer.train`` tell our callbacks when it raises: no event of the Trainer does."""
+    """Have ``Trainer.train`` notify the callback when it raises: the Trainer has no event for it."""
     original = Trainer.train
     if getattr(original, "tells_backlight", False):
         return
@@ -96,7 +96,7 @@ def _tell_of_training() -> None:
             raise
 
     train.tells_backlight = True  # type: ignore[attr-defined]
-    Trainer.train = train  # type: ignore[method-assign]  # the only place that sees the error
+    Trainer.train = train  # type: ignore[method-assign]  # the only point that sees the error
 
 
 def _ours(trainer: Any) -> list[BacklightCallback]:

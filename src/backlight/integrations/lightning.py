@@ -26,9 +26,9 @@ class BacklightCallback(HostedCallback, Callback):
     Gradients are taken as backward left them: after accumulation and unscaling, before clipping and
     ``zero_grad``, at every recorded step of every optimizer, also in manual optimization. What the
     training logs with ``self.log`` is recorded at the trainer's own logging interval, at the end of an
-    epoch and of a validation, beside ``trainer.global_step``.
+    epoch and of a validation, with ``trainer.global_step``.
 
-    It takes what :class:`backlight.integrations.hosted.HostedCallback` says: ``run`` (without it
+    Parameters are those of :class:`backlight.integrations.hosted.HostedCallback`: ``run`` (without it
     ``runs/<name of the LightningModule>-<time>``), ``samples``, ``on_end``, ``summary``, and the settings of
     :func:`backlight.watch` (``monitors``, ``every``, ``groups``, ``thresholds`` and others).
     """
@@ -41,7 +41,7 @@ class BacklightCallback(HostedCallback, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach: checkpoints are restored, wrappers are on, nothing has been trained."""
-        with self._hosted.shield("on_train_start", "anything of this training"):
+        with self._hosted.shield("on_train_start", "anything of this training run"):
             model = trainer.model if trainer.model is not None else pl_module
             self._logged.clear()
             self._step = trainer.global_step
@@ -60,7 +60,7 @@ class BacklightCallback(HostedCallback, Callback):
         self._step = step
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record what the validation gave; the check before training is none."""
+        """Record the results of a validation; the sanity check is none."""
         if not trainer.sanity_checking:
             self._log(trainer, "on_validation_end")
 
@@ -74,7 +74,7 @@ class BacklightCallback(HostedCallback, Callback):
         self._hosted.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Close the run of a training that failed or was interrupted."""
+        """Close a run that failed or was interrupted."""
         self._hosted.end(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -86,7 +86,7 @@ class BacklightCallback(HostedCallback, Callback):
             return
         with self._hosted.shield(hook, "what the trainer logs"):
             known = trainer.callback_metrics
-            # A value that nobody has logged again is the same object.
+            # A value that was not logged again is the same object.
             fresh = {name: v for name, v in known.items() if self._logged.get(name) is not v}
             self._logged = dict(known)
             self._hosted.log(fresh, step=trainer.global_step)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TitanWatch(Hosting):
-    """One watched training, made by :func:`watch`; nothing of it raises inside the training."""
+    """One watched training run, made by :func:`watch`; it never raises inside the training loop."""
 
     def __init__(self, trainer: Any, parts: list[nn.Module], optimizers: Any, step: int, hosted: Hosted):
         self._trainer = trainer
@@ -38,7 +38,7 @@ class TitanWatch(Hosting):
         if self._trainer is None:
             self._begin(self._step)
             return self
-        with self._hosted.shield("watch", "anything of this training"):
+        with self._hosted.shield("watch", "anything of this training run"):
             self._await_first_step()
         with self._hosted.shield("watch", "the metrics of the trainer"):
             metrics = self._trainer.metrics_processor
@@ -51,7 +51,7 @@ class TitanWatch(Hosting):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Take everything off and close the run; an exception goes on its way."""
+        """Remove everything and close the run; an exception goes on its way."""
         if self._trainer is not None:
             self._trainer.__dict__.pop("train_step", None)
             if self._logger is not None:
@@ -101,10 +101,10 @@ def watch(
     optimizers:
         With a model: its optimizer, several, or torchtitan's container of them.
     run:
-        The run directory; None for ``runs/<name of the model>-<time>``. A folder that holds a run gets a new
-        attempt.
+        The run directory; None for ``runs/<name of the model>-<time>``. A directory that holds a run gets a
+        new attempt.
     step:
-        With a model: optimizer steps that the training has behind it. A trainer knows it.
+        With a model: optimizer steps done before. A trainer has that number.
     samples:
         For the monitors grokking and spectra; see :func:`backlight.watch`.
     on_end:
@@ -139,7 +139,7 @@ def watch(
 
 
 class _Logger:
-    """Stands in for the logger of a metrics processor, and records what passes."""
+    """Replaces the logger of a metrics processor, and records what it is given."""
 
     def __init__(self, inner: Any, hosted: Hosted) -> None:
         self._inner = inner

@@ -82,7 +82,7 @@ class RankNormMonitor(Monitor):
         self._run = run
 
     def on_step_start(self, step: int) -> None:
-        """Make the group once the first step is over: every rank comes here, on the training thread."""
+        """Create the group once the first step is over: every rank does so, on the training thread."""
         if not step or self._thread is not None or self._off:
             return
         if not _is_initialized():

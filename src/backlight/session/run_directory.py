@@ -1,4 +1,4 @@
-"""Opening the run of this process: its rank, the folder, and what is said where those are not as expected."""
+"""The run directory of this process: opened at the start, evaluated at the end."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def open_writer(
 ) -> RunWriter:
     """Open the run in ``path``, as the rank that this process is.
 
-    A process whose environment makes no sense is watched alone, beside ``path`` where that is taken; a rank
-    that does not find the run of rank 0 writes a part of it. Both are said and recorded.
+    A process whose environment makes no sense is watched as a single one, next to ``path`` where that is
+    taken; a rank that does not find the run of rank 0 writes a part of it. Both are reported and recorded.
 
     Raises
     ------
     RunExistsError
-        If the folder cannot take this run. RunWriteError and RunFormatError pass through as well.
+        If the directory cannot take this run. RunWriteError and RunFormatError pass through as well.
     """
     rank, size = rank_and_size()
     problem = world().problem if size == 1 else ""
@@ -70,8 +70,8 @@ def open_writer(
     if writer.part_reason:
         notifier.warn(
             "ranks",
-            f"rank {rank} does not see the run of rank 0 and writes a part of it in {writer.path}: bring the "
-            f"folders together with `backlight join` ({writer.part_reason})",
+            f"rank {rank} does not see the run of rank 0 and writes a part of it in {writer.path}: join the "
+            f"directories with `backlight join` ({writer.part_reason})",
         )
         notifier.unmeasured(OTHERS, writer.part_reason)
     return writer

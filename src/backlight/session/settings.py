@@ -46,7 +46,7 @@ class Settings:
     every:
         Record every Nth step; None lets the budget of 1 % of the time decide.
     steps:
-        End the training cleanly after so many steps; None for never.
+        End the run cleanly after so many steps; None for never.
     groups:
         Patterns over parameter names, by the name of the group.
     histogram:
@@ -57,23 +57,24 @@ class Settings:
         Also record the gradients after every single backward of an accumulation.
     reduce:
         Join the total norm over all ranks while the training runs, for ``watch.total_norm`` on rank 0:
-        collectives of ours, beside the training; needs ``every``, so that all ranks record the same steps.
+        collectives of backlight, next to those of the training run; needs ``every``, so that all ranks record
+        the same steps.
     detail:
         Steps recorded in full after a finding.
     stall:
         Seconds after which a step that does not move is looked at; None to follow the run.
     trace:
-        What to trace line by line: gradients, modules, buckets; without it what BACKLIGHT_TRACE says.
+        What to trace line by line: gradients, modules, buckets; without it the value of BACKLIGHT_TRACE.
     max_disk:
         Bytes that the run may take; None for no limit.
     flush_interval:
         Seconds between two writes; what a kill can lose.
     step_offset:
-        Number of the first step, for a resumed training; None continues the run.
+        Number of the first step, for a resumed run; None continues the run.
     thresholds:
         Overridden thresholds by monitor and name.
     trackers:
-        Where numbers go while the training runs: ``NAME`` or ``NAME=TARGET`` of
+        Trackers that get the numbers of the live run: ``NAME`` or ``NAME=TARGET`` of
         :data:`backlight.session.trackers.base.TRACKERS`.
     measures:
         What the monitor grokking measures, and how often.
@@ -141,7 +142,7 @@ class Settings:
         """
         folder = next((key for key in values if key in FOLDERS), None)
         if folder is not None:
-            given = f"unknown key {folder!r}; the folder of the run is run={values[folder]!r}"
+            given = f"unknown key {folder!r}; the run directory is run={values[folder]!r}"
             raise ValueError(f"settings: {given}")
         return cls._checked(values, "settings")
 

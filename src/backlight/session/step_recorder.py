@@ -1,7 +1,7 @@
 """The step's path: from the step tracker over the monitors to the queue of the writer thread.
 
 Nothing here waits for a device, reads a number or touches a file: a record holds references, and results that
-may still be on a device. Host numbers and arrays are made by the thread that writes.
+may still be on a device. Host numbers and arrays are made by the writer thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NO_BACKWARD = (
 """Why loss and backward are not measured where gradients come by a way that has no hooks."""
 
 BUDGET = 0.01
-"""Share of a training's time that the default monitors may take together."""
+"""Share of the time of a run that the default monitors may take together."""
 
 GRACE_S = 2.0
 """Seconds that a run may cost before the budget binds: a short run is recorded whole."""
@@ -261,7 +261,7 @@ class StepRecorder(StepSink):
         return sum(timed.spent for timed in self._timed) + self._monitors.spent_outside_hooks()
 
     def finish(self) -> None:
-        """Tell the monitors of a run without a second step what its parameters are."""
+        """Announce the parameters of a run without a second step."""
         self._announce_parameters()
 
     def _announce_parameters(self) -> None:

@@ -170,8 +170,8 @@ class Watch:
         # While the writer thread runs: what a monitor has left is stored by it.
         on_exit(self._recorder.finish, lambda: monitors.detach(self._error))
         monitors.attach(self._context(writer, results))
-        # Monitors are told of step 0, and of the end of the last one: the tracker starts after them and stops
-        # first.
+        # Monitors see the start of step 0 and the end of the last step: the tracker starts after them and
+        # stops first.
         on_exit(self._tracker.finish)
         self._tracker.start()
 
@@ -337,7 +337,7 @@ def watch(
     samples: Samples | None = None,
     **settings: Any,
 ) -> Watch:
-    """Watch a training; use the result as a context manager around your loop.
+    """Watch a training run; use the result as a context manager around your loop.
 
     Parameters
     ----------
@@ -345,9 +345,9 @@ def watch(
         The model, or several; None for every model that an optimizer of the process holds.
     optimizer:
         The optimizer, or several; None for every one that holds a parameter of ``model``. One that a
-        framework has wrapped stands for the optimizer inside.
+        framework has wrapped means the optimizer inside.
     run:
-        The run directory; None for ``runs/<script>-<time>``. A folder that holds a run gets a new
+        The run directory; None for ``runs/<script>-<time>``. A directory that holds a run gets a new
         attempt of it.
     samples:
         For the monitor grokking: ``(loss_fn, batch)``, where ``loss_fn(model, batch)`` is the loss summed

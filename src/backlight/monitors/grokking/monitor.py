@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from backlight.session.step_recorder import StepRecord
 
 LOG_SPACING = 10
-"""Steps between two logged steps where the settings do not say."""
+"""Steps between two logged steps by default."""
 
 MIN_FREE_DISK_BYTES = 1_000_000_000
 """With less free space on the disk, less is kept."""

@@ -77,7 +77,7 @@ class HistogramMonitor(Monitor):
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
-        """Return the monitor with what ``histogram`` says."""
+        """Return the monitor; ``histogram`` requests histograms of every step."""
         return cls(always=settings.histogram) if "health" in settings.monitors else None
 
     def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
@@ -111,7 +111,7 @@ class UpdateMonitor(Monitor):
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
-        """Return the monitor; ``exact_updates`` asks for all weights, and says how often."""
+        """Return the monitor; ``exact_updates`` requests all weights, at every Nth recorded step."""
         if "health" not in settings.monitors:
             return None
         return cls() if settings.exact_updates is None else cls(None, settings.exact_updates)

@@ -1,7 +1,7 @@
 """The watchdog of a live run: shared state, heartbeat, a stack sampler, and the watchdog process.
 
-What the system refuses of it (no shared memory, no second process) is left out with a notice; a training run
-is never refused or disturbed for it.
+Parts that the system refuses (no shared memory, no second process) are left out with a notice; training goes
+on.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ BUCKET_BACKWARDS = 8
 
 WATCHDOG_START_S = 3.0
 """Seconds that the end of a run waits, at most, for a watchdog process that is just starting."""
+
+
+_starting: list[subprocess.Popen[bytes]] = []
+"""Processes that a busy machine has not started in time: they are reaped later, not forgotten."""
 
 
 class StallMonitor(Monitor):
@@ -138,9 +142,12 @@ class StallMonitor(Monitor):
             self._dump = None
         if self._watchdog is not None:
             # Its first half exits as soon as the second is there; a run that is so short waits for it.
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 self._watchdog.wait(WATCHDOG_START_S)
+            except subprocess.TimeoutExpired:
+                _starting.append(self._watchdog)
             self._watchdog = None
+        _starting[:] = [process for process in _starting if process.poll() is None]
         if self._first_on_host and not self._watchdog_lives():
             runtime_dir.remove(self._directory)
 

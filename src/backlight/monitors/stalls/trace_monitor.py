@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from backlight.session.settings import Settings
 
 VARIABLE = "BACKLIGHT_TRACE"
-"""Environment variable that stands in for ``--trace``, where a cluster lets one set nothing else."""
+"""Environment variable with the value of ``--trace``, for clusters where no option can be passed."""
 
 
 def traced_kinds(

@@ -1,6 +1,6 @@
 """What a tracker is: one file that takes numbers of a run to where a team already looks. No torch.
 
-A tracker is found by its name, and imported when somebody asks for it. It is given points: numbers of
+A tracker is found by its name, and imported when it is requested. It gets points: numbers of
 one step under the names of :mod:`backlight.session.trackers.metrics`.
 """
 
@@ -27,7 +27,7 @@ class TrackerError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tracked:
-    """The run whose numbers are sent; ``live`` while its training goes on."""
+    """The run whose numbers are sent; ``live`` while the run goes on."""
 
     name: str
     path: Path
@@ -58,16 +58,16 @@ class Point:
 
 
 class Sink(Protocol):
-    """An open connection of a tracker; used by one thread, which is not the training's."""
+    """An open connection of a tracker; used by one thread, which is not the training thread."""
 
     def send(self, points: Sequence[Point]) -> None:
         """Take points, in the order of their steps."""
 
     def findings(self, findings: Sequence[Finding], step: int) -> None:
-        """Take what the rules say of the run, up to ``step``; a later call takes the place of the last."""
+        """Take the findings of the run up to ``step``; they replace those of an earlier call."""
 
     def close(self, *, failed: bool) -> None:
-        """Write what is left; ``failed`` tells how the training ended."""
+        """Write what is left; ``failed`` says that the run failed."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Tracker:
     name:
         Its name on the command line.
     open:
-        ``open(target, run, active)`` gives a :class:`Sink`. ``target`` is what stands behind ``NAME=``, empty
+        ``open(target, run, active)`` gives a :class:`Sink`. ``target`` is what follows ``NAME=``, empty
         for the default. It may raise: the tracker is then named in one warning and left out.
     active:
         Returns what the user has open of that tracker (a W&B run), None for nothing. Called once, on the
-        training's thread, at the first recorded step: it must neither import nor wait.
+        training thread, at the first step: it must neither import nor wait.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Numbers of a step under the names that trackers get: one way for a live training and a stored run.
+"""Numbers of a step under the names that trackers get, for a live run and a stored one.
 
 =========================== =================================================================
 ``loss``                     root of the last backward
@@ -42,7 +42,8 @@ def groups_of(names: Sequence[str], patterns: Mapping[str, str]) -> dict[str, In
     """Return the rows of each group: the user's groups, else the modules nearest to the root.
 
     Without patterns the modules of that depth are taken at which there is more than one, as long as they are
-    at most :data:`MOST_GROUPS`; a pattern that means nothing is left out, since the session says so.
+    at most :data:`MOST_GROUPS`; a pattern that matches nothing is left out; the fingerprint monitor reports
+    it.
     """
     rows: dict[str, Integers] = {}
     place = {name: row for row, name in enumerate(names)}
@@ -66,7 +67,7 @@ def groups_of(names: Sequence[str], patterns: Mapping[str, str]) -> dict[str, In
 
 
 def is_split(records: Sequence[ParameterRecord]) -> bool:
-    """Tell whether a rank holds only a part of some parameter, so that its norms are not the whole's."""
+    """Return whether a rank holds only a part of some parameter, so that its norms are not the whole's."""
     return any(r.placement.layout in {Layout.SHARD, Layout.PARTIAL} for r in records)
 
 

@@ -35,7 +35,7 @@ class _Run:
         self._client, self._id, self._own, self._metric = client, identifier, own, Metric
 
     def send(self, points: Sequence[Point]) -> None:
-        """Log every number as a metric; histograms have no place in MLflow."""
+        """Log every number as a metric; MLflow has no histograms."""
         metrics = [
             self._metric(PREFIX + name, value, int(point.time * 1000), point.step)
             for point in points
@@ -46,7 +46,7 @@ class _Run:
             self._client.log_batch(self._id, metrics=metrics[start : start + BATCH])
 
     def findings(self, findings: Sequence[Finding], step: int) -> None:
-        """Tag the run with each rule and what it says."""
+        """Tag the run with each rule and its findings."""
         del step
         told: dict[str, str] = {}
         for finding in findings:
@@ -56,7 +56,7 @@ class _Run:
             self._client.set_tag(self._id, f"{PREFIX}findings/{rule}", lines[:_TAG])
 
     def close(self, *, failed: bool) -> None:
-        """End the run if it is ours."""
+        """End the run if backlight started it."""
         if self._own:
             self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
@@ -71,7 +71,7 @@ def _open_run() -> Any:
 def open_mlflow(target: str, run: Tracked, active: Any) -> _Run:
     """Send to the user's run, else to a new one.
 
-    ``target`` is a tracking URI, or a folder in which a SQLite store is kept; without it MLflow's own
+    ``target`` is a tracking URI, or a directory for a SQLite store; without it MLflow's own
     setting holds.
     """
     from mlflow import MlflowClient  # noqa: PLC0415 - slow, and not everybody's
@@ -79,7 +79,7 @@ def open_mlflow(target: str, run: Tracked, active: Any) -> _Run:
     if active is not None:
         return _Run(MlflowClient(), str(active), own=False)
     if not run.live:
-        # Somebody waits at a terminal: MLflow's own seven attempts at an absent server take minutes.
+        # The user waits at a terminal: MLflow's own seven attempts at an absent server take minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", ATTEMPTS)
     client = MlflowClient(tracking_uri=_uri(target) if target else None)
     known = client.get_experiment_by_name(EXPERIMENT)

@@ -36,7 +36,7 @@ DELIVERY_PERIOD_S = 1.0
 """Seconds between two deliveries."""
 
 END_TIMEOUT_S = 30.0
-"""Seconds that the end of a training waits for its trackers, all of them together."""
+"""Seconds that the end of a run waits for its trackers, all of them together."""
 
 REST_FACTOR = 100.0
 """Times what an evaluation took that pass before the next: a hundredth of the time goes into it."""
@@ -74,7 +74,7 @@ class Feed:
         self._points.append(point)
 
     def findings(self, findings: Sequence[Finding], step: int) -> None:
-        """Keep what the rules say until it is sent."""
+        """Keep findings until they are sent."""
         self._findings = findings, step
 
     def ask_to_stop(self, *, failed: bool) -> None:
@@ -83,7 +83,7 @@ class Feed:
         self._wake.set()
 
     def wait(self, seconds: float) -> None:
-        """Wait for the thread, and say what a tracker that does not come to an end may lack."""
+        """Wait for the thread, and report what a tracker that does not end in time may lack."""
         if self._thread.ident is None:
             return
         self._thread.join(seconds)
@@ -122,13 +122,13 @@ class Feed:
             sink.findings(*found)
 
     def _left_out(self, error: BaseException) -> None:
-        """Say once that this tracker gets nothing more."""
-        said = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {said[0] if said else 'no message'}"
+        """Report once that this tracker gets nothing more."""
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
         if isinstance(error, ModuleNotFoundError) and self._tracker.open.__module__.startswith("backlight."):
             reason += f"; pip install 'backlight[{self.name}]'"
         self._points = deque(maxlen=0)
-        self.take = lambda point: None  # type: ignore[method-assign]  # nobody takes points from here on
+        self.take = lambda point: None  # type: ignore[method-assign]  # points are dropped from here on
         self._notifier.warn(f"tracker {self.name}", f"the tracker {self.name!r} is left out: {reason}")
         with contextlib.suppress(Exception):
             self._notifier.unmeasured(f"tracker {self.name}", reason)
@@ -253,7 +253,7 @@ class TrackerMonitor(Monitor):
     def _release(self, before: int | None) -> None:
         for step in sorted(self._held):
             if before is None or step < before:
-                # "step" is where the point stands, not a number to draw.
+                # "step" is the position of the point, not a number to draw.
                 point = self._held.pop(step)
                 values = {name: value for name, value in point.values.items() if name != "user/step"}
                 for feed in self._feeds:

@@ -76,7 +76,7 @@ class _Gauges:
 
 
 class _Endpoint:
-    """Answers on a port until the training is over."""
+    """Answers on a port until the run is over."""
 
     def __init__(self, gauges: _Gauges, host: str, port: int) -> None:
         from prometheus_client import start_http_server  # noqa: PLC0415 - not everybody's

@@ -1,4 +1,4 @@
-"""A stored run to a tracker: the points that a live training would have sent, joined over ranks. No torch."""
+"""Send a stored run to a tracker: the points that a live run would have sent, joined over ranks. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def send(run: Run, given: str) -> Sent:
     Raises
     ------
     TrackerError
-        If the tracker cannot be used; its own error stands in the message.
+        If the tracker cannot be used; the message holds its own error.
     ModuleNotFoundError
         If the tracker's own package is not installed.
     ValueError
@@ -53,8 +53,8 @@ def send(run: Run, given: str) -> Sent:
     except (TrackerError, ModuleNotFoundError):
         raise
     except Exception as error:
-        said = str(error).strip().splitlines() or ["no message"]
-        raise TrackerError(f"the tracker {given!r} failed: {type(error).__name__}: {said[0]}") from error
+        lines = str(error).strip().splitlines() or ["no message"]
+        raise TrackerError(f"the tracker {given!r} failed: {type(error).__name__}: {lines[0]}") from error
     return Sent(tracker.name, target, len(points), len(findings))
 
 

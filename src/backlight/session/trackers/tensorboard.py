@@ -59,13 +59,12 @@ class _TensorBoard:
 
 @tracker("tensorboard")
 def open_tensorboard(target: str, run: Tracked, active: Any) -> _TensorBoard:
-    """Write below the folder ``target``; without one to ``export/tensorboard`` of the run.
+    """Write below the directory ``target``; without one to ``export/tensorboard`` of the run.
 
-    TensorBoard takes a folder for one run, so each has its own there, of its name: in one folder the next
-    training would hide the last.
+    TensorBoard takes a directory for one run, so each run has its own, of its name.
     """
     del active
     if not target:
         return _TensorBoard(run.path / "export" / "tensorboard")
-    # A stored run says its name itself, and may come from a stranger: it must not lead elsewhere.
+    # The name of a stored run is untrusted input: it must not lead out of the directory.
     return _TensorBoard(Path(target) / safe_name(run.name, safe_name(run.path.name)))

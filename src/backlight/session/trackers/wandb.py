@@ -1,8 +1,8 @@
 """Weights & Biases: the run that the user has open, else one of its own; online or offline as W&B is set.
 
 W&B counts the steps of a run itself, and drops what comes with a lower number. In a run of the user's
-nothing of ours may therefore count: the newest numbers ride along with the next row that the user logs, and
-``backlight/step`` is their axis.
+nothing from backlight may therefore advance it: the newest numbers ride along with the next row that the user
+logs, and ``backlight/step`` is their axis.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backlight.records import Finding
 from backlight.session.trackers.base import PREFIX, Point, Tracked, TrackerError, tracker
 
 PATIENCE = 20.0
-"""Seconds for which a run of ours waits for a server, at its begin and for its last rows.
+"""Seconds for which a run of backlight waits for a server, at its start and for its last rows.
 
 W&B's own are 90, and without end. ``WANDB_INIT_TIMEOUT`` and ``WANDB_FINISH_TIMEOUT`` set others."""
 
@@ -58,7 +58,7 @@ class _Run:
             self._run.tags = tuple(dict.fromkeys((*(self._run.tags or ()), *rules)))
 
     def close(self, *, failed: bool) -> None:
-        """Finish the run if it is ours."""
+        """Finish the run if backlight started it."""
         if self._own:
             self._run.finish(exit_code=int(failed))
 
@@ -86,9 +86,9 @@ def _has_credentials(wandb: Any) -> bool:
 
 
 def _patience(wandb: Any, run: Tracked) -> dict[str, Any]:
-    """Return how long W&B may wait, where the user did not say: a dead server must not hold the process."""
+    """Return how long W&B may wait, where the user set no limit: a dead server must not hold the process."""
     wanted = {"init_timeout": PATIENCE}
-    if run.live:  # whoever sends a stored run waits for it
+    if run.live:  # sending a stored run may wait
         wanted["finish_timeout"] = PATIENCE
     known = getattr(wandb.Settings, "model_fields", {})
     return {
@@ -112,12 +112,12 @@ def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
     if active is not None:
         return _Run(wandb, active, own=False)
     mode = os.environ.get("WANDB_MODE", "online")
-    # W&B would ask at the terminal for a key, in the middle of a training.
+    # W&B would ask at the terminal for a key, in the middle of a training run.
     if mode in {"online", "shared"} and not _has_credentials(wandb):
         raise TrackerError("no credentials of W&B: run wandb login, or set WANDB_MODE=offline")
     entity, _, project = target.rpartition("/")
     folder = os.environ.get("WANDB_DIR", str(run.path / "export"))
-    with contextlib.suppress(OSError):  # it says so itself, and takes another
+    with contextlib.suppress(OSError):  # W&B reports it and takes another directory
         Path(folder).mkdir(parents=True, exist_ok=True)
     # A run that is not the global one: what the script itself opens later is its own.
     opened = wandb.init(

@@ -99,7 +99,7 @@ class Collected:
 
 
 class Pending:
-    """A collection under way; the same type for tensors, groups and nothing at all."""
+    """A collection in progress; the same type for tensors, groups and nothing at all."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Pending:
         self._result: Collected | None = None
 
     def ready(self) -> bool:
-        """Tell, without waiting, whether :meth:`result` would return at once."""
+        """Return, without waiting, whether :meth:`result` would return at once."""
         return self._result is not None or self._measuring.ready()
 
     def result(self) -> Collected:
@@ -195,7 +195,7 @@ def collect(
         A module, or tensors with a ``.grad``, plain or with names; a tensor that comes twice counts
         once. Empty input is allowed and gives ``measured=False``.
     clip_norm:
-        The clip norm in use, for the judgement that gradients explode; without it, and without a
+        The clip norm in use, to decide whether gradients explode; without it, and without a
         history, nothing is called exploding.
     thresholds:
         Overridden thresholds of the health monitor by name.

@@ -117,7 +117,7 @@ class LayerSelection:
                 for layer in target.layers:
                     left_out[layer.parameter] = (
                         f"{expected} replicates of {target.size} bytes do not fit into spectra.memory="
-                        f"{self._options.memory} beside larger layers"
+                        f"{self._options.memory} next to larger layers"
                     )
         self.mine &= kept
         self.states_size = singles * sum(t.size for t in self.captured if t.name in self.mine)

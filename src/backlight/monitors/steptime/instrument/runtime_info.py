@@ -69,7 +69,7 @@ def runtime_info(optimizers: Sequence[dict[str, Any]], waiting: CoreWait | None 
 
 
 def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return type, number of tensors, and whether the fused or foreach way is in use, of each group.
+    """Return type, number of tensors, and whether fused or foreach is in use, of each parameter group.
 
     Without a choice torch takes foreach where every tensor is a plain one on an accelerator.
     """
@@ -108,7 +108,7 @@ def memory() -> dict[str, Any]:
 
 
 def compilation() -> dict[str, Any] | None:
-    """Return what torch.compile counted; None where it was not used, or does not say."""
+    """Return what torch.compile counted; None where it was not used or the counters are missing."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     counters = getattr(utils, "counters", None)
     if counters is None or not counters.get("frames"):
@@ -131,7 +131,7 @@ def _workers() -> int | None:
     """Return the workers of the loaders that live; None where there is none of torch's."""
     from torch.utils.data import DataLoader  # noqa: PLC0415 - loaded in time by those who have one
 
-    # type() first: isinstance() on a stranger may run its __class__ property.
+    # type() first: isinstance() on a third-party object may run its __class__ property.
     loaders = [one for one in gc.get_objects() if issubclass(type(one), DataLoader)]
     return max((int(loader.num_workers) for loader in loaders), default=None)
 
