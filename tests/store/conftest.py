@@ -83,7 +83,7 @@ def record() -> Callable[..., tuple[ParameterRecord, ...]]:
 
 @pytest.fixture
 def start_victim(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a process that runs a body of code with a writer at hand, and return it once it says ready."""
+    """Start a process that runs a body of code with a writer at hand, and return it once it prints ready."""
     started: list[subprocess.Popen[str]] = []
 
     def start(path: Path, body: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""Kill a writer at random moments: the same judge as in ``bench/kills.py``, with fewer kills."""
+"""Kill a writer at random moments: the same checks as in ``bench/kills.py``, with fewer kills."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ run()
 """
 
 
-def test_what_the_profiler_writes_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_the_installed_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, program = tmp_path / "own.json", tmp_path / "program.py"
     program.write_text(PROGRAM)
     # In a process of its own: Python stacks of the profiler can crash under a test runner's deep ones.

@@ -184,7 +184,7 @@ def test_nanoseconds(text: bytes, expected: int) -> None:
     assert nanoseconds([text, b"1.001"], -1).tolist() == [expected if expected < 2**63 else -1, 1001]
 
 
-def test_what_json_does_not_know_is_repaired_and_said(tmp_path: Path) -> None:
+def test_inf_and_nan_are_repaired_with_a_note(tmp_path: Path) -> None:
     path = tmp_path / "made.json"
     event = '{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "args": {"blocks per SM": inf, "bytes": nan}}'
     path.write_text(f'{{"traceEvents": [{event}, {event},\n]}}')

@@ -23,7 +23,7 @@ def inner(path: Path, spans: dict[str, tuple[float, float]]) -> dict[str, float]
     }
 
 
-def test_what_two_crossing_ranges_share_is_the_later_ones(tmp_path: Path) -> None:
+def test_the_overlap_of_crossing_ranges_belongs_to_the_later_one(tmp_path: Path) -> None:
     spans = {"step": (0.0, 100.0), "optimizer": (80.0, 110.0), "inside": (85.0, 90.0)}
     assert inner(tmp_path / "t.json", spans) == {"step": 80.0, "optimizer": 25.0, "inside": 5.0}
 

@@ -27,7 +27,7 @@ def test_files_and_texts_stand_below_one_folder(ending: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ending", [".tar.gz", ".zip"])
-def test_an_error_half_way_leaves_what_was_there(ending: str, tmp_path: Path) -> None:
+def test_an_error_half_way_leaves_the_existing_file(ending: str, tmp_path: Path) -> None:
     def members() -> Iterator[Member]:
         yield "a", b"1"
         raise OSError("gone")

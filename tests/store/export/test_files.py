@@ -101,7 +101,7 @@ def test_parquet_has_types_and_nulls(run: Run, tmp_path: Path) -> None:
     assert (loss[0], math.isnan(loss[1]), loss[2]) == (0.0, True, 1.0)
 
 
-def test_csv_and_parquet_say_the_same(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_csv_and_parquet_are_equal(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "CHUNK_ROWS", 4)
     text = rows_of(export(run, tmp_path / "out.csv")[0])
     typed = pq.read_table(export(run, tmp_path / "out.parquet")[0]).to_pylist()
@@ -127,7 +127,7 @@ def test_hdf5(run: Run, tmp_path: Path) -> None:
         assert "histogram" not in file
 
 
-def test_an_export_that_is_there_is_not_overwritten_unasked(run: Run, tmp_path: Path) -> None:
+def test_an_existing_export_is_not_overwritten_by_default(run: Run, tmp_path: Path) -> None:
     (tmp_path / "out.scalars.csv").write_text("mine")
     with pytest.raises(ExportError, match=r"out\.scalars\.csv: exists already; choose another name"):
         export(run, tmp_path / "out.csv")

@@ -55,7 +55,7 @@ def test_a_run_of_spectra_exports_its_directions(run: Run, tmp_path: Path) -> No
     assert {row["stable_rank_weight"] for row in mine} == {"8.5"}
 
 
-def test_what_was_not_measured_is_empty(tmp_path: Path) -> None:
+def test_unmeasured_values_are_empty(tmp_path: Path) -> None:
     plan = Injected(steps=(0,), shapes={HEAD: (20, 36)}, batch=math.nan)
     (row, *_) = rows_of(export(write_spectra_run(tmp_path / "run", plan), tmp_path / "out.csv")[0])
     for name in ("noise_scale", "batch", "stable_rank_momentum", "stable_rank_update"):
@@ -70,7 +70,7 @@ def test_a_layer_without_directions_has_one_row(tmp_path: Path) -> None:
     assert rows[0]["identifiable"] == "0"
 
 
-def test_directions_are_capped_and_parquet_says_the_same(run: Run, tmp_path: Path) -> None:
+def test_directions_are_capped_and_parquet_equals_csv(run: Run, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     from_csv = rows_of(export(run, tmp_path / "out.csv", max_directions=3)[0])
@@ -83,7 +83,7 @@ def test_directions_are_capped_and_parquet_says_the_same(run: Run, tmp_path: Pat
         assert (one["parameter"], one["replicates"]) == (other["parameter"], int(other["replicates"]))
 
 
-def test_a_run_that_holds_both_is_asked(tmp_path: Path) -> None:
+def test_rows_are_chosen_for_a_run_with_gradients_and_spectra(tmp_path: Path) -> None:
     from backlight.records import ParameterRecord
 
     writer = RunWriter.create(tmp_path / "run", monitors=("health", "spectra"), step_offset=0)
@@ -98,7 +98,7 @@ def test_a_run_that_holds_both_is_asked(tmp_path: Path) -> None:
         export(both, tmp_path / "more.csv", max_directions=2)
 
 
-def test_what_cannot_be_had_is_refused(run: Run, tmp_path: Path) -> None:
+def test_impossible_rows_are_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="at least 1, got 0"):
         export(run, tmp_path / "out.csv", max_directions=0)
     with pytest.raises(ExportError, match=r"\.h5 holds every series and array"):

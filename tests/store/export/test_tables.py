@@ -70,16 +70,16 @@ def rows(run: Run, name: str) -> Iterator[dict[str, Any]]:
 
 
 def test_a_series(run: Run) -> None:
-    told = list(rows(run, "gradient"))
-    assert [(r["step"], r["measured"]) for r in told] == [
+    found = list(rows(run, "gradient"))
+    assert [(r["step"], r["measured"]) for r in found] == [
         (0, True), (0, False), (1, True), (1, True), (2, True), (2, False)
     ]  # fmt: skip
-    assert [r["norm"] for r in told[::2]] == [1.0, 2.0, 3.0]
-    assert told[1]["norm"] is None
-    assert told[1]["nan"] is None
-    assert math.isnan(told[3]["norm"])
-    assert told[3]["nan"] == 3
-    assert told[0]["rms"] == 0.5
+    assert [r["norm"] for r in found[::2]] == [1.0, 2.0, 3.0]
+    assert found[1]["norm"] is None
+    assert found[1]["nan"] is None
+    assert math.isnan(found[3]["norm"])
+    assert found[3]["nan"] == 3
+    assert found[0]["rms"] == 0.5
 
 
 def test_only_the_columns_that_are_wanted_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +122,8 @@ def test_units_stand_in_the_schema(run: Run) -> None:
 
 
 def test_two_attempts_stand_apart(tmp_path: Path) -> None:
-    told = [r for r in rows(write(tmp_path / "run", 2), "gradient") if r["parameter"] == "first"]
-    assert [(r["attempt"], r["norm"]) for r in told] == [
+    found = [r for r in rows(write(tmp_path / "run", 2), "gradient") if r["parameter"] == "first"]
+    assert [(r["attempt"], r["norm"]) for r in found] == [
         (0, 1.0), (0, 2.0), (0, 3.0), (1, 11.0), (1, 12.0), (1, 13.0)
     ]  # fmt: skip
 
@@ -134,9 +134,9 @@ def test_every_table_as_a_file(run: Run, tmp_path: Path, ending: str) -> None:
     assert {path.name for path in made} == {f"all.{name}.{ending}" for name in tables_of(run)}
     if ending == "csv":
         with (tmp_path / "all.gradient.csv").open(newline="") as file:
-            told = list(csv.DictReader(file))
-        assert [r["norm"] for r in told] == ["1.0", "", "2.0", "nan", "3.0", ""]
-        assert [r["measured"] for r in told] == ["1", "0", "1", "1", "1", "0"]
+            found = list(csv.DictReader(file))
+        assert [r["norm"] for r in found] == ["1.0", "", "2.0", "nan", "3.0", ""]
+        assert [r["measured"] for r in found] == ["1", "0", "1", "1", "1", "0"]
     else:
         import pyarrow.parquet as pq
 
@@ -149,7 +149,7 @@ def test_every_table_as_a_file(run: Run, tmp_path: Path, ending: str) -> None:
     assert one.name == f"one.{ending}"
 
 
-def test_what_cannot_be_exported_is_refused(run: Run, tmp_path: Path) -> None:
+def test_unknown_tables_and_endings_are_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="holds no table 'histogram'; it has gradient, steps"):
         export_tables(run, tmp_path / "x.csv", "histogram")
     with pytest.raises(ExportError, match=r"the ending '\.h5' is not known; tables are \.csv or \.parquet"):
@@ -188,7 +188,7 @@ def test_pandas_keeps_null_and_nan_apart(run: Run) -> None:
     assert str(steps["step"].dtype) == "int64[pyarrow]"
 
 
-def test_names_that_are_not_there(run: Run) -> None:
+def test_unknown_table_and_column_names_are_refused(run: Run) -> None:
     with pytest.raises(KeyError, match="has no table 'gradients'; it has gradient, steps"):
         to_pandas(run, "gradients")
     with pytest.raises(KeyError, match="table 'gradient' has no column 'norms'; it has step, attempt"):

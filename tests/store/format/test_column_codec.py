@@ -45,7 +45,7 @@ def test_blobs_of_different_layouts_are_read_in_order() -> None:
     assert np.array_equal(column_codec.decode_floats(stored, 3, 1, 0), expected)
 
 
-def test_what_says_little_takes_little() -> None:
+def test_constant_columns_take_few_bytes() -> None:
     P = 1000
     numel = np.arange(P, dtype=np.int64) + 10**9
     ints = np.zeros((1, P, 3), dtype=np.int64)

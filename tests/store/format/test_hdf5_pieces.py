@@ -27,7 +27,7 @@ def gradients(steps: int, size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("filters", [Filters(), Filters("gzip", 9), Filters("lzf"), Filters("none")])
-def test_what_was_written_is_read_exactly(filters: Filters, tmp_path: Path) -> None:
+def test_arrays_are_read_exactly(filters: Filters, tmp_path: Path) -> None:
     values = gradients(40, 3000)
     writer = RunWriter.create(tmp_path / "run", filters=filters)
     for step, row in enumerate(values):
@@ -72,7 +72,7 @@ def test_chunks_run_along_time_and_leave_no_padding() -> None:
         (("gzip", 11), "expected 0 to 9"),
     ],
 )
-def test_what_no_build_knows_is_refused(arguments: tuple[str, int], message: str) -> None:
+def test_unknown_filters_are_refused(arguments: tuple[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Filters(*arguments)
 

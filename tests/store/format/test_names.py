@@ -40,7 +40,7 @@ def test_safe_names(text: str, name: str) -> None:
 
 
 @given(ANY_TEXT)
-def test_what_is_stored_is_utf8_and_stays_as_it_is(text: str) -> None:
+def test_storable_text_is_valid_utf8_and_unchanged(text: str) -> None:
     stored = storable(text)
     assert stored.encode("utf-8").decode("utf-8") == stored
     assert storable(stored) == stored

@@ -34,7 +34,7 @@ ready()
 
 
 def content(run: Run) -> dict[str, object]:
-    """Return everything that a run says, except how its attempts stand."""
+    """Return everything that a run holds, except the status of its attempts."""
     return {
         "norm": run.frame("gradient", "norm").values.tolist(),
         "steps": run.series_steps("gradient").tolist(),
@@ -45,7 +45,7 @@ def content(run: Run) -> dict[str, object]:
     }
 
 
-def test_after_a_kill_the_run_is_closed_and_says_the_same(
+def test_compaction_after_a_kill_closes_the_run_and_keeps_its_data(
     tmp_path: Path, killed: Callable[..., Path]
 ) -> None:
     path = killed(tmp_path / "run", BODY)
@@ -113,7 +113,7 @@ def compact_up_to(path: Path, point: int, monkeypatch: pytest.MonkeyPatch) -> bo
     return True
 
 
-def test_an_interrupted_compaction_leaves_a_run_that_says_the_same(
+def test_an_interrupted_compaction_keeps_all_data(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for point in itertools.count():
@@ -142,9 +142,7 @@ def test_a_run_that_is_being_written_is_refused(
     assert {k: v for k, v in digest(path).items() if not k.endswith("-shm")} == before
 
 
-def test_a_writer_that_cannot_be_seen_from_here_is_respected(
-    tmp_path: Path, killed: Callable[..., Path]
-) -> None:
+def test_a_writer_on_another_host_prevents_compaction(tmp_path: Path, killed: Callable[..., Path]) -> None:
     path = killed(tmp_path / "run", BODY)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["attempts"][0]["progress"]["process"]["host"] = "elsewhere"
@@ -204,7 +202,7 @@ def content_of_damaged(path: Path) -> tuple[int, bool]:
     return len(run.frame("gradient", "norm").steps), bool(run.losses)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFormatError, match="is not a backlight run"):
         compact(tmp_path)
 

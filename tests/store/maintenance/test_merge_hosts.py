@@ -113,7 +113,7 @@ def test_a_later_launch_is_joined_to_its_own_attempt(
     assert not [loss for loss in open_run(run).losses if "attempt 1" in loss]
 
 
-def test_what_does_not_belong_together_is_not_joined(
+def test_parts_of_other_launches_are_refused(
     tmp_path: Path, host: Callable[[str], None], record: Record, digest: Digest
 ) -> None:
     run, part = two_hosts(tmp_path, host, record)
@@ -142,7 +142,7 @@ def test_a_new_start_of_a_job_takes_over_from_a_host_that_cannot_be_asked(
     tmp_path: Path, killed: Callable[..., Path], host: Callable[[str], None]
 ) -> None:
     path = killed(tmp_path / "run", "RunWriter.create(path, run_id='slurm-7+0'); ready()")
-    host("elsewhere")  # seen from there, nobody knows whether its process lives
+    host("elsewhere")  # whether its process lives is not observable from there
     assert open_run(path).status is RunStatus.RUNNING
     with pytest.raises(RunExistsError, match="is still being written"):
         RunWriter.create(path, run_id="slurm-8+0")
@@ -157,8 +157,8 @@ def test_a_living_start_of_the_same_job_is_not_taken_over(tmp_path: Path) -> Non
     writer.close()
 
 
-def test_ranks_that_were_told_something_else_are_named(tmp_path: Path, record: Record) -> None:
-    told = [
+def test_ranks_with_other_options_are_reported(tmp_path: Path, record: Record) -> None:
+    options_by_rank = [
         {"monitors": ["health"], "every": 1},
         {"monitors": ["health"], "every": 2},
         {"monitors": ["health", "stalls"], "every": 1},
@@ -166,7 +166,7 @@ def test_ranks_that_were_told_something_else_are_named(tmp_path: Path, record: R
     ]
     writers = [
         RunWriter.create(tmp_path / "run", rank=r, world_size=4, run_id="x", options=options)
-        for r, options in enumerate(told)
+        for r, options in enumerate(options_by_rank)
     ]
     for writer in writers:
         record(writer, 2)

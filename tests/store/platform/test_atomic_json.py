@@ -28,7 +28,7 @@ def test_a_failed_write_leaves_the_old_content_and_nothing_else(
     assert [p.name for p in tmp_path.iterdir()] == ["manifest.json"]
 
 
-def test_json_takes_what_a_training_has_at_hand() -> None:
+def test_json_accepts_numpy_and_sets() -> None:
     text = atomic_json.dump(
         {
             "scalar": np.float32(0.5),

@@ -53,9 +53,7 @@ def test_local_types(kind: str) -> None:
     assert not filesystem.is_network_type(kind)
 
 
-def test_a_system_that_does_not_tell_is_taken_for_local(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unknown_file_system_counts_as_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "missing")
     assert filesystem.file_system_type(tmp_path) == ""
     assert not filesystem.on_network(tmp_path)

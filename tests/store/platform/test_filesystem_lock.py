@@ -20,7 +20,7 @@ from backlight.store.write.writer import RunWriter
 
 @pytest.fixture(autouse=True)
 def _network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every folder is network storage, where locks of the kernel hold nobody."""
+    """Every folder is network storage, where the kernel's locks have no effect."""
     monkeypatch.setattr(filesystem, "on_network", lambda _: True)
     monkeypatch.setattr(filesystem.fcntl, "flock", lambda *_: None)
 
@@ -29,7 +29,7 @@ def claimed_by(claim: Path, **changes: object) -> None:
     claim.write_text(json.dumps(to_json(ProcessIdentity.of_this_process()) | changes))
 
 
-def test_the_claim_is_held_and_given_back(tmp_path: Path) -> None:
+def test_the_claim_is_held_and_removed(tmp_path: Path) -> None:
     with filesystem.locked(tmp_path):
         assert json.loads((tmp_path / filesystem.CLAIM).read_text())["pid"] == os.getpid()
         with (
@@ -40,7 +40,7 @@ def test_the_claim_is_held_and_given_back(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_claim_of_the_dead_is_taken_over(tmp_path: Path) -> None:
+def test_the_claim_of_an_ended_process_is_replaced(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     claimed_by(tmp_path / filesystem.CLAIM, pid=gone.pid, start="1")
@@ -59,14 +59,14 @@ def test_a_claim_of_another_machine_counts_until_it_is_old(tmp_path: Path) -> No
         pass
 
 
-def test_a_run_begins_beside_a_claim_and_leaves_none(tmp_path: Path) -> None:
+def test_creating_a_run_leaves_no_claim(tmp_path: Path) -> None:
     path = tmp_path / "run"
     RunWriter.create(path).close()
     assert sorted(p.name for p in path.iterdir()) == ["attempt-000", "manifest.json"]
     assert open_run(path).losses == ()
 
 
-def test_of_processes_that_come_at_once_without_locks_one_gets_the_folder(tmp_path: Path) -> None:
+def test_of_simultaneous_processes_without_locks_one_gets_the_folder(tmp_path: Path) -> None:
     code = """
 import sys, fcntl
 from backlight.store.platform import filesystem

@@ -42,7 +42,7 @@ def test_a_reused_number_is_another_process() -> None:
 
 
 @pytest.mark.skipif(not ME.boot, reason="the id of a boot needs /proc")
-def test_another_boot_means_gone() -> None:
+def test_another_boot_means_not_alive() -> None:
     assert dataclasses.replace(ME, boot="another").alive() is False
 
 
@@ -54,12 +54,12 @@ def test_another_namespace_cannot_be_known() -> None:
     assert dataclasses.replace(ME, namespace="pid:[1]").alive() is None
 
 
-def test_nobody_cannot_be_known() -> None:
+def test_an_empty_identity_is_unknown() -> None:
     assert parse(ProcessIdentity, {}).alive() is None
     assert parse(ProcessIdentity, {"pid": "text"}).pid == 0
 
 
-@pytest.mark.skipif(not ME.start, reason="zombies are told by /proc")
+@pytest.mark.skipif(not ME.start, reason="zombies are recognised by /proc")
 def test_a_zombie_does_not_live() -> None:
     read, write = os.pipe()
     child = os.fork()

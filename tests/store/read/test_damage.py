@@ -93,13 +93,13 @@ def use_everything(run: Run) -> None:
         ),
     ],
 )
-def test_a_manifest_that_is_not_ours_is_refused(run_path: Path, content: bytes, match: str) -> None:
+def test_a_foreign_or_damaged_manifest_is_refused(run_path: Path, content: bytes, match: str) -> None:
     (run_path / "manifest.json").write_bytes(content)
     with pytest.raises(RunFormatError, match=match):
         open_run(run_path)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFormatError, match="there is no such folder; expected a run directory"):
         open_run(tmp_path / "missing")
     (tmp_path / "file").write_text("x")
@@ -143,7 +143,7 @@ def check_what_is_given(run: Run, numbers: Callable[..., np.ndarray]) -> int:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
-def test_a_truncated_database_gives_what_is_left_and_says_what_is_not(
+def test_a_truncated_database_returns_the_rest_and_reports_the_loss(
     run_path: Path, share: float, numbers: Callable[..., np.ndarray]
 ) -> None:
     path = database(run_path)

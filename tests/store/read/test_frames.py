@@ -17,7 +17,7 @@ NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8)
 
 
 @given(st.lists(NAMES, max_size=4))
-def test_every_name_is_there_once_and_the_first_table_keeps_its_order(tables: list[list[str]]) -> None:
+def test_names_are_unique_and_the_first_table_keeps_its_order(tables: list[list[str]]) -> None:
     order = model_order(tables)
     assert sorted(order) == sorted({name for table in tables for name in table})
     first = next((table for table in tables if table), [])
@@ -165,7 +165,7 @@ def test_a_replica_counts_from_whichever_rank_measured_it(tmp_path: Path) -> Non
     assert run.frame("gradient", "numel").values.tolist() == [[2]]
 
 
-def test_a_parameter_of_one_rank_only_is_taken_from_there(tmp_path: Path) -> None:
+def test_a_parameter_of_a_single_rank_is_read_from_it(tmp_path: Path) -> None:
     mine, yours = (ParameterRecord(n, (1,), "f", "cpu", 1) for n in "ab")
     run = write_ranks(tmp_path, [[(mine, np.array([1.0]))], [(yours, np.array([2.0]))]])
     assert run.frame("gradient", "norm").names == ("a", "b")

@@ -63,7 +63,7 @@ def test_derived_columns_follow_from_the_stored_ones(tmp_path: Path) -> None:
     assert (run.frame("gradient", "rms").unit, run.frame("update", "ratio").unit) == ("gradient", "1")
 
 
-def test_what_does_not_exist_is_refused_by_name(tmp_path: Path) -> None:
+def test_missing_series_and_columns_are_refused_by_name(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "run").close()
     run = open_run(tmp_path / "run")
     with pytest.raises(KeyError, match="no series is called 'x'; there are gradient, update, histogram"):
@@ -110,7 +110,7 @@ def test_frames_are_shared_and_cannot_be_spoiled(tmp_path: Path, record: Record)
         frame.values[0, 0] = 1.0
 
 
-def test_a_run_is_as_it_was_when_it_was_opened(tmp_path: Path, record: Record) -> None:
+def test_a_run_stays_as_it_was_when_opened(tmp_path: Path, record: Record) -> None:
     writer = RunWriter.create(tmp_path / "run")
     record(writer, 5)
     writer.flush()
@@ -141,7 +141,7 @@ def test_reading_a_killed_run_gives_everything_and_changes_nothing(
     assert digest(path) == before
 
 
-def test_a_copy_without_the_log_says_what_it_lacks(tmp_path: Path, killed: Callable[..., Path]) -> None:
+def test_a_copy_without_the_log_reports_the_missing_rows(tmp_path: Path, killed: Callable[..., Path]) -> None:
     path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
     copy = tmp_path / "copy"
     shutil.copytree(path, copy, ignore=shutil.ignore_patterns("*-wal", "*-shm"))

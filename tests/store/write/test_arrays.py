@@ -111,7 +111,7 @@ def test_float32_does_not_become_float16_nor_underflow(tmp_path: Path) -> None:
         (np.zeros(2), {"encoding": "bf16"}, "stores 16 bits as uint16, got float64"),
     ],
 )
-def test_what_does_not_fit_its_description_is_refused(
+def test_arrays_that_do_not_fit_their_description_are_refused(
     tmp_path: Path, values: np.ndarray, arguments: dict[str, str], match: str
 ) -> None:
     writer = RunWriter.create(tmp_path)
@@ -185,7 +185,7 @@ def test_names_of_pieces() -> None:
         assert parse_piece(name) is None
 
 
-def test_of_pieces_that_overlap_the_widest_count() -> None:
+def test_of_overlapping_pieces_the_widest_count() -> None:
     spans = [("a", (0, 0, 0)), ("b", (0, 0, 3)), ("c", (0, 2, 3)), ("d", (0, 4, 4)), ("e", (1, 0, 0))]
     assert unmerged(spans) == ["b", "d", "e"]
 

@@ -47,7 +47,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "run").read_text() == "precious"
 
 
-def test_what_a_kill_leaves_before_the_manifest_counts_as_empty(tmp_path: Path) -> None:
+def test_leftovers_of_a_kill_before_the_manifest_count_as_empty(tmp_path: Path) -> None:
     (tmp_path / "attempt-000").mkdir()
     (tmp_path / ".manifest.json.123.tmp").write_text("half")
     RunWriter.create(tmp_path).close()
@@ -106,7 +106,7 @@ def test_a_run_that_is_being_written_is_not_entered(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "run").close()
 
 
-def test_a_killed_run_gets_a_new_attempt_after_what_it_recorded(
+def test_a_killed_run_gets_a_new_attempt_after_its_last_step(
     tmp_path: Path, killed: Callable[..., Path], record: Callable[..., object]
 ) -> None:
     body = (
@@ -268,7 +268,7 @@ except RunExistsError as error:
     assert len(open_run(tmp_path / "run").attempts) == 1
 
 
-def test_a_folder_that_somebody_else_is_opening_is_waited_for(tmp_path: Path) -> None:
+def test_a_folder_that_another_process_is_opening_is_waited_for(tmp_path: Path) -> None:
     with (
         attempt.locked(tmp_path),
         pytest.raises(RunExistsError, match="just opening or compacting"),

@@ -40,8 +40,8 @@ def test_recorded_steps_count_and_not_their_numbers() -> None:
 
 def test_a_run_of_any_length_fits(tmp_path: Path, record: Record) -> None:
     limit = 2_000_000
-    said: list[str] = []
-    writer = RunWriter.create(tmp_path / "run", max_disk=limit, flush_interval=0.0, on_limit=said.append)
+    messages: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", max_disk=limit, flush_interval=0.0, on_limit=messages.append)
     for start in range(0, 30_000, 250):
         record(writer, 250, start=start, names=30)
         writer.flush()
@@ -59,9 +59,9 @@ def test_a_run_of_any_length_fits(tmp_path: Path, record: Record) -> None:
     # 0 means that series have stopped, because scalars took the rest.
     assert [s for s in strides if s] == sorted(s for s in strides if s)
     assert strides[0] == 4
-    assert len(said) == 1
-    assert "of 2000000 bytes used" in said[0]
-    assert "every 4th recorded step" in said[0]
+    assert len(messages) == 1
+    assert "of 2000000 bytes used" in messages[0]
+    assert "every 4th recorded step" in messages[0]
     # Scalars, which always go on, are 30,000 times 21 bytes of it.
     assert size < limit * 1.05
 
@@ -76,7 +76,7 @@ def test_an_array_that_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None
     assert any("max_disk reached" in loss and "array big" in loss for loss in run.losses)
 
 
-def test_what_earlier_attempts_took_counts(tmp_path: Path, record: Record) -> None:
+def test_the_size_of_earlier_attempts_counts(tmp_path: Path, record: Record) -> None:
     writer = RunWriter.create(tmp_path / "run")
     record(writer, 2000, names=30)
     writer.close()

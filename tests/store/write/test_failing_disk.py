@@ -1,4 +1,4 @@
-"""A disk that fails while a training runs: nothing is raised, it is said once, and the loss is recorded."""
+"""A disk that fails during training: nothing is raised, one message is shown, and the loss is recorded."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def go_on(writer: RunWriter, record: Record, start: int) -> None:
 
 def test_a_full_disk(mounted: Callable[..., Path], record: Record) -> None:
     place = mounted("size=2m")
-    said: list[str] = []
-    writer = RunWriter.create(place / "run", flush_interval=0.0, on_lost=said.append)
+    messages: list[str] = []
+    writer = RunWriter.create(place / "run", flush_interval=0.0, on_lost=messages.append)
     stored = 0
     for start in range(0, 100_000, 500):
         record(writer, 500, start=start)
@@ -46,17 +46,17 @@ def test_a_full_disk(mounted: Callable[..., Path], record: Record) -> None:
             break
         stored = start + 500
     assert writer.lost is not None
-    assert said == [writer.lost]
+    assert messages == [writer.lost]
     assert "full" in writer.lost or "No space left" in writer.lost
     go_on(writer, record, 100_000)
     writer.close()
-    assert len(said) == 1
+    assert len(messages) == 1
     run = open_run(place / "run")
     assert 0 < stored == len(run.series_steps("gradient"))
     assert np.array_equal(run.scalar("loss").values, 1.0 / np.arange(1, stored + 1))
 
 
-def test_the_loss_is_in_the_manifest_once_there_is_monitor_again(
+def test_the_loss_is_in_the_manifest_once_there_is_space_again(
     mounted: Callable[..., Path], record: Record
 ) -> None:
     place = mounted("size=2m")
@@ -88,9 +88,9 @@ def test_a_read_only_place_is_refused_before_the_training(
 
 @pytest.mark.parametrize("what", ["folder", "moved", "database", "replaced"])
 def test_files_that_vanish(tmp_path: Path, record: Record, what: str) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     path = tmp_path / "run"
-    writer = RunWriter.create(path, on_lost=said.append)
+    writer = RunWriter.create(path, on_lost=messages.append)
     record(writer, 10)
     writer.flush()
     database = path / "attempt-000" / "rank-00000.db"
@@ -104,8 +104,8 @@ def test_files_that_vanish(tmp_path: Path, record: Record, what: str) -> None:
             database.write_bytes(b"something else")
     go_on(writer, record, 10)
     writer.close()
-    assert said == [writer.lost]
-    assert "was deleted or moved away while it was written" in said[0]
+    assert messages == [writer.lost]
+    assert "was deleted or moved away while it was written" in messages[0]
     if what == "moved":
         run = open_run(tmp_path / "elsewhere")
         assert len(run.series_steps("gradient")) == 10
@@ -129,8 +129,8 @@ import numpy as np
 from backlight.records import ParameterRecord
 from backlight.store.write.writer import RunWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-said = []
-writer = RunWriter.create(sys.argv[1], on_lost=said.append)
+messages = []
+writer = RunWriter.create(sys.argv[1], on_lost=messages.append)
 table = writer.parameter_table((ParameterRecord("w", (1,), "float32", "cpu", 1),))
 resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
 for step in range(20_000):
@@ -138,8 +138,8 @@ for step in range(20_000):
     if step % 100 == 0:
         writer.flush()
 writer.close()
-assert len(said) == 1 and said[0] == writer.lost, said
-print(said[0])
+assert len(messages) == 1 and messages[0] == writer.lost, messages
+print(messages[0])
 """
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run")], capture_output=True, text=True, check=True
@@ -164,8 +164,8 @@ def test_whatever_the_disk_answers_is_a_loss_and_no_exception(
     def fail(*_: object) -> None:
         raise error
 
-    said: list[str] = []
-    writer = RunWriter.create(tmp_path / "run", on_lost=said.append)
+    messages: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", on_lost=messages.append)
     record(writer, 3)
     writer.flush()
     with monkeypatch.context() as patch:
@@ -174,8 +174,8 @@ def test_whatever_the_disk_answers_is_a_loss_and_no_exception(
         writer.flush()
     go_on(writer, record, 6)
     writer.close(RunStatus.FAILED)
-    assert len(said) == 1
-    assert str(error) in said[0]
+    assert len(messages) == 1
+    assert str(error) in messages[0]
     run = open_run(tmp_path / "run")
     assert run.series_steps("gradient").tolist() == [0, 1, 2]
     assert run.status is RunStatus.FAILED
@@ -194,8 +194,8 @@ def test_a_callback_that_fails_does_no_harm(tmp_path: Path) -> None:
 
 
 def test_arrays_and_evidence_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    writer = RunWriter.create(tmp_path / "run", on_lost=said.append)
+    messages: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", on_lost=messages.append)
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
@@ -203,8 +203,8 @@ def test_arrays_and_evidence_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         assert writer.evidence("dump.txt", b"x") == ""
-    assert len(said) == 1
-    assert "No space left" in said[0]
+    assert len(messages) == 1
+    assert "No space left" in messages[0]
     writer.close()
 
 

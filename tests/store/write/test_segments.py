@@ -128,7 +128,7 @@ def test_compaction_makes_one_file_of_the_segments(
     assert not kept.exists()
 
 
-def test_after_a_kill_the_local_rest_is_stated_and_brought_in(
+def test_after_a_kill_local_rows_are_stated_and_recovered(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = tmp_path / "local"
@@ -147,7 +147,7 @@ def test_after_a_kill_the_local_rest_is_stated_and_brought_in(
     assert [loss for loss in run.losses if "was killed" not in loss] == []
 
 
-def test_a_rest_that_is_gone_or_foreign_stays_stated(
+def test_a_missing_or_foreign_local_database_stays_stated(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, record: Record
 ) -> None:
     local = tmp_path / "local"
@@ -172,14 +172,14 @@ def test_a_rest_that_is_gone_or_foreign_stays_stated(
 
 
 def test_a_folder_that_vanishes_is_noticed(network: Path, tmp_path: Path, record: Record) -> None:
-    said: list[str] = []
-    writer = RunWriter.create(tmp_path / "run", on_lost=said.append)
+    messages: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", on_lost=messages.append)
     record(writer, 3)
     shutil.rmtree(tmp_path / "run")
     writer.flush()
     writer.flush()
     writer.close()
-    assert len(said) == 1
+    assert len(messages) == 1
     assert network.is_dir()
 
 

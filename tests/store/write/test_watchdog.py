@@ -60,7 +60,7 @@ def test_a_second_watchdog_of_one_machine_has_its_own_file(run: Path) -> None:
     assert len(open_run(run).stored_findings()) == 2
 
 
-def test_a_folder_that_is_gone_is_a_loss_and_no_error(tmp_path: Path) -> None:
+def test_a_deleted_folder_is_a_loss_and_no_error(tmp_path: Path) -> None:
     writer = WatchdogWriter(tmp_path, tmp_path / "gone")
     writer.finding(FINDING)
     assert writer.lost is not None

@@ -212,7 +212,7 @@ def test_the_caller_may_reuse_its_arrays(tmp_path: Path) -> None:
     assert open_run(tmp_path / "run").frame("gradient", "norm").values.tolist() == [[1.0]]
 
 
-def test_parts_of_a_step_stand_beside_each_other(tmp_path: Path) -> None:
+def test_parts_of_a_step_are_separate(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     table = writer.parameter_table(TABLE)
     for part in range(3):
@@ -315,7 +315,7 @@ def test_threads_may_write_while_another_flushes(tmp_path: Path) -> None:
     assert len(run.events()) == 1200
 
 
-def test_what_a_stuck_disk_cannot_take_is_counted_and_said(
+def test_rows_beyond_the_buffer_are_counted_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Callable[..., object]
 ) -> None:
     monkeypatch.setattr("backlight.store.write.writer.MAX_BUFFERED_BYTES", 4000)

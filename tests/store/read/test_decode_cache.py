@@ -1,4 +1,4 @@
-"""A run that is read again while it grows: equal to one that is read as a whole, decoding new rows alone."""
+"""Incremental readings of a growing run equal whole readings and decode only new rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def same(one: Run, other: Run) -> None:
         np.testing.assert_array_equal(mine_S.values, theirs_S.values)
 
 
-def test_it_says_what_a_whole_reading_says_at_every_length(tmp_path: Path) -> None:
+def test_an_incremental_reading_equals_a_whole_reading_at_every_length(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     follow = open_growing()
     for amount, broken in ((7, None), (1, 3), (40, None), (0, None), (90, 2)):
@@ -70,7 +70,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     whole = frames.rank_block
 
     def counting(*arguments: object) -> frames.Block:
-        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        block = whole(*arguments)  # type: ignore[arg-type]  # passed through
         decoded.append(len(block.steps))
         return block
 
@@ -90,7 +90,7 @@ def test_only_new_rows_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
     run.close()
 
 
-def test_what_was_given_out_stays_what_it_was(tmp_path: Path) -> None:
+def test_returned_arrays_do_not_change(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     follow = open_growing()
     run.steps(20)
@@ -105,9 +105,7 @@ def test_what_was_given_out_stays_what_it_was(tmp_path: Path) -> None:
     run.close()
 
 
-def test_an_older_reading_is_served_from_what_is_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_reading_is_served_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Growing(tmp_path / "run")
     follow = open_growing()
     run.steps(20)
@@ -138,7 +136,7 @@ def test_one_step_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     whole = frames.rank_block
 
     def counting(*arguments: object) -> frames.Block:
-        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        block = whole(*arguments)  # type: ignore[arg-type]  # passed through
         decoded.append(len(block.steps))
         return block
 
@@ -160,7 +158,7 @@ def test_one_step_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         follow(run.path).frame_at("gradient", "nothing", 3)
 
 
-def test_a_run_in_the_place_of_another_is_read_anew(tmp_path: Path) -> None:
+def test_a_run_that_replaced_another_is_read_anew(tmp_path: Path) -> None:
     follow = open_growing()
     # A shorter one, and a longer one: 15 steps of it are as many as the other had.
     for amount in (60, 15, 40):
@@ -193,7 +191,7 @@ def several(path: Path, *, sharded: bool = True) -> list[Growing]:
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicas", "shards"])
-def test_ranks_are_joined_as_they_are_for_everybody(tmp_path: Path, sharded: bool) -> None:
+def test_ranks_are_joined_as_in_a_whole_reading(tmp_path: Path, sharded: bool) -> None:
     path = tmp_path / "run"
     ranks = several(path, sharded=sharded)
     follow = open_growing()
@@ -258,7 +256,7 @@ def test_names_of_scalars_are_read_once_of_each_file(tmp_path: Path, monkeypatch
         rank.close()
 
 
-def test_an_older_reading_of_ranks_says_what_it_said(tmp_path: Path) -> None:
+def test_an_older_reading_of_ranks_does_not_change(tmp_path: Path) -> None:
     path = tmp_path / "run"
     ranks = several(path)
     follow = open_growing()
@@ -290,7 +288,7 @@ def test_new_rows_of_ranks_that_do_not_fit_into_memory_are_joined_a_few_steps_af
     decoded: list[int] = []
 
     def counting(*arguments: object) -> frames.Block:
-        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        block = whole(*arguments)  # type: ignore[arg-type]  # passed through
         decoded.append(len(block.steps))
         return block
 
@@ -313,7 +311,7 @@ def test_only_new_rows_of_a_further_attempt_are_decoded(
     whole = frames.rank_block
 
     def counting(*arguments: object) -> frames.Block:
-        block = whole(*arguments)  # type: ignore[arg-type]  # handed on as they came
+        block = whole(*arguments)  # type: ignore[arg-type]  # passed through
         decoded.append(len(block.steps))
         return block
 
@@ -336,7 +334,7 @@ def test_only_new_rows_of_a_further_attempt_are_decoded(
     same(follow(path), open_run(path))
 
 
-def test_news_of_where_a_rank_stood_joins_its_step_again(tmp_path: Path) -> None:
+def test_a_new_position_of_a_rank_joins_its_step_again(tmp_path: Path) -> None:
     path = tmp_path / "run"
     ranks = several(path)
     follow = open_growing()
@@ -353,7 +351,7 @@ def test_news_of_where_a_rank_stood_joins_its_step_again(tmp_path: Path) -> None
         rank.close()
 
 
-def test_ranks_in_the_place_of_others_are_read_anew(tmp_path: Path) -> None:
+def test_ranks_that_replaced_others_are_read_anew(tmp_path: Path) -> None:
     follow = open_growing()
     for amount in (30, 12, 20):
         ranks = several(tmp_path / "run")
@@ -366,7 +364,7 @@ def test_ranks_in_the_place_of_others_are_read_anew(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
 
 
-def test_what_has_no_monitor_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicted_columns_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_cache, "MAX_CACHE_BYTES", 1)
     run = Growing(tmp_path / "run")
     follow = open_growing()
@@ -380,7 +378,7 @@ def test_what_has_no_monitor_is_read_again(tmp_path: Path, monkeypatch: pytest.M
     st.lists(drawn.arrays(np.int64, st.tuples(st.integers(0, 4), st.just(3))), min_size=1, max_size=4)
     | st.lists(drawn.arrays(np.float64, st.tuples(st.integers(0, 4), st.just(3))), min_size=1, max_size=4)
 )
-def test_rows_come_out_as_they_went_in(parts: list[np.ndarray]) -> None:
+def test_growing_arrays_return_their_rows_unchanged(parts: list[np.ndarray]) -> None:
     grown = GrowingArray(parts[0])
     for part in parts[1:]:
         grown.add(part)
