@@ -30,20 +30,11 @@ class ABTestError(ValueError):
 
 @dataclass(frozen=True)
 class ABTest:
-    """Two commands, interleaved.
+    """Two interleaved commands: ``rounds`` pairs of runs.
 
-    Attributes
-    ----------
-    rounds:
-        Pairs of runs.
-    medians:
-        Median seconds of each run by phase, the whole step among them, by command.
-    times:
-        Their difference, the second over the first.
-    differences:
-        What differs between the fingerprints of both runs.
-    notes:
-        What limits the numbers.
+    ``medians`` are seconds of each run by phase, the whole step among them, by command; ``times`` is the
+    difference, the second over the first; ``differences`` are those of the fingerprints; ``notes`` limit the
+    numbers.
     """
 
     commands: tuple[str, str]
@@ -69,27 +60,7 @@ def run_ab_test(
     limit: float,
     on_run: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> ABTest:
-    """Run two commands alternately, and compare their steps.
-
-    Parameters
-    ----------
-    commands:
-        Each starts a training script: ``python train.py --lr 1``, ``python -m package.train`` or
-        ``train.py``.
-    rounds:
-        Pairs, three or more.
-    steps:
-        Steps of each run, after which it is ended.
-    limit:
-        Seconds that one run may take.
-    on_run:
-        Called with the number of runs done and of all.
-
-    Raises
-    ------
-    ABTestError
-        If a command is no Python script, fails, takes too long, or takes too few steps.
-    """
+    """Run two commands alternately in ``rounds`` pairs of ``steps`` each, and compare their steps."""
     if rounds < 3:
         raise ABTestError(f"--rounds {rounds}: an interval takes 3 pairs or more")
     lines = [_watched_command(command) for command in commands]

@@ -68,21 +68,8 @@ def analyse(
 ) -> GrokkingAnalysis:
     """Evaluate ``run`` and compare its measures with those of its control.
 
-    Parameters
-    ----------
-    run:
-        A stored run that logged both accuracies.
-    candidates:
-        Runs among which its control may be; the one whose event ``grokking`` says so is taken.
-    control:
-        The control itself, whatever its event says.
-    chance, test_size:
-        Used in place of what the run states.
-
-    Raises
-    ------
-    DetectionError
-        If the run did not log both accuracies, or they allow no verdict.
+    ``control`` is used whatever its event says; otherwise it is searched among ``candidates``. ``chance`` and
+    ``test_size`` replace what the run states. Without both accuracies it raises :class:`DetectionError`.
     """
     overrides = merge_overrides("grokking", run.overrides.get("grokking"))
     limits = limits_of(run)

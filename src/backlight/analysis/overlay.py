@@ -90,22 +90,7 @@ class Overlaid:
 
 
 def overlay(runs: Sequence[Run], *, align: bool = False, only: Sequence[str] = ()) -> Overlaid:
-    """Overlay the measures of ``runs``.
-
-    Parameters
-    ----------
-    runs:
-        Two or more stored runs.
-    align:
-        Count the steps of each run from its t_generalise; a run without one is left out.
-    only:
-        Measures to show, by name or by the beginning of one; empty for all.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer than two runs, none has a measure that was asked for, or none can be aligned.
-    """
+    """Overlay the measures of two or more runs, by step or, with ``align``, relative to t_generalise."""
     if len(runs) < 2:
         raise ValueError(f"got {len(runs)} run; a comparison needs at least two")
     named = _named(runs)

@@ -39,18 +39,7 @@ def as_fake(value: Object, mode: FakeTensorMode) -> Object:
 
 
 def build_fake(build: Callable[[], nn.Module], mode: FakeTensorMode) -> tuple[nn.Module, str]:
-    """Return a fake model and how it was built.
-
-    Parameters
-    ----------
-    build:
-        Makes the model; called again, with more memory, where a cheaper build fails.
-
-    Raises
-    ------
-    Exception
-        What ``build`` raises on real tensors.
-    """
+    """Return a fake model and how it was built; where ``build`` fails, it is retried with more memory."""
     try:
         with torch.device("meta"):
             model = build()

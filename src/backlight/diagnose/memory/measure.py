@@ -31,22 +31,7 @@ from backlight.records import Phase
 def measure_memory(
     script: str, arguments: list[str], *, module: bool, warmup: int, steps: int, quiet: bool = False
 ) -> MeasuredMemory:
-    """Run a script for as many steps as needed and return the memory of the recorded ones.
-
-    Parameters
-    ----------
-    script, arguments, module:
-        As for :func:`backlight.launch.script.launch`.
-    warmup, steps:
-        Steps to let pass, and steps to record after them.
-    quiet:
-        Send what the script prints to standard error.
-
-    Raises
-    ------
-    ValueError
-        If no step was recorded.
-    """
+    """Run a script, end it after ``warmup`` and ``steps`` steps, and return the memory of the latter."""
     observer = MemoryObserver(end_script, warmup, steps)
     code = explain(observer, script, arguments, module=module, quiet=quiet)
     recorder = observer.recorder
@@ -76,21 +61,10 @@ def measure_memory(
 
 
 class MemoryObserver(StepObserver):
-    """Records the memory of some steps of a script, then ends it.
+    """Records the memory of ``steps`` of a script after ``warmup`` ones, then ends it with ``stop``.
 
-    Parameters
-    ----------
-    stop:
-        Ends the script.
-    warmup, steps:
-        Steps to let pass, and steps to record after them.
-
-    Attributes
-    ----------
-    recorder, counter, logits, allocator:
-        What was recorded; None if the script ended before.
-    recorded, seen:
-        Steps that were recorded to their end, and steps in all.
+    ``recorder`` and ``logits`` are None if the script ended before; ``recorded`` counts steps that were
+    recorded to their end, ``seen`` all steps.
     """
 
     def __init__(self, stop: Callable[[], None], warmup: int, steps: int) -> None:

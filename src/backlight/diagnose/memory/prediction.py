@@ -46,24 +46,7 @@ def predict_step(
     reentrant: bool = False,
     granule: int = GRANULE_BYTES,
 ) -> PredictedMemory:
-    """Run two steps on fake tensors and return what they would take.
-
-    Parameters
-    ----------
-    build_model, batch, loss, build_optimizer:
-        As in a recipe, with their settings bound; without an optimizer there is no state and no update.
-    checkpoint:
-        Names of modules to recompute in backward.
-    reentrant:
-        The mode of ``torch.utils.checkpoint``.
-    granule:
-        Sizes are rounded up to a multiple of this.
-
-    Raises
-    ------
-    PredictionError
-        If a step reads a value, makes a shape that depends on values, or has no gradient.
-    """
+    """Run two steps of bound recipe functions on fake tensors; see :func:`.predictor.predict`."""
     begin = time.perf_counter()
     mode = fake_mode()
     model, built = build_fake(build_model, mode)
@@ -149,13 +132,7 @@ def _forward_phases(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 def explain_error(error: Exception, files: Sequence[Path]) -> str | None:
-    """Return why a step fails on fake tensors, with the line and the fix; None for any other error.
-
-    Parameters
-    ----------
-    files:
-        Where a line is looked for first: the recipe.
-    """
+    """Return why a step fails on fake tensors, with its line and the fix; None for any other error."""
     line = _source_line(error, files)
     if isinstance(error, DataDependentOutputException):
         if error.func is torch.ops.aten._local_scalar_dense.default:

@@ -48,21 +48,9 @@ def predict(
 ) -> PredictedMemory:
     """Return the memory and the operations of one training step of a recipe, with its settings.
 
-    Parameters
-    ----------
-    recipe:
-        From :func:`backlight.launch.recipe.read_recipe`; without ``build_optimizer`` nothing is updated.
-    checkpoint:
-        Names of modules whose forward is recomputed in backward.
-    reentrant:
-        The mode of ``torch.utils.checkpoint``.
-    granule:
-        Sizes are rounded up to a multiple of this; 512 as CUDA's caching allocator does, 1 for the CPU.
-
-    Raises
-    ------
-    PredictionError
-        If the step cannot run on fake tensors; the message names the line and the fix.
+    The forwards of the modules ``checkpoint`` are recomputed in backward. Sizes are rounded up to a multiple
+    of ``granule``: 512 as CUDA's caching allocator does, 1 for the CPU. A step that cannot run on fake
+    tensors raises :class:`PredictionError`.
     """
     with Predictor() as predictor:
         return predictor.predict(recipe, checkpoint=checkpoint, reentrant=reentrant, granule=granule)
@@ -131,21 +119,7 @@ def largest_batch(
     setting: str = "batch",
     progress: Callable[[int, int], None] | None = None,
 ) -> Fit:
-    """Return the largest batch whose predicted peak is within ``budget`` bytes.
-
-    Parameters
-    ----------
-    setting:
-        Name of the recipe's setting that is the batch.
-    progress:
-        Called with each batch and its peak.
-
-    Raises
-    ------
-    PredictionError
-        If not even one sample fits, or the setting changes nothing. RecipeError comes from a recipe
-        without it.
-    """
+    """Return the largest batch, of the given ``setting``, whose peak is within ``budget`` bytes."""
     peaks: dict[int, int] = {}
 
     def peak(batch: int) -> int:

@@ -91,23 +91,10 @@ OnOperation = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, str, NodeModu
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
     """A dispatch mode that fills a :class:`StorageLog`; enter it for the steps to record.
 
-    Parameters
-    ----------
-    models:
-        Models whose modules memory is attributed to.
-    on_operation:
-        Called after each operation.
-    device:
-        Type of the device whose memory is recorded; tensors elsewhere are ignored.
-
-    Attributes
-    ----------
-    log:
-        Allocations and frees so far.
-    start:
-        Number of events before the steps that count.
-    trouble:
-        Why recording stopped, empty while it goes on; the operations themselves go on in any case.
+    Memory is attributed to the modules of ``models``; tensors on other devices than ``device`` are ignored.
+    ``on_operation`` is called after each operation. ``start`` is the number of events before the steps that
+    count. ``trouble`` is why recording stopped, empty while it goes on; the operations themselves go on in
+    any case.
     """
 
     def __init__(

@@ -51,14 +51,9 @@ class PredictionError(ValueError):
 class Flops(Record):
     """Floating-point operations of one step, by the formulas of :mod:`torch.utils.flop_counter`.
 
-    Attributes
-    ----------
-    forward, backward:
-        Of the forward with the loss, and of the backward; a multiplication and an addition are two.
-    recomputed:
-        Those of the backward that recompute a checkpointed forward; a part of ``backward``.
-    modules:
-        Those of the forward by module, each inclusive of the modules inside it.
+    ``forward`` includes the loss; a multiplication and an addition are two. ``recomputed`` ones of
+    checkpointed forwards are a part of ``backward``. ``modules`` are those of the forward, inclusive of the
+    modules inside.
     """
 
     forward: int
@@ -75,12 +70,8 @@ class Flops(Record):
 class Logits(Record):
     """The logits of a classifier or language model, as its loss reads them.
 
-    Attributes
-    ----------
-    shape, dtype, itemsize:
-        Of the tensor that the softmax reads.
-    copies, live_at_most:
-        Further storages of as many elements that are live at once at most, and the bytes of all of them.
+    ``copies`` are further storages of as many elements that are live at once at most; ``live_at_most`` are
+    the bytes of all of them.
     """
 
     shape: tuple[int, ...]
@@ -128,14 +119,8 @@ class Saving(Record):
 class Fit(Record):
     """The largest batch whose predicted step stays within a budget of bytes.
 
-    Attributes
-    ----------
-    batch, peak:
-        The answer and its predicted peak.
-    above, peak_above:
-        One more sample, and its peak, which is over the budget; None where the search ended at ``batch``.
-    tried:
-        Batch and peak of every prediction.
+    ``above`` is one more sample, with a peak over the budget; None where the search ended at ``batch``.
+    ``tried`` are batch and peak of every prediction.
     """
 
     setting: str
@@ -150,14 +135,8 @@ class Fit(Record):
 class AllocatorStatistics(Record):
     """The caching allocator of CUDA over the recorded steps, in bytes.
 
-    Attributes
-    ----------
-    allocated_peak, reserved_peak:
-        Peaks of the memory of tensors and of the memory taken from the device.
-    inactive_split:
-        Free now, inside segments of which other parts are in use.
-    retries, failures:
-        Times that the cache was emptied for lack of memory, and failed requests.
+    ``inactive_split`` is free now, inside segments of which other parts are in use. ``retries`` counts how
+    often the cache was emptied for lack of memory.
     """
 
     allocated_peak: int
@@ -174,24 +153,12 @@ class AllocatorStatistics(Record):
 
 
 class StepMemory(Record):
-    """The memory of one training step.
+    """The memory of one training step, in bytes.
 
-    Attributes
-    ----------
-    peak, kinds:
-        Bytes at the peak, each storage rounded up to a multiple of ``rounded_to``, and the same by kind.
-    between_steps:
-        Bytes that stay allocated between steps.
-    phases:
-        Highest bytes by phase.
-    parameters:
-        Number of elements, a tied one counted once.
-    flops:
-        Of the last step, as far as formulas are known.
-    workspaces:
-        Calls by operation whose kernels may allocate a workspace. It comes on top of the peak.
-    account:
-        The allocations in detail.
+    Each storage is rounded up to a multiple of ``rounded_to``. ``between_steps`` stays allocated between
+    steps; ``phases`` are the highest bytes by phase; ``parameters`` counts elements, tied ones once.
+    ``workspaces`` are calls by operation whose kernels may allocate a workspace, which comes on top of the
+    peak.
     """
 
     peak: int
@@ -226,16 +193,9 @@ class MeasuredMemory(StepMemory):
 class PredictedMemory(StepMemory):
     """A prediction for a step after the first.
 
-    Attributes
-    ----------
-    peak_unrounded:
-        The peak without rounding.
-    built:
-        How the model was built: ``meta``, ``piecewise`` (one parameter at a time) or ``real``.
-    seconds:
-        Duration of the prediction, without the start of the process.
-    context_bytes, communication_bytes, ddp_bucket_bytes:
-        Ranges that come on top on a GPU, with NCCL and with DDP.
+    ``built`` is how the model was built: ``meta``, ``piecewise`` (one parameter at a time) or ``real``. The
+    ranges ``context_bytes``, ``communication_bytes`` and ``ddp_bucket_bytes`` come on top on a GPU, with NCCL
+    and with DDP.
     """
 
     how: Literal["predicted"] = "predicted"

@@ -51,14 +51,8 @@ class Storage:
 class StorageLog:
     """Allocations and frees in order.
 
-    Attributes
-    ----------
-    storages:
-        Every storage, by index.
-    events:
-        ``index + 1`` for an allocation, its negative for a free.
-    phases:
-        Position in ``events`` at which a phase began, with its name, in order.
+    ``events`` hold ``index + 1`` of a storage for its allocation, and the negative for its free; ``phases``
+    hold the position in ``events`` at which a phase began, with its name.
     """
 
     storages: list[Storage] = field(default_factory=list)
@@ -108,13 +102,7 @@ class StorageLog:
         return signed
 
     def peak(self, granule: int = 1, start: int = 0) -> tuple[int, int]:
-        """Return the position of the first peak at or after event ``start``, and its bytes.
-
-        Raises
-        ------
-        ValueError
-            If no event was recorded there.
-        """
+        """Return the position of the first peak at or after event ``start``, and its bytes."""
         curve = self.curve(granule)[start:]
         if not len(curve):
             raise ValueError(f"no memory was recorded from event {start} on")
@@ -240,16 +228,18 @@ class Account:
 
     def largest(self, count: int) -> list[TensorGroup]:
         """Return the largest live tensors at the peak, equal ones grouped."""
-        keys = ("kind", "module", "operation", "shape", "dtype")
         groups: dict[tuple[Kind, str, str, tuple[int, ...], str], list[int]] = {}
         for index in self.log.live(self.position):
             s = self.log.storages[index]
             groups.setdefault((s.kind, s.module, s.operation, s.shape, s.dtype), []).append(index)
         sizes = self.log.sizes(self.granule)
         found = [
-            TensorGroup(**dict(zip(keys, key, strict=True)), count=len(ids), bytes=int(sizes[ids].sum()))
-            for key, ids in groups.items()
-        ]
+            TensorGroup(
+                kind=kind, module=module, operation=operation, shape=shape, dtype=dtype,
+                count=len(ids), bytes=int(sizes[ids].sum()),
+            )
+            for (kind, module, operation, shape, dtype), ids in groups.items()
+        ]  # fmt: skip
         return sorted(found, key=lambda group: -group.bytes)[:count]
 
     def new_gradients(self) -> int:

@@ -137,22 +137,7 @@ def run_controls(
     pairs: int,
     progress: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> tuple[ControlResult, ...]:
-    """Run the controls of what a profile suggests.
-
-    Parameters
-    ----------
-    profile, options, module:
-        The profile, and how it was taken.
-    pairs:
-        Runs with each control, each paired with one without it.
-    progress:
-        Called with the runs that are done, and how many there are.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer than three pairs, or several ranks.
-    """
+    """Run the controls of what a profile suggests, each in ``pairs`` of runs with and without it."""
     if pairs < 3:
         raise ValueError(f"--pairs {pairs}: expected 3 or more, an interval takes as many")
     if world().size > 1:
@@ -243,19 +228,8 @@ def control_from_environment() -> Control | None:
 class Control(AbstractContextManager["Control"]):
     """Applies one control to the script that runs inside it.
 
-    Parameters
-    ----------
-    name:
-        One of the names above.
-    line:
-        File and line of the copy to omit, as ``path:number``, for :data:`WITHOUT_LINE`.
-    on:
-        False to install the hooks without a change.
-
-    Raises
-    ------
-    ValueError
-        If there is no control of that name.
+    ``line`` is file and line of the copy to omit, as ``path:number``, for :data:`WITHOUT_LINE`. With
+    ``on=False`` the hooks are installed and change nothing.
     """
 
     def __init__(self, name: str, line: str = "", *, on: bool = True) -> None:

@@ -44,19 +44,10 @@ def _event() -> DeviceEvent:
 
 
 class DevicePhases(PhaseRanges):
-    """DeviceEvents phases in the current stream.
+    """Marks phases in the current stream; ``make`` creates an event.
 
-    Parameters
-    ----------
-    make:
-        Makes an event.
-
-    Attributes
-    ----------
-    steps:
-        Seconds by phase of each step, in order.
-    dropped_steps:
-        Steps whose events were not passed before too many others were pending.
+    ``steps`` are seconds by phase of each step, in order; ``dropped_steps`` counts steps whose events were
+    not passed before too many others were pending.
     """
 
     def __init__(self, make: Callable[[], DeviceEvent] = _event) -> None:

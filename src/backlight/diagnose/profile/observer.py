@@ -56,18 +56,10 @@ class StepTime:
 class Observed:
     """Steps and live objects of a script.
 
-    Attributes
-    ----------
-    steps, traced:
-        Steps under the clock alone, in order, the cold first one included; steps under the profiler.
-    has_lines:
-        Whether one more step follows in the trace, with the source lines of its calls.
-    device:
-        Seconds of the device by phase of the clocked steps from the second on; empty without a device.
-    live, description:
-        The live objects at the end of the clocked steps; what ``describe`` made of the scope.
-    trouble:
-        What was requested and is missing, and why.
+    ``traced`` steps are those under the profiler; ``has_lines`` is whether one more follows in the trace,
+    with source lines. ``device`` are seconds of the device by phase of the clocked steps from the second on.
+    ``live`` are the live objects at the end of the clocked steps, ``description`` is what ``describe`` made
+    of the scope.
     """
 
     trouble: list[str]
@@ -80,21 +72,12 @@ class Observed:
 
 
 class ProfileObserver(StepObserver):
-    """Clocks and traces steps of a script, then ends it.
+    """Clocks and traces steps of a script, then ends it with ``stop``.
 
-    Parameters
-    ----------
-    stop:
-        Ends the script.
-    steps, traced:
-        Steps under the clock, the cold first one included; steps under the profiler after them, 0 for none.
-    trace:
-        Path of the trace, in Chrome's format; compressed if it ends in ``.gz``. None to run these steps
-        without a profiler, as ranks other than the first do.
-    stacks:
-        Record the stack of every operation in all traced steps, instead of lines in one additional step.
-    describe:
-        Called with the scope at the end of the clocked steps.
+    ``steps`` under the clock include the cold first one; ``traced`` ones under the profiler follow. The trace
+    goes to the path ``trace``; without one these steps run without a profiler, as on ranks other than the
+    first. ``stacks`` records the stack of every operation instead of lines in one additional step.
+    ``describe`` is called with the scope at the end of the clocked steps.
     """
 
     def __init__(

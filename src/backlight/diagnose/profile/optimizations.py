@@ -46,22 +46,9 @@ class Optimization:
 class LiveObjects:
     """State of the live objects of a run; the script's frames are gone when its trace is read.
 
-    Attributes
-    ----------
-    optimizers:
-        Type of each optimizer, and whether a group sets ``fused`` and ``foreach``.
-    compiled:
-        Names of compiled modules, or that a function was compiled.
-    types:
-        Elements of the parameters by type.
-    autocast:
-        Types of the autocast that was active when a module was called.
-    loaders:
-        Workers and a description of each DataLoader.
-    matmul:
-        Precision of float32 products.
-    threads, cores:
-        Threads within operations, and cores that the process may use.
+    ``optimizers`` are types, and whether a group sets ``fused`` and ``foreach``; ``types`` are elements of
+    the parameters by type; ``autocast`` are its types when a module was called; ``loaders`` are workers and a
+    description of each DataLoader; ``matmul`` is the precision of float32 products.
     """
 
     optimizers: list[tuple[str, bool, bool]] = field(default_factory=list)

@@ -71,24 +71,10 @@ class PeakMemory:
 class ProfileResult(BaseModel):
     """A profile; what was not measured is None. Times are milliseconds per step.
 
-    Attributes
-    ----------
-    exit_code:
-        The script's own.
-    rank:
-        Whose profile it is; rank 0 alone is traced.
-    phases, device_phases:
-        Host time by phase, and median device time by phase.
-    sum_error, trace_sum_error:
-        Largest share by which phases miss their step, clocked and traced.
-    mfu_basis:
-        What the MFU rests on, or why there is none.
-    backward_unattributed_ms:
-        Backward time of no module: the loss, sums of gradients, the engine.
-    tracing_overhead:
-        Ratio of a traced step to a clocked one.
-    trace:
-        Path of the trace; None where none was taken or kept.
+    Rank 0 alone is traced. ``phases`` are host times, ``device_phases`` median device times. The
+    ``sum_error`` values are the largest share by which phases miss their step. ``mfu_basis`` states what the
+    MFU rests on, or why there is none. ``backward_unattributed_ms`` belongs to no module: the loss, sums of
+    gradients, the engine. ``tracing_overhead`` is the ratio of a traced step to a clocked one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -136,15 +122,7 @@ class ProfileResult(BaseModel):
 
 @contextlib.contextmanager
 def profile_run(path: Path | None, script: str, arguments: list[str]) -> Iterator[RunWriter | None]:
-    """Open the run directory of a profile before anything is measured; without a path, a temporary one.
-
-    A rank other than the first has no temporary one: its rules are not evaluated.
-
-    Raises
-    ------
-    RunWriteError
-        If it cannot be written; RunExistsError where it holds something else.
-    """
+    """Open the run directory of a profile ahead of it; without a path, a temporary one on rank 0."""
     with contextlib.ExitStack() as stack:
         if path is None and world().rank != 0:
             yield None

@@ -45,22 +45,11 @@ from backlight.trace.step_operators import Operations, read_operations, split
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What to profile.
+    """What to profile: ``steps`` under the clock, and ``traced`` ones under torch's profiler after them.
 
-    Attributes
-    ----------
-    steps, traced:
-        Steps under the clock, and under torch's profiler after them.
-    trace:
-        Path of the trace; None to keep none.
-    keep:
-        Also return the trace as its file holds it.
-    stacks:
-        Record a stack with every operation of the traced steps.
-    tokens, peak:
-        Tokens per step over all ranks, and FLOP/s of one device, where they are known.
-    quiet:
-        Send what the script prints to standard error.
+    ``trace`` is the path of the trace, None to keep none; ``keep`` also returns its bytes. ``stacks`` records
+    a stack with every operation. ``tokens`` are those of a step over all ranks, ``peak`` the FLOP/s of one
+    device. ``quiet`` sends what the script prints to standard error.
     """
 
     steps: int = 30
@@ -86,18 +75,8 @@ class Description:
 class Profile:
     """A profiled script.
 
-    Attributes
-    ----------
-    result:
-        The profile as one record.
-    observed:
-        The steps themselves.
-    operations:
-        Tables from the trace, with whole paths of files; None where none was taken.
-    trace:
-        The trace as its file holds it, where it was requested; empty otherwise.
-    pauses:
-        Pauses by Python's garbage collector: step and payload of each.
+    ``operations`` are tables from the trace with whole paths of files, None where none was taken; ``trace``
+    are the bytes of its file where requested; ``pauses`` are step and payload of each garbage collection.
     """
 
     result: ProfileResult
@@ -108,20 +87,7 @@ class Profile:
 
 
 def profile(script: str, arguments: list[str], options: ProfileOptions, *, module: bool = False) -> Profile:
-    """Run a script for as many steps as needed, and return where their time went.
-
-    Parameters
-    ----------
-    script, arguments, module:
-        As for :func:`backlight.launch.script.launch`.
-    options:
-        What to profile.
-
-    Raises
-    ------
-    ValueError
-        If the script took no step, or phases do not add up.
-    """
+    """Run a script for as many steps as needed, and return where their time went."""
     # Kineto reports its own starts and stops on standard error otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     rank = world().rank

@@ -43,16 +43,8 @@ class PhaseTime:
 class StepProfile:
     """The steady part of the clocked steps.
 
-    Attributes
-    ----------
-    steady:
-        The series without its warm-up.
-    step:
-        Median and interval in seconds; None where no steady part was found.
-    phases:
-        By name, in the order of a step.
-    sum_error:
-        Largest share by which the phases of a steady step miss it.
+    ``step`` is its median and interval in seconds, None where no steady part was found; ``phases`` are in the
+    order of a step; ``sum_error`` is the largest share by which the phases of a steady step miss it.
     """
 
     steady: SteadyPart
@@ -64,22 +56,7 @@ class StepProfile:
 def summarize_steps(
     seconds: Sequence[float], phases: Sequence[dict[str, float]], separated: Sequence[bool]
 ) -> StepProfile:
-    """Summarize clocked steps.
-
-    Parameters
-    ----------
-    seconds:
-        Time of each step, [steps].
-    phases:
-        Seconds by phase of each step, the rest of the step among them.
-    separated:
-        Whether forward and loss of each step are separate phases.
-
-    Raises
-    ------
-    SeriesError
-        If there is no step, or an invalid time; if phases miss their step by more than 2 %.
-    """
+    """Summarize the seconds of clocked steps, and of their phases with the rest of the step among them."""
     steady = find_steady(seconds)
     if len(steady.values) < MIN_STEPS:
         return StepProfile(steady, None, {}, 0.0)

@@ -80,27 +80,10 @@ def throughput(
     device: str = "",
     recomputed: float = 0.0,
 ) -> Throughput:
-    """Return tokens per second and MFU.
+    """Return tokens per second and MFU of a step of ``tokens`` on ``world`` devices of ``peak`` FLOP/s.
 
-    Parameters
-    ----------
-    step_seconds:
-        Median time of a step.
-    tokens:
-        Tokens of one step over all ranks.
-    parameters:
-        N: parameters that a token passes through.
-    attention:
-        12 L d T: operations of attention per token, forward and backward; None where unknown, and then left
-        out.
-    peak:
-        FLOP/s of one device.
-    world:
-        Devices.
-    device:
-        Its name, where the peak is that of the table.
-    recomputed:
-        Seconds of a step that forwards inside backward take, for the basis.
+    ``attention`` is 12 L d T, the operations of attention per token, left out where None; ``device`` is the
+    name whose tabled peak it is; ``recomputed`` are seconds of forwards inside backward, for the basis.
     """
     if tokens is None:
         return Throughput(None, None, "tokens per step were not given (--tokens-per-step)")
@@ -126,11 +109,8 @@ def throughput(
 def find_attention(trace: Trace, steps: int) -> Attention | None:
     """Return the operations of attention per step; None where no call with shapes is in the trace.
 
-    With batch B, heads H, lengths T and S, and head dimension D, one call has ``12 B H T S D`` operations:
-    scores
-    and mixing take 4 T d per token and layer forward, and backward twice that; a causal mask is not
-    subtracted.
-    Calls inside backward are recomputed ones, which MFU does not count.
+    With batch B, heads H, lengths T and S, and head dimension D, one call has ``12 B H T S D`` operations; a
+    causal mask is not subtracted. Calls inside backward are recomputed ones, which MFU does not count.
     """
     timeline = Timeline(trace)
     events, tree = timeline.events, timeline.tree

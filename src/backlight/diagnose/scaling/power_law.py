@@ -38,16 +38,9 @@ class Exponent:
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """A quantity as a power law of settings.
+    """A quantity as a power law of settings, one exponent for each; ``points`` is the number of sizes.
 
-    Attributes
-    ----------
-    exponents:
-        One for each setting.
-    points:
-        Sizes that it was fitted to.
-    misfit:
-        Largest relative deviation of a point from the fit.
+    ``misfit`` is the largest relative deviation of a point from the fit.
     """
 
     quantity: str
@@ -58,13 +51,7 @@ class PowerLaw:
     ranges: Mapping[str, tuple[float, float]]
 
     def at(self, sizes: Mapping[str, float]) -> float:
-        """Return the quantity at other sizes.
-
-        Raises
-        ------
-        ScalingError
-            If a size is missing, or beyond twice the range that was measured.
-        """
+        """Return the quantity at other sizes, within twice the measured range."""
         total = self.constant
         for exponent in self.exponents:
             low, high = self.ranges[exponent.setting]
@@ -86,24 +73,7 @@ def fit(
     values: Sequence[float],
     confidence: float = 0.95,
 ) -> PowerLaw:
-    """Fit a power law.
-
-    Parameters
-    ----------
-    quantity:
-        What is fitted.
-    sizes:
-        Positive numbers by setting, each [points].
-    values:
-        Positive numbers, [points].
-    confidence:
-        Of the intervals.
-
-    Raises
-    ------
-    ScalingError
-        If there are too few points, a value is not positive, or two settings always move together.
-    """
+    """Fit a power law of positive ``sizes`` by setting, each [points], to positive ``values`` [points]."""
     names = list(sizes)
     count = len(values)
     if count < len(names) + 2:

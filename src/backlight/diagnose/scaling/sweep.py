@@ -30,24 +30,11 @@ DONE = frozenset({"measured", "predicted"})
 
 @dataclass(frozen=True)
 class Point:
-    """One size.
+    """One size; ``settings`` are those that differ between the points, None is not measured.
 
-    Attributes
-    ----------
-    settings:
-        Those that differ between the points.
-    status:
-        ``measured``, ``predicted``, ``out of memory``, ``did not finish`` or ``failed``.
-    parameters:
-        Numbers of elements; None where there is no answer, as for what follows.
-    step_ms, low_ms, high_ms:
-        Median of the steady steps with its interval.
-    phases:
-        Median milliseconds by phase.
-    memory, flops:
-        Bytes at the peak, and floating-point operations of a step.
-    message:
-        What speaks against the numbers, or why there are none.
+    ``status`` is ``measured``, ``predicted``, ``out of memory``, ``did not finish`` or ``failed``. Times are
+    medians of the steady steps in milliseconds; ``memory`` are bytes at the peak, ``flops`` operations of a
+    step. ``message`` states what limits the numbers, or why there are none.
     """
 
     settings: Mapping[str, Any]
@@ -65,20 +52,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Scaling:
-    """A sweep.
+    """A sweep: its points, a power law for each quantity that allows one, and notes on those that do not.
 
-    Attributes
-    ----------
-    points:
-        In the order of the settings.
-    laws:
-        A power law for each quantity that allows one.
-    faster:
-        Exponents of phases, or of other quantities, that lie above 1 with their whole interval.
-    expected:
-        Quantities at the size that was asked for, within twice the range.
-    notes:
-        Why something could not be fitted.
+    ``faster`` are exponents whose whole interval lies above 1; ``expected`` are quantities at the requested
+    size.
     """
 
     recipe: str
@@ -91,13 +68,7 @@ class Scaling:
 
 
 def parse_axes(pairs: Sequence[str]) -> dict[str, list[Any]]:
-    """Read ``name=value`` and ``name=value,value,...``.
-
-    Raises
-    ------
-    RecipeError
-        If a pair has another form, or a name comes twice.
-    """
+    """Return values by setting from ``name=value`` and ``name=value,value,...``."""
     axes: dict[str, list[Any]] = {}
     example = "name=value,value, such as dim=512,768,1024"
     for name, text in assignments(pairs, "--set", example, RecipeError).items():
@@ -119,34 +90,7 @@ def sweep(
     at: Mapping[str, Any] | None = None,
     on_point: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> Scaling:
-    """Measure or predict a recipe at every combination of settings.
-
-    Parameters
-    ----------
-    recipe:
-        See :mod:`backlight.launch.recipe`.
-    axes:
-        Values by setting.
-    fake:
-        Predict memory and operations on fake tensors; nothing is timed, and nothing need fit.
-    steps:
-        Steps that are clocked at each size.
-    limit:
-        Seconds for one size.
-    max_memory:
-        Bytes that the process of one size may hold; more is out of memory.
-    at:
-        A size that the fits are asked for.
-    on_point:
-        Called with the number of sizes done and of all.
-
-    Raises
-    ------
-    RecipeError
-        If there is no recipe, nothing is swept, or no size gave an answer.
-    ScalingError
-        If ``at`` lies beyond twice the range.
-    """
+    """Measure a recipe, or with ``fake`` predict it, at every combination of the values of ``axes``."""
     if not recipe.is_file():
         raise RecipeError(f"{recipe}: no such recipe; expected a Python file, seen from {Path.cwd()}")
     swept = [name for name, values in axes.items() if len(values) > 1]

@@ -60,19 +60,11 @@ class TimeRow:
 
 @dataclass(frozen=True)
 class TimeComparison:
-    """Step times of two runs.
+    """Step times of two runs: the step first, then its phases.
 
-    Attributes
-    ----------
-    counts:
-        Steady steps of each run, or pairs of runs.
-    rows:
-        The step first, then its phases. Empty where no comparison is possible; ``trouble`` gives the reason.
-    confidence:
-        Of the interval of the step. Those of n phases have 1 - (1 - confidence) / n, so that all of
-        them together raise no more false alarms than the step alone (Bonferroni).
-    trouble:
-        What limits the numbers, or why there are none.
+    ``counts`` are steady steps of each run, or pairs. Without ``rows``, ``trouble`` gives the reason.
+    ``confidence`` is that of the interval of the step; those of n phases have 1 - (1 - confidence) / n, so
+    that all of them together raise no more false alarms than the step alone (Bonferroni).
     """
 
     counts: tuple[int, int]
@@ -144,20 +136,7 @@ def compare_pairs(
     second: Sequence[Mapping[str, float]],
     confidence: float = CONFIDENCE,
 ) -> TimeComparison:
-    """Compare medians of interleaved runs, where ``first[i]`` and ``second[i]`` are a pair.
-
-    Parameters
-    ----------
-    first, second:
-        Median seconds of each run, by phase and for the whole :data:`STEP`.
-    confidence:
-        Of the interval of the step.
-
-    Raises
-    ------
-    SeriesError
-        If there are fewer than three pairs.
-    """
+    """Compare median seconds by phase of interleaved runs; ``first[i]`` and ``second[i]`` are a pair."""
     fewest = min(len(first), len(second))
     if fewest < 3:
         raise SeriesError(f"{fewest} pairs: an interval takes 3 or more")
@@ -172,21 +151,11 @@ def compare_pairs(
 def interleave(
     measure: Callable[[int, int], T], pairs: int, on_run: Callable[[int, int], None]
 ) -> tuple[list[T], list[T]]:
-    """Measure two sides alternately, so that what disturbs the machine disturbs both.
+    """Return ``pairs`` measurements of side 0 and of side 1, taken alternately by ``measure(side, pair)``.
 
-    Parameters
-    ----------
-    measure:
-        Called with the side, 0 or 1, and the number of the pair.
-    pairs:
-        Measurements of each side. The order changes from pair to pair: what the first run warms up, it warms
-        up for both.
-    on_run:
-        Called before each run with the runs done and all runs, and once after the last.
-
-    Returns
-    -------
-    The measurements of either side.
+    What disturbs the machine disturbs both. The order changes from pair to pair: what the first run warms up,
+    it warms up for both. ``on_run`` is called before each run with the runs done and all runs, and once after
+    the last.
     """
     sides: tuple[list[T], list[T]] = ([], [])
     for pair in range(pairs):

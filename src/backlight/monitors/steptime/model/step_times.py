@@ -43,18 +43,10 @@ class SeriesError(ValueError):
 
 @dataclass(frozen=True)
 class SteadyPart:
-    """A series without its warm-up.
+    """A series whose ``warmup`` steps, the cold ``first`` one included, are cut off.
 
-    Attributes
-    ----------
-    first:
-        Seconds of the cold first step.
-    warmup:
-        Steps dropped, the first included.
-    values:
-        Seconds of the steps after the warm-up, float64 [steps]; empty where none was found.
-    trouble:
-        Why the values are not one level; empty where they are.
+    ``values`` are the seconds of the steps after it, empty where no steady part was found; ``trouble`` is why
+    they are not one level.
     """
 
     first: float

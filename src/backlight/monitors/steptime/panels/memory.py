@@ -23,15 +23,7 @@ _NONE = "No memory was accounted: backlight memory SCRIPT --out RUN."
 
 @dataclass(frozen=True)
 class Accounted:
-    """What ``backlight memory --out`` stored.
-
-    Attributes
-    ----------
-    told:
-        What ``memory --json`` prints, and what the rows of the curve are.
-    positions, curve:
-        Events [P] of the steps, and bytes [kinds, P] there.
-    """
+    """What ``memory --out`` stored: the result, events [P] of the steps, and bytes [kinds, P] there."""
 
     told: Mapping[str, Any]
     positions: NDArray[np.int64]
