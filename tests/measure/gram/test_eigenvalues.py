@@ -169,6 +169,6 @@ def test_products_of_a_matrix_gradient(shape: tuple[int, ...]) -> None:
     assert len(product_spectrum(G, top=2).eigenvalues) == 2
 
 
-def test_products_of_a_vector_tell_nothing() -> None:
-    with pytest.raises(ValueError, match="rank one, and its norm says all"):
+def test_products_of_vectors_are_refused() -> None:
+    with pytest.raises(ValueError, match="rank one; use its norm"):
         product_spectrum(torch.ones(3))

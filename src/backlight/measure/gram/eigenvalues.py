@@ -23,36 +23,17 @@ EXPLAINED = (1, 10)
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Eigenvalues of a second moment, largest first.
+    """Eigenvalues of a second moment, largest first."""
 
-    Attributes
-    ----------
-    eigenvalues:
-        float64; all N of them, or the ``top`` largest. Negative ones, which only rounding makes, are set to
-        0.
-    samples:
-        N.
-    centred:
-        Whether they are of the covariance instead of the second moment.
-    trace, frobenius:
-        Of the whole matrix, also where only the largest eigenvalues were computed; nan where unknown.
-    clamped:
-        How many eigenvalues were negative; ``most_negative`` is the most negative of them.
-    tolerance:
-        Eigenvalues above it count for the numerical rank.
-    mean_square:
-        Squared norm of the mean gradient, 1^T K 1 / N^2; nan where unknown.
-    """
-
-    eigenvalues: NDArray[np.float64]
-    samples: int
-    centred: bool
-    trace: float
-    frobenius: float
-    clamped: int
-    most_negative: float
-    tolerance: float
-    mean_square: float = math.nan
+    eigenvalues: NDArray[np.float64]  # float64; all N, or the ``top`` largest; negative ones are set to 0
+    samples: int  # N
+    centred: bool  # of the covariance instead of the second moment
+    trace: float  # of the whole matrix, also with ``top``; nan where unknown
+    frobenius: float  # of the whole matrix
+    clamped: int  # number of negative eigenvalues, which only rounding makes
+    most_negative: float  # the most negative of them
+    tolerance: float  # eigenvalues above it count for the numerical rank
+    mean_square: float = math.nan  # squared norm of the mean gradient, 1^T K 1 / N^2
     uncentred_trace: float = field(default=math.nan, repr=False)
 
     @property
@@ -180,26 +161,16 @@ def spectrum(
     device: torch.device | str | None = None,
     input_eps: float = 0.0,
 ) -> Spectrum:
-    """Return the eigenvalues of K / N, or of H K H / N; ValueError if K is no finite square float64 matrix.
+    """Return the eigenvalues of K / N, or with ``centred`` of H K H / N, for a finite float64 Gram K.
 
-    Parameters
-    ----------
-    K
-        float64 ``[N, N]``, the Gram of N per-sample gradients.
-    centred
-        Of the covariance instead of the second moment.
-    top
-        Only so many of the largest; None for all.
-    device
-        Where eigenvalues are computed; None for where K is.
-    input_eps
-        Machine epsilon of the type of the gradients: the tolerance of the numerical rank is
-        ``N max(eps(float64), input_eps^2)`` times the largest eigenvalue.
+    ``top`` limits them to the largest; ``device`` is where they are computed, by default that of K.
+    ``input_eps`` is the machine epsilon of the type of the gradients: the tolerance of the numerical rank is
+    ``N max(eps(float64), input_eps^2)`` times the largest eigenvalue.
 
     Raises
     ------
     ValueError
-        If ``top`` is not positive.
+        If ``top`` is not positive, or K is not such a matrix.
     """
     work, n, total, mean = _prepared(K, centred)
     if top is not None and top < 1:
@@ -285,7 +256,7 @@ def as_matrix(gradient: Tensor) -> Tensor:
     if gradient.dim() < 2:
         raise ValueError(
             f"G G^T needs a gradient with at least two dimensions, got {list(gradient.shape)}; that of a "
-            "vector has rank one, and its norm says all"
+            "vector has rank one; use its norm"
         )
     return gradient.detach().flatten(1)
 

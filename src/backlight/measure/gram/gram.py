@@ -50,25 +50,14 @@ def gram(
     scratch: int = SCRATCH_BYTES,
     products: torch.dtype | None = None,
 ) -> tuple[Tensor, str]:
-    """Return the Gram of the per-sample gradients of one parameter, and the kernel that computed it.
+    """Return the Gram of the per-sample gradients of one parameter, float64 ``[N, N]``, and the kernel used.
 
-    Parameters
-    ----------
-    uses
-        The factors of each use of the parameter; ValueError if they have different shapes.
-    kernel
-        ``"ghost"``, ``"chunked"``, or ``"auto"`` for the one that the cost rule expects to be faster.
-    scratch
-        Bytes of scratch memory.
-    products
-        The type in which gradients are multiplied. None: float64, and on a CPU the type in which they were
-        formed. In float32, runs of at most :data:`RUN` products are summed in float32 and the runs in
-        float64; eigenvalues below about 1e-7 of the largest are lost.
-
-    Returns
-    -------
-    tuple
-        float64 ``[N, N]`` on the device of the factors, and ``"ghost"``, ``"chunked"`` or ``"vectors"``.
+    ``uses`` are the factors of each use of the parameter; ValueError if they have different shapes.
+    ``kernel`` is ``"ghost"``, ``"chunked"``, or ``"auto"`` for the one that the cost rule expects to be
+    faster; ``scratch`` are the bytes of scratch memory. Gradients are multiplied in the type ``products``:
+    by default float64, and on a CPU the type in which they were formed. In float32, runs of at most
+    :data:`RUN` products are summed in float32 and the runs in float64; eigenvalues below about 1e-7 of the
+    largest are lost. The kernel is ``"ghost"``, ``"chunked"`` or ``"vectors"``.
     """
     with torch.no_grad(), _no_autocast(uses[0]):
         uses = renumbered(uses)
@@ -153,24 +142,24 @@ def ghost_cost_ratio(device: torch.device, dtype: torch.dtype, products: torch.d
     d = torch.linspace(1, -1, n * t * o, device=device, dtype=dtype).view(n, t, 1, o)
     uses = [MatrixFactors(d, lambda a, b: x[a:b], lambda: x[..., 0], i)]
     kinds = products or torch.float64, products or product_dtype(uses)
-    ways = (
+    kernels = (
         lambda: ghost(uses, SCRATCH_BYTES, kinds[0]),
         lambda: chunked(uses, SCRATCH_BYTES, kinds[1]),
     )
     counts = n * n * t * t * (i + o), n * t * i * o + n * n * i * o
     ghost_time, chunk_time = (
-        took / count for took, count in zip(_fastest(ways, device), counts, strict=True)
+        took / count for took, count in zip(_fastest(kernels, device), counts, strict=True)
     )
     return min(8.0, max(0.125, ghost_time / chunk_time))
 
 
-def _fastest(ways: Sequence[Callable[[], Tensor]], device: torch.device) -> list[float]:
+def _fastest(kernels: Sequence[Callable[[], Tensor]], device: torch.device) -> list[float]:
     """Return the least time of each kernel, measured interleaved, since a machine may be busy for a while."""
-    times: list[list[float]] = [[] for _ in ways]
+    times: list[list[float]] = [[] for _ in kernels]
     for _ in range(7):
-        for way, took in zip(ways, times, strict=True):
+        for kernel, took in zip(kernels, times, strict=True):
             begin = time.perf_counter()
-            way()
+            kernel()
             if device.type == "cuda":
                 devices.synchronize(device)
             took.append(time.perf_counter() - begin)

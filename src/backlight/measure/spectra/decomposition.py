@@ -57,40 +57,18 @@ def decompose(
     layer: str = "",
     names: Sequence[str | int] = (),
 ) -> Directions:
-    """Compute the strongest directions of each of C matrices.
+    """Compute the K = ``count`` strongest directions of each of C matrices, all D by default.
 
-    Parameters
-    ----------
-    A_Cpq
-        float32 or float64.
-    count
-        K, all D by default.
-    method
-        ``"svd"``: LAPACK or cuSOLVER, after a QR reduction where one side is much longer. ``"gram"``:
-        eigenvectors of the product with the transpose, always in float64, because in float32 it loses
-        directions below ``sqrt(eps) s_1``. ``"randomized"``: block Lanczos from a random start, with a
-        residual check.
-    edge
-        Singular values below it are those of noise: the randomized method need not resolve them.
-    wanted
-        How many of the K must be resolved; all by default.
-    start_pb
-        Directions of the short side, strongest first, that the randomized method may start with: it uses the
-        weakest of them, because it finds the others at once. They bias what is not resolved towards
-        themselves; the error of what is resolved stays within the tolerance.
-    tolerance
-        See :data:`TOLERANCE`.
-    expected
-        Columns that the randomized method needed for matrices like these.
-    layer, names
-        Names of the layer and of each matrix in messages.
+    ``method`` is ``"svd"`` (LAPACK or cuSOLVER, after a QR reduction where one side is much longer),
+    ``"gram"`` (eigenvectors of the product with the transpose, in float64, because float32 loses directions
+    below ``sqrt(eps) s_1``) or ``"randomized"`` (block Lanczos from a random start, with a residual check
+    against ``tolerance``). The randomized method resolves the first ``wanted`` directions unless they lie
+    below ``edge``, among those of noise. It may start with the weakest columns of ``start_pb``, directions
+    of the short side, which biases only what it does not resolve; ``expected`` columns sufficed for matrices
+    like these. ``layer`` and ``names`` of the matrices are for messages.
 
-    Returns
-    -------
-    Directions
-        Left and right directions of the matrices as given, in their type. What did not converge in float32
-        was repeated in float64, and what did not converge there by the Gram matrix; what fails there raises
-        DecompositionError.
+    What does not converge in float32 is repeated in float64, and finally with the Gram matrix; what fails
+    there raises DecompositionError. Directions are those of the matrices as given, in their type.
 
     Raises
     ------
@@ -278,33 +256,15 @@ _SEARCH_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What is computed of each replicate.
-
-    Attributes
-    ----------
-    method
-        Never ``"auto"``.
-    identifiable
-        k, the number of identifiable directions.
-    directions
-        K, how many are measured.
-    candidates
-        J >= K, how many directions of each replicate are computed.
-    edge
-        Singular values of one replicate above it are not those of noise.
-    mean_edge
-        The same for the mean of all replicates but one.
-    mean
-        Directions of the mean of all replicates, ``[1, ., >= K]``: they number the directions.
-    """
+    """What is computed of each replicate."""
 
     method: Literal["svd", "gram", "randomized"]
-    identifiable: int
-    directions: int
-    candidates: int
-    edge: float
-    mean_edge: float
-    mean: Directions
+    identifiable: int  # k, the number of identifiable directions
+    directions: int  # K, how many are measured
+    candidates: int  # J >= K, how many directions of each replicate are computed
+    edge: float  # singular values of one replicate above it are not those of noise
+    mean_edge: float  # the same for the mean of all replicates but one
+    mean: Directions  # directions of the mean of all replicates, [1, ., >= K]: they number the directions
 
 
 def plan(
@@ -316,23 +276,11 @@ def plan(
     max_directions: int | None = None,
     layer: str = "",
 ) -> Plan:
-    """Decide what to compute, p <= q.
+    """Decide what to compute of replicates ``[p, q]``, p <= q, with this mean and noise.
 
-    Parameters
-    ----------
-    mean_pq
-        Mean of the replicates.
-    pilot_pq
-        One replicate: real noise may have more large singular values than its model.
-    noise
-        Noise of one replicate.
-    method
-        ``"auto"``: everything where the matrix is small, else a search for the identifiable directions,
-        unless they are many.
-    max_directions
-        Most directions to measure.
-    layer
-        Name of the layer in messages.
+    ``pilot_pq`` is one replicate: real noise may have more large singular values than its model. With
+    ``method`` ``"auto"`` small matrices are decomposed fully, larger ones by a search for the identifiable
+    directions unless they are many; ``max_directions`` limits how many are measured.
 
     Raises
     ------

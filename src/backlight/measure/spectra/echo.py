@@ -52,24 +52,13 @@ def block_reverb(U_RpK: Tensor, V_RqK: Tensor, blocks: Sequence[tuple[int, int]]
 
 
 def triple(Z: ArrayLike, weights: ArrayLike | None = None) -> Float64:
-    """Estimate the echo of every replicate by corrected triple least squares; needs R >= 3.
+    """Estimate the echo of every replicate ``[..., R]`` by corrected triple least squares; needs R >= 3.
 
     ``ζ_a^2 = [(Z Z) o Z 1]_a / (|Z|_F^2 - 2 sum_b Z_ab^2)``: the least-squares solution of ``Z_ab Z_ac =
     ζ_a^2 Z_bc`` over all pairs of other replicates. The denominator leaves out the pairs that contain the
-    replicate itself; with them the estimate is low by ``sqrt((R - 2) / R)``.
-
-    Parameters
-    ----------
-    Z
-        Reverbs ``[..., R, R]``.
-    weights
-        Non-negative weights of the replicates ``[..., R]``; all 1 by default.
-
-    Returns
-    -------
-    NDArray
-        ``[..., R]``, the root with the sign of the square: pure noise scatters around 0. NaN where the other
-        replicates have no reverb at all.
+    replicate itself; with them the estimate is low by ``sqrt((R - 2) / R)``. ``Z`` is ``[..., R, R]``,
+    ``weights`` non-negative ``[..., R]``, all 1 by default. The root has the sign of the square, so pure
+    noise scatters around 0; NaN where the other replicates have no reverb at all.
     """
     Z = _checked(Z, least=3)
     w = np.ones(Z.shape[-1]) if weights is None else np.asarray(weights, dtype=np.float64)
@@ -144,26 +133,14 @@ def bootstrap(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Float64:
-    """Return the interval ``[..., 2]`` of an estimate over replicates, by the Bayesian bootstrap.
+    """Return the interval ``[..., 2]`` of an estimate over R replicates, by the Bayesian bootstrap.
 
     Replicates get weights from a Dirichlet law (Rubin, Ann. Statist. 9, 1981) instead of being drawn with
     replacement: a replicate drawn twice would have a reverb with itself, and three replicates would often
     leave one. Its concentration is ``(R - 2) / R``, at which the variance of a weighted mean is the unbiased
     ``s^2 / R``; with a flat law intervals of few replicates are too narrow. Fewer than three replicates have
-    no interval: NaN.
-
-    Parameters
-    ----------
-    replicates
-        R.
-    estimate
-        From weights ``[draws, R]`` that sum to R to estimates ``[draws, ...]``.
-    draws
-        Number of weightings.
-    confidence
-        Share between the two quantiles.
-    seed
-        Of the random numbers: equal seeds give equal intervals.
+    no interval: NaN. ``estimate`` maps weights ``[draws, R]`` that sum to R to estimates ``[draws, ...]``;
+    ``confidence`` is the share between the two quantiles.
     """
     concentration = np.full(replicates, max(replicates - 2, 1) / replicates)
     weights = np.random.default_rng(seed).dirichlet(concentration, draws) * replicates
@@ -234,22 +211,11 @@ AlignmentMethod = Literal["hungarian", "greedy"]
 
 @dataclass(frozen=True)
 class Alignment:
-    """Candidates assigned to the directions of a reference; every array is ``[K]``.
+    """Candidates assigned to the directions of a reference; every array is ``[K]``."""
 
-    Attributes
-    ----------
-    permutation
-        Candidate that is direction i; no candidate twice.
-    score
-        Product of the overlaps on both sides, in [0, 1].
-    ambiguity
-        Score minus that of the best other candidate, in [-1, 1]: small where the choice is uncertain,
-        negative where a better candidate was assigned to another direction.
-    """
-
-    permutation: NDArray[np.int64]
-    score: Float64
-    ambiguity: Float64
+    permutation: NDArray[np.int64]  # candidate that is direction i; no candidate twice
+    score: Float64  # product of the overlaps on both sides, in [0, 1]
+    ambiguity: Float64  # score minus that of the best other candidate: near 0 where the choice is uncertain
 
 
 def overlap_scores(left_JK: ArrayLike, right_JK: ArrayLike) -> Float64:
@@ -258,16 +224,11 @@ def overlap_scores(left_JK: ArrayLike, right_JK: ArrayLike) -> Float64:
 
 
 def align(score_JK: ArrayLike, *, method: AlignmentMethod = "hungarian") -> Alignment:
-    """Assign a candidate to every direction of a reference.
+    """Assign one of J candidates to each of K directions of a reference, given scores ``[J, K]``, J >= K.
 
-    Parameters
-    ----------
-    score_JK
-        Score of candidate j as direction i, ``[J, K]`` with J >= K, as of :func:`overlap_scores`.
-    method
-        ``"hungarian"`` maximises the sum of scores (``scipy.optimize``); ``"greedy"`` takes the largest
-        score, then the largest of the rest, and so on, the lowest candidate first among equal scores. Both
-        are deterministic.
+    ``"hungarian"`` maximises the sum of scores (``scipy.optimize``); ``"greedy"`` takes the largest score,
+    then the largest of the rest, and so on, the lowest candidate first among equal scores. Both are
+    deterministic.
 
     Raises
     ------
@@ -325,15 +286,6 @@ class Null:
     The coordinates of each replicate are shuffled and their signs flipped, on both sides, independently of
     the other replicates. Spectrum and norms stay, what the replicates share is gone, and the alignment picks
     its best matches as for the true directions, so the bias of picking is in the null as well.
-
-    Attributes
-    ----------
-    draws
-        Number of shufflings.
-    seed
-        Of the random numbers.
-    alignment
-        How directions are assigned.
     """
 
     draws: int

@@ -32,93 +32,39 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SpectralEcho:
-    """Result of :func:`spectral_echo`; ``[D]`` is sorted by strength.
-
-    Attributes
-    ----------
-    layer
-        As given.
-    shape
-        p, q.
-    replicates
-        R.
-    method
-        How the replicates were decomposed: ``"svd"``, ``"gram"`` or ``"randomized"``.
-    estimator
-        Estimator of ``echo``.
-    noise
-        Noise level, signal share, bulk edge; see :class:`backlight.measure.spectra.noise.Noise`.
-    identifiable
-        k, the number of directions that can be found in one replicate; the first k of every array.
-    measured
-        K, the number of directions that were measured.
-    echo, interval, null
-        ``[D]``, ``[D, 2]``, ``[D]``: the echo, its bootstrap interval over replicates, and the 95 % quantile
-        of what chance shows, over all directions together.
-    by_replicate
-        ``[R, D]``: the echo of each replicate, by triple least squares.
-    pooled, pooled_interval
-        ``[D]``, ``[D, 2]``: the pooled estimate of the echo.
-    diagonal, diagonal_interval
-        ``[D]``, ``[D, 2]``: size of the gradient along the directions of a replicate, mean over the
-        replicates, in the unit of the gradient; see
-        :func:`backlight.measure.spectra.echo.unbiased_diagonal`.
-    residual
-        ``[D]``: misfit of the model ``Z_ab = ζ_a ζ_b``; see :func:`backlight.measure.spectra.echo.residual`.
-    blocks, block_echo
-        Ranges of identifiable directions that noise rotates into one another, and ``[D]`` the echo of the
-        block of each; NaN for blocks of more than 128.
-    singular_values
-        ``[R, D]``, descending in each replicate.
-    singular_value, singular_value_interval
-        ``[D]``, ``[D, 2]``: of the direction, median and quantiles over the replicates.
-    strength
-        ``[D]``: singular value without noise, from the mean of the replicates by the spiked model.
-    expected
-        ``[D]``: the echo that the spiked model expects at that strength.
-    shrunk
-        ``[D]``: the Frobenius-optimal shrinkage of ``singular_value``.
-    left_alignment, right_alignment
-        ``[D]``: median overlap of the directions with those of the mean of the other replicates.
-    score, ambiguity
-        ``[R, D]``: of the alignment; see :class:`backlight.measure.spectra.echo.Alignment`.
-    permutation
-        int64 ``[R, D]``: which singular value of the replicate is direction i; -1 where not measured.
-    solver_residual
-        ``[R, D]``: ``|A v - s u|`` of the decomposition over the replicate's largest singular value.
-    """
+    """Result of :func:`spectral_echo`, directions by strength; what was not measured is NaN, never 0."""
 
     layer: str
-    shape: tuple[int, int]
-    replicates: int
-    method: str
-    estimator: str
+    shape: tuple[int, int]  # p, q
+    replicates: int  # R
+    method: str  # of the decompositions: "svd", "gram" or "randomized"
+    estimator: str  # of ``echo``: "triple" or "pooled"
     noise: Noise
-    identifiable: int
-    measured: int
-    echo: Float64
-    interval: Float64
-    null: Float64
-    by_replicate: Float64
-    pooled: Float64
-    pooled_interval: Float64
-    diagonal: Float64
-    diagonal_interval: Float64
-    residual: Float64
-    blocks: tuple[tuple[int, int], ...]
-    block_echo: Float64
-    singular_values: Float64
-    singular_value: Float64
-    singular_value_interval: Float64
-    strength: Float64
-    expected: Float64
-    shrunk: Float64
-    left_alignment: Float64
-    right_alignment: Float64
-    score: Float64
-    ambiguity: Float64
-    permutation: Int64
-    solver_residual: Float64
+    identifiable: int  # k directions can be found in one replicate: the first k of every array
+    measured: int  # K directions were measured
+    echo: Float64  # [D]
+    interval: Float64  # [D, 2], of the echo: bootstrap over replicates
+    null: Float64  # [D], 95 % quantile of the echo that chance shows, over all directions together
+    by_replicate: Float64  # [R, D], echo of each replicate, by triple least squares
+    pooled: Float64  # [D], pooled estimate of the echo
+    pooled_interval: Float64  # [D, 2]
+    diagonal: Float64  # [D], size of the gradient along the directions of a replicate, mean over replicates
+    diagonal_interval: Float64  # [D, 2]
+    residual: Float64  # [D], misfit of the model Z_ab = ζ_a ζ_b
+    blocks: tuple[tuple[int, int], ...]  # ranges of directions that noise rotates into one another
+    block_echo: Float64  # [D], echo of the block of each direction; NaN for blocks of more than 128
+    singular_values: Float64  # [R, D], descending in each replicate
+    singular_value: Float64  # [D], of the direction, median over the replicates
+    singular_value_interval: Float64  # [D, 2], quantiles over the replicates
+    strength: Float64  # [D], singular value without noise, from the mean of the replicates
+    expected: Float64  # [D], echo that the spiked model expects at that strength
+    shrunk: Float64  # [D], Frobenius-optimal shrinkage of ``singular_value``
+    left_alignment: Float64  # [D], median overlap with the mean of the other replicates
+    right_alignment: Float64  # [D]
+    score: Float64  # [R, D], of the alignment, see backlight.measure.spectra.echo.Alignment
+    ambiguity: Float64  # [R, D]
+    permutation: Int64  # [R, D], which singular value of the replicate is direction i; -1 where not measured
+    solver_residual: Float64  # [R, D], |A v - s u| over the replicate's largest singular value
 
 
 _BY_REPLICATE = frozenset(

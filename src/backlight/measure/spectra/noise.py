@@ -23,31 +23,14 @@ _CANCELS = 1e-5
 
 @dataclass(frozen=True)
 class Noise:
-    """Signal and noise of one gradient.
+    """Signal and noise of one gradient."""
 
-    Attributes
-    ----------
-    replicates
-        R.
-    shape
-        p, q.
-    variance
-        ``sigma^2 = sum_a |G_a - mean|^2 / ((R - 1) p q)`` of one entry, in squared units of the gradient.
-    mean_square
-        ``T``, the mean over the replicates of their sum of squares.
-    square_of_mean
-        Sum of squares of their mean.
-    signal_share
-        ``rho = (R |mean|^2 - T) / ((R - 1) T)``: share of signal in the squared norm of one replicate.
-        Unbiased up to the ratio, so it may be below 0 where there is no signal.
-    """
-
-    replicates: int
-    shape: tuple[int, int]
-    variance: float
-    mean_square: float
-    square_of_mean: float
-    signal_share: float
+    replicates: int  # R
+    shape: tuple[int, int]  # p, q
+    variance: float  # of one entry: sum_a |G_a - mean|^2 / ((R - 1) p q)
+    mean_square: float  # T, mean over the replicates of their sum of squares
+    square_of_mean: float  # sum of squares of their mean
+    signal_share: float  # rho = (R |mean|^2 - T) / ((R - 1) T); may be below 0 without signal
 
     @property
     def sigma(self) -> float:

@@ -19,29 +19,14 @@ _SETTLED = 0.05
 
 @dataclass(frozen=True)
 class Directions:
-    """The K strongest singular directions of C matrices.
+    """The K strongest singular directions of C matrices."""
 
-    Attributes
-    ----------
-    left, right
-        ``[C, p, K]``, ``[C, q, K]``, unit columns.
-    values
-        float64 ``[C, K]``, descending.
-    residual
-        float64 ``[C, K]``: ``|A v - s u|``, or ``|A^T u - s v|`` where the left side is the long one, in the
-        unit of the matrix. The other one is zero.
-    converged
-        bool ``[C]``: every requested direction above the edge has passed its check.
-    columns
-        Columns that the search needed; 0 where there was none.
-    """
-
-    left: Tensor
-    values: Tensor
-    right: Tensor
-    residual: Tensor
-    converged: Tensor
-    columns: int = 0
+    left: Tensor  # [C, p, K], unit columns
+    values: Tensor  # float64 [C, K], descending
+    right: Tensor  # [C, q, K], unit columns
+    residual: Tensor  # float64 [C, K]: |A v - s u|, or |A^T u - s v| where the left side is long
+    converged: Tensor  # bool [C]: every requested direction above the edge passed its check
+    columns: int = 0  # columns that the search needed; 0 without a search
 
 
 def strongest(
@@ -57,32 +42,15 @@ def strongest(
     expected: int = 0,
     seed: int = 0,
 ) -> Directions:
-    """Compute the strongest directions of each matrix.
+    """Compute the ``count`` <= p strongest directions of each matrix in float32 or float64.
 
-    Parameters
-    ----------
-    A_Cpq
-        float32 or float64, p <= q.
-    count
-        Directions to return, at most p.
-    edge
-        Directions with singular values below it need not converge: they lie among those of the noise.
-    wanted
-        How many of the ``count`` must converge; all by default.
-    start_pb
-        Columns to start with, for all matrices, completed to a block by random ones. A start biases an
-        unfinished direction towards itself.
-    tolerance
-        Largest residual over the distance to the next singular value: it bounds the sine of the angle to the
-        true direction (Davis-Kahan, Wedin).
-    width
-        Columns of a block, at most.
-    columns
-        Columns of all blocks together at which the search ends.
-    expected
-        Columns that a matrix like these needed: there is no check much before.
-    seed
-        Of the random start, the same for every matrix: results do not depend on what else is in a batch.
+    The search ends when the first ``wanted`` directions (all by default) have converged or lie below
+    ``edge``, among those of the noise, or at ``columns`` columns of all blocks. ``tolerance`` is the largest
+    residual over the distance to the next singular value: it bounds the sine of the angle to the true
+    direction (Davis-Kahan, Wedin). ``start_pb`` are columns to start with, completed to a block of ``width``
+    by random ones from ``seed``, the same for every matrix, so that results do not depend on the batch; a
+    start biases an unfinished direction towards itself. ``expected`` columns sufficed for matrices like
+    these: there is no check much before.
     """
     C, p, _ = A_Cpq.shape
     wanted = min(count if wanted is None else wanted, count)

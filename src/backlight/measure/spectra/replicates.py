@@ -78,31 +78,14 @@ def _pieces(x_pq: Tensor) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class Replicates:
-    """R replicates of a p x q gradient.
+    """R replicates of a p x q gradient."""
 
-    Attributes
-    ----------
-    matrices
-        The replicates, R tensors ``[p, q]`` of one type.
-    layer
-        Name of the layer in messages.
-    device
-        Where the work is done.
-    budget
-        Bytes that a chunk may take on that device.
-    squares
-        Sum of squares of each replicate, float64.
-    order
-        Replicates in ascending order of ``squares``: sums in this order do not depend on the order in which
-        the replicates were given.
-    """
-
-    matrices: tuple[Tensor, ...]
-    layer: str
-    device: torch.device
-    budget: int
-    squares: tuple[float, ...]
-    order: tuple[int, ...]
+    matrices: tuple[Tensor, ...]  # R tensors [p, q] of one type
+    layer: str  # name in messages
+    device: torch.device  # where the work is done
+    budget: int  # bytes that a chunk may take on that device
+    squares: tuple[float, ...]  # sum of squares of each replicate, float64
+    order: tuple[int, ...]  # ascending by squares: sums in this order do not depend on the given one
     _loader: _Loader = field(repr=False, compare=False)
 
     @classmethod
@@ -115,20 +98,11 @@ class Replicates:
         device: torch.device | str | None = None,
         budget: int = BUDGET_BYTES,
     ) -> Replicates:
-        """Check replicates and read each of them once.
+        """Check replicates ``[R, p, q]``, or R floating tensors ``[p, q]``, and read each of them once.
 
-        Parameters
-        ----------
-        G
-            ``[R, p, q]``, or R tensors ``[p, q]``; any floating type, on any device.
-        layer
-            Name of the layer in messages.
-        least
-            Smallest R that the caller can use.
-        device
-            Where to work; by default where the replicates are.
-        budget
-            Bytes that a chunk of them, and what is computed from it, may take there.
+        ``least`` is the smallest R that the caller can use; ``device`` is where to work, by default that of
+        the replicates, and ``budget`` the bytes that a chunk of them, with what is computed from it, may
+        take there.
 
         Raises
         ------
@@ -264,7 +238,7 @@ def check_distinct(replicates: Replicates, sigma2: float) -> None:
     expected = 2 * sigma2 * p * q
     for a, b in zip(replicates.order, replicates.order[1:], strict=False):
         one, other = replicates.squares[a], replicates.squares[b]
-        # |‖x‖ - ‖y‖| <= ‖x - y‖: most pairs are told apart by their norms.
+        # |‖x‖ - ‖y‖| <= ‖x - y‖: most pairs differ in their norms.
         if (math.sqrt(other) - math.sqrt(one)) ** 2 > _SAME * expected:
             continue
         if not _is_close(replicates.matrices[a], replicates.matrices[b], expected / (p * q)):

@@ -29,29 +29,14 @@ _TRACY_WIDOM_99 = 2.0234
 
 @dataclass(frozen=True)
 class Spike:
-    """What the spiked model expects of directions of strength ``s``; all arrays have the shape of ``s``.
+    """What the model expects of directions of strength ``s``; all arrays have the shape of ``s``."""
 
-    Attributes
-    ----------
-    strength
-        Singular value without noise, in the unit of the gradient; 0 where an observed value is not above the
-        bulk.
-    value
-        Singular value with noise; the bulk edge where the direction is not detectable.
-    left, right
-        Squared cosine between the noisy and the true left (length p) and right (length q) direction.
-    echo
-        Expected spectral echo, ``sqrt(left * right)``; 0 below the threshold.
-    shrunk
-        The Frobenius-optimal shrinkage (Gavish and Donoho) of ``value``: ``strength * echo``.
-    """
-
-    strength: Float64
-    value: Float64
-    left: Float64
-    right: Float64
-    echo: Float64
-    shrunk: Float64
+    strength: Float64  # singular value without noise; 0 where an observed value is not above the bulk
+    value: Float64  # singular value with noise; the bulk edge where the direction is not detectable
+    left: Float64  # squared cosine between the noisy and the true left direction (length p)
+    right: Float64  # the same for the right direction (length q)
+    echo: Float64  # expected spectral echo, sqrt(left * right); 0 below the threshold
+    shrunk: Float64  # Frobenius-optimal shrinkage of value: strength * echo
 
 
 def bulk_edge(sigma: float, p: int, q: int) -> float:
@@ -161,7 +146,7 @@ def mixing(strength: ArrayLike, sigma: float) -> Float64:
     """Return the angle, in radians, by which noise rotates neighbouring directions into one another.
 
     For strengths ``s_i > s_j`` first-order perturbation gives an angle with variance ``sigma^2 (s_i^2 +
-    s_j^2) / (s_i^2 - s_j^2)^2`` (left and right alike). Result ``[K - 1]`` for ``[K]`` strengths: its root
+    s_j^2) / (s_i^2 - s_j^2)^2`` (on both sides). Result ``[K - 1]`` for ``[K]`` strengths: its root
     for each pair of neighbours, infinite where they are equal.
     """
     s = np.asarray(strength, dtype=np.float64)

@@ -81,18 +81,10 @@ def _wide(matrix: Tensor, layer: str) -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class Drift:
-    """The move of a k-dimensional subspace of an n-dimensional space.
+    """The move of a k-dimensional subspace of an n-dimensional space."""
 
-    Attributes
-    ----------
-    cosines
-        Of the k principal angles, descending.
-    dimension
-        n.
-    """
-
-    cosines: NDArray[np.float64]
-    dimension: int
+    cosines: NDArray[np.float64]  # of the k principal angles, descending
+    dimension: int  # n
 
     @property
     def overlap(self) -> float:

@@ -45,23 +45,12 @@ def histogram(
     scale: Tensor | float | None = None,
     transfer: TransferBatch | None = None,
 ) -> Pending:
-    """Count the values of every tensor by exponent; integers raise TypeError.
+    """Count the values of P local tensors by exponent; None where there is none, integers raise TypeError.
 
-    Parameters
-    ----------
-    tensors
-        P local tensors as for :func:`backlight.measure.stats.statistics.statistics`; None where there is
-        none.
-    scale
-        Divisor of the values before they are counted, on their device.
-    transfer
-        Copies the results together with others of the same step; without one they are copied at once.
-
-    Returns
-    -------
-    Pending
-        float64 ``[P, 0]`` and int64 ``[P, 1 + BINS]``: measured (0 or 1), then the bins. Zeros, NaN and
-        infinities are in no bin. Of complex values the magnitude is counted.
+    Values are divided by ``scale`` before they are counted, on their device. ``transfer`` copies the results
+    together with others of the same step; without one they are copied at once. The result is float64 ``[P,
+    0]`` and int64 ``[P, 1 + BINS]``: measured (0 or 1), then the bins. Zeros, NaN and infinities are in no
+    bin. Of complex values the magnitude is counted.
     """
     size = len(tensors)
     times_P = np.zeros(size, dtype=np.int64)

@@ -45,17 +45,17 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._seen: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._views: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer of that shape, valid until the same use asks again in this thread."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         key = (use, dtype)
-        seen = self._seen.get(key)
-        if seen is None or seen.shape != shape or seen.is_inference() != torch.is_inference_mode_enabled():
-            seen = self._view(key, shape, device)
-        return seen
+        view = self._views.get(key)
+        if view is None or view.shape != shape or view.is_inference() != torch.is_inference_mode_enabled():
+            view = self._view(key, shape, device)
+        return view
 
     def _view(self, key: tuple[str, torch.dtype], shape: tuple[int, ...], device: torch.device) -> Tensor:
         size = math.prod(shape)
@@ -64,13 +64,13 @@ class Scratch(threading.local):
             held = torch.empty(size, dtype=key[1], device=device)
         view = held[:size].view(shape)
         if type(held) is Tensor:  # a mode of the user may return another type
-            self._held[key], self._seen[key] = held, view
+            self._held[key], self._views[key] = held, view
         return view
 
     def drop(self) -> None:
         """Free the buffers of this thread."""
         self._held.clear()
-        self._seen.clear()
+        self._views.clear()
 
 
 SCRATCH = Scratch()

@@ -35,17 +35,12 @@ _Key = tuple[torch.Size, torch.device, torch.dtype]
 
 
 class WeightSample:
-    """A fixed sample of the weights of some parameters, kept before a step and compared after it.
+    """A fixed sample of the weights of P parameters, kept before a step and compared after it.
 
-    Parameters
-    ----------
-    parameters
-        P tensors. They are read again each time, so their memory and type may be replaced.
-    per_tensor
-        About how many weights are sampled of a tensor, at most twice that; None for all of them, which costs
-        a copy of the model.
-    local
-        Returns the part of a parameter that this process holds; the parameter itself by default.
+    Parameters are read again each time, so their memory and type may be replaced. About ``per_tensor``
+    weights are sampled of a tensor, at most twice that; None samples all of them, which costs a copy of the
+    model. ``local`` returns the part of a parameter that this process holds; the parameter itself by
+    default.
     """
 
     def __init__(
@@ -75,18 +70,11 @@ class WeightSample:
     def after(self, transfer: TransferBatch | None = None) -> Pending:
         """Compare the weights with those that were kept.
 
-        Parameters
-        ----------
-        transfer
-            Copies the results together with others of the same step; without one they are copied at once.
-
-        Returns
-        -------
-        Pending
-            float64 ``[P, 2]``: norm of the change and norm of the weights before it, estimated for the whole
-            tensor as the norm over the sample times the root of numel / sampled. int64 ``[P, 3]``: measured,
-            sampled, numel. A parameter that was not readable before, or has another shape or device since,
-            is not measured.
+        The result is float64 ``[P, 2]``: norm of the change and norm of the weights before it, estimated for
+        the whole tensor as the norm over the sample times the root of numel / sampled; and int64 ``[P, 3]``:
+        measured, sampled, numel. A parameter that was not readable before, or has another shape or device
+        since, is not measured. ``transfer`` copies the results together with others of the same step;
+        without one they are copied at once.
         """
         keys = self._keys or [None] * len(self._parameters)
         sampled_P = np.zeros(len(keys), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Which parameters of a watched training the spectra monitor catches, on which rank, in how much memory."""
+"""The parameters of a watched run that are captured, on which rank, within which memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOMENTA = ("exp_avg", "momentum_buffer")
 
 
 def select(options: SpectraOptions, table: ParameterTable) -> Selection:
-    """Choose among the parameters of a table.
+    """Select among the parameters of a table.
 
     Raises
     ------
@@ -49,13 +49,13 @@ class LayerSelection:
     Parameters
     ----------
     options
-        What is wanted.
+        The options of the monitor.
     scope
-        What is watched.
+        The watched models and optimizers.
     recorder
-        Takes what is written of layers.
+        Records the layers.
     notifier
-        Tells the user.
+        Shows warnings.
 
     Attributes
     ----------
@@ -89,12 +89,12 @@ class LayerSelection:
         return list(self._scope.models) or HUB.seen.roots()
 
     def ensure_table(self) -> None:
-        """Have a table, if there is none yet; best between two steps, when FSDP2 has put its shards back."""
+        """Read the parameters if that has not happened; best between steps, when FSDP2 has resharded."""
         if not self._scope.table.records:
             self._scope.refresh()
 
     def refresh(self, expected: int, *, group: RankGroup | None) -> None:
-        """Look at the parameters as they are now, and choose what fits with so many replicates."""
+        """Read the current parameters, and select those that fit with so many replicates."""
         self.ensure_table()
         self._table = table = self._scope.table
         selection = select(self._options, table)
@@ -142,13 +142,13 @@ class LayerSelection:
             yield Target(row, record.name, layers, numel * tensor.element_size(), str(tensor.device))
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return what backward differentiates by, None where that is on several ranks."""
+        """Return the leaf that backward differentiates; None where it is spread over several ranks."""
         if id(tensor) in self._unsharded_ids:
-            return None  # its memory is taken away and given back by FSDP2
+            return None  # FSDP2 frees and reallocates its memory
         if local(tensor) is tensor:
             return tensor
         whole = self._whole.get(id(tensor))
-        # Where FSDP2 meets tensor parallelism, what it makes whole is still one rank's part of a layer.
+        # With FSDP2 and tensor parallelism, the unsharded parameter is still one rank's part of a layer.
         return whole if whole is not None and local(whole) is whole else None
 
     def _spreads(self) -> bool:
@@ -202,7 +202,7 @@ class LayerSelection:
         ------
         SpectraError
             If one of the model is sharded, captured here or not: its forward communicates, so that every rank
-            would have to take the extra passes.
+            would have to run the extra passes.
         """
         held = [] if self._table is None else self._table.tensors()
         if any(local(tensor) is not tensor for tensor in held):
@@ -220,7 +220,7 @@ class LayerSelection:
         """
         roots = list(self._scope.models)
         if len(roots) != 1:
-            raise SpectraError(f"{len(roots)} models are watched; samples are of one")
+            raise SpectraError(f"{len(roots)} models are watched; samples belong to one")
         model = roots[0]
         while _replicated(model):
             model = model.module  # type: ignore[assignment]  # that is what DDP calls it
@@ -230,7 +230,7 @@ class LayerSelection:
         return model
 
     def momentum(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return what an optimizer keeps as the momentum of a parameter, None if nothing."""
+        """Return the momentum that an optimizer keeps of a parameter, None if there is none."""
         for optimizer in self._scope.optimizers():
             state = optimizer.state.get(parameter)
             for name in MOMENTA:
@@ -252,6 +252,6 @@ def _rank() -> tuple[int, int]:
 
 
 def _replicated(module: torch.nn.Module) -> bool:
-    """Tell whether a module is the wrapper of DDP."""
+    """Return whether a module is the wrapper of DDP."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     return parallel is not None and issubclass(type(module), parallel.DistributedDataParallel)

@@ -29,7 +29,7 @@ class Offer:
     samples: tuple[int | None, ...] = ()
     """Samples of each replicate; None where unknown."""
     owners: Mapping[str, int] = field(default_factory=dict)
-    """Rank by every parameter that this rank knows."""
+    """Rank of every parameter that this rank has."""
     scale: float = 1.0
     """The loss scale."""
     reason: str = ""
@@ -43,7 +43,7 @@ def owners(targets: Sequence[Target], ranks: int) -> dict[str, int]:
 
 
 def agreed_owners(offers: Sequence[Offer]) -> dict[str, int]:
-    """Return the rank that measures each parameter that any rank knows: the lowest rank decides."""
+    """Return the rank that measures each parameter that any rank has: the lowest rank decides."""
     found: dict[str, int] = {}
     for offer in offers:
         for name, owner in offer.owners.items():

@@ -1,4 +1,4 @@
-"""The thread that measures replicates beside the training, one step after the other."""
+"""Background thread that measures captured steps, one after another."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class _Job:
 
 
 def _lower_priority() -> None:
-    """Lower the priority of this thread, where the system knows priorities of threads."""
+    """Lower the priority of this thread, where the system supports it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

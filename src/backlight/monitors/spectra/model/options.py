@@ -61,7 +61,7 @@ class SpectraOptions:
     exchange:
         Bring the replicates of all ranks together, over a process group of backlight's own.
     timeout:
-        Seconds that an exchange waits for another rank, and the end of the watch for the last step.
+        Seconds to wait for another rank in an exchange, and for the last step at the end of the watch.
     batch:
         Samples of a microbatch, where they cannot be observed; 0 for what the model is called with.
     """

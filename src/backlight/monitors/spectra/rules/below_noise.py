@@ -1,4 +1,4 @@
-"""Rule ``below_noise``: layers of which no direction stands above the noise of one replicate."""
+"""Rule ``below_noise``: no direction of a layer exceeds the noise of one replicate."""
 
 from __future__ import annotations
 
