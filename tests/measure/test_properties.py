@@ -41,7 +41,7 @@ def test_any_values_against_the_oracle(lists, check):
 def test_any_doubles_against_the_oracle(values, check):
     finite = [v for v in values if math.isfinite(v)]
     if finite and max(map(abs, finite)) > 1e304:
-        values = [v / 1e6 for v in values]  # a norm above 1.8e308 is infinite in any arithmetic of ours
+        values = [v / 1e6 for v in values]  # a norm above 1.8e308 is infinite in float64
     tensors = [torch.tensor(values, dtype=torch.float64)]
     check(statistics(tensors), tensors)
 
@@ -57,7 +57,7 @@ def test_scaling_by_a_power_of_two_scales_every_number_exactly(values, exponent)
 
 @SETTINGS
 @given(st.lists(FINITE, min_size=1, max_size=30), st.sampled_from([2.0**k for k in (-8, 1, 10, 16)]))
-def test_a_loss_scale_takes_back_what_it_did(values, scale):
+def test_a_loss_scale_is_divided_out(values, scale):
     tensor = torch.tensor(values, dtype=torch.float32)
     np.testing.assert_array_equal(numbers([tensor * scale], scale=scale)[0], numbers([tensor])[0])
 
@@ -85,7 +85,7 @@ def test_a_tensor_is_the_sum_of_its_parts(values, cut):
 
 @SETTINGS
 @given(st.lists(st.tuples(DTYPES, st.integers(0, 400)), max_size=8))
-def test_a_list_of_mixed_types_is_measured_like_each_alone(kinds):
+def test_mixed_types_are_measured_as_each_alone(kinds):
     tensors = [torch.randn(size, dtype=torch.float64).to(dtype) for dtype, size in kinds]
     together = numbers(tensors)
     for row, tensor in enumerate(tensors):

@@ -47,14 +47,14 @@ def watched(
 ) -> Iterator[list[str]]:
     """Watch a training, and give the warnings."""
     SEEN.clear()
-    said: list[str] = []
+    messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = FOLDER / mode / "run"
         settings: dict[str, Any] = {"spectra": {"timeout": 60.0, **spectra}}
         with backlight.watch(model, optimizer, run=run, monitors=("spectra",), every=2, **settings):
-            yield said
-    said.extend(str(w.message) for w in caught if "backlight" in str(w.message))
+            yield messages
+    messages.extend(str(w.message) for w in caught if "backlight" in str(w.message))
 
 
 def loop(
@@ -77,13 +77,13 @@ def loop(
         optimizer.step()
 
 
-def report(mode: str, said: list[str], plain: nn.Module, model: nn.Module, **more: Any) -> None:
+def report(mode: str, messages: list[str], plain: nn.Module, model: nn.Module, **more: Any) -> None:
     one, other = (
         [p.to_local() if hasattr(p, "to_local") else p for p in m.parameters()] for m in (plain, model)
     )
     result = {
         "same": all(torch.equal(a, b) for a, b in zip(one, other, strict=True)),
-        "warnings": said,
+        "warnings": messages,
         "replicates": {name: len(parts) for name, parts in SEEN.items()},
         **more,
     }
@@ -108,10 +108,10 @@ def ddp() -> None:
     loop(plain, adam(plain), 4, sync=unreduced(plain))
     model = parallel()
     optimizer = adam(model)
-    with watched("ddp", model, optimizer) as said:
+    with watched("ddp", model, optimizer) as messages:
         loop(model, optimizer, 4, sync=unreduced(model))
     still = parallel()
-    report("ddp", said, plain, model, right=_right("ddp_still", still, 4, sync=unreduced(still)))
+    report("ddp", messages, plain, model, right=_right("ddp_still", still, 4, sync=unreduced(still)))
 
 
 def ddp_static() -> None:
@@ -121,9 +121,9 @@ def ddp_static() -> None:
     loop(plain, adam(plain), 3)
     model = parallel(**options)
     optimizer = adam(model)
-    with watched("ddp_static", model, optimizer) as said:
+    with watched("ddp_static", model, optimizer) as messages:
         loop(model, optimizer, 3)
-    report("ddp_static", said, plain, model)
+    report("ddp_static", messages, plain, model)
 
 
 def exchange() -> None:
@@ -132,18 +132,18 @@ def exchange() -> None:
     loop(plain, adam(plain), 2, sync=unreduced(plain))
     model = parallel()
     optimizer = adam(model)
-    with watched("exchange", model, optimizer, exchange=True) as said:
+    with watched("exchange", model, optimizer, exchange=True) as messages:
         loop(model, optimizer, 2, sync=unreduced(model))
-    report("exchange", said, plain, model)
+    report("exchange", messages, plain, model)
 
 
 def controls() -> None:
     """Both ranks read the same data."""
     model = build().eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with watched("controls", model, optimizer, exchange=True) as said:
+    with watched("controls", model, optimizer, exchange=True) as messages:
         loop(model, optimizer, 2, steps=1, reader=0)
-    report("controls", said, model, model)
+    report("controls", messages, model, model)
 
 
 def missing() -> None:
@@ -157,12 +157,12 @@ def missing() -> None:
             model.block.up.weight.requires_grad_(not (dist.get_rank() == 1 and micro == 0))
 
         if is_watched:
-            with watched("missing", model, optimizer, exchange=True) as said:
+            with watched("missing", model, optimizer, exchange=True) as messages:
                 loop(model, optimizer, 2, before=before)
         else:
             loop(model, optimizer, 2, before=before)
         models.append(model)
-    report("missing", said, *models)
+    report("missing", messages, *models)
 
 
 def fewer() -> None:
@@ -172,9 +172,9 @@ def fewer() -> None:
     loop(plain, adam(plain), 2, steps)
     model = build()
     optimizer = adam(model)
-    with watched("fewer", model, optimizer, exchange=True, timeout=3.0) as said:
+    with watched("fewer", model, optimizer, exchange=True, timeout=3.0) as messages:
         loop(model, optimizer, 2, steps)
-    report("fewer", said, plain, model)
+    report("fewer", messages, plain, model)
 
 
 def sharded() -> Any:
@@ -189,13 +189,13 @@ def fsdp() -> None:
     loop(plain, adam(plain), 3)
     model = sharded()
     optimizer = adam(model)
-    with watched("fsdp", model, optimizer) as said:
+    with watched("fsdp", model, optimizer) as messages:
         loop(model, optimizer, 3)
-    report("fsdp", said, plain, model, right=_right("fsdp_still", sharded(), 3))
+    report("fsdp", messages, plain, model, right=_right("fsdp_still", sharded(), 3))
 
 
 def _right(mode: str, model: Any, micro: int, **options: Any) -> bool:
-    """Tell whether the replicates of a first step are the gradients of this rank's microbatches alone."""
+    """Return whether the replicates of a first step are the gradients of this rank's microbatches alone."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with watched(mode, model, optimizer):
         loop(model, optimizer, micro, steps=1, **options)

@@ -107,7 +107,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Tell whether two states are the same to the bit."""
+    """Return whether two states are the same to the bit."""
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -130,7 +130,7 @@ def one(
 
 
 def unmeasured(path: Path) -> dict[str, list[int | None]]:
-    """Return the steps by what is said not to be measured there."""
+    """Return the steps by the reason why nothing was measured there."""
     found: dict[str, list[int | None]] = {}
     for event in backlight.open_run(path).events("unmeasured"):
         found.setdefault(str(event.payload["reason"]), []).append(event.step)

@@ -18,7 +18,7 @@ def test_steps_of_names(tmp_path):
     assert found(tmp_path, names) == [(3, names[2]), (20, names[1]), (100, names[0])]
 
 
-def test_positions_where_names_say_none(tmp_path):
+def test_steps_are_positions_where_names_hold_no_number(tmp_path):
     assert found(tmp_path, ["final.pt", "step-5.pt"]) == [(0, "final.pt"), (1, "step-5.pt")]
 
 

@@ -87,7 +87,7 @@ def measure(recipe, out, **options):
 
 
 def equal(first, second):
-    """Tell whether two runs hold the same numbers, to the bit."""
+    """Return whether two runs hold the same numbers, to the bit."""
     one, other = open_run(first), open_run(second)
     assert layers(one) == layers(other)
     keys = [(m.step, m.parameter) for m in measurements(one)]
@@ -112,7 +112,7 @@ def launched(ranks, *arguments):
     )  # fmt: skip
 
 
-def test_it_measures_what_the_functions_measure(recipe, tmp_path):
+def test_results_equal_those_of_the_functions(recipe, tmp_path):
     changed(recipe, "Dropout(0.1)", "Dropout(0.0)")
     outcome = measure(recipe, tmp_path / "run", settings={"batch": 10})
     assert (outcome.layers, outcome.measured, outcome.resumed, outcome.batch) == (5, 5, 0, 10)
@@ -149,7 +149,7 @@ def test_it_measures_what_the_functions_measure(recipe, tmp_path):
     assert table(run, 0, "conv.weight").measurement["stable_rank_gradient"] == pytest.approx(rank, rel=1e-4)
 
 
-def test_how_the_work_is_spread_changes_nothing(recipe, tmp_path):
+def test_results_do_not_depend_on_how_work_is_spread(recipe, tmp_path):
     measure(recipe, tmp_path / "one")
     outcome = measure(recipe, tmp_path / "sweeps", budget=6000)
     assert outcome.sweeps > 2
@@ -205,15 +205,15 @@ def test_an_error_of_one_rank_is_that_of_all(recipe, tmp_path):
         )
         for rank in "01"
     ]  # fmt: skip
-    said = [process.communicate(timeout=60)[1].splitlines()[-1] for process in ranks]
+    messages = [process.communicate(timeout=60)[1].splitlines()[-1] for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2]
-    assert said[0] == said[1]
-    assert said[0].startswith("backlight: layer 'conv.weight': replicate 3 gave it no gradient")
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("backlight: layer 'conv.weight': replicate 3 gave it no gradient")
     with pytest.raises(SpectraError, match=r"layer 'conv\.weight': replicate 3 gave it no gradient"):
         measure(recipe, tmp_path / "one")
 
 
-def test_it_goes_on_after_a_kill(recipe, tmp_path):
+def test_a_killed_run_is_resumed(recipe, tmp_path):
     changed(recipe, "    x, y = batch\n", "    x, y = batch\n    time.sleep(0.1)\n")
     options = ("--replicates", 5, "--budget", 3000, "--out", tmp_path / "run")
     process = launched(2, recipe, *options)
@@ -298,12 +298,12 @@ def test_another_configuration_is_refused(recipe, tmp_path):
         measure(recipe, tmp_path / "run", method="svd")
     with pytest.raises(SpectraError, match=r"\(the recipe changed\)"):
         measure(changed(recipe, "relu", "gelu"), tmp_path / "run")
-    RunWriter.create(tmp_path / "stranger").close()
-    writer = RunWriter.create(tmp_path / "stranger")
+    RunWriter.create(tmp_path / "foreign").close()
+    writer = RunWriter.create(tmp_path / "foreign")
     writer.scalar(0, "loss", 1.0)
     writer.close()
     with pytest.raises(SpectraError, match="is a run of something else; choose another --out"):
-        measure(recipe, tmp_path / "stranger")
+        measure(recipe, tmp_path / "foreign")
 
 
 REFUSED = {

@@ -105,7 +105,7 @@ def test_the_tolerance_follows_the_type_of_the_gradients() -> None:
 
 
 @pytest.mark.parametrize("n", [10, 100])
-def test_the_largest_alone(n: int) -> None:
+def test_the_largest_eigenvalues(n: int) -> None:
     A = torch.randn(n, 30, dtype=torch.float64)
     whole, top = spectrum(A @ A.T), spectrum(A @ A.T, top=5)
     np.testing.assert_allclose(top.eigenvalues, whole.eigenvalues[:5], rtol=1e-12)
@@ -137,7 +137,7 @@ def test_eigenpairs_leave_out_what_is_not_there(centred: bool) -> None:
     torch.testing.assert_close(V @ (B.T @ B / N), values[:, None] * V, rtol=0, atol=1e-9 * float(values[0]))
 
 
-def test_what_is_no_gram_is_refused() -> None:
+def test_matrices_that_are_no_gram_are_refused() -> None:
     with pytest.raises(ValueError, match=r"square float64 matrix, got \[2, 3\]"):
         spectrum(torch.zeros(2, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"square float64 matrix.*float32"):

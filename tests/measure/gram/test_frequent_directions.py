@@ -20,7 +20,7 @@ def certified(sketch: FrequentDirections, A: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_the_certificate_of_a_sketch_holds(decay: float) -> None:
+def test_the_error_bound_of_a_sketch_holds(decay: float) -> None:
     A = torch.randn(60, 20, dtype=torch.float64) * torch.exp(-decay * torch.arange(20, dtype=torch.float64))
     sketch = FrequentDirections(6, 20)
     for start in (0, 1, 8, 30):
@@ -55,7 +55,7 @@ def test_sketches_merge() -> None:
 
 
 @pytest.mark.parametrize("taken", [3, 9, 14])
-def test_a_sketch_goes_on_from_its_state_as_if_it_had_not_stopped(taken: int) -> None:
+def test_a_sketch_resumes_from_its_state(taken: int) -> None:
     rows = torch.randn(40, 15, dtype=torch.float64)
     whole = FrequentDirections(5, 15)
     whole.add(rows[:taken])
@@ -68,7 +68,7 @@ def test_a_sketch_goes_on_from_its_state_as_if_it_had_not_stopped(taken: int) ->
     assert len(state["rows"]) == (taken if taken < 11 else 9)  # what was taken is a copy
 
 
-def test_a_state_that_is_not_one_is_refused() -> None:
+def test_an_incomplete_state_is_refused() -> None:
     state = FrequentDirections(2, 3).state()
     with pytest.raises(ValueError, match="the state lacks seen, shrinkage"):
         FrequentDirections.from_state({"size": 2, "rows": state["rows"]})

@@ -84,7 +84,7 @@ def test_small_eigenvalues_need_products_in_float64() -> None:
     assert float(off.max()) > 0.01
 
 
-def test_what_is_multiplied_in_float32_unless_asked() -> None:
+def test_what_is_multiplied_in_float32_by_default() -> None:
     x, d = torch.randn(8, 5, 1, 40), torch.randn(8, 5, 1, 30)
     use = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40)
     for kernel, same, other in (
@@ -108,7 +108,7 @@ def test_buffers_of_one_measurement_do_not_reach_the_next() -> None:
         torch.testing.assert_close(K, A @ A.T, rtol=1e-12, atol=1e-12)
 
 
-def test_combinations_share_one_walk() -> None:
+def test_combinations_share_one_pass() -> None:
     use, A = factors(3, 2, 4, 10)
     weights = torch.randn(7, N, dtype=torch.float64)
     for scratch in (1, kernels.SCRATCH_BYTES):
@@ -116,7 +116,7 @@ def test_combinations_share_one_walk() -> None:
         torch.testing.assert_close(found.flatten(1), weights @ A, rtol=1e-12, atol=1e-12)
 
 
-def test_pieces_that_do_not_fit_are_refused() -> None:
+def test_factors_of_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in samples, rows or columns"):
         kernels.gram([factors(2, 1, 4, 9)[0], factors(2, 1, 9, 4)[0]])
 
@@ -135,7 +135,7 @@ def test_the_cost_rule_takes_the_cheaper_kernel(monkeypatch: pytest.MonkeyPatch)
     assert kernels.choose([factors(1, 1, 30, 30)[0]]) == "chunked"
 
 
-def test_the_constant_is_measured_once_and_within_reason() -> None:
+def test_the_cost_ratio_is_measured_once() -> None:
     kernels.ghost_cost_ratio.cache_clear()
     device = torch.device("cpu")
     before = torch.get_rng_state()
@@ -219,7 +219,7 @@ def test_a_subclass_with_its_own_forward_has_no_kernel() -> None:
     assert kernel_of(nn.Conv2d(2, 2, 2)) is convolution
 
 
-def test_wide_matrices_are_walked_transposed() -> None:
+def test_wide_matrices_are_chunked_transposed() -> None:
     x, d = torch.randn(N, 3, 1, 40, dtype=torch.float64), torch.randn(N, 3, 1, 6, dtype=torch.float64)
     use = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40, held=True)
     turned = use.transposed()
@@ -279,7 +279,7 @@ def test_direct_gradients_of_a_convolution_are_those_of_unfolding(module: nn.Mod
 
 @pytest.mark.parametrize("t", [1, 3])
 @pytest.mark.parametrize("g", [1, 4])
-def test_what_memory_held_does_not_matter(t: int, g: int) -> None:
+def test_uninitialised_memory_does_not_matter(t: int, g: int) -> None:
     use, A = factors(t, g, 2, 5)
     out = torch.full((N, use.rows, use.columns), torch.nan, dtype=torch.float64)
     use.take(0, use.rows, out, add=False)

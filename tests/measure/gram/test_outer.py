@@ -11,7 +11,7 @@ from backlight.measure.gram import outer
 from backlight.measure.gram.outer import OuterProductError
 
 
-def test_outer_product_serves_what_the_dense_matrix_holds() -> None:
+def test_outer_product_equals_the_dense_matrix() -> None:
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)).double()
     net(torch.randn(4, 3, dtype=torch.float64)).square().sum().backward()
     product = backlight.outer_product(net)

@@ -92,7 +92,7 @@ def test_scores_are_products_of_magnitudes():
     np.testing.assert_array_equal(overlap_scores([[-0.5, 1.0]], [[0.5, -1.0]]), [[0.25, 1.0]])
 
 
-def test_what_cannot_be_aligned_is_refused():
+def test_bad_scores_are_refused():
     with pytest.raises(ValueError, match="at least K candidates"):
         align(np.zeros((2, 3)))
     with pytest.raises(ValueError, match="must be finite"):

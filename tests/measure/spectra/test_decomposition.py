@@ -75,7 +75,7 @@ def test_a_matrix_of_low_rank_still_has_unit_directions(method):
     assert float(found.values[0, 2]) < 1e-4 * float(found.values[0, 0])
 
 
-def test_weak_directions_beside_a_huge_one_are_right():
+def test_weak_directions_next_to_a_huge_one_are_accurate():
     """Below sqrt(eps) of the largest, where a Gram matrix in float32 would have lost them."""
     s = torch.tensor([1.0, 2e-4, 1e-4], dtype=torch.float64)
     U = torch.linalg.qr(torch.randn(100, 3, dtype=torch.float64))[0]
@@ -96,7 +96,7 @@ def test_equal_singular_values_do_not_stop_it(method):
     torch.testing.assert_close(found.values[0].float(), torch.tensor([3.0, 3.0, 3.0, 1.0]))
 
 
-def test_results_do_not_depend_on_what_else_is_in_the_batch():
+def test_results_do_not_depend_on_the_batch():
     A = spiked(90, 200, [8, 4, 2], 4)
     edge = upper_edge(1.0, 90, 200)
     together = decompose(A, 3, method="randomized", edge=edge)
@@ -129,7 +129,7 @@ def failing(monkeypatch, *, until):
     monkeypatch.setattr(torch.linalg, "svd", svd)
 
 
-def test_what_does_not_converge_is_done_again_in_float64(monkeypatch):
+def test_unconverged_matrices_are_repeated_in_float64(monkeypatch):
     A = spiked(20, 24, [5, 3], 2)
     expected = torch.linalg.svdvals(A.double())
     failing(monkeypatch, until=2)  # the batch, then the first replicate in float32
@@ -138,7 +138,7 @@ def test_what_does_not_converge_is_done_again_in_float64(monkeypatch):
     assert found.left.dtype == torch.float32
 
 
-def test_what_never_converges_is_named(monkeypatch):
+def test_matrices_that_never_converge_are_reported(monkeypatch):
     failing(monkeypatch, until=99)
     with pytest.raises(DecompositionError, match=r"layer 'w': .* replicate 7 \(20 x 24\) did not converge"):
         decompose(spiked(20, 24, [5.0]), method="svd", layer="w", names=[7])
@@ -154,7 +154,7 @@ def test_an_unresolved_search_falls_back_to_all_directions(monkeypatch):
     assert float(overlaps(found, A).min()) > 0.999
 
 
-def test_an_unknown_way():
+def test_an_unknown_method():
     with pytest.raises(ValueError, match="'svd', 'gram' or 'randomized'"):
         decompose(torch.ones(1, 2, 2), method="qr")
 
@@ -197,7 +197,7 @@ def test_out_of_memory_with_one_replicate_is_an_error():
         Replicates.of(torch.randn(4, 3, 5), layer="w").chunks(work, bytes_each=1)
 
 
-def test_other_errors_are_not_taken_for_it():
+def test_other_errors_do_not_halve_the_chunk():
     def work(indices, x):
         raise RuntimeError("something else")
 

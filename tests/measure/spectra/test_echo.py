@@ -26,7 +26,7 @@ def noisy(R=6, size=None, seed=0):
 
 @SETTINGS
 @given(ZETAS)
-def test_oracle_a_the_echo_of_every_replicate_comes_back(zeta):
+def test_oracle_a_returns_the_echo_of_every_replicate(zeta):
     np.testing.assert_allclose(echo.triple(outer(zeta)), zeta, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(echo.triple_mean(outer(zeta)), np.mean(zeta), rtol=1e-12)
 
@@ -92,7 +92,7 @@ def test_pure_noise_has_no_sign():
     assert abs((found > 0).mean() - 0.5) < 0.1
 
 
-def test_the_residual_tells_a_model_from_none():
+def test_the_residual_shows_whether_the_model_holds():
     zeta = np.array([0.9, 0.7, 0.8, 0.6])
     assert echo.residual(outer(zeta), zeta) < 1e-12
     swapped = outer(zeta)
@@ -144,7 +144,7 @@ def test_a_block_of_one_is_a_direction_and_rotations_inside_a_block_do_not_matte
     assert Z[1, 0, 2] == pytest.approx(float((polar[0] * polar[2]).sum()) / 3, abs=1e-14)
 
 
-def test_the_unbiased_diagonal_is_unbiased_whatever_the_directions():
+def test_the_unbiased_diagonal_is_unbiased_for_any_directions():
     """Directions of pure noise: their own singular value is far from 0, this mean is not."""
     R, p, q, draws = 6, 12, 20, 300
     torch.manual_seed(3)

@@ -84,7 +84,7 @@ def test_pure_noise_has_no_echo(p, q, R):
     assert abs(found.noise.signal_share) < 0.01
 
 
-def test_the_null_does_not_know_the_signal():
+def test_the_null_does_not_depend_on_the_signal():
     signal = spectral_echo(injected(60, 80, 8, [10, 6, 4]))
     noise = spectral_echo(torch.randn(8, 60, 80))
     assert signal.null[0] == pytest.approx(noise.null[0], rel=0.3)
@@ -105,7 +105,7 @@ def test_transposing_exchanges_left_and_right(method):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("factor", [2.0**-40, 2.0**40, 3e-7])
-def test_scaling_changes_units_and_nothing_else(method, factor):
+def test_scaling_changes_units_only(method, factor):
     G = injected(60, 100, 6, [8, 5, 3], dtype=torch.float64)
     one, other = spectral_echo(G, method=method), spectral_echo(G * factor, method=method)
     assert other.noise.sigma == pytest.approx(factor * one.noise.sigma, rel=1e-9)
@@ -234,7 +234,7 @@ def test_options(alignment, estimator):
         assert sorted(row) == list(range(60))
 
 
-def test_the_input_is_left_alone():
+def test_the_input_is_unchanged():
     G = injected(60, 100, 6, [8, 5, 3])
     before = G.clone()
     for method in METHODS:

@@ -39,7 +39,7 @@ def test_noise_against_its_definition(R, p, q, seed, exponent, dtype):
     assert again.variance == pytest.approx(found.variance, rel=1e-12)
 
 
-def test_little_noise_beside_much_signal_is_not_lost():
+def test_little_noise_next_to_much_signal_is_not_lost():
     """Where the difference of two sums of squares has no digits left."""
     G = 1e3 + 1e-6 * torch.randn(5, 30, 40, dtype=torch.float64)
     assert noise(G).variance == pytest.approx(by_definition(G)[0], rel=1e-6)
@@ -95,7 +95,7 @@ def test_bad_replicates_are_refused(G, message):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_the_replicate_with_a_bad_value_is_named(bad):
+def test_the_replicate_with_a_bad_value_is_reported(bad):
     G = torch.randn(5, 40, 30)
     G[3, 17, 2] = bad
     with pytest.raises(ReplicateError, match="layer 'w': replicate 3 holds NaN or infinite values"):

@@ -28,7 +28,7 @@ SIGMA = st.floats(1e-12, 1e12)
 
 @settings(deadline=None)
 @given(SHAPES, STRENGTH, SIGMA)
-def test_what_is_predicted_is_inferred_again(shape, ratio, sigma):
+def test_infer_inverts_predict(shape, ratio, sigma):
     s = ratio * threshold(sigma, *shape)
     forward = predict(s, sigma, *shape)
     back = infer(forward.value, sigma, *shape)
@@ -66,7 +66,7 @@ def test_below_the_threshold_nothing_is_left():
     assert infer(0.0, sigma, p, q).echo == 0
 
 
-def test_the_echoes_of_the_sheet():
+def test_echoes_of_the_formulas():
     s = np.array([5, 3, 2]) * threshold(0.01, 300, 1200)
     np.testing.assert_allclose(predict(s, 0.01, 300, 1200).echo, [0.9512, 0.8695, 0.7217], atol=5e-5)
 
@@ -104,7 +104,7 @@ def test_one_noise_matrix_in_a_hundred_passes_the_upper_edge(p, q):
     assert (top > bulk_edge(1.0, p, q)).mean() > 0.05
 
 
-def test_the_curve_of_muon_is_what_torch_does():
+def test_the_curve_of_muon_equals_torch():
     """Singular values before and after torch's own iteration; that one runs in bfloat16."""
     from torch.optim import _muon
 

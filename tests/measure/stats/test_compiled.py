@@ -1,4 +1,4 @@
-"""The compiled tier gives the numbers of the eager one, or steps aside and says why."""
+"""The compiled tier gives the numbers of the eager one, or reports why it is not used."""
 
 import math
 import os
@@ -49,7 +49,7 @@ def with_values(*values, size=LARGE):
 
 
 def matrix(dtype):
-    """Large tensors of every layout and special value, and small ones beside them."""
+    """Large tensors of every layout and special value, and small ones."""
     tensors = [
         torch.randn(400, 500),
         torch.randn(400, 500).t(),
@@ -154,7 +154,7 @@ def test_rare_types_are_eager_in_any_tier(kernels, check):
     assert kernels._kernels == {}
 
 
-def test_a_compiler_that_fails_is_not_asked_again(kernels, monkeypatch, check):
+def test_a_failed_compiler_is_not_tried_again(kernels, monkeypatch, check):
     asked = []
 
     def compile_(self, device, dtype, rows):
@@ -219,7 +219,7 @@ def test_auto_compiles_once_eager_work_has_cost_as_much(kernels, trigger, monkey
     assert why_not_compiled() == "ZeroDivisionError: division by zero"
 
 
-def test_inside_somebodys_compiled_function_nothing_is_measured(monkeypatch):
+def test_nothing_is_measured_inside_a_compiled_function(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     floats, integers = statistics([torch.ones(3)]).arrays()
     assert not integers.any()
@@ -238,7 +238,7 @@ def run(body):
 
 @needs_compiler
 @pytest.mark.full
-def test_where_recompiling_is_an_error():
+def test_recompiling_may_be_an_error():
     run(
         """
         torch._dynamo.config.error_on_recompile = True
@@ -260,7 +260,7 @@ def test_where_recompiling_is_an_error():
 @pytest.mark.parametrize(
     "off", ["torch.compiler.set_stance('force_eager')", "setattr(torch._dynamo.config, 'disable', True)"]
 )
-def test_where_compiling_is_switched_off(off):
+def test_compiling_may_be_disabled(off):
     run(
         f"""
         import torch._dynamo
@@ -275,7 +275,7 @@ def test_where_compiling_is_switched_off(off):
 
 @needs_compiler
 @pytest.mark.full
-def test_the_users_compiled_functions_are_left_alone():
+def test_the_users_compiled_functions_are_unchanged():
     run(
         """
         import torch._dynamo
@@ -320,7 +320,7 @@ def test_no_process_is_started_to_compile():
 
 @needs_compiler
 @pytest.mark.full
-def test_a_large_tensor_is_worth_several_threads():
+def test_large_tensors_use_several_threads():
     run(
         """
         from backlight.measure.stats.compiled import KERNELS, PARALLEL_SCALARS

@@ -23,11 +23,11 @@ def test_powers_of_two_are_the_lower_ends(dtype):
 
 
 @pytest.mark.parametrize("exponent", [-40, -39, -24, -1, 0, 5, 23])
-def test_every_bin(exponent):
+def test_every_histogram_bin(exponent):
     assert bins(torch.tensor([2.0**exponent, 1.999 * 2.0**exponent])) == {exponent: 2}
 
 
-def test_the_ends_take_what_lies_beyond():
+def test_the_outer_bins_take_values_beyond_them():
     last = LOWEST + BINS - 1
     values = [2.0**-41, 1e-45, 1e-38, -(2.0**-149), 2.0**24, 3e38]
     assert bins(torch.tensor(values)) == {LOWEST: 4, last: 2}
@@ -38,7 +38,7 @@ def test_subnormal_values_of_small_types():
     assert bins(torch.tensor([2.0**-24, 2.0**-15], dtype=torch.float16)) == {-24: 1, -15: 1}
 
 
-def test_zeros_and_what_is_not_finite_are_in_no_bin():
+def test_zeros_and_non_finite_values_are_in_no_bin():
     assert bins(torch.tensor([0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf])) == {}
     assert bins(torch.empty(0)) == {}
 
@@ -71,7 +71,7 @@ def test_values_are_divided_by_the_scale(scale):
     assert bins(small, scale=scale) == {LOWEST: 1, -16: 1, 0: 1}
 
 
-def test_the_tensor_is_left_alone():
+def test_the_tensor_is_unchanged():
     tensor = torch.randn(5000)
     copy = tensor.clone()
     histogram([tensor], scale=3.0).arrays()

@@ -18,7 +18,7 @@ def test_at_any_magnitude(unit):
     assert float(root_sum_squares([3 * unit, 4 * unit])) == pytest.approx(5 * unit, rel=1e-15)
 
 
-def test_of_nothing_and_of_what_is_not_finite():
+def test_roots_of_nothing_and_of_non_finite_values():
     assert root_sum_squares([]) == 0.0
     assert root_sum_squares(np.empty((0, 3)), axis=0).tolist() == [0.0, 0.0, 0.0]
     assert math.isnan(root_sum_squares([1.0, math.nan, math.inf]))

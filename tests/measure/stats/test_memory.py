@@ -31,7 +31,7 @@ class Peak(TorchDispatchMode):
         return result
 
 
-def test_the_peak_is_that_of_what_is_alive():
+def test_the_peak_is_that_of_live_memory():
     with Peak([]) as peak:
         kept = [torch.ones(1000) for _ in range(3)]
         for _ in range(5):

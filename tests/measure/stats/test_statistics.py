@@ -56,7 +56,7 @@ def test_the_path_of_an_accelerator_gives_the_same(dtype, check):
     check(statistics(tensors, tier="eager"), tensors)
 
 
-def test_a_list_of_everything(check):
+def test_all_layouts_in_one_list(check):
     tensors = [None, *(make(dtype) for dtype in DTYPES for make in LAYOUTS.values()), None]
     check(statistics(tensors, tier="eager"), tensors)
 
@@ -66,7 +66,7 @@ SPECIALS = {
     "inf": [1.0, INF, 2.0],
     "minus inf": [-INF, 1.0],
     "both infinities": [INF, -INF, 3.0],
-    "nan beside inf": [NAN, INF, -INF],
+    "nan next to inf": [NAN, INF, -INF],
     "only nan": [NAN],
     "zeros": [0.0, -0.0, 0.0],
     "negative largest": [1.0, -7.0, 3.0],
@@ -115,7 +115,7 @@ def test_complex_parts_that_are_not_finite(check):
     ],
 )
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_what_squares_in_that_type_cannot_hold(value, dtype, size, check):
+def test_values_whose_squares_overflow_the_type(value, dtype, size, check):
     tensor = torch.full((size,), value, dtype=dtype)
     tensor[1] = 0
     tensor[2] = -tensor[0]
@@ -125,7 +125,7 @@ def test_what_squares_in_that_type_cannot_hold(value, dtype, size, check):
     check(statistics([tensor]), [tensor])
 
 
-def test_a_finite_tensor_whose_fp32_norm_is_not():
+def test_the_norm_is_finite_where_float32_overflows():
     tensor = torch.full((1000,), 3e38)
     assert torch.linalg.vector_norm(tensor).isinf()
     np.testing.assert_allclose(statistics([tensor]).arrays()[0][0, 0], math.sqrt(1000) * float(tensor[0]))
@@ -270,7 +270,7 @@ def test_total_equals_torch_clipping():
     np.testing.assert_allclose(mine, float(torch.nn.utils.clip_grad_norm_(parameters, math.inf)), rtol=1e-6)
 
 
-def test_modes_of_the_caller_are_left_alone(check):
+def test_modes_of_the_caller_are_unchanged(check):
     tensors = [torch.randn(5), torch.randn(200_000)]
     state = torch.get_rng_state()
     assert torch.is_grad_enabled()

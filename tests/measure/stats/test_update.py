@@ -34,7 +34,7 @@ def step(parameters):
     return change, [float(o.to(w).norm()) for o, w in zip(old, wide, strict=True)]
 
 
-def test_exactly():
+def test_exact_updates():
     parameters = weights()
     sample = WeightSample(parameters, per_tensor=None)
     sample.before()
@@ -45,7 +45,7 @@ def test_exactly():
     assert integers.tolist() == [[1, n, n] for n in numel]
 
 
-def test_an_estimate_is_near_and_says_what_it_rests_on():
+def test_an_estimate_is_near_and_reports_its_sample():
     parameters = weights()
     sample = WeightSample(parameters)
     sample.before()
@@ -81,7 +81,7 @@ def test_the_stride_has_no_factor_in_common(numel, wanted):
         assert step == 1
 
 
-def test_the_sample_sees_every_column():
+def test_the_sample_covers_every_column():
     parameter = torch.zeros(512, 512)
     sample = WeightSample([parameter], per_tensor=4096)
     for column in range(0, 512, 37):
@@ -111,7 +111,7 @@ def test_memory_that_is_replaced_in_the_step():
     np.testing.assert_allclose(sample.after().arrays()[0], [[math.sqrt(9000), 3 * math.sqrt(9000)]])
 
 
-def test_the_same_memory_seen_in_another_way():
+def test_the_same_memory_with_other_strides():
     parameter = torch.nn.Parameter(torch.randn(30, 30))
     change = float((parameter.detach().t() - parameter.detach()).double().norm())
     sample = WeightSample([parameter], per_tensor=None)
@@ -131,7 +131,7 @@ def test_a_type_that_changes_between_steps_and_within_one():
     np.testing.assert_allclose(sample.after().arrays()[0], [[2 * math.sqrt(9000)] * 2])
 
 
-def test_what_cannot_be_compared_is_not_measured():
+def test_weights_of_another_shape_or_device_are_not_measured():
     resized = torch.nn.Parameter(torch.ones(10))
     freed = torch.ones(5)
     kept = torch.ones(4)
@@ -151,7 +151,7 @@ def test_without_a_before_nothing_is_measured():
     assert WeightSample([]).after().arrays()[0].shape == (0, 2)
 
 
-def test_the_local_part_is_asked_for_each_time():
+def test_the_local_part_is_read_each_time():
     parts = {"now": torch.ones(4)}
     handle = torch.empty(100)
     sample = WeightSample([handle], local=lambda tensor: parts["now"])
@@ -179,7 +179,7 @@ def test_an_update_that_is_not_finite():
     assert floats[0, 1] == pytest.approx(math.sqrt(5))
 
 
-def test_weights_and_gradients_are_left_alone():
+def test_weights_and_gradients_are_unchanged():
     parameters = weights()
     copies = [p.detach().clone() for p in parameters]
     sample = WeightSample(parameters)

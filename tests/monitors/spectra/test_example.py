@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "spectra_ddp.py"
 
 
 @pytest.mark.full
-def test_two_ranks_train_and_leave_their_spectra(tmp_path: Path) -> None:
+def test_two_ranks_record_their_spectra(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     small = ["--steps", "11", "--every", "5", "--width", "32", "--context", "32"]
     ended = subprocess.run(

@@ -57,18 +57,18 @@ def test_faults_are_one_warning_and_an_event(fault: str, tmp_path: Path) -> None
     prepare, reason, everything = FAULTS[fault]
     plain_model, model = build(), build()
     plain = one(plain_model, prepare(plain_model))
-    with pytest.warns(RuntimeWarning, match=reason) as told:
+    with pytest.warns(RuntimeWarning, match=reason) as warned:
         found = one(model, prepare(model), tmp_path)
-    assert len(told) == 1
+    assert len(warned) == 1
     assert all(torch.equal(plain[n].nan_to_num(3.0), found[n].nan_to_num(3.0)) for n in plain)
-    said = [s for r, s in unmeasured(tmp_path).items() if reason in r]
-    assert sorted({step for steps in said for step in steps if step is not None}) == [0, 2]
+    messages = [s for r, s in unmeasured(tmp_path).items() if reason in r]
+    assert sorted({step for steps in messages for step in steps if step is not None}) == [0, 2]
     names = {m.parameter for m in stored.measurements(backlight.open_run(tmp_path)) if m.step == 0}
     assert "block.up.weight" not in names
     assert bool(names) is not everything
 
 
-def test_the_same_data_twice_are_told(tmp_path: Path) -> None:
+def test_the_same_data_twice_are_reported(tmp_path: Path) -> None:
     model = build().eval()
     with pytest.warns(RuntimeWarning, match=r"replicates \d and \d are the same"):
         one(model, {"number": lambda step, micro: 100 * step + micro // 2}, tmp_path)
@@ -100,7 +100,7 @@ def test_a_step_that_the_scaler_skips_is_not_measured(tmp_path: Path) -> None:
     assert {m.step for m in stored.measurements(backlight.open_run(tmp_path))} == {2}
 
 
-def test_a_closure_and_gradients_by_autograd_grad_are_named(tmp_path: Path) -> None:
+def test_closures_and_autograd_grad_are_reported_as_unmeasured(tmp_path: Path) -> None:
     model = build()
     lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
@@ -158,7 +158,7 @@ def test_a_backward_that_raises_leaves_no_replicate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["copied", "StepMeasurement.measure", "ReplicateBuffer.end"])
-def test_an_exception_of_ours_is_one_warning(
+def test_an_internal_error_is_one_warning(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
@@ -171,9 +171,9 @@ def test_an_exception_of_ours_is_one_warning(
     }[method]
     monkeypatch.setattr(target, method.rpartition(".")[2], fail)
     plain = one(build(), {})
-    with pytest.warns(RuntimeWarning, match="injected trouble") as told:
+    with pytest.warns(RuntimeWarning, match="injected trouble") as warned:
         assert same(plain, one(build(), {}, tmp_path))
-    assert len(told) <= 2  # the two measured steps are told apart where the thread failed
+    assert len(warned) <= 2  # the two measured steps are reported separately where the thread failed
     assert any("injected trouble" in reason for reason in unmeasured(tmp_path))
 
 
@@ -185,11 +185,13 @@ def test_an_error_of_this_monitor_disables_no_other(tmp_path: Path, monkeypatch:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        pytest.warns(RuntimeWarning, match="not measured: spectra .*RuntimeError: injected trouble") as told,
+        pytest.warns(
+            RuntimeWarning, match="not measured: spectra .*RuntimeError: injected trouble"
+        ) as warned,
         backlight.watch(model, optimizer, run=tmp_path, monitors=("health", "spectra"), every=1),
     ):
         train(model, optimizer)
-    assert len(told) == 1
+    assert len(warned) == 1
     run = backlight.open_run(tmp_path)
     assert run.scalar("total_norm").steps.tolist() == [0, 1, 2, 3]
     assert not stored.measurements(run)
@@ -215,8 +217,8 @@ def test_steps_are_skipped_while_earlier_ones_are_measured(
         train(model, optimizer, steps=3)
         go.set()
     assert {m.step for m in stored.measurements(backlight.open_run(tmp_path))} == {0}
-    said = [s for r, s in unmeasured(tmp_path).items() if "take a larger `every`" in r]
-    assert said == [[1, 2]]
+    messages = [s for r, s in unmeasured(tmp_path).items() if "take a larger `every`" in r]
+    assert messages == [[1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_bad_settings_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_warnings_that_are_errors_do_not_end_a_training(tmp_path: Path) -> None:
+def test_warnings_as_errors_do_not_end_training(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plain = one(build(), {"micro": 1})

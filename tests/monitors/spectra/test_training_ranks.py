@@ -48,7 +48,7 @@ def measured(folder: Path, mode: str) -> set[tuple[int, str]]:
     return {(m.step, m.parameter) for m in stored.measurements(open_run(folder / mode / "run"))}
 
 
-def test_every_rank_trains_as_it_would_have(folder: Path) -> None:
+def test_training_is_unchanged_on_every_rank(folder: Path) -> None:
     for mode in ("ddp", "ddp_static", "exchange", "missing", "fsdp", "fewer"):
         assert [one["same"] for one in seen(folder, mode)] == [True, True], mode
 
@@ -64,7 +64,7 @@ def test_under_ddp_each_layer_is_measured_by_one_rank_before_reduction(folder: P
     assert not one["warnings"]
 
 
-def test_a_static_graph_and_buckets_are_seen_through(folder: Path) -> None:
+def test_static_graphs_and_bucket_views_are_supported(folder: Path) -> None:
     assert measured(folder, "ddp_static") == {(step, name) for step in (0, 2) for name in MATRICES}
 
 
@@ -75,14 +75,14 @@ def test_an_exchange_brings_the_replicates_of_all_ranks_together(folder: Path) -
     assert (found.replicates, found["batch"]) == (4, 8)
 
 
-def test_the_same_data_on_two_ranks_are_told(folder: Path) -> None:
-    said = [text for result in seen(folder, "controls") for text in result["warnings"]]
-    assert said
-    assert all("are the same, as if both had seen the same data" in text for text in said)
+def test_the_same_data_on_two_ranks_are_reported(folder: Path) -> None:
+    messages = [text for result in seen(folder, "controls") for text in result["warnings"]]
+    assert messages
+    assert all("are the same, as if both came from the same data" in text for text in messages)
     assert not measured(folder, "controls")
 
 
-def test_a_gradient_that_one_rank_lacks_is_dropped_by_all_with_the_same_words(folder: Path) -> None:
+def test_a_gradient_that_one_rank_lacks_is_dropped_by_all(folder: Path) -> None:
     one, other = (result["warnings"] for result in seen(folder, "missing"))
     assert len(one) == 1
     assert one == other
@@ -91,13 +91,13 @@ def test_a_gradient_that_one_rank_lacks_is_dropped_by_all_with_the_same_words(fo
     assert {name for _, name in measured(folder, "missing")} == MATRICES - {"block.up.weight"}
 
 
-def test_nobody_waits_for_a_rank_that_has_ended(folder: Path) -> None:
+def test_no_rank_waits_for_one_that_has_ended(folder: Path) -> None:
     waiting, _ended = seen(folder, "fewer")
     assert any("replicates of all ranks, from here on" in text for text in waiting["warnings"])
     assert {step for step, _ in measured(folder, "fewer")} == {0, 2}
 
 
-def test_under_fsdp2_gradients_are_caught_before_they_are_scattered(folder: Path) -> None:
+def test_under_fsdp2_gradients_are_captured_before_they_are_scattered(folder: Path) -> None:
     one, other = seen(folder, "fsdp")
     assert set(one["replicates"]) | set(other["replicates"]) == MATRICES
     assert set(one["replicates"].values()) == {3}

@@ -62,7 +62,7 @@ def test_matrices_in_the_order_of_the_model():
     assert "conv.weight" not in selection.left_out
 
 
-def test_patterns_mean_matrices_weights_and_modules():
+def test_patterns_match_matrices_weights_and_modules():
     chosen = select(Net(), fused, include=["blocks.0"], exclude=["*:k,*.out"])
     assert names(chosen) == ["blocks.0.qkv.weight:q", "blocks.0.qkv.weight:v"]
     assert chosen.left_out["blocks.0.qkv.weight:k"] == "left out by --exclude"

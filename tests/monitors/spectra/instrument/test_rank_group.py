@@ -57,10 +57,10 @@ def test_all_replicates_are_gathered_at_the_owner(monkeypatch, ranks, replicates
 
 
 def test_the_first_of_several_errors_is_raised_by_all(monkeypatch):
-    said = [None, (7, "late"), (2, "early")]
+    messages = [None, (7, "late"), (2, "early")]
     for rank in range(3):
         group = RankGroup(rank, 3)
-        monkeypatch.setattr(group, "all_gather", lambda _value: said)
+        monkeypatch.setattr(group, "all_gather", lambda _value: messages)
         with pytest.raises(SpectraError, match=r"^early$"):
             group.raise_first(None)
 

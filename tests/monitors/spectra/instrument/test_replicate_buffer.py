@@ -59,7 +59,7 @@ def test_missing_gradients_are_reported_and_failed_replicates_discarded() -> Non
     assert buffer.failed == 1
 
 
-def test_the_largest_that_fit_are_taken() -> None:
+def test_the_largest_targets_that_fit_are_selected() -> None:
     chosen = fitting([target(0, 2), target(1, 50), target(2, 8)], 2, 2 * (32 + 128))
     assert [t.name for t in chosen] == ["w2", "w0"]
 

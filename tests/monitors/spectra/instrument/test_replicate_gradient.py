@@ -56,7 +56,7 @@ def test_it_is_the_gradient_of_autograd():
     assert torch.equal(conv_alone["0.weight"], conv.reshape(6, 6))
 
 
-def test_what_was_before_does_not_matter():
+def test_values_before_the_sample_do_not_matter():
     model, first, second = net(), torch.randn(5, 2, 4), torch.randn(5, 2, 4)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     assert buffers
@@ -71,7 +71,7 @@ def test_what_was_before_does_not_matter():
     assert torch.equal(alone["2.weight"], after["2.weight"])
 
 
-def test_only_what_is_wanted_is_held(monkeypatch):
+def test_only_wanted_gradients_are_kept(monkeypatch):
     model = net()
     seen = []
     original = torch.Tensor.backward
@@ -95,7 +95,7 @@ def test_sparse_gradients_are_filled():
     assert torch.equal(found, expected)
 
 
-def test_what_has_no_gradient():
+def test_parameters_without_a_gradient():
     class Unused(nn.Module):
         def __init__(self):
             super().__init__()
@@ -113,7 +113,7 @@ def test_what_has_no_gradient():
         gradients(nn.Linear(3, 3), lambda m, b: m(b).sum().detach(), batch, {"weight"}, whole, replicate=2)
 
 
-def test_a_replicate_with_nan_is_named():
+def test_a_replicate_with_nan_is_reported():
     with pytest.raises(SpectraError, match="layer 'weight': the gradient of replicate 3 holds NaN"):
         gradients(nn.Linear(3, 3), square, torch.full((2, 3), torch.inf), {"weight"}, whole, replicate=3)
 

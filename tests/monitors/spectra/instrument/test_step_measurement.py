@@ -86,7 +86,7 @@ def test_replicates_are_the_gradients_of_the_microbatches(
             torch.testing.assert_close(found, expected / size, rtol=0.0, atol=1e-6 * largest + 1e-9)
 
 
-def test_what_is_recorded_is_the_measurement_of_those_replicates(
+def test_the_measurement_of_the_replicates_is_recorded(
     tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
 ) -> None:
     one(build(), {}, tmp_path, spectra={"fused": {"*.qkv.weight": ["q", "k", "v"]}})
@@ -104,7 +104,7 @@ def test_what_is_recorded_is_the_measurement_of_those_replicates(
     assert table.measurement["noise_scale"] == pytest.approx(alone.noise.noise_scale(8))
 
 
-def test_weights_updates_and_momenta_are_measured_where_they_are(tmp_path: Path) -> None:
+def test_weights_updates_and_momenta_are_measured(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     history: list[dict[str, Tensor]] = []
@@ -130,7 +130,7 @@ def test_weights_updates_and_momenta_are_measured_where_they_are(tmp_path: Path)
     assert last["stable_rank_update"] == pytest.approx(last["stable_rank_momentum"], rel=1e-3)
 
 
-def test_a_injected_direction_of_a_transformer_is_recovered(tmp_path: Path) -> None:
+def test_an_injected_direction_of_a_transformer_is_recovered(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     draw = torch.Generator().manual_seed(3)
@@ -182,7 +182,7 @@ def split_settings(given: Any, count: int = 4) -> dict[str, Any]:
     return {"spectra": {"split": count}, "samples": (loss_of, given)}
 
 
-def test_a_lone_microbatch_is_split_where_asked_for(
+def test_a_single_microbatch_is_split_on_request(
     tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
 ) -> None:
     plain = one(build(), {"micro": 1})
@@ -212,7 +212,7 @@ def test_a_lone_microbatch_is_split_where_asked_for(
         assert torch.equal(found, expected)
 
 
-def test_a_split_leaves_running_statistics_and_random_numbers_as_they_were(tmp_path: Path) -> None:
+def test_a_split_restores_running_statistics_and_random_state(tmp_path: Path) -> None:
     found = []
     for path in (None, tmp_path):
         torch.manual_seed(0)
@@ -248,15 +248,15 @@ def test_a_split_leaves_running_statistics_and_random_numbers_as_they_were(tmp_p
     assert {m.step for m in stored.measurements(backlight.open_run(tmp_path))} == {0, 1, 2}
 
 
-def test_one_microbatch_without_a_split_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.warns(RuntimeWarning, match="one microbatch gives no echo.*'split'") as told:
+def test_one_microbatch_without_a_split_warns(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="one microbatch gives no echo.*'split'") as warned:
         one(build(), {"micro": 1}, tmp_path)
-    assert len(told) == 1
+    assert len(warned) == 1
     assert [s for r, s in unmeasured(tmp_path).items() if "one microbatch" in r] == [[0, 2]]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_model_is_seen_and_not_compiled_again(tmp_path: Path) -> None:
+def test_a_compiled_model_is_measured_and_not_recompiled(tmp_path: Path) -> None:
     found = []
     for path in (None, tmp_path):
         torch._dynamo.reset()
@@ -314,7 +314,7 @@ def test_on_an_accelerator_nothing_changes_and_the_host_agrees(
     np.testing.assert_allclose(table["echo"][:k], alone.echo[:k], atol=1e-3)
 
 
-def test_layers_that_do_not_fit_are_named_and_the_largest_stay(tmp_path: Path) -> None:
+def test_layers_that_do_not_fit_are_reported_and_the_largest_kept(tmp_path: Path) -> None:
     size = 48 * 16 * 4  # of the fused weight
     with pytest.warns(RuntimeWarning, match=r"do not fit into spectra\.memory"):
         one(build(), {}, tmp_path, spectra={"memory": size * 8, "replicates": 4})
@@ -325,7 +325,7 @@ def test_layers_that_do_not_fit_are_named_and_the_largest_stay(tmp_path: Path) -
     assert 0 < max(held) <= size * 8
 
 
-def test_more_microbatches_than_fit_are_cut_and_counted(tmp_path: Path) -> None:
+def test_microbatches_beyond_the_limit_are_dropped_and_counted(tmp_path: Path) -> None:
     one(build(), {"micro": 6}, tmp_path, spectra={"replicates": 4})
     costs = [e.payload for e in backlight.open_run(tmp_path).events("spectra_cost")]
     assert [(c["replicates"], c["not_kept"]) for c in costs] == [(4, 2), (4, 2)]

@@ -11,7 +11,7 @@ from backlight.monitors.spectra.model.ownership import cost, longest_first, swee
 SHAPES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=30)
 
 
-def test_the_longest_first_to_whoever_has_least():
+def test_the_longest_is_assigned_to_the_least_loaded():
     assert longest_first([5, 9, 3, 3, 4], 2) == (1, 0, 0, 1, 1)
     assert longest_first([1, 1], 5) == (0, 1)
     assert cost(4, 10) == cost(10, 4) == 160
@@ -57,12 +57,12 @@ def test_sweeps_fit_the_budget_and_leave_nothing_out(shapes, replicates, ranks, 
             assert (max(owned) if ranks == 1 else held + max(owned)) <= budget
 
 
-def test_what_fits_is_one_sweep_of_balanced_owners():
+def test_layers_that_fit_are_one_balanced_sweep():
     (sweep,) = sweeps([8] * 6, [100] * 6, replicates=4, ranks=3, budget=10**6)
     assert sorted(sweep.owners) == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_layer_that_does_not_fit_is_alone(ranks):
+def test_a_layer_that_does_not_fit_has_its_own_sweep(ranks):
     planned = sweeps([9, 1, 1], [1000, 10, 10], replicates=8, ranks=ranks, budget=400)
     assert [sweep.layers for sweep in planned] == [(0,), (1, 2)]

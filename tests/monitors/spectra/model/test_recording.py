@@ -66,7 +66,7 @@ def test_a_table_is_read_as_it_was_recorded(tmp_path, result):
     assert run.scalar(f"spectra/{LAYER.parameter}/identifiable").values.tolist() == [1, 3]
 
 
-def test_of_two_attempts_the_later_counts_whole(tmp_path, result):
+def test_the_later_of_two_attempts_counts(tmp_path, result):
     for scale in (1.0, 2.0):
         writer = RunWriter.create(tmp_path / "run", step_offset=0)
         record_layer(writer, LAYER)
@@ -77,7 +77,7 @@ def test_of_two_attempts_the_later_counts_whole(tmp_path, result):
     assert found.measurement["batch"] == 8
 
 
-def test_what_was_not_stated_was_not_measured(tmp_path, result):
+def test_layers_without_a_measured_event_are_not_measured(tmp_path, result):
     writer = RunWriter.create(tmp_path / "run", step_offset=0)
     record_layer(writer, LAYER)
     record_arrays(writer, 5, LAYER.parameter, result)
@@ -105,7 +105,7 @@ def test_a_layer_of_noise_has_a_table(tmp_path):
     assert found.measurement.identifiable == 0
 
 
-def test_a_stable_rank_of_something_else_is_refused(tmp_path, result):
+def test_unknown_stable_ranks_are_refused(tmp_path, result):
     writer = RunWriter.create(tmp_path / "run", step_offset=0)
     with pytest.raises(ValueError, match="weight, gradient, update, momentum; got 'loss'"):
         record(writer, 0, "w", result, stable_ranks={"loss": 1.0})

@@ -42,7 +42,7 @@ def field(layer: dict[str, object], name: str, step: int) -> np.ndarray:
     return np.asarray(layer["table"])[step, FIELDS.index(name)]
 
 
-def test_layers_stand_by_their_share_of_signal(source: Source) -> None:
+def test_layers_are_sorted_by_their_share_of_signal(source: Source) -> None:
     rows = drawn(source, "spectra_layers").data["rows"]
     shares = [float(row[3]) for row in rows]
     assert shares == sorted(shares, reverse=True)
@@ -70,7 +70,7 @@ def test_the_frobenius_norm_is_that_of_the_replicates(source: Source) -> None:
     assert frobenius(table(source.run, 100, UP)) == pytest.approx(truth, rel=1e-5)
 
 
-def test_the_curve_of_muon_is_what_its_iteration_gives(source: Source) -> None:
+def test_the_curve_of_muon_equals_its_iteration(source: Source) -> None:
     layer = next(one for one in drawn(source, "spectra").data["layers"] if one["name"] == UP)
     stored = table(source.run, 0, UP)
     x = stored["singular_value"] / frobenius(stored)
@@ -100,7 +100,7 @@ def test_numbers_over_steps_have_a_line_per_layer(source: Source) -> None:
     assert {line["label"] for line in signal[0]["lines"]} == set(STRENGTHS)
 
 
-def test_what_is_thinned_is_said(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thinned_tables_have_a_remark(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     assert explorer(source.spectra, muon)[1] == []
     monkeypatch.setattr(shared, "NUMBERS", 3 * 20 * 32 * 2)
     monkeypatch.setattr(shared, "DIRECTIONS", 16)
@@ -122,7 +122,7 @@ def test_what_is_thinned_is_said(source: Source, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("amount", [1, 95, 96, 97, 1000, 4096])
-def test_thinned_places_are_ascending_and_hold_both_ends(amount: int) -> None:
+def test_thinned_indices_are_ascending_and_hold_both_ends(amount: int) -> None:
     places = thinned(amount, 96)
     assert places[0] == 0
     assert places[-1] == amount - 1
@@ -130,7 +130,7 @@ def test_thinned_places_are_ascending_and_hold_both_ends(amount: int) -> None:
     assert (np.diff(places) > 0).all()
 
 
-def test_a_run_without_spectra_says_so(tmp_path: Path) -> None:
+def test_a_run_without_spectra_has_no_panel(tmp_path: Path) -> None:
     from backlight.store.read.run import open_run
     from backlight.store.write.writer import RunWriter
 
@@ -172,13 +172,13 @@ def test_evidence_leads_to_its_layer() -> None:
     assert layer_at("arrays/spectra/odd/name/directions/echo") == ("spectra", "odd/name", 5)
 
 
-def test_the_verdict_and_the_figures_are_about_spectra(source: Source) -> None:
-    said = model(source)
-    assert said["verdict"]["headline"] == "No findings"
-    assert said["verdict"]["detail"].startswith(
+def test_the_headline_is_about_spectra(source: Source) -> None:
+    page = model(source)
+    assert page["verdict"]["headline"] == "No findings"
+    assert page["verdict"]["detail"].startswith(
         "Spectra of 3 layers over replicates were measured at 4 steps."
     )
-    assert {f["label"]: f["value"] for f in said["verdict"]["figures"]}["replicates"] == "12"
+    assert {f["label"]: f["value"] for f in page["verdict"]["figures"]}["replicates"] == "12"
 
 
 def test_names_are_made_visible(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_names_are_made_visible(tmp_path: Path) -> None:
     assert layer["name"] == visible(hostile)
 
 
-def test_what_stayed_of_the_leading_directions_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
+def test_drift_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     from backlight.measure.spectra.measurement import spectral_echo
     from backlight.monitors.spectra.model.recording import record_arrays, record_layer, record_measured
     from backlight.store.format.spectra import Layer
