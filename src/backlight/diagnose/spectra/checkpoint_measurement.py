@@ -16,8 +16,8 @@ from backlight.capture.batches import digest, moved, nbytes, samples
 from backlight.diagnose.spectra.options import SpectraRequest
 from backlight.launch.recipe import Recipe
 from backlight.measure.spectra.measurement import spectral_echo
-from backlight.measure.spectra.replicates import promoted
 from backlight.measure.spectra.spectrum import stable_rank
+from backlight.measure.stats.kernels import promoted
 from backlight.monitors.spectra.instrument.layers import matrices
 from backlight.monitors.spectra.instrument.rank_group import RankGroup
 from backlight.monitors.spectra.instrument.replicate_gradient import gradients, seed_by

@@ -27,6 +27,16 @@ HEADS = (
     "Replicates",
 )
 
+COLUMNS = (
+    "signal_share",
+    "noise_scale",
+    "identifiable",
+    "stable_rank_gradient",
+    "stable_rank_weight",
+    "replicates",
+)
+"""Numbers behind the first three heads."""
+
 SIGNAL_CHARTS = (
     ("signal_share", "Signal share", Axis("share of the squared norm")),
     ("noise_scale", "Noise scale", Axis("samples", log=True)),
@@ -76,9 +86,7 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
     for layer in found.layers[:MAX_LAYERS]:
         last = found.measured[layer.parameter][-1]
         few += last.replicates < FEW_REPLICATES
-        names = ("signal_share", "noise_scale", "identifiable")
-        names += ("stable_rank_gradient", "stable_rank_weight", "replicates")
-        values = [_value(last, name) for name in names]
+        values = [_value(last, name) for name in COLUMNS]
         rows.append([visible(layer.parameter), shape_of(layer), number(last.step), *values])
     remarks = []
     if len(found.layers) > MAX_LAYERS:
