@@ -1,12 +1,12 @@
-"""A small training with knobs for a matrix: recomputation in backward, ranks, threads, and a fault to find.
+"""A small training script with options for a matrix: recomputation in backward, ranks, and a fault to find.
 
-    python train.py                                  trains and ends
+    python train.py                                  trains and exits
     python train.py --checkpoint                     recomputes each block in backward, and hangs
-    python train.py --checkpoint --lock reentrant    does the same and ends
+    python train.py --checkpoint --lock reentrant    does the same and exits
 
-The fault is one that code has by accident: a block counts its calls under a lock, and the recomputation
-takes the same lock first, so that only one block is recomputed at a time. The second taking of the lock
-waits for the first, which waits for it.
+The fault is a common accident: a block counts its calls under a lock, and the recomputation takes the same
+lock first, so that only one block is recomputed at a time. The inner acquisition waits for the outer one,
+which waits for it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Net(nn.Module):
 
 def main() -> None:
     """Train for some steps on noise."""
-    global LOCK  # noqa: PLW0603 - the knob of the example
+    global LOCK  # noqa: PLW0603 - the option of the example
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint", action="store_true")
     parser.add_argument("--lock", choices=("plain", "reentrant"), default="plain")
