@@ -2,7 +2,7 @@
 
 Each preset is trained on one core for each seed, and so is a negative control of its own. A claim that
 is not a verdict on the accuracies (robustness, slingshots, tickets, distribution) has a check of its
-own, written out beside it. What does not show is printed as it came out. Verdicts that are not the
+own, written out next to it. What does not show is printed as it came out. Verdicts that are not the
 `ci_expects` of the experiment are marked. Seconds are those of the processor, so that what else the
 machine does counts little.
 
@@ -39,7 +39,7 @@ class Outcome:
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return steps and values of what was measured under ``name``."""
-        return [(step, seen[name]) for step, seen in self.logs if name in seen]
+        return [(step, values[name]) for step, values in self.logs if name in values]
 
     def last(self, name: str) -> float:
         """Return the last value of ``name``."""
@@ -55,15 +55,15 @@ def changed(settings: Any, change: Change) -> Any:
     return settings
 
 
-def judged(task: Task, logs: list[Log], test: str = "test_accuracy") -> Detection:
+def verdict_of(task: Task, logs: list[Log], test: str = "test_accuracy") -> Detection:
     """Judge training accuracy against ``test``."""
-    seen = [(step, values) for step, values in logs if test in values]
-    steps = [step for step, _ in seen]
+    logged = [(step, values) for step, values in logs if test in values]
+    steps = [step for step, _ in logged]
     return detect(
         steps,
-        [values["train_accuracy"] for _, values in seen],
+        [values["train_accuracy"] for _, values in logged],
         steps,
-        [values[test] for _, values in seen],
+        [values[test] for _, values in logged],
         chance=task.facts.chance,
         train_size=task.facts.train_size,
         test_size=task.facts.test_size,
@@ -88,7 +88,7 @@ def trained(name: str, seed: int, change: Change, control: str = "") -> Outcome:
         task.optimizer.step()
         if task.scheduler is not None:
             task.scheduler.step()
-    return Outcome(logs, judged(task, logs), time.process_time() - start)
+    return Outcome(logs, verdict_of(task, logs), time.process_time() - start)
 
 
 def spikes(losses: list[tuple[int, float]], after: int, factor: float = 20.0, least: float = 1e-5) -> int:
@@ -165,9 +165,9 @@ def participation(outcome: Outcome) -> tuple[bool, str]:
 
 def generalises_after(outcome: Outcome, level: float = 0.9) -> float:
     """Return the steps from the rewinding to a test accuracy of ``level``; inf for never."""
-    rewound = [(step, seen) for step, seen in outcome.logs if seen["progress/phase"] == 1]
+    rewound = [(step, values) for step, values in outcome.logs if values["progress/phase"] == 1]
     start = rewound[0][0]
-    return next((step - start for step, seen in rewound if seen["test_accuracy"] >= level), float("inf"))
+    return next((step - start for step, values in rewound if values["test_accuracy"] >= level), float("inf"))
 
 
 def ticket(outcome: Outcome) -> tuple[bool, str]:
@@ -225,17 +225,17 @@ def main() -> None:
                 outcome = trained(name, seed, change, labels)
                 effect, details = claim.check(outcome)
                 shown.setdefault(f"{name}, {run}", []).append(effect)
-                judgement = outcome.verdict
-                said = f"{judgement.verdict}{' (strong)' if judgement.strong else ''}"
-                if run == "ci" and judgement.verdict != EXPERIMENTS[name].ci_expects:
-                    said += ", not expected"
+                found = outcome.verdict
+                printed = f"{found.verdict}{' (strong)' if found.strong else ''}"
+                if run == "ci" and found.verdict != EXPERIMENTS[name].ci_expects:
+                    printed += ", not expected"
                 row = (
                     name,
                     run,
                     str(seed),
-                    said,
-                    str(judgement.memorised or "never"),
-                    str(judgement.generalised or "never"),
+                    printed,
+                    str(found.memorised or "never"),
+                    str(found.generalised or "never"),
                     "shows" if effect else "absent",
                     details,
                     f"{outcome.seconds:.1f}",

@@ -37,8 +37,8 @@ def trained(
     control: str = "",
     scale: float = 1.0,
 ) -> Detection:
-    """Train the fast oracle and judge it; ``scale`` multiplies its weights before the first step."""
-    settings = oracle.Settings()
+    """Train the fast oracle and return its verdict; ``scale`` multiplies its initial weights."""
+    settings = oracle.SETTINGS
     settings = dataclasses.replace(
         settings,
         data=dataclasses.replace(settings.data, train_share=train_share),
@@ -51,8 +51,8 @@ def trained(
     rows = []
     for step in range(steps + 1):
         if step % every == 0:
-            seen = task.evaluate(thorough=False)
-            rows.append((step, seen["train_accuracy"], seen["test_accuracy"]))
+            values = task.evaluate(thorough=False)
+            rows.append((step, values["train_accuracy"], values["test_accuracy"]))
         task.before_step(step)
         task.optimizer.zero_grad(set_to_none=True)
         task.loss(task.model, task.batch(step)).backward()
@@ -167,8 +167,8 @@ def main() -> None:
     curves = [delayed(seed) for seed in range(chosen.repeats)]
     table = Table("null", "runs", "called grokking", "verdicts", box=None)
     for name, verdicts in counted.items():
-        told = ", ".join(f"{verdict} {amount}" for verdict, amount in verdicts.most_common())
-        table.add_row(name, str(verdicts.total()), str(verdicts["grokking"]), told)
+        listed = ", ".join(f"{verdict} {amount}" for verdict, amount in verdicts.most_common())
+        table.add_row(name, str(verdicts.total()), str(verdicts["grokking"]), listed)
     console = Console()
     console.print(table)
     console.print(f"{false} of {nulls} nulls called grokking")

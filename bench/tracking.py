@@ -1,11 +1,11 @@
-"""What tracking the geometry of gradients adds to a training, and what a snapshot takes on disk.
+"""What tracking the geometry of gradients adds to a run, and what a snapshot takes on disk.
 
-Blocks of steps of one experiment alternate between a training that is tracked into a run directory and its
+Blocks of steps of one experiment alternate between a run that is tracked into a run directory and its
 control that is not, so that a machine whose speed drifts slows both alike; a block holds one of everything
 that is measured regularly (eigenvectors, which are rare, are charged at their cadence). Both evaluate what
 the experiment logs. Times are processor seconds of all threads, writing included; the share is that of
 all blocks, with quartiles over pairs of neighbouring ones. Disk: the arrays of such a
-run, by filter, and bytes of a snapshot beside the dense M x M matrix of the same type.
+run, by filter, and bytes of a snapshot next to the dense M x M matrix of the same type.
 
     OMP_WAIT_POLICY=PASSIVE python bench/tracking.py --experiment nanda
 """
@@ -71,8 +71,8 @@ def added(name: str, changes: list[str], blocks: int, warm: int) -> tuple[float,
     # As long as the two seconds between flushes of a run, so that writing has its true share.
     block = every * max([10, *cadences])
     rare = tracked.measures.vectors
-    with tempfile.TemporaryDirectory() as folder:
-        writer = RunWriter.create(Path(folder) / "run")
+    with tempfile.TemporaryDirectory() as directory:
+        writer = RunWriter.create(Path(directory) / "run")
         sink = Logging(writer, 0)
         first, second = build(tracked), build(bare)
         loops = (
@@ -146,8 +146,8 @@ def compressed(run: Path, console: Console) -> None:
                     info = ArrayInfo(name, (), str(values[0].dtype), "1", "plain", 1)
                     stacks.append(Stack(info, steps, np.stack(values)))
             raw = sum(s.values.nbytes for s in stacks)
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "rank-00000-000000.h5"
+            with tempfile.TemporaryDirectory() as directory:
+                path = Path(directory) / "rank-00000-000000.h5"
                 begin = time.process_time()
                 write_piece(path, stacks, filters)
                 seconds = time.process_time() - begin
@@ -158,7 +158,7 @@ def compressed(run: Path, console: Console) -> None:
 
 
 def snapshots(run: Path, console: Console) -> None:
-    """Print bytes of a snapshot of each object beside the dense matrix."""
+    """Print bytes of a snapshot of each object next to the dense matrix."""
     opened = open_run(run)
     count = sum(p.numel for p in opened.parameters()) or sum(
         opened.array(n)[1][0].size for n in opened.array_names() if n.startswith("gradient/")
@@ -174,10 +174,10 @@ def snapshots(run: Path, console: Console) -> None:
         "all Grams and spectra": lambda n: n.startswith("gram/") and not n.endswith("vectors"),
         "leading eigenvectors": lambda n: n == "gram/model/vectors",
     }
-    for told, chosen in kinds.items():
+    for label, chosen in kinds.items():
         one = sum(opened.array(n)[1][-1].nbytes for n in opened.array_names() if chosen(n))
         if one:
-            table.add_row(told, size(one), f"{dense / one:,.0f}")
+            table.add_row(label, size(one), f"{dense / one:,.0f}")
     files = sum(p.stat().st_size for p in run.rglob("*.h5"))
     logged = len(opened.scalar("gradient/norm").steps)
     table.add_row(
@@ -202,15 +202,15 @@ def main() -> None:
     table = Table(title=f"{asked.experiment}, ci preset, one thread: share of the time that tracking adds")
     for column in ("what is tracked", "in all", "lower quartile", "median", "upper quartile", "a bare step"):
         table.add_column(column, justify="left" if column.startswith("what") else "right")
-    for told, changes in VARIANTS.items():
+    for label, changes in VARIANTS.items():
         whole, low, middle, high, step = added(asked.experiment, changes, asked.blocks, 20)
         table.add_row(
-            told, f"{whole:+.1%}", f"{low:+.1%}", f"{middle:+.1%}", f"{high:+.1%}", f"{step:.2f} ms"
+            label, f"{whole:+.1%}", f"{low:+.1%}", f"{middle:+.1%}", f"{high:+.1%}", f"{step:.2f} ms"
         )
     console.print(table)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         items = [f"training.steps={asked.steps}", "run.disk_free=0"]
-        run = Path(folder) / "run"
+        run = Path(directory) / "run"
         run_experiment(configure(asked.experiment, "ci", ("bench", assigned(items))), run)
         compressed(run, console)
         snapshots(run, console)

@@ -1,4 +1,4 @@
-"""Configurations: presets, files and options; what is refused, and with which words."""
+"""Configurations: presets, files and options; what is refused, with which message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from backlight.experiments.experiment import EXPERIMENTS
 
 @pytest.mark.parametrize("name", [*EXPERIMENTS, "oracle"])
 @pytest.mark.parametrize("chosen", ["ci", "paper"])
-def test_a_printed_configuration_is_read_back_as_it_was(name: str, chosen: str, tmp_path: Path) -> None:
+def test_a_printed_configuration_is_read_back_unchanged(name: str, chosen: str, tmp_path: Path) -> None:
     before = preset(name, chosen)
     file = tmp_path / "file.yaml"
     file.write_text(before.as_yaml())
@@ -44,7 +44,7 @@ def test_the_last_layer_wins_and_types_are_kept() -> None:
         (["seed=1.5"], "seed: .*valid integer"),
     ],
 )
-def test_what_is_wrong_is_named(items: list[str], message: str) -> None:
+def test_invalid_values_are_named(items: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         configure("oracle", None, ("--set", assigned(items)))
 
@@ -57,12 +57,12 @@ def test_what_is_wrong_is_named(items: list[str], message: str) -> None:
         ("training.lr={", "is not valid YAML"),
     ],
 )
-def test_other_forms_are_refused(item: str, message: str) -> None:
+def test_malformed_assignments_are_refused(item: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         assigned([item])
 
 
-def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+def test_files_without_a_configuration_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "file.yaml"
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read(file)

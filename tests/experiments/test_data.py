@@ -32,14 +32,14 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
-def test_modular_tables_are_those_of_plain_integers(operation):
+def test_modular_tables_equal_integer_arithmetic(operation):
     pairs, results = modular_table(13, operation)
     wanted = [PLAIN[operation](a, b, 13) for a, b in pairs.tolist()]
     assert results.tolist() == wanted
     assert len(set(map(tuple, pairs.tolist()))) == len(pairs) == (13 * 12 if operation == "divide" else 169)
 
 
-def test_tables_refuse_what_cannot_be():
+def test_impossible_tables_are_refused():
     with pytest.raises(ValueError, match="expected one of add"):
         modular_table(7, "power")
     with pytest.raises(ValueError, match="p is 9, expected a prime"):
@@ -63,7 +63,7 @@ def test_permutations_of_five_are_a_group():
     assert not torch.equal(table, table.T)
 
 
-def test_a_split_is_disjoint_and_whole_and_follows_its_seed():
+def test_a_split_is_disjoint_complete_and_seeded():
     pairs, results = modular_table(11, "add")
     split = draw_split(pairs, results, 40, seed=3)
     train, test = (set(map(tuple, x.tolist())) for x in (split.train_inputs, split.test_inputs))
@@ -77,7 +77,7 @@ def test_a_split_is_disjoint_and_whole_and_follows_its_seed():
         draw_split(pairs, results, 121, seed=3)
 
 
-def test_the_control_shuffles_labels_and_nothing_else():
+def test_the_control_shuffles_labels_only():
     pairs, results = modular_table(11, "add")
     split = draw_split(pairs, results, 60, seed=0)
     control = apply_control(split, "random-labels", 0)
@@ -92,7 +92,7 @@ def test_the_control_shuffles_labels_and_nothing_else():
         apply_control(split, "shuffled", 0)
 
 
-def test_random_numbers_follow_seed_and_purpose_alone():
+def test_random_streams_depend_on_seed_and_purpose_only():
     assert derived_seed(0, "a") != derived_seed(0, "b") != derived_seed(1, "b")
     state = torch.get_rng_state()
     with seeded(5, "model"):
@@ -104,7 +104,7 @@ def test_random_numbers_follow_seed_and_purpose_alone():
     assert torch.equal(torch.rand(2, generator=generator(1, "x")), torch.rand(2, generator=generator(1, "x")))
 
 
-def test_unordered_pairs_leave_no_mirror_image():
+def test_unordered_pairs_have_no_mirror_image():
     pairs, results = unordered(*modular_table(7, "multiply"))
     assert len(pairs) == 28
     assert len({tuple(sorted(pair)) for pair in pairs.tolist()}) == 28
@@ -120,7 +120,7 @@ def test_one_hot_pairs():
     assert encoded.tolist() == [[0, 1, 0, 0, 0, 1]]
 
 
-def test_polynomials_are_those_of_plain_integers():
+def test_polynomials_equal_integer_arithmetic():
     tuples, values = polynomial_table(Polynomial(p=5, coefficients=(2, 1, 3), exponents=(2, 1, 3)))
     assert len(tuples) == 125
     assert values.tolist() == [(2 * a**2 + b + 3 * c**3) % 5 for a, b, c in tuples.tolist()]
@@ -128,7 +128,7 @@ def test_polynomials_are_those_of_plain_integers():
         polynomial_table(Polynomial(coefficients=(1, 1), exponents=(1,)))
 
 
-def test_a_knowledge_graph_is_consistent_and_leaks_nothing():
+def test_a_knowledge_graph_is_consistent_without_leaks():
     graph = knowledge_graph(30, 6, 5, 0.1, 2.0, seed=0)
     atomic = graph.train_questions[: graph.atomic]
     assert graph.atomic == 150
@@ -160,14 +160,14 @@ def test_a_knowledge_graph_is_consistent_and_leaks_nothing():
         knowledge_graph(30, 6, 7, 0.1, 2, seed=0)
 
 
-def test_the_teacher_made_the_targets():
+def test_targets_are_those_of_the_teacher():
     split, teacher = linear_teacher(20, 3, 15, 8, seed=0)
     assert torch.allclose(split.train_inputs @ teacher.T, split.train_labels)
     assert torch.allclose(split.test_inputs @ teacher.T, split.test_labels)
     assert split.train_inputs.shape == (15, 20)
 
 
-def test_digits_stand_for_images_and_are_disjoint():
+def test_digits_replace_images_and_are_disjoint():
     pytest.importorskip("sklearn")
     split = image_split("", 100, 50, seed=0)
     assert split.train_inputs.shape == (100, 64)

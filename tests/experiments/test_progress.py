@@ -37,14 +37,14 @@ def losses(outputs, labels):
     return nn.functional.cross_entropy(outputs, labels, reduction="none")
 
 
-def test_weight_norm_is_that_of_one_long_vector():
+def test_weight_norm_equals_that_of_the_concatenation():
     net = Mlp((4, 7, 3))
     whole = nn.utils.parameters_to_vector(net.parameters()).detach().double()
     assert weight_norm(net.parameters()) == pytest.approx(float(whole.norm()), rel=1e-12)
 
 
 @pytest.mark.parametrize("p", [11, 12])
-def test_power_adds_up_as_parseval_says(p):
+def test_the_power_spectrum_satisfies_parseval(p):
     rows = torch.randn(5, p, generator=draw(), dtype=torch.float64)
     power = fourier.power_spectrum(rows)
     assert torch.allclose(power.sum(1), rows.square().sum(1))
@@ -65,7 +65,7 @@ def test_participation_is_one_for_waves_and_small_for_noise():
     assert math.isnan(fourier.inverse_participation_ratio(torch.zeros(2, 23)))
 
 
-def test_key_frequencies_are_those_put_in():
+def test_key_frequencies_are_recovered():
     place = torch.arange(31)[:, None] * (2 * math.pi / 31)
     frequencies = torch.tensor([4.0, 4.0, 9.0, 13.0])
     embedding = torch.cos(place * frequencies) + 0.01 * torch.randn(31, 4, generator=draw())
@@ -98,7 +98,7 @@ def test_key_part_keeps_functions_of_the_sum_and_drops_the_rest():
     assert torch.allclose(fourier.key_part(logits, p, [2, 3]), by_transform, atol=1e-9)
 
 
-def test_restricted_and_excluded_loss_tell_general_from_memorised():
+def test_restricted_and_excluded_loss_separate_general_from_memorised():
     p = 11
     pairs = torch.cartesian_prod(torch.arange(p), torch.arange(p))
     labels = pairs.sum(1) % p
@@ -137,7 +137,7 @@ def test_representation_quality_of_a_line_and_of_noise():
     assert math.isnan(representation_quality(torch.ones(10, 1)))
 
 
-def test_an_attack_on_a_linear_net_is_the_known_best_one():
+def test_an_attack_on_a_linear_net_is_optimal():
     net = nn.Linear(6, 2).requires_grad_(False)
     inputs = torch.rand(40, 6, generator=draw()) * 0.5 + 0.25
     labels = (net(inputs).argmax(1)).clone()
@@ -175,7 +175,7 @@ def test_local_complexity_counts_hyperplanes_through_the_ball():
     assert torch.allclose(directions @ directions.T, torch.eye(9, dtype=torch.float64), atol=1e-12)
 
 
-def test_input_agop_is_that_of_full_jacobians():
+def test_input_agop_equals_full_jacobians():
     net = Mlp((5, 8, 3), activation="tanh").double()
     inputs = torch.randn(7, 5, generator=draw(), dtype=torch.float64)
     jacobians = torch.func.vmap(torch.func.jacrev(net))(inputs)

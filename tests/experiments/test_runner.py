@@ -186,7 +186,7 @@ def test_a_tier_is_recorded_and_resumed(tmp_path: Path) -> None:
 def test_a_full_disk_lowers_the_tier_and_the_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner.DiskWatch, "look", _full_at_50)
+    monkeypatch.setattr(runner.DiskGuard, "cheaper_if_full", _full_at_50)
     path = run_experiment(configuration(), tmp_path / "run")
     run = backlight.open_run(path)
     assert run.status is RunStatus.FINISHED

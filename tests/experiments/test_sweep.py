@@ -1,4 +1,4 @@
-"""Sweeps and jobs: one folder each, cores shared, batch scripts, submitit's local executor."""
+"""Sweeps and jobs: one run directory each, shared cores, batch scripts, submitit's local executor."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_runs_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert concurrent_runs(None, 20, 16) == 1
 
 
-def test_every_command_runs_with_its_threads_and_failures_count(tmp_path: Path) -> None:
+def test_commands_run_with_their_threads_and_failures_are_counted(tmp_path: Path) -> None:
     code = "import os, sys; print(os.environ['OMP_NUM_THREADS']); sys.exit(int(sys.argv[1]))"
     commands = [
         (tmp_path / name, [sys.executable, "-c", code, exit_code])
@@ -66,7 +66,7 @@ def test_every_command_runs_with_its_threads_and_failures_count(tmp_path: Path) 
 FOUND = Estimate((Cost("training", 100, 60.0, 0, 0),), (), 3 * 10**9, 10**12, 0, 10**12, Measures())
 
 
-def test_jobs_ask_for_what_the_estimate_says() -> None:
+def test_jobs_request_the_estimated_resources() -> None:
     configuration = configure("oracle", None, ("x", {"device": "cuda", "run": {"threads": 4}}))
     given = job_parameters(parameters(["partition=gpu", "mem_gb=9"]), configuration, FOUND, TIERS[0])
     assert given == {
@@ -85,7 +85,7 @@ def test_jobs_ask_for_what_the_estimate_says() -> None:
         parameters(["partition"])
 
 
-def test_submitit_runs_a_job_here(tmp_path: Path) -> None:
+def test_submitit_runs_a_local_job(tmp_path: Path) -> None:
     pytest.importorskip("submitit")
     out = tmp_path / "run"
     line = [

@@ -1,4 +1,4 @@
-"""Every experiment: registered, documented, trains, resumes to the same numbers, and is only looked at."""
+"""Every experiment: registered, documented, trains, resumes exactly, and is unchanged by evaluation."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def gradient_norm(model):
     return float(torch.stack([p.grad.norm() for p in model.parameters()]).norm())
 
 
-def test_the_ten_are_there():
+def test_ten_experiments_are_registered():
     assert list(EXPERIMENTS) == NAMES
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name
@@ -174,7 +174,7 @@ def test_power_reads_permutations_in_the_authors_vocabulary():
         EXPERIMENTS["power"].build(small, 0, CPU, "")
 
 
-def test_the_last_block_alone_at_the_answer_is_the_whole_transformer():
+def test_a_last_block_at_the_answer_only_equals_the_whole_transformer():
     torch.manual_seed(0)
     decoder = Decoder(30, 5, layers=2, width=16, heads=4).double()
     tokens = torch.randint(30, (20, 5))
@@ -190,7 +190,7 @@ def test_the_last_block_alone_at_the_answer_is_the_whole_transformer():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_few_steps_lower_the_loss_and_measure_what_they_promise(name):
+def test_a_few_steps_lower_the_loss_and_log_all_measures(name):
     task = ci(name)
     before = task.evaluate(thorough=True)
     train(task, 0, 6)
@@ -228,7 +228,7 @@ def test_losses_of_samples_add_up_to_that_of_the_batch(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_resumed_run_gives_the_numbers_of_an_uninterrupted_one(name):
+def test_a_resumed_task_equals_an_uninterrupted_one(name):
     whole = ci(name)
     whole_losses = train(whole, 0, 10)
     first = ci(name)
@@ -249,7 +249,7 @@ def test_a_resumed_run_gives_the_numbers_of_an_uninterrupted_one(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_evaluation_touches_nothing(name):
+def test_evaluation_changes_no_state(name):
     looked, alone = ci(name), ci(name)
     train(looked, 0, 2)
     train(alone, 0, 2)
@@ -267,7 +267,7 @@ def test_evaluation_touches_nothing(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_follows_from_seed_and_step(name):
+def test_a_batch_depends_on_seed_and_step_only(name):
     task, again, other = ci(name), ci(name), ci(name, seed=1)
     later, sooner = task.batch(50), task.batch(3)
     for mine, true in zip(sooner, again.batch(3), strict=True):
@@ -278,7 +278,7 @@ def test_a_batch_follows_from_seed_and_step(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_control_differs_in_labels_alone(name):
+def test_the_control_differs_in_labels_only(name):
     task, control = ci(name), ci(name, control="random-labels")
     assert torch.equal(task.split.train_inputs, control.split.train_inputs)
     assert not torch.equal(task.split.train_labels, control.split.train_labels)
@@ -289,13 +289,13 @@ def test_the_control_differs_in_labels_alone(name):
         ci(name, control="other")
 
 
-def test_an_epoch_sees_every_sample_once():
+def test_an_epoch_contains_every_sample_once():
     task = ci("power")
     size, total = task.batch_size, task.facts.train_size
     steps = -(-total // size)
     for epoch in range(2):
-        seen = [tuple(row) for s in range(steps) for row in task.batch(epoch * steps + s)[0].tolist()]
-        assert sorted(seen) == sorted(map(tuple, task.split.train_inputs.tolist()))
+        drawn = [tuple(row) for s in range(steps) for row in task.batch(epoch * steps + s)[0].tolist()]
+        assert sorted(drawn) == sorted(map(tuple, task.split.train_inputs.tolist()))
     assert not torch.equal(task.batch(0)[0], task.batch(steps)[0])
 
 
@@ -386,7 +386,7 @@ def test_a_ticket_is_pruned_rewound_and_stays_pruned(mask):
         ("wang", "training", "clip", -1.0, "training.clip is -1.0, expected a norm above 0, or 0 for no"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(name, section, field, value, text):
+def test_impossible_settings_are_refused(name, section, field, value, text):
     experiment = EXPERIMENTS[name]
     part = dataclasses.replace(getattr(experiment.ci, section), **{field: value})
     with pytest.raises(ValueError, match=text):

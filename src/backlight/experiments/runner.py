@@ -27,7 +27,7 @@ from backlight.experiments.experiment import Task
 from backlight.experiments.loop import Loop, Pace, learning_phase
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
-from backlight.monitors.grokking.model.disk_guard import DiskWatch, degradation
+from backlight.monitors.grokking.model.disk_guard import DiskGuard, degradation
 from backlight.monitors.grokking.model.measures import TIERS, Recorder, at_tier
 from backlight.records import RunStatus, to_json
 from backlight.store.errors import RunExistsError
@@ -162,7 +162,7 @@ def run_experiment(
     tracker = tracker_of(configuration, task, recorder, warn)
     full = tracker.measures
     tracker.measures = at_tier(full, tier)
-    disk = DiskWatch(path, configuration.run.disk_free, recorder, tier)
+    disk = DiskGuard(path, configuration.run.disk_free, recorder, tier)
 
     def logged(step: int, values: Mapping[str, float]) -> None:
         recorder.scalars(step, values, source="user")
@@ -177,7 +177,7 @@ def run_experiment(
             warn("checkpoint", f"{error}; a resumed run starts at the one before")
 
     def guard_disk(step: int) -> None:
-        tracker.measures = disk.look(step, tracker.measures)
+        tracker.measures = disk.cheaper_if_full(step, tracker.measures)
 
     loop = Loop(task, pace, tracker, on_log=logged, on_checkpoint=checkpoint, before_log=guard_disk)
     status = RunStatus.FAILED

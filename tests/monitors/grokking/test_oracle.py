@@ -1,4 +1,4 @@
-"""The verdict on nets that train: the fast oracle groks, its nulls do not. The bench has a hundred more."""
+"""The verdict on nets that train: the fast oracle groks, its nulls do not."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from backlight.capture.model_state import full, gathered, spread
 from backlight.capture.parameters import local
 from backlight.monitor import Gradients, Monitor, RunContext
-from backlight.monitors.grokking.model.disk_guard import DiskWatch
+from backlight.monitors.grokking.model.disk_guard import DiskGuard
 from backlight.processes import available_memory
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class GrokkingMonitor(Monitor):
         if run.samples is not None:
             probe = Probe(run.scope.models[0], run.samples[0], run.samples[1], first_real)
         self._tracker = Tracker(self._measures, run.recorder, probe, self._warn)
-        self._disk = DiskWatch(run.path, MIN_FREE_DISK_BYTES, run.recorder)
+        self._disk = DiskGuard(run.path, MIN_FREE_DISK_BYTES, run.recorder)
         if probe is None and self._measures.sampled:
             reason = "watch was given no samples=(loss_fn, batch): no per-sample gradients are measured"
             run.recorder.event(None, "unmeasured", {"what": "gram", "reason": reason})
@@ -96,7 +96,7 @@ class GrokkingMonitor(Monitor):
         self._tracker.gradients(step, taken)
         if self._sampled_step != step:
             self._sampled_step = step
-            self._tracker.measures = self._disk.look(step, self._tracker.measures)
+            self._tracker.measures = self._disk.cheaper_if_full(step, self._tracker.measures)
             self._sample(step)
 
     def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:

@@ -1,4 +1,4 @@
-"""What a tracker makes of gradients: exact copies, products against numpy, sketches that resume."""
+"""The tracker: exact copies of gradients, products against numpy, sketches that resume."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_gradients_products_and_window_against_numpy() -> None:
     assert (1, "gradient/norm") not in recorder.scalar
 
 
-def test_a_resumed_tracker_goes_on_as_if_it_had_not_stopped() -> None:
+def test_a_resumed_tracker_equals_an_uninterrupted_one() -> None:
     measures = Measures(every=1, window=1, window_steps=4, sketch=2, sketch_rows=3, products=0)
     whole, second = MemoryRecorder(), MemoryRecorder()
     follow(Tracker(measures, whole), range(15))
@@ -91,7 +91,7 @@ def test_a_resumed_tracker_goes_on_as_if_it_had_not_stopped() -> None:
     assert all(whole.scalar[key] == value for key, value in second.scalar.items())
 
 
-def test_the_sketch_keeps_its_promise() -> None:
+def test_the_sketch_error_is_within_its_certificate() -> None:
     recorder, sketch = MemoryRecorder(), GradientSketch(3)
     for step in range(12):
         sketch.add(gradients(step))
@@ -113,7 +113,7 @@ def test_a_parameter_without_a_gradient_counts_as_zero_in_the_window() -> None:
     assert matrix.tolist() == [[5.0, 1.0], [1.0, 10.0]]
 
 
-def test_what_is_stored_is_never_wider_than_what_was_there() -> None:
+def test_gradients_are_stored_no_wider_than_they_are() -> None:
     assert stored(torch.zeros(2, dtype=torch.bfloat16), "float32").dtype is torch.bfloat16
     assert stored(torch.zeros(2, dtype=torch.float64), "float32").dtype is torch.float32
     assert stored(torch.zeros(2, dtype=torch.float64), "float64").dtype is torch.float64
@@ -142,7 +142,7 @@ def squares(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scope", ["full", "layers"])
-def test_the_probe_gives_mean_gram_vectors_and_agop(scope: str) -> None:
+def test_the_probe_records_mean_gram_vectors_and_agop(scope: str) -> None:
     torch.manual_seed(0)
     model, batch, recorder = BlockAndHead().double(), torch.randn(6, 3, dtype=torch.float64), MemoryRecorder()
     probe = Probe(model, squares, batch, lambda given: given)
@@ -180,14 +180,14 @@ def test_the_probe_gives_mean_gram_vectors_and_agop(scope: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_failure_is_told_or_raised() -> None:
-    model, told = BlockAndHead(), list[tuple[str, str]]()
+def test_a_failure_is_recorded_or_raised() -> None:
+    model, warnings = BlockAndHead(), list[tuple[str, str]]()
     recorder = MemoryRecorder()
     bad = Probe(model, lambda m, b: m(b).square().mean(), torch.randn(6, 3))
-    Tracker(Measures(every=1, gram=1), recorder, bad, warn=lambda what, why: told.append((what, why))).sample(
-        0
-    )
-    assert [what for what, _ in told] == ["gram"]
+    Tracker(
+        Measures(every=1, gram=1), recorder, bad, warn=lambda what, why: warnings.append((what, why))
+    ).sample(0)
+    assert [what for what, _ in warnings] == ["gram"]
     assert recorder.events[0][1:] == (
         "unmeasured",
         {"what": "gram", "reason": recorder.events[0][2]["reason"]},
@@ -197,7 +197,7 @@ def test_a_failure_is_told_or_raised() -> None:
         Tracker(Measures(every=1, gram=1), recorder, bad).sample(0)
 
 
-def test_tiers_keep_less_and_less() -> None:
+def test_each_tier_stores_less() -> None:
     full = Measures(sketch=1)
     tiers = [at_tier(full, tier) for tier in TIERS]
     assert tiers[0] == full

@@ -1,4 +1,4 @@
-"""The verdict on grokking: curves that deserve each verdict, and what must never be called grokking."""
+"""The verdict on grokking: curves for each verdict, and curves that must not be called grokking."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def fitted(at: float = 25.0) -> np.ndarray:
     return np.clip(1 / (1 + np.exp(-np.clip((STEPS - at) / 2, -60, 60))), 0, 1)
 
 
-def judged(train: np.ndarray, test: np.ndarray, steps: np.ndarray = STEPS, **more: object) -> Detection:
+def evaluated(train: np.ndarray, test: np.ndarray, steps: np.ndarray = STEPS, **more: object) -> Detection:
     return detect(steps, train, steps, test, **{"chance": CHANCE, "test_size": SIZE, **more})
 
 
 def test_delayed_generalisation_is_strong_grokking_with_its_intervals() -> None:
-    found = judged(fitted(), rise(900, 20))
+    found = evaluated(fitted(), rise(900, 20))
     assert found.verdict is GrokkingVerdict.GROKKING
     assert found.strong
     assert found.memorised == Interval(30, 40)
@@ -48,12 +48,12 @@ def test_delayed_generalisation_is_strong_grokking_with_its_intervals() -> None:
 
 
 def test_a_delay_below_five_is_not_called_strong() -> None:
-    found = judged(fitted(300), rise(900, 10))
+    found = evaluated(fitted(300), rise(900, 10))
     assert found.verdict is GrokkingVerdict.GROKKING
     assert not found.strong
     assert found.ratio is not None
     assert 2 <= found.ratio[0] < 5
-    near = judged(fitted(410), rise(850, 10))
+    near = evaluated(fitted(410), rise(850, 10))
     assert near.verdict is GrokkingVerdict.GROKKING
     assert any("near the limit of 2 times" in note for note in near.notes)
     assert not any("near the limit" in note for note in found.notes)
@@ -72,47 +72,47 @@ def test_a_delay_below_five_is_not_called_strong() -> None:
     ],
 )
 def test_every_other_verdict(train: np.ndarray, test: np.ndarray, verdict: str, words: str) -> None:
-    found = judged(train, test)
+    found = evaluated(train, test)
     assert (found.verdict, words in found.claim) == (verdict, True), found
 
 
 def test_a_training_accuracy_that_does_not_last_is_unstable() -> None:
     dips = np.where((STEPS > 100) & (STEPS % 70 == 0), 0.5, fitted())
-    found = judged(dips, rise(900, 20))
+    found = evaluated(dips, rise(900, 20))
     assert found.verdict is GrokkingVerdict.UNSTABLE
     assert "a recovery, not grokking" in found.claim
     never = np.where(STEPS % 40 == 0, 0.5, 1.0)
-    assert "never for 5 in a row" in judged(never, rise(900, 20)).claim
+    assert "never for 5 in a row" in evaluated(never, rise(900, 20)).claim
 
 
-def test_a_plateau_below_one_sets_the_line() -> None:
-    found = judged(fitted(), rise(900, 20, high=0.8))
+def test_the_threshold_is_relative_to_the_plateau() -> None:
+    found = evaluated(fitted(), rise(900, 20, high=0.8))
     assert found.verdict is GrokkingVerdict.GROKKING
     assert found.plateau == pytest.approx(0.8, abs=0.03)
     assert found.test_accuracy == pytest.approx(CHANCE + 0.95 * (found.plateau - CHANCE))
 
 
 def test_a_plateau_near_chance_is_no_generalisation() -> None:
-    assert judged(fitted(), rise(900, 20, high=0.12)).verdict is GrokkingVerdict.MEMORISED
+    assert evaluated(fitted(), rise(900, 20, high=0.12)).verdict is GrokkingVerdict.MEMORISED
 
 
 def test_a_run_past_half_way_when_it_memorises_has_no_delay() -> None:
-    found = judged(fitted(), rise(900, 20, low=0.7))
+    found = evaluated(fitted(), rise(900, 20, low=0.7))
     assert found.verdict is GrokkingVerdict.NO_DELAY
     assert "more than half way" in found.claim
 
 
-def test_zeros_filled_in_are_missing_and_never_grokking() -> None:
+def test_filler_zeros_count_as_missing() -> None:
     early = rise(30, 4)
     late = np.where(STEPS < 1000, 0.0, early)  # the test set was only looked at from step 1000 on
-    found = judged(fitted(), late)
+    found = evaluated(fitted(), late)
     assert found.verdict is GrokkingVerdict.INSUFFICIENT_DATA
     assert "filled in" in found.claim
     assert found.generalised == Interval(0, 1000)
     sparse = np.where(STEPS % 100, 0.0, rise(900, 20))  # and at every tenth log
-    assert judged(fitted(), sparse).verdict is GrokkingVerdict.INSUFFICIENT_DATA
+    assert evaluated(fitted(), sparse).verdict is GrokkingVerdict.INSUFFICIENT_DATA
     pairs = np.where(STEPS % 30, 0.0, early)
-    assert judged(fitted(), pairs).verdict is not GrokkingVerdict.GROKKING
+    assert evaluated(fitted(), pairs).verdict is not GrokkingVerdict.GROKKING
     # The same logs left out instead: no verdict that the zeros would have made.
     kept = STEPS >= 1000
     honest = detect(STEPS, fitted(), STEPS[kept], early[kept], chance=CHANCE, test_size=SIZE)
@@ -122,78 +122,78 @@ def test_zeros_filled_in_are_missing_and_never_grokking() -> None:
 
 def test_a_value_carried_forward_is_not_grokking() -> None:
     held = np.where(STEPS < 1000, 0.05, rise(30, 4))
-    found = judged(fitted(), held)
+    found = evaluated(fitted(), held)
     assert found.verdict is GrokkingVerdict.INSUFFICIENT_DATA
     assert "exactly 0.05 at every log" in found.claim
 
 
-def test_true_zeros_are_kept_where_nothing_can_be_guessed() -> None:
+def test_true_zeros_are_kept_if_chance_is_zero() -> None:
     test = np.where(STEPS < 600, 0.0, rise(900, 30, low=0.0))
-    assert judged(fitted(), test, chance=0.0).verdict is GrokkingVerdict.GROKKING
-    assert judged(fitted(), test).verdict is GrokkingVerdict.INSUFFICIENT_DATA
+    assert evaluated(fitted(), test, chance=0.0).verdict is GrokkingVerdict.GROKKING
+    assert evaluated(fitted(), test).verdict is GrokkingVerdict.INSUFFICIENT_DATA
     zeros = curves.read_curve(STEPS, test, "test accuracy")
     assert not curves.doubted_zeros(zeros, 5, plausible=True).any()
 
 
-def test_a_net_that_falls_below_chance_by_degrees_is_believed() -> None:
+def test_a_gradual_fall_below_chance_is_trusted() -> None:
     # As modular polynomials do: from chance to no hit at all while they memorise, and up again.
     dip = np.clip(np.interp(STEPS, [0, 40, 60, 300, 340, 5000], [0.04, 0.004, 0, 0, 0.004, 0.004]), 0, 1)
     late = rise(900, 20, low=0.0)
     test = np.where(STEPS <= 340, np.rint(dip * SIZE) / SIZE, late)
     assert ((STEPS > 60) & (test == 0)).sum() > 20
-    assert judged(fitted(), test).verdict is GrokkingVerdict.GROKKING
+    assert evaluated(fitted(), test).verdict is GrokkingVerdict.GROKKING
     jumps = np.where((STEPS > 100) & (STEPS < 600), 0.0, rise(900, 20))  # from chance to 0 at once
-    assert judged(fitted(), jumps).verdict is GrokkingVerdict.INSUFFICIENT_DATA
+    assert evaluated(fitted(), jumps).verdict is GrokkingVerdict.INSUFFICIENT_DATA
 
 
 def test_recoveries_from_instability_are_not_grokking() -> None:
     crash = (STEPS > 400) & (STEPS < 900)
     both = np.where(crash, CHANCE, 1.0) * fitted()
-    assert judged(both, np.where(crash, CHANCE, rise(30, 4))).verdict is not GrokkingVerdict.GROKKING
+    assert evaluated(both, np.where(crash, CHANCE, rise(30, 4))).verdict is not GrokkingVerdict.GROKKING
     # Half way at once, lost, and back late, while the training accuracy comes back at once.
     early = rise(30, 4, high=0.8)
     test = np.where(STEPS < 200, early, rise(1500, 30, seed=3))
-    found = judged(fitted(), test)
+    found = evaluated(fitted(), test)
     assert found.verdict is GrokkingVerdict.UNSTABLE
     assert "a recovery, not grokking" in found.claim
 
 
-def test_what_is_lost_at_the_end_was_no_plateau() -> None:
+def test_an_accuracy_lost_at_the_end_is_unstable() -> None:
     test = np.where((STEPS > 900) & (STEPS < 1500), 0.99, CHANCE)
-    assert judged(fitted(), test).verdict is GrokkingVerdict.UNSTABLE
+    assert evaluated(fitted(), test).verdict is GrokkingVerdict.UNSTABLE
 
 
-def test_a_verdict_that_hangs_on_its_lines_is_an_artefact() -> None:
+def test_a_verdict_that_depends_on_thresholds_is_an_artefact() -> None:
     # To .93 at once, the rest late: at 90 % of the way there is no delay.
     test = np.where(STEPS < 1200, np.where(STEPS < 100, 0.2, 0.93), 0.999)
     test = np.where((STEPS < 90), 0.2 + STEPS / 1e4, test)
     train = fitted()
-    found = judged(train, test, limits=VerdictLimits(sweep_test_low=0.9, test_share_memorised=0.6))
+    found = evaluated(train, test, limits=VerdictLimits(sweep_test_low=0.9, test_share_memorised=0.6))
     assert found.verdict is GrokkingVerdict.THRESHOLD_ARTEFACT
     assert not all(point.grokking for point in found.sweep)
     assert any(point.grokking for point in found.sweep)
 
 
-def test_too_few_logs_or_samples_are_not_enough() -> None:
+def test_too_few_logs_or_samples_are_insufficient() -> None:
     rows = np.unique(np.concatenate([np.arange(0, 6), np.arange(6, 501, 45)]))
-    found = judged(fitted()[rows], rise(900, 20)[rows], STEPS[rows])
+    found = evaluated(fitted()[rows], rise(900, 20)[rows], STEPS[rows])
     assert found.verdict is GrokkingVerdict.INSUFFICIENT_DATA
     assert found.claim.startswith(("There are fewer than 10 logs", "The logs are too far apart"))
-    small = judged(fitted(), np.rint(rise(900, 20) * 8) / 8, test_size=8)
+    small = evaluated(fitted(), np.rint(rise(900, 20) * 8) / 8, test_size=8)
     assert small.verdict is GrokkingVerdict.INSUFFICIENT_DATA
     assert "test set is too small" in small.claim
-    few = judged(fitted()[:3], rise(900, 20)[:3], STEPS[:3])
+    few = evaluated(fitted()[:3], rise(900, 20)[:3], STEPS[:3])
     assert few.verdict is GrokkingVerdict.INSUFFICIENT_DATA
 
 
-def test_memorised_before_the_first_log_is_not_known() -> None:
-    found = judged(np.ones(len(STEPS)), rise(900, 20))
+def test_memorised_before_the_first_log_is_insufficient() -> None:
+    found = evaluated(np.ones(len(STEPS)), rise(900, 20))
     assert found.verdict is GrokkingVerdict.INSUFFICIENT_DATA
     assert "had memorised at its first log" in found.claim
 
 
-def test_a_size_that_is_not_known_is_bounded_by_the_values() -> None:
-    found = judged(fitted(), rise(900, 20), test_size=None)
+def test_an_unknown_test_size_is_bounded_by_the_values() -> None:
+    found = evaluated(fitted(), rise(900, 20), test_size=None)
     assert not found.test_size_known
     assert found.test_size == len(np.unique(rise(900, 20))) - 1 <= SIZE
     assert any("different accuracies" in note for note in found.notes)
@@ -201,15 +201,15 @@ def test_a_size_that_is_not_known_is_bounded_by_the_values() -> None:
 
 def test_order_repetition_and_nan_do_not_change_the_verdict() -> None:
     train, test = fitted(), rise(900, 20)
-    clean = judged(train, test)
+    clean = evaluated(train, test)
     order = np.random.default_rng(1).permutation(len(STEPS))
-    mixed = judged(train[order], test[order], STEPS[order])
+    mixed = evaluated(train[order], test[order], STEPS[order])
     assert mixed.notes == tuple(f"{n}: the logs were not in the order of their steps and were sorted"
                                 for n in ("train accuracy", "test accuracy"))  # fmt: skip
-    doubled = judged(np.repeat(train, 2), np.repeat(test, 2), np.repeat(STEPS, 2))
+    doubled = evaluated(np.repeat(train, 2), np.repeat(test, 2), np.repeat(STEPS, 2))
     gaps = test.copy()
     gaps[[3, 300, 400]] = np.nan
-    holed = judged(train, gaps)
+    holed = evaluated(train, gaps)
     assert "3 of 501 logs are NaN" in " ".join(holed.notes)
     for other in (mixed, doubled, holed):
         assert (other.verdict, other.memorised, other.generalised) == (
@@ -229,14 +229,14 @@ def test_order_repetition_and_nan_do_not_change_the_verdict() -> None:
         ({"test_size": 0}, "test_size counts samples and must be at least 1; got 0"),
     ],
 )
-def test_what_cannot_be_judged_is_refused(change: dict[str, object], text: str) -> None:
+def test_invalid_curves_are_refused(change: dict[str, object], text: str) -> None:
     train = np.asarray(change.pop("train", fitted()))
     test = np.asarray(change.pop("test", rise(900, 20)))
     with pytest.raises(DetectionError, match=text):
-        judged(train, test, **change)
+        evaluated(train, test, **change)
 
 
-def test_wilson_is_the_interval_of_the_textbook() -> None:
+def test_wilson_equals_the_textbook_interval() -> None:
     from scipy.stats import binomtest
 
     for share, size in ((1.0, 20), (0.5, 40), (0.0, 10), (0.97, 265)):
@@ -251,7 +251,7 @@ def test_wilson_is_the_interval_of_the_textbook() -> None:
     st.lists(st.floats(0, 1), min_size=1, max_size=60),
     st.integers(0, 100),
 )
-def test_a_verdict_is_always_given_and_never_without_its_conditions(
+def test_every_curve_has_a_verdict_with_its_conditions(
     train: list[float], test: list[float], start: int
 ) -> None:
     found = detect(

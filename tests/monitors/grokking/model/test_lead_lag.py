@@ -20,13 +20,13 @@ from grokking_runs import Grok, sigmoid, write_grokking_run
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    folder = tmp_path_factory.mktemp("pair")
-    run = write_grokking_run(folder / "run", Grok())
+    root = tmp_path_factory.mktemp("pair")
+    run = write_grokking_run(root / "run", Grok())
     plan = Grok(control="random-labels", control_of=run.run_id, seed=3, name="control")
-    return run, write_grokking_run(folder / "control", plan)
+    return run, write_grokking_run(root / "control", plan)
 
 
-def test_rank_correlation_is_that_of_scipy() -> None:
+def test_rank_correlation_equals_scipy() -> None:
     draw = np.random.default_rng(0)
     for _ in range(20):
         one, other = draw.integers(0, 6, 30).astype(float), draw.normal(size=30)

@@ -76,7 +76,7 @@ def test_an_event_about_the_measurement_is_no_finding(
     assert [event.payload for event in run.events(kind)] == [payload]
 
 
-def test_a_healthy_run_has_no_finding_but_its_verdict(tmp_path: Path) -> None:
+def test_a_healthy_run_has_only_its_verdict(tmp_path: Path) -> None:
     assert {f.rule for f in evaluate_rules(write_grokking_run(tmp_path / "run"))} == {"grokking"}
 
 

@@ -18,7 +18,7 @@ def free_bytes(path: Path) -> int:
 
 
 @dataclass
-class DiskWatch:
+class DiskGuard:
     """Checks the free space at logged steps, and switches to the next cheaper tier when it is short.
 
     Attributes
@@ -41,7 +41,7 @@ class DiskWatch:
     free: Callable[[Path], int] = free_bytes
     checks: int = 0
 
-    def look(self, step: int, measures: Measures) -> Measures:
+    def cheaper_if_full(self, step: int, measures: Measures) -> Measures:
         """Return the measures to continue with; cheaper ones if less than the threshold is free."""
         self.checks += 1
         if (self.checks - 1) % self.spacing:

@@ -42,7 +42,7 @@ def test_agop_of_embedded_tokens_and_images() -> None:
         input_agop(net, ids)
 
 
-def test_agop_refuses_what_has_no_jacobian() -> None:
+def test_agop_refuses_inputs_without_a_jacobian() -> None:
     net = nn.Linear(5, 3)
     x = torch.randn(6, 5)
     with pytest.raises(GramError, match=r"expected outputs \[6, ...\] that depend on the inputs, got \[\]"):

@@ -1,4 +1,4 @@
-"""How often samples are run alone, and what brings the check back."""
+"""The schedule of the independence check, and what makes it due again."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def anew() -> Callable[[nn.Module, Any], Tensor]:
     return loss
 
 
-def test_the_check_comes_back_ever_more_rarely() -> None:
+def test_the_check_recurs_ever_more_rarely() -> None:
     net, batch = nn.Sequential(nn.Linear(7, 3)).double(), images(7)
-    seen = [alone(backlight.gram(net, labels, batch)) for _ in range(9)]
-    assert [number for number, checked in enumerate(seen, 1) if checked] == [1, 2, 4, 8]
+    checked_at = [alone(backlight.gram(net, labels, batch)) for _ in range(9)]
+    assert [number for number, checked in enumerate(checked_at, 1) if checked] == [1, 2, 4, 8]
 
 
-def test_what_is_new_is_checked() -> None:
+def test_a_new_kind_is_checked() -> None:
     net, batch = nn.Sequential(nn.Linear(7, 3), nn.Identity()).double(), images(7)
     for _ in range(3):
         backlight.gram(net, labels, batch)
@@ -51,7 +51,7 @@ class Task:
         return labels(model, batch)
 
 
-def test_a_bound_method_is_known_again() -> None:
+def test_a_bound_method_is_identified_by_its_object() -> None:
     net, batch, task = nn.Sequential(nn.Linear(7, 3)).double(), images(7), Task()
     assert [alone(backlight.gram(net, task.loss, batch)) for _ in range(3)] == [True, True, False]
     assert alone(backlight.gram(net, Task().loss, batch))
@@ -69,7 +69,7 @@ class Creeping(nn.Module):
         return out + self.share * out.mean(0)
 
 
-def test_mixing_that_training_brings_about_is_noticed() -> None:
+def test_mixing_that_starts_during_training_is_detected() -> None:
     net, batch = Creeping().double(), images(7)
     for _ in range(3):
         backlight.gram(net, labels, batch)
@@ -78,7 +78,7 @@ def test_mixing_that_training_brings_about_is_noticed() -> None:
         backlight.gram(net, labels, batch)
 
 
-def test_a_failure_is_not_forgotten() -> None:
+def test_a_failure_is_not_counted_as_passed() -> None:
     net, batch = Creeping().double(), images(7)
     net.share = 1.0
     for _ in range(3):
@@ -86,7 +86,7 @@ def test_a_failure_is_not_forgotten() -> None:
             backlight.gram(net, labels, batch)
 
 
-def test_nothing_is_kept_alive() -> None:
+def test_models_and_functions_are_not_kept_alive() -> None:
     gc.collect()
     before = len(checks._PASSED)
     net = nn.Sequential(nn.Linear(7, 3)).double()
@@ -98,7 +98,7 @@ def test_nothing_is_kept_alive() -> None:
     assert len(checks._PASSED) == before
 
 
-def test_a_loss_that_cannot_be_referred_to_weakly_is_checked_each_time() -> None:
+def test_a_loss_without_weak_references_is_checked_each_time() -> None:
     class Slotted:
         __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Grams against an autograd loop over samples in float64, and what measuring must not do."""
+"""Grams against an autograd loop over samples in float64, and no side effects of measuring."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_small_scratch_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("name", ["mlp", "gpt_tied_padded_reused", "bare_parameters", "conv2d"])
-def test_eigenvectors_are_those_of_the_second_moment(name: str, centred: bool) -> None:
+def test_eigenvectors_equal_those_of_the_second_moment(name: str, centred: bool) -> None:
     setup = MODELS[name]()
     A = flat(rows(setup))
     found = backlight.gram(setup.model, setup.loss, setup.batch)
@@ -144,12 +144,12 @@ def test_blocks_end_at_the_first_number() -> None:
     assert list(found.per_layer) == ["0", "1.0", "1.1"]
 
 
-def test_printed_it_is_one_line() -> None:
+def test_repr_is_one_line() -> None:
     net = nn.Sequential(nn.Linear(7, 4), nn.Linear(4, 3))
     found = backlight.gram(net.double(), labels, images(7), detail="layer")
     methods = [coverage.method for coverage in found.coverage.values()]
-    told = ", ".join(f"{methods.count(method)} {method}" for method in sorted(set(methods)))
-    assert repr(found) == f"Gram({N} samples, by layer, 4 parameters: {told})"
+    listed = ", ".join(f"{methods.count(method)} {method}" for method in sorted(set(methods)))
+    assert repr(found) == f"Gram({N} samples, by layer, 4 parameters: {listed})"
 
 
 class Touchy(nn.Module):
@@ -165,7 +165,7 @@ class Touchy(nn.Module):
         return self.lin(self.drop(x))
 
 
-def test_leaves_everything_as_it_was() -> None:
+def test_the_model_is_left_unchanged() -> None:
     net = Touchy().double()
     batch = images(7)
     labels(net, batch).backward()
@@ -193,7 +193,7 @@ def test_leaves_everything_as_it_was() -> None:
     assert not net.lin._forward_hooks
 
 
-def test_reentrant_checkpointing_leaves_gradients_and_hooks_alone() -> None:
+def test_reentrant_checkpointing_keeps_gradients_and_hooks() -> None:
     setup = MODELS["gpt_checkpointed_reentrant"]()
     setup.loss(setup.model, setup.batch).backward()
     kept = {name: (p.grad, p.grad.clone()) for name, p in setup.model.named_parameters()}
@@ -239,7 +239,7 @@ def test_float32_and_autocast() -> None:
     assert inside.coverage["0.weight"].difference < 0.01
 
 
-def test_a_gradient_that_cancels_passes_the_gate() -> None:
+def test_a_gradient_that_cancels_passes_the_coverage_check() -> None:
     class Keys(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -277,7 +277,7 @@ class Mixing(nn.Module):
         return self.b(h - h.mean(0))
 
 
-def test_samples_that_see_each_other_are_refused() -> None:
+def test_dependent_samples_are_refused() -> None:
     with pytest.raises(GramError, match=r"parameter 'a.weight'.*independent along the first dimension"):
         backlight.gram(Mixing().double(), labels, images(7))
     net = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
@@ -301,7 +301,7 @@ def test_samples_along_another_dimension_are_refused() -> None:
         backlight.gram(net, loss, (square, square))
 
 
-def test_a_use_without_a_kernel_is_refused_where_no_fallback_can_be() -> None:
+def test_a_use_without_a_kernel_is_refused_if_no_fallback_exists() -> None:
     net = zoo.BareParameters().double()
     with pytest.raises(GramError, match=r"'scale': no kernel knows how it is used; allow fallback=True"):
         backlight.gram(net, labels, images(7), fallback=False)
@@ -310,7 +310,7 @@ def test_a_use_without_a_kernel_is_refused_where_no_fallback_can_be() -> None:
         backlight.gram(dropping, labels, images(7))
 
 
-def test_a_use_that_escapes_is_noticed_by_name() -> None:
+def test_an_uncaptured_use_is_named() -> None:
     net = zoo.BareParameters().double()
     net.scale.requires_grad_(False)
     net.matrix.requires_grad_(False)
@@ -319,7 +319,7 @@ def test_a_use_that_escapes_is_noticed_by_name() -> None:
         backlight.gram(net, labels, images(7), fallback=False)
 
 
-def test_a_hook_that_changes_a_gradient_is_noticed() -> None:
+def test_a_hook_that_changes_a_gradient_is_detected() -> None:
     net = nn.Sequential(nn.Linear(7, 3)).double()
     net[0].weight.register_hook(torch.sign)
     with pytest.raises(GramError, match=r"coverage of parameter '0.weight' failed"):
@@ -350,13 +350,13 @@ def test_eigenvectors_of_a_changed_model_are_refused() -> None:
         (lambda net, b: (nn.Sequential(nn.LazyLinear(3)), labels, b), "'0.weight' has no shape yet"),
     ],
 )
-def test_bad_input(break_it: Any, message: str) -> None:
+def test_invalid_input_is_refused(break_it: Any, message: str) -> None:
     net = nn.Sequential(nn.Linear(7, 3)).double()
     with pytest.raises(GramError, match=message):
         backlight.gram(*break_it(net, images(7)))
 
 
-def test_bad_settings() -> None:
+def test_invalid_options_are_refused() -> None:
     setup = MODELS["mlp"]()
     with pytest.raises(GramError, match="detail must be one of parameter, layer, block, model, got 'neuron'"):
         backlight.gram(setup.model, setup.loss, setup.batch, detail="neuron")
@@ -372,7 +372,7 @@ def test_bad_settings() -> None:
         backlight.gram(net, tokens, text())
 
 
-def test_a_loss_that_takes_no_fewer_samples_is_refused() -> None:
+def test_a_loss_of_a_fixed_batch_size_is_refused() -> None:
     net = nn.Sequential(nn.Linear(7, 3)).double()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:

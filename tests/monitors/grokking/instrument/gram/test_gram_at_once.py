@@ -44,7 +44,7 @@ def test_eigenvectors_are_taken_a_few_samples_at_a_time(name: str) -> None:
     torch.testing.assert_close((a @ b.T).diagonal().abs(), torch.ones(2, dtype=a.dtype), rtol=0, atol=1e-8)
 
 
-def test_no_pass_takes_more_samples_than_asked_for() -> None:
+def test_no_pass_takes_more_samples_than_requested() -> None:
     sizes: list[int] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -65,7 +65,7 @@ def test_dropout_draws_for_each_pass_and_again_for_eigenvectors() -> None:
     assert found.coverage["0.weight"].alone is None
 
 
-def test_mixing_within_a_pass_is_noticed() -> None:
+def test_mixing_within_a_pass_is_detected() -> None:
     class Mixing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,7 +100,7 @@ def test_no_sample_at_once_is_refused() -> None:
         backlight.gram(nn.Sequential(nn.Linear(7, 3)).double(), labels, images(7), at_once=0)
 
 
-def test_pieces_are_kept_in_the_form_that_takes_least() -> None:
+def test_factors_are_kept_in_the_smallest_form() -> None:
     def piece(t: int, i: int, o: int) -> MatrixFactors:
         x, d = torch.randn(4, t, 1, i), torch.randn(4, t, 1, o)
         return MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), i, held=True)

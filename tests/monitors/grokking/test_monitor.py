@@ -1,7 +1,4 @@
-"""The grokking monitor in a watched training: exact gradients, an unchanged training.
-
-Failures as warnings.
-"""
+"""The grokking monitor in a watched run: exact gradients, unchanged training, failures as warnings."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ def sample_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    seen: Callable[[int], None] = lambda _step: None,
+    on_step: Callable[[int], None] = lambda _step: None,
     clip: float | None = None,
 ) -> None:
     x, y = data()
@@ -48,14 +45,14 @@ def train(
     for step in range(STEPS):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
-        seen(step)
+        on_step(step)
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_training_is_the_same_and_gradients_are_exact(tmp_path: Path, clip: float | None) -> None:
+def test_training_is_unchanged_and_gradients_are_exact(tmp_path: Path, clip: float | None) -> None:
     plain, optimizer = build()
     truth: dict[int, dict[str, np.ndarray]] = {}
 
@@ -88,7 +85,7 @@ def test_training_is_the_same_and_gradients_are_exact(tmp_path: Path, clip: floa
     )
 
 
-def test_the_gram_is_that_of_the_weights_before_the_step(tmp_path: Path) -> None:
+def test_the_gram_is_taken_before_the_step(tmp_path: Path) -> None:
     model, optimizer = build()
     model.body[3].p = 0.0
     x, y = data()
@@ -125,7 +122,7 @@ def test_the_gram_is_that_of_the_weights_before_the_step(tmp_path: Path) -> None
         assert np.allclose(matrix, truth, rtol=1e-5, atol=1e-7 * np.abs(truth).max())
 
 
-def test_accumulation_is_measured_once_a_step_and_whole(tmp_path: Path) -> None:
+def test_accumulated_gradients_are_measured_once_per_step(tmp_path: Path) -> None:
     model, optimizer = build()
     model.eval()
     x, y = data()
@@ -149,7 +146,7 @@ def test_accumulation_is_measured_once_a_step_and_whole(tmp_path: Path) -> None:
             np.testing.assert_allclose(values, wanted[step], rtol=1e-4, atol=1e-7)
 
 
-def test_without_samples_the_run_says_what_is_missing(tmp_path: Path) -> None:
+def test_missing_samples_are_recorded_as_unmeasured(tmp_path: Path) -> None:
     model, optimizer = build()
     with backlight.watch(
         model, optimizer, run=tmp_path / "run", monitors=("grokking",), measures=MEASURES
@@ -164,7 +161,7 @@ def test_without_samples_the_run_says_what_is_missing(tmp_path: Path) -> None:
     assert run.scalar("train_accuracy", "user").values.tolist() == [0.5]
 
 
-def test_a_failed_gate_is_a_warning_and_a_dropped_measurement(tmp_path: Path) -> None:
+def test_a_failed_check_is_a_warning_and_a_dropped_measurement(tmp_path: Path) -> None:
     def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])  # not the sum
 
@@ -206,7 +203,7 @@ def test_a_failed_gate_is_a_warning_and_a_dropped_measurement(tmp_path: Path) ->
         ({"measures": {"compression": "zip"}}, "compression='zip'"),
     ],
 )
-def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_samples_are_refused(given: dict[str, Any], message: str) -> None:
     model, optimizer = build()
     with pytest.raises(ValueError, match=message):
         backlight.watch(model, optimizer, **{"monitors": ("grokking",), **given})
