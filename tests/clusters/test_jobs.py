@@ -175,7 +175,7 @@ def test_the_command_writes_the_script_or_refuses(
     (tmp_path / "j.sh").write_text(f"{text}# by hand\n")
     code, _, errors = call("--slurm", "nodes=4", "--slurm-script", "j.sh", "train.py")
     assert code == 2
-    assert "--slurm-script j.sh: is there already and says something else" in errors
+    assert "--slurm-script j.sh: exists with other content" in errors
     assert (tmp_path / "j.sh").read_text() == f"{text}# by hand\n"
     code, _, errors = call("--slurm", "nodes=2", "--slurm-script", "gone/j.sh", "train.py")
     assert code == 2

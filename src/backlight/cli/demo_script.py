@@ -1,4 +1,4 @@
-"""Where the examples are: beside the package in a wheel, in ``examples/`` of a checkout."""
+"""Path of an example: in the package of a wheel, in ``examples/`` of a checkout."""
 
 from __future__ import annotations
 

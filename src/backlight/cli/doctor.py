@@ -56,14 +56,14 @@ def _torch() -> Check:
             "torch",
             "missing",
             "not installed",
-            "runs can be read, not made: pip install 'backlight[torch]'",
+            "runs can be read, not recorded: pip install 'backlight[torch]'",
             True,
         )
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         return Check("torch", "missing", version, f"expected {oldest} or newer: upgrade torch", True)
-    return Check("torch", "ok", version, "trainings can be watched", True)
+    return Check("torch", "ok", version, "training scripts can be watched", True)
 
 
 def _device() -> Check:
@@ -91,7 +91,7 @@ def _compiler() -> Check:
 
 
 def _sqlite() -> Check:
-    return Check("SQLite", "ok", SQLITE_VERSION, "run directories stand a kill")
+    return Check("SQLite", "ok", SQLITE_VERSION, "run directories survive a kill")
 
 
 def _hdf5() -> Check:
@@ -170,7 +170,7 @@ def _names() -> Check:
     gone = [name for name, there in wanted.items() if not there]
     if gone:
         return Check(
-            "hooks", "limited", "not in this torch: " + ", ".join(gone), "said to be not measured in runs"
+            "hooks", "limited", "not in this torch: " + ", ".join(gone), "runs report them as not measured"
         )
     return Check("hooks", "ok", f"{len(wanted)} private names of torch found", "")
 
@@ -183,7 +183,7 @@ def _plug_ins() -> list[Check]:
         if not importlib.metadata.entry_points(group=registry.group):
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PlugInWarning)  # it stands in the table
+            warnings.simplefilter("ignore", PlugInWarning)  # the table lists it
             found = registry.plug_ins()
         for plug_in in found:
             what = f"{plug_in.kind} {', '.join(plug_in.entries) or plug_in.name}"

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from backlight.cli.console import make_console
 
 if TYPE_CHECKING:
-    from backlight.experiments.runner import Progress as Seen
+    from backlight.experiments.runner import Progress as RunProgress
 
 
 class Bar:
@@ -21,18 +21,18 @@ class Bar:
     def __init__(self, name: str) -> None:
         self._name = name
         self._console = make_console(stderr=True)
-        self._told = -1
+        self._tenth = -1
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[seen]}"),
+            TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(),
             console=self._console,
         )
-        self._task = self._bar.add_task(name, total=1, seen="")
+        self._task = self._bar.add_task(name, total=1, text="")
 
-    def __enter__(self) -> Callable[[Seen], None]:
+    def __enter__(self) -> Callable[[RunProgress], None]:
         if self._console.is_terminal:
             self._bar.start()
         return self.show
@@ -48,18 +48,18 @@ class Bar:
         line = f"backlight: {text}"
         self._bar.console.print(line, style="yellow", soft_wrap=True)
 
-    def show(self, seen: Seen) -> None:
+    def show(self, progress: RunProgress) -> None:
         """Show how far the run is."""
-        values = seen.values
+        values = progress.values
         parts = [f"loss {_short(values.get('train_loss'))} / {_short(values.get('test_loss'))}"]
         parts += [f"accuracy {_share(values.get('train_accuracy'))} / {_share(values.get('test_accuracy'))}"]
-        text = "  ".join([*parts, seen.phase])
-        self._bar.update(self._task, completed=seen.step, total=seen.steps, seen=text)
-        tenth = 10 * seen.step // max(1, seen.steps)
-        if not self._console.is_terminal and tenth > self._told:
-            self._told = tenth
+        text = "  ".join([*parts, progress.phase])
+        self._bar.update(self._task, completed=progress.step, total=progress.steps, text=text)
+        tenth = 10 * progress.step // max(1, progress.steps)
+        if not self._console.is_terminal and tenth > self._tenth:
+            self._tenth = tenth
             self._console.print(
-                f"{self._name} {seen.step}/{seen.steps}  {text}",
+                f"{self._name} {progress.step}/{progress.steps}  {text}",
                 markup=False,
                 highlight=False,
                 soft_wrap=True,

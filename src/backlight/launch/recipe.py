@@ -235,7 +235,7 @@ def read_recipe(
     """
     path = Path(path)
     if not path.is_file():
-        raise RecipeError(f"{path}: no such recipe; expected a Python file, seen from {Path.cwd()}")
+        raise RecipeError(f"{path}: no such recipe; expected a Python file below {Path.cwd()}")
     module = _execute(path)
     missing = [name for name in needs if not callable(getattr(module, name, None))]
     if missing:

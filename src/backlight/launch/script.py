@@ -1,4 +1,4 @@
-"""Run somebody's script as Python would, watched.
+"""Run a training script as Python would, under a context manager.
 
 The script's exit code, output, exceptions and signals are its own; what backlight has to say goes
 to standard error after it.
@@ -41,7 +41,7 @@ def check(target: str, *, module: bool) -> None:
         return
     path = Path(target)
     if not path.exists():
-        raise ScriptNotFoundError(f"{target}: no such script; expected a Python file, seen from {Path.cwd()}")
+        raise ScriptNotFoundError(f"{target}: no such script; expected a Python file below {Path.cwd()}")
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise ScriptNotFoundError(f"{target}: a directory without __main__.py; expected a Python file")
 
@@ -54,7 +54,7 @@ then what their destructors do, such as ending the threads of a process group, c
 def launch(watch: AbstractContextManager[object], target: str, arguments: list[str], *, module: bool) -> int:
     """Run ``target`` under ``watch``, or another context, and return its exit code.
 
-    An exception that nobody caught is printed as Python prints it, without frames of ours. An
+    An uncaught exception is printed as Python prints it, without frames of backlight. An
     interrupt ends this process by the same signal, after the run is closed. What ``watch`` refuses when it
     is entered is no error of the script's, which has not begun: it is raised as it is.
     """

@@ -1,8 +1,8 @@
-"""A watched training as one job of a Slurm cluster: torchrun on every node, one run directory for all ranks.
+"""A watched run as one job of a Slurm cluster: torchrun on each node, one run directory for all ranks.
 
 The same plan becomes a job of submitit or a batch script. Slurm starts one torchrun per node; the ranks
-meet on the first node, share one run id and write one folder. A job that Slurm requeues goes by the next
-run id, and so becomes a new attempt of the same run.
+meet on the first node, share one run id and write one run directory. A job that Slurm requeues gets the
+next run id, and so becomes a new attempt of the same run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _PORTS = (20000, 20000)
 """First port and number of ports among which the number of the job chooses where the ranks meet."""
 
-GRACE = 30.0
+GRACE_S = 30.0
 """Seconds that torchrun has to end when its job is requeued, as Slurm itself waits."""
 
 
@@ -36,7 +36,7 @@ ENDED = "torchrun ended"
 
 
 class ClusterError(ValueError):
-    """A job that cannot be made or submitted; the message says why, and what else can be done."""
+    """A job that cannot be created or submitted; the message names the reason and an alternative."""
 
 
 def parameters(items: Iterable[str]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Job:
 
     @property
     def logs(self) -> Path:
-        """Return where the output of the job goes: beside the run directory."""
+        """Directory for the output of the job, next to the run directory."""
         return self.out.with_name(f"{self.out.name}.slurm")
 
     @classmethod
@@ -123,7 +123,7 @@ class Job:
         Raises
         ------
         ClusterError
-            If one is out of range, or says what torchrun decides.
+            If one is out of range, or sets what torchrun decides.
         """
         for key in _REFUSED:
             if key in given:
@@ -225,8 +225,7 @@ def write_script(path: Path, text: str, logs: Path) -> None:
     try:
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
             raise ClusterError(
-                f"--slurm-script {path}: is there already and says something else; remove it, or give "
-                "another name"
+                f"--slurm-script {path}: exists with other content; remove it, or give another name"
             )
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -352,7 +351,7 @@ class NodeJob:
             if process.poll() is None:
                 process.terminate()
                 try:
-                    process.wait(GRACE)
+                    process.wait(GRACE_S)
                 except subprocess.TimeoutExpired:
                     process.kill()
         if code:

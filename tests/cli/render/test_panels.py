@@ -6,16 +6,16 @@ import warnings
 
 import pytest
 
-from backlight.cli.render.panels import panels_told
+from backlight.cli.render.panels import report_panel_warnings
 from backlight.report.panel import PanelWarning
 
 
 def test_panels_are_told_once_and_other_warnings_as_always(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match="of another kind") as others, panels_told() as told:
+    with pytest.warns(UserWarning, match="of another kind") as others, report_panel_warnings() as printed:
         for _ in range(2):
             warnings.warn("one panel", PanelWarning, stacklevel=1)
         warnings.warn("of another kind", UserWarning, stacklevel=1)
-    assert told == ["one panel"]
+    assert printed == ["one panel"]
     assert capsys.readouterr().err == "one panel\n"
     assert [str(other.message) for other in others] == ["of another kind"]
 
@@ -23,7 +23,7 @@ def test_panels_are_told_once_and_other_warnings_as_always(capsys: pytest.Captur
 def test_a_filter_that_makes_errors_of_warnings_takes_no_report(capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with panels_told() as told:
+        with report_panel_warnings() as printed:
             warnings.warn("one panel", PanelWarning, stacklevel=1)
-    assert told == ["one panel"]
+    assert printed == ["one panel"]
     assert capsys.readouterr().err == "one panel\n"

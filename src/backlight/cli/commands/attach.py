@@ -1,4 +1,4 @@
-"""``backlight attach``: look into a process that is stuck."""
+"""``backlight attach``: diagnose a running process."""
 
 from __future__ import annotations
 
@@ -42,4 +42,4 @@ def attach(
     for sample in found.samples:
         console.print(format_sample(sample))
     for what in found.unseen:
-        console.print(f"not seen: {what}")
+        console.print(f"not observable: {what}")

@@ -1,4 +1,4 @@
-"""``backlight compare``: two runs, or two commands in turns, or the reason why they cannot be compared."""
+"""``backlight compare``: compare two runs, or the step times of two commands."""
 
 from __future__ import annotations
 

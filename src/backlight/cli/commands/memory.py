@@ -99,14 +99,14 @@ def fake_options(target: str, rest: list[str], *, fake: bool, **options: Any) ->
     Parameters
     ----------
     target, rest:
-        The file, and what stands behind it.
+        The file, and the arguments after it.
     fake, options:
-        What stands before it.
+        The options before it.
 
     Raises
     ------
     ValueError
-        If what stands behind a recipe is no option and no setting, or a prediction is asked of a script.
+        If an argument after a recipe is neither option nor setting, or a script is given for a prediction.
     """
     if not fake and "--fake" not in rest:
         for name in ("settings", "budget", "checkpointing"):
@@ -190,6 +190,6 @@ def _predict(options: FakeOptions) -> None:
                 ),
             )
             prediction = prediction.model_copy(update={"fit": fit})
-    print_predicted(prediction, asked=options.checkpointing, as_json=options.as_json)
+    print_predicted(prediction, wanted=options.checkpointing, as_json=options.as_json)
     if writer is not None:
         store_memory(writer, prediction)

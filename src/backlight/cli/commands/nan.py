@@ -1,4 +1,4 @@
-"""``backlight nan``: where the first non-finite value was born."""
+"""``backlight nan``: origin of the first non-finite value."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _born(found: NanOrigin) -> str:
         what = f"the parameter {found.parameter}" if found.parameter else f"a tensor [{shape}] {found.dtype}"
         return f"{what} came in not finite; {found.operation} used it first"
     node = f" in {found.node}" if found.node else ""
-    return f"born in {found.operation}{node}, output [{shape}] {found.dtype}"
+    return f"produced by {found.operation}{node}, output [{shape}] {found.dtype}"
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""``backlight open``: a live page of a run that trains, or of several over each other."""
+"""``backlight open``: live page of one or more runs."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def query(
     Raises
     ------
     typer.BadParameter
-        If there is neither a statement nor --tables, or two forms of output are asked for.
+        If there is neither a statement nor --tables, or two output formats are given.
     """
     from backlight.analysis import sql
     from backlight.store.read.run import open_run

@@ -46,14 +46,14 @@ def report(
     Raises
     ------
     ValueError
-        If --out and --bundle are both given, the name of the archive will not do, --plots is asked of a
+        If --out and --bundle are both given, the name of the archive is not valid, --plots is given for a
         matrix, or --animate without --plots.
     typer.Exit
         If a panel could not be drawn.
     """
-    from backlight.cli.render.panels import panels_told
+    from backlight.cli.render.panels import report_panel_warnings
 
-    with panels_told() as failed:
+    with report_panel_warnings() as failed:
         _written(path, out, form, bundle, plots, animate=animate)
     if failed:
         raise typer.Exit(2)

@@ -109,7 +109,7 @@ def run(
     watch = Watch((), (), settings, out, script=script, arguments=tuple(arguments))
     code = launch(watch, script, arguments, module=module)
     sys.stdout.flush()
-    if world().rank == 0:  # the run is one, whoever reads it
+    if world().rank == 0:  # once for all ranks
         after_run(watch.path)
     return code
 
@@ -154,8 +154,8 @@ def _submit(
         return 0
     problem = handle.exception()
     if problem is not None:
-        said = [line for line in str(problem).splitlines() if ENDED in line]
-        reason = f": {ENDED}{said[-1].partition(ENDED)[2]}" if said else ""
+        lines = [line for line in str(problem).splitlines() if ENDED in line]
+        reason = f": {ENDED}{lines[-1].partition(ENDED)[2]}" if lines else ""
         print(f"backlight: job {handle.job_id} failed{reason}; its output is in {job.logs}", file=sys.stderr)
         return 2
     from backlight.cli.render.summary import after_run

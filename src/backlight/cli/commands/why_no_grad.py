@@ -42,14 +42,14 @@ def why_no_grad(
 
     check(script, module=module)
     page = Page()
-    told: dict[str, str] = {}
+    printed: dict[str, str] = {}
 
     def early(rows: list[Row], line: SourceLine | None) -> None:
         if rows and not as_json:
             page.say((f"before the first backward ({line or 'line not known'}):", "bold"))
             for row in rows:
                 _print_row(page, row)
-                told[row.name] = row.reason.text if row.reason else ""
+                printed[row.name] = row.reason.text if row.reason else ""
 
     observer = MissingGradientObserver(steps, end_script, early)
     code = explain(observer, script, list(context.args), module=module, quiet=as_json)
@@ -62,7 +62,7 @@ def why_no_grad(
     if as_json:
         print_json(_as_json(answer, script, code))
     else:
-        _print(page, answer, code, told)
+        _print(page, answer, code, printed)
     return int(fail and bool(answer.rows or answer.failure))
 
 
@@ -78,15 +78,15 @@ def _print_row(page: Any, row: Row) -> None:
         )
 
 
-def _print(page: Any, answer: MissingGradients, code: int, told: dict[str, str]) -> None:
-    """Print what is new since the rows that were ``told`` before the first backward, and the sum."""
+def _print(page: Any, answer: MissingGradients, code: int, printed: dict[str, str]) -> None:
+    """Print what is new since the rows ``printed`` before the first backward, and the total."""
     from backlight.cli.console import source_line
 
     watched = f"{answer.watched} parameters, {answer.steps} steps, {answer.backwards} backwards"
-    fresh = [row for row in answer.rows if row.reason and told.get(row.name) != row.reason.text]
-    cleared = sorted(set(told) - {row.name for row in answer.rows})
+    fresh = [row for row in answer.rows if row.reason and printed.get(row.name) != row.reason.text]
+    cleared = sorted(set(printed) - {row.name for row in answer.rows})
     if fresh:
-        page.say(("since then:" if told else "found:", "bold"))
+        page.say(("since then:" if printed else "found:", "bold"))
         for row in fresh:
             _print_row(page, row)
     for name in cleared:

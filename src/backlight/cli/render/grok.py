@@ -1,4 +1,4 @@
-"""Verdicts on grokking, and several runs over each other, as the terminal shows them."""
+"""Prints diagnoses of grokking and overlaid runs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _MARKS = {True: ("holds", "green"), False: ("fails", "red"), None: ("not known",
 def print_examined(found: GrokkingAnalysis, console: Console) -> None:
     """Print one run: verdict, times, conditions, sweep, control, and what follows the test accuracy."""
     detection = found.detection
-    told = [found.facts.experiment, found.facts.control and f"control: {found.facts.control}"]
+    facts = [found.facts.experiment, found.facts.control and f"control: {found.facts.control}"]
     console.print(Text.assemble(
-        (visible(found.run.path), "bold"), (f"  {visible(', '.join(t for t in told if t))}", "dim")
+        (visible(found.run.path), "bold"), (f"  {visible(', '.join(t for t in facts if t))}", "dim")
     ), soft_wrap=True)  # fmt: skip
     console.print(Text(f"  {_verdict(detection)}", _STYLES.get(detection.verdict, "bold")))
     console.print(Text(f"  {detection.claim}"))
@@ -72,7 +72,7 @@ def _print_control(found: GrokkingAnalysis, console: Console) -> None:
     if found.control is None or found.control_detection is None:
         console.print(
             Text(
-                "  No matched control was found: no measure can be said to signal grokking. "
+                "  No matched control was found: no measure can be attributed to grokking. "
                 "Run the same with --control random-labels.",
                 "yellow" if found.detection.verdict == "grokking" else "dim",
             )
@@ -85,7 +85,7 @@ def _print_control(found: GrokkingAnalysis, console: Console) -> None:
 def _print_following(rows: tuple[LeadLag, ...], controlled: bool, console: Console) -> None:
     if not rows:
         return
-    # Without a control every row would say the same, which stands above already.
+    # Without a control every row would repeat what is printed above.
     of_control = ("control", "control ends", "") if controlled else ()
     table = _table("measure", "corr.", "lead", "end", *of_control, numbers=5 if controlled else 3)
     for row in rows[:FOLLOWING]:
@@ -114,7 +114,7 @@ def print_overlaid(overlaid: Overlaid, console: Console) -> None:
             if detection is None
             else (_verdict(detection), *(str(t or "") for t in (detection.memorised, detection.generalised)))
         )
-        cells = (name, facts.experiment, facts.control, times[0] or "not judged", *times[1:])
+        cells = (name, facts.experiment, facts.control, times[0] or "not evaluated", *times[1:])
         table.add_row(*(Text(visible(cell)) for cell in cells))
     console.print(table)
     for name in overlaid.left_out:

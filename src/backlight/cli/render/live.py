@@ -21,7 +21,7 @@ LEAVE = {"q", "Q", "\x03", "\x1b"}
 
 
 def show(run: Followed, console: Console, *, once: bool = False) -> None:
-    """Print one frame, or frames until the run has ended or somebody presses q or Ctrl-C."""
+    """Print one frame, or frames until the run has ended or until q or Ctrl-C is pressed."""
     if once or not console.is_terminal:
         run.look()
         console.print(frame(run.name, run.stand, run.source, console.width))

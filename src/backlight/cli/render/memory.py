@@ -53,8 +53,8 @@ def print_measured(result: MeasuredMemory, *, as_json: bool) -> None:
         _note(page, f"the script ended with exit code {result.exit_code}")
 
 
-def print_predicted(result: PredictedMemory, *, asked: bool, as_json: bool) -> None:
-    """Print a prediction; ``asked`` is whether the effect of checkpointing was requested."""
+def print_predicted(result: PredictedMemory, *, wanted: bool, as_json: bool) -> None:
+    """Print a prediction; ``wanted``: the effect of checkpointing was requested."""
     if as_json:
         print_json(result.model_dump(mode="json"))
         return
@@ -70,7 +70,7 @@ def print_predicted(result: PredictedMemory, *, asked: bool, as_json: bool) -> N
         )
     if result.checkpointing:
         _savings(result.checkpointing)
-    elif asked:
+    elif wanted:
         _note(page, "checkpointing: this model has no sibling blocks of one structure")
     if result.fit is not None:
         _fit(page, result.fit)

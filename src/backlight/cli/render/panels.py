@@ -1,4 +1,4 @@
-"""Panels that could not be drawn, told by a command: one line each, and an exit code that says so."""
+"""Prints one line for each panel that could not be drawn."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from backlight.report.panel import PanelWarning
 
 
 @contextlib.contextmanager
-def panels_told() -> Iterator[list[str]]:
-    """Print what is warned of panels, each once and as a plain line, and yield the list of it."""
-    told: list[str] = []
+def report_panel_warnings() -> Iterator[list[str]]:
+    """Print each warning about a panel once, as a plain line, and yield the list of them."""
+    printed: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always", PanelWarning)
         others = warnings.showwarning
@@ -22,9 +22,9 @@ def panels_told() -> Iterator[list[str]]:
         def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if not issubclass(category, PanelWarning):
                 others(message, category, *where, **more)
-            elif str(message) not in told:
-                told.append(str(message))
+            elif str(message) not in printed:
+                printed.append(str(message))
                 print(message, file=sys.stderr)
 
         warnings.showwarning = show
-        yield told
+        yield printed

@@ -95,25 +95,25 @@ def as_object(outcome: SpectraResult, run: Run) -> dict[str, Any]:
 
 
 def notes(outcome: SpectraResult) -> list[str]:
-    """Return what is to be said besides the table."""
-    said = []
+    """Return the notes below the table."""
+    notes = []
     if outcome.resumed:
-        said.append(f"{outcome.resumed} layers were there already, {outcome.measured} were measured now")
+        notes.append(f"{outcome.resumed} layers were there already, {outcome.measured} were measured now")
     if outcome.left_out:
         by_reason: dict[str, list[str]] = {}
         for name, reason in outcome.left_out.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, names in by_reason.items():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            said.append(f"left out, {reason}: {', '.join(names[:3])}{more}")
+            notes.append(f"left out, {reason}: {', '.join(names[:3])}{more}")
     if outcome.sweeps > 1:
-        said.append(
+        notes.append(
             f"every backward ran {outcome.sweeps} times, because replicates of all layers at once do not fit "
             "into --budget"
         )
     if math.isnan(outcome.batch):
-        said.append("the batches hold no tensor: their size is not known, and with it no noise scale")
-    return said
+        notes.append("the batches hold no tensor: their size is not known, and with it no noise scale")
+    return notes
 
 
 def _table(known: dict[str, Layer], measured: Sequence[Measurement]) -> None:

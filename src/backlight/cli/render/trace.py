@@ -136,7 +136,7 @@ _CAUSES = {
 
 
 def _idle(steps: Sequence[StepRow]) -> Table:
-    table = _table("the device stands still because of", "ms", "of all steps")
+    table = _table("the device is idle because of", "ms", "of all steps")
     length = sum(row.duration for row in steps)
     for field in fields(Idle):
         spent = sum(getattr(row.idle, field.name) for row in steps)

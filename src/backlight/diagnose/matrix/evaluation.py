@@ -1,4 +1,4 @@
-"""The verdict on one case, from its observation alone, and the comparison of a case with its control."""
+"""The verdict on one case, from its observed alone, and the comparison of a case with its control."""
 
 from __future__ import annotations
 
@@ -72,105 +72,109 @@ def read_verdicts(text: str) -> tuple[DiagnosisKind, ...]:
     return tuple(DiagnosisKind(word) for word in words)
 
 
-def evaluate(seen: Observation) -> Evaluation:
+def evaluate(observed: Observation) -> Evaluation:
     """Return the verdict on one case; time alone supports none."""
-    if seen.problem:
-        return Evaluation(DiagnosisKind.UNKNOWN, f"could not be started: {seen.problem}", "none")
-    if seen.exit_code is not None:
-        return _exited(seen, seen.exit_code)
-    rules = (_moving, _stall, _stopped, _blocked, _busy) if seen.window is not None else ()
-    return next((found for rule in rules if (found := rule(seen)) is not None), _undecided(seen))
+    if observed.problem:
+        return Evaluation(DiagnosisKind.UNKNOWN, f"could not be started: {observed.problem}", "none")
+    if observed.exit_code is not None:
+        return _exited(observed, observed.exit_code)
+    rules = (_moving, _stall, _stopped, _blocked, _busy) if observed.window is not None else ()
+    return next((found for rule in rules if (found := rule(observed)) is not None), _undecided(observed))
 
 
-def _exited(seen: Observation, code: int) -> Evaluation:
-    after = f"after {seen.seconds:.1f} s"
-    stalls = tuple(f"stall finding: {stall.claim}" for stall in seen.stalls)
+def _exited(observed: Observation, code: int) -> Evaluation:
+    after = f"after {observed.seconds:.1f} s"
+    stalls = tuple(f"stall finding: {stall.claim}" for stall in observed.stalls)
     if code:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         how = f"was ended by {name}" if code < 0 else f"left with exit code {code}"
         return Evaluation(
-            DiagnosisKind.CRASH, f"{how} {after}{': ' if seen.error else ''}{seen.error}",
+            DiagnosisKind.CRASH, f"{how} {after}{': ' if observed.error else ''}{observed.error}",
             because=(f"exit code {code}", *stalls),
-            refuted_if="the same command exits with 0 when run again", line=seen.error_line,
+            refuted_if="the same command exits with 0 when run again", line=observed.error_line,
             alternatives=("another process killed it (out of memory, a batch system)",) if code == -9 else (),
         )  # fmt: skip
-    if seen.success is False:
+    if observed.success is False:
         return Evaluation(
             DiagnosisKind.UNKNOWN, f"exited with 0 {after}, but the pattern of success is not in its output",
             "none", ("exit code 0",), "another attempt prints what the pattern of success matches",
             alternatives=("it ended early without an error", "the pattern is wrong"),
         )  # fmt: skip
-    proof = ("exit code 0", "the pattern of success matches") if seen.success else ("exit code 0",)
+    proof = ("exit code 0", "the pattern of success matches") if observed.success else ("exit code 0",)
     return Evaluation(
-        DiagnosisKind.PASS, f"finished in {seen.seconds:.1f} s", because=proof + stalls,
+        DiagnosisKind.PASS, f"finished in {observed.seconds:.1f} s", because=proof + stalls,
         refuted_if="it does not finish when run again",
     )  # fmt: skip
 
 
-def _moving(seen: Observation) -> Evaluation | None:
-    for p in seen.window.progress if seen.window else ():
+def _moving(observed: Observation) -> Evaluation | None:
+    for p in observed.window.progress if observed.window else ():
         # A case that moved in the first half only may be hung since.
-        if seen.window and p.before < p.middle < p.after:
-            rate = (p.after - p.before) / seen.window.seconds
+        if observed.window and p.before < p.middle < p.after:
+            rate = (p.after - p.before) / observed.window.seconds
             eta = f", ETA {(p.total - p.after) / rate:.0f} s" if p.total > p.after else ""
             total = f" of {p.total}" if p.total else ""
             return Evaluation(
                 DiagnosisKind.SLOW,
                 f"slow, not hung: {p.after}{total} ({p.source}), {rate:.3g}/s over the last "
-                f"{seen.window.seconds:.1f} s{eta}",
+                f"{observed.window.seconds:.1f} s{eta}",
                 because=(f"{p.source}: {p.before}, {p.middle}, {p.after}",),
                 refuted_if="the count does not change over a longer window",
             )
     return None
 
 
-def _stall(seen: Observation) -> Evaluation | None:
-    if not seen.stalls or seen.stalls[-1].over or seen.stalls[-1].verdict not in set(DiagnosisKind):
+def _stall(observed: Observation) -> Evaluation | None:
+    if (
+        not observed.stalls
+        or observed.stalls[-1].over
+        or observed.stalls[-1].verdict not in set(DiagnosisKind)
+    ):
         return None
-    stall = seen.stalls[-1]
-    because = (f"finding of rule stall in {stall.path}", *_cpu(seen))
-    line = stall.line or next((sample.line for sample in _ranked(seen) if sample.line), "")
+    stall = observed.stalls[-1]
+    because = (f"finding of rule stall in {stall.path}", *_cpu(observed))
+    line = stall.line or next((sample.line for sample in _ranked(observed) if sample.line), "")
     verdict = DiagnosisKind(stall.verdict)
     return Evaluation(verdict, stall.claim, "as the finding", because, stall.refuted_if, line, stall.phase)
 
 
-def _stopped(seen: Observation) -> Evaluation | None:
-    stopped = [sample for sample in seen.processes if sample.verdict is DiagnosisKind.STOPPED]
-    return _from_sample(seen, stopped[0], DiagnosisKind.STOPPED, "high") if stopped else None
+def _stopped(observed: Observation) -> Evaluation | None:
+    stopped = [sample for sample in observed.processes if sample.verdict is DiagnosisKind.STOPPED]
+    return _from_sample(observed, stopped[0], DiagnosisKind.STOPPED, "high") if stopped else None
 
 
-def _blocked(seen: Observation) -> Evaluation | None:
-    idle = all(s.cpu < IDLE_CORES and s.delay < QUEUED_CORES for s in seen.processes)
-    if not idle or _moved(seen) or (seen.window and seen.window.output_bytes):
+def _blocked(observed: Observation) -> Evaluation | None:
+    idle = all(s.cpu < IDLE_CORES and s.delay < QUEUED_CORES for s in observed.processes)
+    if not idle or _moved(observed) or (observed.window and observed.window.output_bytes):
         return None
-    known = bool(seen.window and seen.window.progress)
-    blocked = next((s for s in _ranked(seen) if s.verdict is DiagnosisKind.BLOCKED), None)
+    known = bool(observed.window and observed.window.progress)
+    blocked = next((s for s in _ranked(observed) if s.verdict is DiagnosisKind.BLOCKED), None)
     why = () if known else ("it waits for something that would have come later",)
     return (
         None
         if blocked is None
-        else _from_sample(seen, blocked, DiagnosisKind.BLOCKED, "high" if known else "medium", why)
+        else _from_sample(observed, blocked, DiagnosisKind.BLOCKED, "high" if known else "medium", why)
     )
 
 
-def _busy(seen: Observation) -> Evaluation | None:
-    known = bool(seen.window and seen.window.progress)
-    for sample in () if _moved(seen) else _ranked(seen):
+def _busy(observed: Observation) -> Evaluation | None:
+    known = bool(observed.window and observed.window.progress)
+    for sample in () if _moved(observed) else _ranked(observed):
         if sample.cpu + sample.delay < BUSY_CORES or sample.cpu < IDLE_CORES:
             continue
         # A run at work shows one line, too: without a known count, only the lock held on one line decides.
         if sample.spins or sample.verdict is DiagnosisKind.SPIN:
             why = ("a single long call from that line",)
-            return _from_sample(seen, sample, DiagnosisKind.SPIN, "high" if known else "medium", why)
+            return _from_sample(observed, sample, DiagnosisKind.SPIN, "high" if known else "medium", why)
         if known and sample.verdict is DiagnosisKind.LONG_OP:
             return _from_sample(
-                seen, sample, DiagnosisKind.LONG_OP, "medium", ("the operation is slow and will end",)
+                observed, sample, DiagnosisKind.LONG_OP, "medium", ("the operation is slow and will end",)
             )
     return None
 
 
 def _from_sample(
-    seen: Observation,
+    observed: Observation,
     sample: ProcessSample,
     verdict: DiagnosisKind,
     confidence: str,
@@ -181,37 +185,40 @@ def _from_sample(
         claim = f"it computes on one line, {stacks.Frame(*_split(sample.line), '').location}; {claim}"
     return Evaluation(
         verdict, f"{verdict.value}: {claim}", confidence,
-        (*_cpu(seen), f"every sample of process {sample.pid} shows the same line"),
+        (*_cpu(observed), f"every sample of process {sample.pid} shows the same line"),
         "a later sample shows another line, or progress moves", sample.line, sample.phase, why,
     )  # fmt: skip
 
 
-def _undecided(seen: Observation) -> Evaluation:
-    because = (f"{seen.seconds:.1f} s passed, the limit was {seen.limit:g} s", *_cpu(seen))
+def _undecided(observed: Observation) -> Evaluation:
+    because = (
+        f"{observed.seconds:.1f} s passed, the limit was {observed.limit:g} s",
+        *_cpu(observed),
+    )
     alternatives = ("it is slow and would finish", "it hangs")
-    sampled = any(sample.claim for sample in seen.processes)
-    if not sampled or seen.window is None or seen.window.seconds < MIN_WINDOW_S:
+    sampled = any(sample.claim for sample in observed.processes)
+    if not sampled or observed.window is None or observed.window.seconds < MIN_WINDOW_S:
         return Evaluation(
-            DiagnosisKind.DID_NOT_FINISH, f"did not finish in {seen.limit:g} seconds", "none", because,
+            DiagnosisKind.DID_NOT_FINISH, f"did not finish in {observed.limit:g} seconds", "none", because,
             "it finishes with a longer limit", alternatives=alternatives,
         )  # fmt: skip
-    first = _ranked(seen)[0]
+    first = _ranked(observed)[0]
     return Evaluation(
-        DiagnosisKind.UNKNOWN, f"did not finish in {seen.limit:g} s; {first.claim}, which decides nothing",
+        DiagnosisKind.UNKNOWN, f"did not finish in {observed.limit:g} s; {first.claim}",
         "none", because, "does not apply", first.line,
         alternatives=(*alternatives, "set progress = 'regular expression' in [base] to decide"),
     )  # fmt: skip
 
 
-def _moved(seen: Observation) -> bool:
+def _moved(observed: Observation) -> bool:
     """Return whether a count moved in the second half of the window, or the window is too short to tell."""
-    window = seen.window
+    window = observed.window
     return window is None or window.seconds < MIN_WINDOW_S or any(p.after > p.middle for p in window.progress)
 
 
-def _ranked(seen: Observation) -> list[ProcessSample]:
+def _ranked(observed: Observation) -> list[ProcessSample]:
     # A process without children explains more than the launcher that waits for it.
-    return sorted(seen.processes, key=lambda sample: (not sample.line, not sample.leaf, sample.pid))
+    return sorted(observed.processes, key=lambda sample: (not sample.line, not sample.leaf, sample.pid))
 
 
 def _split(line: str) -> tuple[str, int]:
@@ -219,9 +226,9 @@ def _split(line: str) -> tuple[str, int]:
     return file, int(number) if number.isdigit() else 0
 
 
-def _cpu(seen: Observation) -> tuple[str, ...]:
-    each = ", ".join(f"{p.pid}: {100 * p.cpu:.0f} %" for p in seen.processes) or "no process"
-    return (f"CPU over the last {seen.window.seconds / 2:.1f} s: {each}",) if seen.window else ()
+def _cpu(observed: Observation) -> tuple[str, ...]:
+    each = ", ".join(f"{p.pid}: {100 * p.cpu:.0f} %" for p in observed.processes) or "no process"
+    return (f"CPU over the last {observed.window.seconds / 2:.1f} s: {each}",) if observed.window else ()
 
 
 class Effect(enum.StrEnum):

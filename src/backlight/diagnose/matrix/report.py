@@ -137,12 +137,12 @@ def hide_secrets(variables: Mapping[str, str]) -> dict[str, str]:
 
 def case_report(one: Finished) -> CaseReport:
     """Return what the report holds of one case."""
-    case, launch, seen = one.case, one.case.launch, one.observation
+    case, launch, observation = one.case, one.case.launch, one.observation
     return CaseReport(
         case.name, case.control, case.factor, shlex.join(launch.fill(one.attempt.run, one.attempt.path)),
         launch.directory, hide_secrets(launch.environment) | dict.fromkeys(launch.unset, "(unset)"),
-        launch.branch, seen.seconds, launch.time_limit, one.attempt.relative(one.attempt.path),
-        one.evaluation, seen.files, seen.missing, seen.tail, seen.ended_by,
+        launch.branch, observation.seconds, launch.time_limit, one.attempt.relative(one.attempt.path),
+        one.evaluation, observation.files, observation.missing, observation.tail, observation.ended_by,
     )  # fmt: skip
 
 

@@ -125,9 +125,9 @@ def execute(
             on_start(case)
             attempt = new_attempt(root, case)
             window = plan.window or min(MAX_WINDOW_S, case.launch.time_limit / 3)
-            seen = run_case(case, attempt, window=window, grace=plan.grace)
-            attempt.finish(case, seen)
-            finished[case.name] = Finished(case, attempt, seen, evaluate(seen))
+            observation = run_case(case, attempt, window=window, grace=plan.grace)
+            attempt.finish(case, observation)
+            finished[case.name] = Finished(case, attempt, observation, evaluate(observation))
             report = store()
             on_end(finished[case.name])
     return report

@@ -92,7 +92,7 @@ def sweep(
 ) -> Scaling:
     """Measure a recipe, or with ``fake`` predict it, at every combination of the values of ``axes``."""
     if not recipe.is_file():
-        raise RecipeError(f"{recipe}: no such recipe; expected a Python file, seen from {Path.cwd()}")
+        raise RecipeError(f"{recipe}: no such recipe; expected a Python file below {Path.cwd()}")
     swept = [name for name, values in axes.items() if len(values) > 1]
     if not swept:
         raise RecipeError("nothing is swept: give a setting several values, such as --set dim=512,768,1024")

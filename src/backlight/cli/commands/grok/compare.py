@@ -1,4 +1,4 @@
-"""``backlight grok compare``: measures of several runs over each other."""
+"""``backlight grok compare``: overlay measures of several runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``backlight grok estimate``: what a run will take, beside what is free."""
+"""``backlight grok estimate``: cost of an experiment and free resources."""
 
 from __future__ import annotations
 

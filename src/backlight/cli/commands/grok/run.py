@@ -69,7 +69,7 @@ def run(
     An interrupted run resumes with --resume to the same numbers. Before the start, its cost is compared with
     the free memory and disk.
     """
-    asked = _Request(
+    request = _Request(
         name=name,
         preset=preset,
         config=config,
@@ -79,10 +79,10 @@ def run(
         degrade=degrade,
     )
     if seeds is not None or sweep:
-        return _sweep(asked, seeds, sweep or [], jobs, slurm, slurm_script)
+        return _sweep(request, seeds, sweep or [], jobs, slurm, slurm_script)
     if slurm is not None or slurm_script is not None:
-        return _submit(asked, slurm or [], slurm_script)
-    return _run_here(asked, resume=resume)
+        return _submit(request, slurm or [], slurm_script)
+    return _run_here(request, resume=resume)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class _Request:
     degrade: bool
 
     def configuration(self) -> Configuration:
-        """Return the configuration, without the control that is to run beside it."""
+        """Return the configuration, without the control."""
         return configured(self.name, self.preset, self.config, self.options)
 
     def arguments(self) -> list[str]:
@@ -111,27 +111,27 @@ class _Request:
         return [*line, "--degrade"] if self.degrade else line
 
 
-def _run_here(asked: _Request, *, resume: bool) -> int:
+def _run_here(request: _Request, *, resume: bool) -> int:
     """Run in this process, the run and then its control; return the exit code."""
     from backlight.experiments.runner import default_directory, finished, resumed
 
-    if resume and asked.out is not None and asked.config is None:
-        named = {"experiment": asked.name, "preset": asked.preset}
+    if resume and request.out is not None and request.config is None:
+        named = {"experiment": request.name, "preset": request.preset}
         given = {key: value for key, value in named.items() if value is not None}
-        configuration = resumed(asked.out, ("the command line", {**asked.options[1], **given}))
+        configuration = resumed(request.out, ("the command line", {**request.options[1], **given}))
     else:
-        configuration = asked.configuration()
-    path = asked.out if asked.out is not None else default_directory(configuration)
-    if not asked.control:
-        return _one(configuration, path, resume=resume, degrade=asked.degrade)
+        configuration = request.configuration()
+    path = request.out if request.out is not None else default_directory(configuration)
+    if not request.control:
+        return _one(configuration, path, resume=resume, degrade=request.degrade)
     if not finished(path):
-        code = _one(configuration, path, resume=resume, degrade=asked.degrade)
+        code = _one(configuration, path, resume=resume, degrade=request.degrade)
         if code:
             return code
-    beside = path.with_name(f"{path.name}-{asked.control}")
-    control = dataclasses.replace(configuration, control=asked.control)
-    again = resume and (beside / "manifest.json").exists()
-    return _one(control, beside, resume=again, degrade=asked.degrade, control_of=path.name)
+    control_path = path.with_name(f"{path.name}-{request.control}")
+    control = dataclasses.replace(configuration, control=request.control)
+    again = resume and (control_path / "manifest.json").exists()
+    return _one(control, control_path, resume=again, degrade=request.degrade, control_of=path.name)
 
 
 def _one(
@@ -170,7 +170,7 @@ def _one(
 
 
 def _sweep(
-    asked: _Request,
+    request: _Request,
     seeds: str | None,
     sweeps: list[str],
     jobs: int | None,
@@ -182,8 +182,8 @@ def _sweep(
     from backlight.experiments.sweep import command, concurrent_runs, members, run_all
     from backlight.experiments.sweep import seeds as seeds_of
 
-    configuration = asked.configuration()
-    root = asked.out if asked.out is not None else Path("runs") / f"{configuration.experiment}-sweep"
+    configuration = request.configuration()
+    root = request.out if request.out is not None else Path("runs") / f"{configuration.experiment}-sweep"
     found = members(root, [] if seeds is None else seeds_of(seeds), sweeps)
     for member in found:
         changes = [
@@ -192,20 +192,20 @@ def _sweep(
             if flag == "--set"
         ]
         _, values = overlay(changes)
-        configured(configuration.experiment, None, asked.config, ("--sweep", values))
+        configured(configuration.experiment, None, request.config, ("--sweep", values))
     left = [member for member in found if not finished(member.directory)]
     commands = [
         (
             m.directory,
             [
-                *command(asked.arguments(), m),
+                *command(request.arguments(), m),
                 *(["--resume"] if (m.directory / "manifest.json").exists() else []),
             ],
         )
         for m in left
     ]
     if slurm is not None or script is not None:
-        return _as_jobs(asked, configuration, [line for _, line in commands], root, slurm or [], script)
+        return _as_jobs(request, configuration, [line for _, line in commands], root, slurm or [], script)
     threads = configuration.run.threads
     failed = run_all(
         commands,
@@ -219,19 +219,19 @@ def _sweep(
     return 2 if failed else 0
 
 
-def _submit(asked: _Request, slurm: list[str], script: Path | None) -> int:
+def _submit(request: _Request, slurm: list[str], script: Path | None) -> int:
     """Submit the run as a job, or write its script; return the exit code."""
     from backlight.experiments.runner import default_directory
     from backlight.experiments.sweep import Member, command
 
-    configuration = asked.configuration()
-    path = asked.out if asked.out is not None else default_directory(configuration)
-    line = command(asked.arguments(), Member(path, ()))
-    return _as_jobs(asked, configuration, [line], path.parent, slurm, script)
+    configuration = request.configuration()
+    path = request.out if request.out is not None else default_directory(configuration)
+    line = command(request.arguments(), Member(path, ()))
+    return _as_jobs(request, configuration, [line], path.parent, slurm, script)
 
 
 def _as_jobs(
-    asked: _Request,
+    request: _Request,
     configuration: Configuration,
     commands: list[list[str]],
     root: Path,
@@ -243,7 +243,7 @@ def _as_jobs(
     from backlight.launch.slurm import parameters, write_script
 
     found = estimate_of(configuration, root, budget=1.0)
-    choice = choose(found, degrade=asked.degrade)
+    choice = choose(found, degrade=request.degrade)
     given = job_parameters(parameters(slurm), configuration, found, choice.tier)
     logs = root / "slurm"
     if script is not None:
