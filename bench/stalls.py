@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tes
 
 from overhead import Training  # noqa: E402 - beside us
 
-from faults.verdicts import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score  # noqa: E402 - beside us
+from faults.stall_faults import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score  # noqa: E402 - beside us
 
 
 def heartbeat_cost(count: int = 200_000) -> float:
@@ -87,9 +87,9 @@ def launches(*, everything: bool) -> list[list[Fault]]:
 
 
 def lateness(findings: list[Finding], run: Path) -> float | None:
-    """Return the seconds from the end of the patience to the last look of a verdict, from its evidence.
+    """Return the seconds from the end of the timeout to the last stack sample of a diagnosis, from its evidence.
 
-    None for what needs no patience: a dead or stopped rank, calls that differ, a backward that moves.
+    None for what has no timeout: a dead or stopped rank, calls that differ, a backward that moves.
     """
     for finding in findings:
         if finding.subject.verdict not in {"BLOCKED", "SPIN", "LONG_OP", "PHASE"}:
@@ -103,7 +103,7 @@ def lateness(findings: list[Finding], run: Path) -> float | None:
 def launched(faults: list[Fault]) -> tuple[list[tuple[Fault, str, str, float | None]], list[Finding], int]:
     """Run faults and their controls.
 
-    Returns fault, score, claim and lateness of each; what was said of the controls; and the number of
+    Returns fault, score, claim and lateness of each; findings on the controls; and the number of
     controls.
     """
     script = HERE / ("trainings.py" if faults[0].world == 1 else "ranks.py")
@@ -124,21 +124,19 @@ def launched(faults: list[Fault]) -> tuple[list[tuple[Fault, str, str, float | N
 
 def suite(*, everything: bool, jobs: int) -> Table:
     """Run the fault suite and return the table of its score."""
-    table = Table(title="verdicts on injected faults")
-    for column in ("fault", "ranks", "expected", "score", "late", "what was said"):
+    table = Table(title="diagnoses of injected faults")
+    for column in ("fault", "ranks", "expected", "score", "late", "detail"):
         table.add_column(column)
-    counts = {"right": 0, "undetermined": 0, "wrong": 0}
+    counts = {"correct": 0, "inconclusive": 0, "wrong": 0}
     late: list[float] = []
     silent = controls = 0
     with ThreadPoolExecutor(jobs) as pool:
         for rows, findings, number in pool.map(launched, launches(everything=everything)):
-            for fault, verdict, why, after in rows:
-                counts[verdict] += 1
+            for fault, result, why, after in rows:
+                counts[result] += 1
                 late += [] if after is None else [after]
                 said = "" if after is None else f"{after:.1f} s"
-                table.add_row(
-                    fault.name, str(fault.world), fault.verdict or "silence", verdict, said, why[:100]
-                )
+                table.add_row(fault.name, str(fault.world), fault.kind or "none", result, said, why[:100])
             controls += number
             silent += 0 if findings else number
             for finding in findings:
@@ -170,7 +168,7 @@ def main() -> None:
     if not options.no_cost:
         cost = Table(title="what the monitor costs while nothing stalls")
         cost.add_column("what")
-        cost.add_column("value", justify="right")
+        cost.add_column("value", justify="correct")
         cost.add_row("one beat (the hook of a parameter)", f"{heartbeat_cost():.0f} ns")
         low, middle, high = statistics.quantiles(added_time(options.pairs, options.block), n=4)
         cost.add_row("added to a step of the demo model, median", f"{(middle - 1) * 100:+.2f} %")

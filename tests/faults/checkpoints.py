@@ -86,7 +86,7 @@ def mismatched_recomputation(injected: bool) -> None:
     train(Counting())
 
 
-@fault(kinds={"random", "recomputation"}, text=r"draws others \(preserve_rng_state=False\)")
+@fault(kinds={"random", "recomputation"}, text=r"draws different ones \(preserve_rng_state=False\)")
 def other_random_numbers(injected: bool) -> None:
     class Dropping(Checkpointed):
         options = MappingProxyType({"preserve_rng_state": not injected})

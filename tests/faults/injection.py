@@ -1,8 +1,10 @@
-"""Injected faults as data: each training knows how to plant its fault and how to do without it."""
+"""Injected faults as data, and what the scripts that inject them share."""
 
 from __future__ import annotations
 
 import inspect
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,9 +13,9 @@ Train = Callable[[bool], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """A training with a fault that its argument injects.
+    """A training function with a fault that its argument injects.
 
-    ``expected`` is what a command must say of it; the line is the one marked ``# HERE`` in the source.
+    ``expected`` is what a command must report; the line is the one marked ``# HERE`` in the source.
     """
 
     name: str
@@ -29,7 +31,7 @@ class Fault:
 
 
 def registrar(table: dict[str, Fault]) -> Callable[..., Callable[[Train], Train]]:
-    """Return a decorator that enters trainings into ``table``."""
+    """Return a decorator that adds training functions to ``table``."""
 
     def fault(**expected: object) -> Callable[[Train], Train]:
         def decorate(train: Train) -> Train:
@@ -39,3 +41,21 @@ def registrar(table: dict[str, Fault]) -> Callable[..., Callable[[Train], Train]
         return decorate
 
     return fault
+
+
+def wait_for_watchdog(timeout_s: float = 60.0) -> None:
+    """Wait until the watchdog process of this rank runs: on a busy machine its start takes seconds."""
+    from backlight.monitors.stalls.model import runtime_dir
+    from backlight.monitors.stalls.model.shared_state import read_state
+
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for directory in runtime_dir.runtime_directories():
+            states = [
+                read_state(runtime_dir.state_path(directory, r)) for r in runtime_dir.ranks_in(directory)
+            ]
+            is_own = any(state is not None and state.pid == os.getpid() for state in states)
+            if is_own and runtime_dir.watchdog_pid(directory):
+                time.sleep(0.5)  # until it has opened the process
+                return
+        time.sleep(0.05)

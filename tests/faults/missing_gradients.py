@@ -113,7 +113,7 @@ def non_leaf(injected: bool) -> None:
     train(Scaled())
 
 
-@fault(names=("second.weight", "second.bias"), cause="frozen", text="looks like an accident")
+@fault(names=("second.weight", "second.bias"), cause="frozen", text="looks like a mistake")
 def frozen_by_accident(injected: bool) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -157,8 +157,10 @@ def not_in_the_optimizer(injected: bool) -> None:
     train(model, torch.optim.SGD(wanted, lr=0.1))
 
 
-@fault(names=("last.weight", "last.bias"), cause="optimizer holds another", text="made after the optimizer")
-def made_after_the_optimizer(injected: bool) -> None:
+@fault(
+    names=("last.weight", "last.bias"), cause="optimizer holds another", text="created after the optimizer"
+)
+def created_after_the_optimizer(injected: bool) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if injected:

@@ -28,7 +28,7 @@ class At(Net):
 
 
 @fault(step=2, phase="forward", value="NaN", operation="log", module="Logarithm", symptom="loss")
-def born_in_forward(injected: bool) -> None:
+def origin_in_forward(injected: bool) -> None:
     class Logarithm(At):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
             return torch.log(hidden - 2 if now and injected else hidden + 2)  # HERE
@@ -47,7 +47,7 @@ def overflow_in_forward(injected: bool) -> None:
 
 
 @fault(step=2, phase="backward", value="infinity", node="SqrtBackward0", module="Root", symptom="gradients")
-def born_in_backward_only(injected: bool) -> None:
+def origin_in_backward_only(injected: bool) -> None:
     class Root(At):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
             size = hidden * (0.0 if now and injected else 1.0)
@@ -70,7 +70,7 @@ class Dividing(torch.autograd.Function):
 
 
 @fault(step=2, phase="backward", value="infinity", node="DividingBackward", symptom="gradients")
-def born_in_a_custom_backward(injected: bool) -> None:
+def origin_in_a_custom_backward(injected: bool) -> None:
     class WithFunction(At):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
             return Dividing.apply(hidden, now and injected)
@@ -90,7 +90,7 @@ def row_masked_entirely(injected: bool) -> None:
     train(Masked())
 
 
-@fault(step=2, phase="forward", value="NaN", symptom="loss", born=False)
+@fault(step=2, phase="forward", value="NaN", symptom="loss", is_input=True)
 def came_with_the_data(injected: bool) -> None:
     class Fed(Net):
         calls = 0
@@ -105,7 +105,7 @@ def came_with_the_data(injected: bool) -> None:
     train(Fed())
 
 
-@fault(step=0, phase="forward", value="NaN", symptom="loss", born=False, parameter="second.weight")
+@fault(step=0, phase="forward", value="NaN", symptom="loss", is_input=True, parameter="second.weight")
 def came_with_a_parameter(injected: bool) -> None:
     model = Net()
     if injected:
@@ -114,7 +114,7 @@ def came_with_a_parameter(injected: bool) -> None:
 
 
 @fault(step=1, phase="optimizer", value="NaN", symptom="parameters")
-def born_in_the_optimizer(injected: bool) -> None:
+def origin_in_the_optimizer(injected: bool) -> None:
     class Shrinking(torch.optim.SGD):
         calls = 0
 

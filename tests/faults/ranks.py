@@ -1,8 +1,8 @@
-"""A training on several ranks over gloo with faults injected in one of them; run by the fault suite.
+"""Training script on several ranks over gloo with faults injected in one of them; run by the fault suite.
 
     torchrun --nproc-per-node 3 -m backlight run ranks.py SECONDS FAULT [FAULT ...]
 
-A fault is ``KIND:RANK``. Those that let go after SECONDS may be followed by others; the rest end the run.
+A fault is ``KIND:RANK``. Those that end after SECONDS may be followed by others; the rest end the run.
 ``KIND:all`` is a control: every rank does the same; ``KIND:none`` is one where nothing happens.
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from injection import wait_for_watchdog
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -99,6 +100,7 @@ def main() -> None:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     total = torch.ones(16)
+    wait_for_watchdog()
     for step in range(2 * len(FAULTS) + 2):
         fault = fault_of(step, rank)
         if fault == "between":

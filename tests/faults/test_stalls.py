@@ -1,4 +1,4 @@
-"""The fault suite: every injected stall gets its verdict, and its control stays silent."""
+"""Fault suite: every injected stall gets its diagnosis, and its control none."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import pytest
 
 from backlight.store.read.run import open_run
 from faults import missing_gradients, non_finite
-from faults.verdicts import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score, step_of
+from faults.stall_faults import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score, step_of
 
 pytestmark = pytest.mark.alone
 
 TOGETHER = [f for f in ONE if not f.alone and not f.slow]
-# One of each way to stand still; a lock is held in the test of the verdict that stands while it hangs.
+# One of each kind; a lock is held in the test of the finding that is stored while it hangs.
 FIRST = [f for f in TOGETHER if f.name in {"sleep", "spin", "gil_spin", "slow"}]
 LOCKS = [f for f in TOGETHER if f.name in {"lock", "lock_order", "gil_block", "nested", "threads"}]
-LETTING_GO = [f for f in RANKS if not f.lasting and not f.slow]
+ENDING = [f for f in RANKS if not f.lasting and not f.slow]
 
 
 def check(faults: list[Fault], out: Path, **options: float) -> str:
@@ -32,18 +32,18 @@ def check(faults: list[Fault], out: Path, **options: float) -> str:
     wrong = []
     for index, fault in enumerate(faults):
         mine = about(fault, index, findings, alone=len(faults) == 1)
-        verdict, why = score(fault, mine, script)
+        result, why = score(fault, mine, script)
         if len({f.subject.verdict for f in mine}) < len(mine):
-            wrong.append(f"{fault.name}: said more than once: {[f.detail for f in mine]}")
-        if verdict != "right":
-            wrong.append(f"{fault.name}: {verdict}: {why}")
+            wrong.append(f"{fault.name}: reported more than once: {[f.detail for f in mine]}")
+        if result != "correct":
+            wrong.append(f"{fault.name}: {result}: {why}")
     others = {step_of(i, faults[0].world) for i in range(len(faults))}
     wrong += [f.detail for f in findings if f.subject.step not in others and not faults[0].lasting]
     assert not wrong, "\n".join([*wrong, log[-4000:]])
     lasted = dict(re.findall(r"^after (\w+) \d+ ([\d.]+)$", log, re.MULTILINE))
     for fault in faults:
-        if fault.verdict is None and not fault.lasting and fault.world == 1:
-            assert float(lasted[fault.name]) > STALL, "silence of what was not long enough says nothing"
+        if fault.kind is None and not fault.lasting and fault.world == 1:
+            assert float(lasted[fault.name]) > STALL, "a period shorter than the timeout proves nothing"
     return log
 
 
@@ -61,7 +61,7 @@ def test_faults_of_one_process(faults: list[Fault], tmp_path: Path) -> None:
     assert [line.split()[1] for line in log.splitlines() if line.startswith("after")] == lasting
 
 
-def test_healthy_twins_stay_silent(tmp_path: Path) -> None:
+def test_controls_have_no_finding(tmp_path: Path) -> None:
     faults = [f for f in TOGETHER if f.name != "kill"]
     findings, log, code = run_faults(faults, tmp_path / "run", seconds=0.02, stall=None)
     assert code == 0, log
@@ -70,8 +70,8 @@ def test_healthy_twins_stay_silent(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("attempt-000/watchdog-*"))
 
 
-def test_faults_of_ranks_that_let_go(tmp_path: Path) -> None:
-    check(LETTING_GO, tmp_path / "run")
+def test_faults_of_ranks(tmp_path: Path) -> None:
+    check(ENDING, tmp_path / "run")
 
 
 def test_a_first_backward_of_many_nodes_is_slow_and_not_hung(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_rest_of_the_suite(fault: Fault, tmp_path: Path) -> None:
     check([fault], tmp_path / "run")
 
 
-def test_every_scenario_stands_in_the_table_of_the_readme() -> None:
+def test_every_scenario_is_in_the_readme() -> None:
     text = (HERE / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)`", text))
     injected = {f.name for f in (*ONE, *RANKS)} | set(missing_gradients.FAULTS) | set(non_finite.FAULTS)
@@ -113,7 +113,7 @@ def test_every_scenario_stands_in_the_table_of_the_readme() -> None:
 
 
 @pytest.mark.full
-def test_healthy_ranks_stay_silent(tmp_path: Path) -> None:
+def test_controls_of_ranks_have_no_finding(tmp_path: Path) -> None:
     faults = [f for f in RANKS if not f.lasting]
     findings, log, code = run_faults(faults, tmp_path / "run", seconds=0.02)
     assert (findings, code) == ([], 0), log
@@ -121,15 +121,15 @@ def test_healthy_ranks_stay_silent(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", [f for f in RANKS if f.lasting], ids=lambda f: f.name)
-def test_healthy_twins_of_what_does_not_let_go(fault: Fault, tmp_path: Path) -> None:
-    """Every rank does what one did: skips the call, adds it, sends another type, ends earlier."""
+def test_controls_of_lasting_faults_have_no_finding(fault: Fault, tmp_path: Path) -> None:
+    """Every rank does what one did: skips the call, adds it, sends another dtype, ends earlier."""
     findings, log, code = run_faults([fault], tmp_path / "run", control=True)
     assert (findings, code) == ([], 0), log
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", [f for f in ONE if f.alone and not f.lasting], ids=lambda f: f.name)
-def test_healthy_twins_of_what_has_a_launch_of_its_own(fault: Fault, tmp_path: Path) -> None:
+def test_controls_with_a_launch_of_their_own_have_no_finding(fault: Fault, tmp_path: Path) -> None:
     findings, log, code = run_faults([fault], tmp_path / "run", seconds=0.02)
     assert (findings, code) == ([], 0), log
 
@@ -138,7 +138,7 @@ def test_healthy_twins_of_what_has_a_launch_of_its_own(fault: Fault, tmp_path: P
 @pytest.mark.parametrize(
     "names", [("sleep", "spin", "lock", "gil_block", "slow", "thrash"), ("between", "backward")]
 )
-def test_a_machine_with_too_much_to_do_makes_no_verdict_wrong(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_overloaded_machine_makes_no_diagnosis_wrong(names: tuple[str, ...], tmp_path: Path) -> None:
     faults = [f for f in (ONE if "lock" in names else RANKS) if f.name in names]
     script = HERE / ("trainings.py" if faults[0].world == 1 else "ranks.py")
     load = [
@@ -152,10 +152,10 @@ def test_a_machine_with_too_much_to_do_makes_no_verdict_wrong(names: tuple[str, 
             process.wait()
     scores = [score(f, about(f, index, findings, alone=False), script) for index, f in enumerate(faults)]
     assert [s for s in scores if s[0] == "wrong"] == [], log
-    assert sum(s[0] == "right" for s in scores) >= len(scores) // 2, log
+    assert sum(s[0] == "correct" for s in scores) >= len(scores) // 2, log
 
 
-def test_the_verdict_stands_while_the_process_hangs(tmp_path: Path) -> None:
+def test_finding_is_stored_while_the_process_hangs(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [
         sys.executable,

@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 import torch
+from injection import wait_for_watchdog
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
@@ -280,8 +281,7 @@ def main() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     workers = 1 if {"data", "worker_stopped", "worker_killed"} & set(FAULTS) else 0
-    if "kill" in FAULTS:
-        time.sleep(5)  # how a process ended is seen only by a sidecar that was there before
+    wait_for_watchdog()  # only a running one observes how a process ends
     loader = DataLoader(Data(), batch_size=None, num_workers=workers, prefetch_factor=1 if workers else None)
     for step, x in enumerate(loader):
         fault, begin = fault_of(step), now()

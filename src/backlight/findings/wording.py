@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from backlight.records import Evidence
-from backlight.store.read.run import Run
+
+if TYPE_CHECKING:
+    from backlight.store.read.run import Run  # the watchdog process imports this module and starts fast
 
 T = TypeVar("T")
 

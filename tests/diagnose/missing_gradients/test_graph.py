@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.capture.module_calls import ModuleCalls
+from backlight.capture.calls import ModuleCalls
 from backlight.diagnose.missing_gradients import graph
+from backlight.diagnose.missing_gradients.flow import find_overwritten
 from backlight.diagnose.missing_gradients.graph import Graph, WalkError, walk
-from backlight.diagnose.missing_gradients.inplace_error import find_overwritten
 from backlight.diagnose.missing_gradients.tape import Tape
 from backlight.diagnose.node_origin import Origin, Origins
 from backlight.user_code import user_line

@@ -1,4 +1,4 @@
-"""The birthplace of injected non-finite values is found; controls are silent and nothing changes."""
+"""The origin of injected non-finite values is found; controls are silent and nothing changes."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ EACH = pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 
 
 @EACH
-def test_the_birthplace(fault: Fault) -> None:
+def test_origin(fault: Fault) -> None:
     found = tracer(fault.train, injected=True).found
     assert found is not None
     expected = dict(fault.expected)
     assert (found.constant is not None) == expected.pop("constant", False)
-    assert found.born == expected.pop("born", True)
+    assert found.is_input == expected.pop("is_input", False)
     if "operation" in expected:
         assert found.operation.split(".")[0] == expected.pop("operation")
     for name, value in expected.items():
@@ -67,16 +67,16 @@ def test_the_healthy_twin_is_silent(fault: Fault) -> None:
 
 
 def test_how_it_spread() -> None:
-    found = tracer(FAULTS["born_in_backward_only"].train, injected=True).found
-    # Backward goes from the last layer to the first: what lies behind the birth is spoiled, nothing before.
+    found = tracer(FAULTS["origin_in_backward_only"].train, injected=True).found
+    # Backward goes from the last layer to the first: parameters behind the origin are affected, none before.
     assert set(found.parameters) == {"first.weight", "first.bias"}
     assert "Root" not in found.modules
-    found = tracer(FAULTS["born_in_forward"].train, injected=True).found
+    found = tracer(FAULTS["origin_in_forward"].train, injected=True).found
     assert found.modules == ["second", "last"]
 
 
 def test_a_custom_backward_has_its_own_line() -> None:
-    found = tracer(FAULTS["born_in_a_custom_backward"].train, injected=True).found
+    found = tracer(FAULTS["origin_in_a_custom_backward"].train, injected=True).found
     assert "ctx.divisor" in found.backward_line.text
     assert found.line.function in {"forward", "third"}
 
@@ -158,7 +158,7 @@ for step in range(4):
 """
 
 
-def test_the_rank_of_birth(tmp_path: Path) -> None:
+def test_rank_of_the_origin(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -180,7 +180,7 @@ def test_the_rank_of_birth(tmp_path: Path) -> None:
             out, errors = process.communicate()
         assert out, errors
         found.append(json.loads(out)["found"])
-    assert [(f["step"], f["born"]) for f in found] == [(2, False), (2, True)]
+    assert [(f["step"], f["is_input"]) for f in found] == [(2, True), (2, False)]
     assert found[1]["operation"] == "sqrt.default"
     assert found[1]["place"]["line"] == "train.py:11"
     assert sorted(found[0]["parameters"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]

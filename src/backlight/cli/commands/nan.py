@@ -10,8 +10,7 @@ from backlight.cli.app import command
 from backlight.cli.options import Json, Module, Script
 
 if TYPE_CHECKING:
-    from backlight.diagnose.nan.origin import NanOrigin
-    from backlight.diagnose.nan.tracer import NanTracer
+    from backlight.diagnose.nan.tracer import NanOrigin, NanTracer
 
 SHOWN = 8
 """Names of a list that are printed; --json has them all."""
@@ -62,12 +61,14 @@ def _print(page: Any, tracer: NanTracer, code: int) -> None:
     from backlight.cli.console import source_line
 
     found = tracer.found
-    looked = f"{tracer.operations} operations, {tracer.backwards} backwards, {tracer.step + 1} steps"
+    looked = f"{tracer.operations} operations, {tracer.backwards} backwards, {tracer.steps + 1} steps"
     if found is None:
         page.say("no loss, gradient or parameter was other than finite", f" ({looked})")
     else:
         where = f" of {found.module}" if found.module else ""
-        page.say((f"{found.value} at step {found.step}, in {found.phase}: ", "bold red"), _born(found), where)
+        page.say(
+            (f"{found.value} at step {found.step}, in {found.phase}: ", "bold red"), _origin(found), where
+        )
         if found.operation:
             page.say("  line: ", (source_line(found.line) or "not known (no frame of the script)", "bold"))
         if found.backward_line is not None:
@@ -86,7 +87,7 @@ def _print(page: Any, tracer: NanTracer, code: int) -> None:
             ("note: ", "dim"), f"{tracer.skipped_steps} steps skipped by the gradient scaler are left out"
         )
     if found is None:
-        for spot, count in list(tracer.passing.items())[:SHOWN]:
+        for spot, count in list(tracer.vanished.items())[:SHOWN]:
             page.say(
                 ("note: ", "dim"), f"{count} times an infinity or NaN that reached none of these: {spot}"
             )
@@ -96,13 +97,13 @@ def _print(page: Any, tracer: NanTracer, code: int) -> None:
         page.say(("note: ", "dim"), f"the script ended with exit code {code}")
 
 
-def _born(found: NanOrigin) -> str:
+def _origin(found: NanOrigin) -> str:
     shape = "x".join(map(str, found.shape)) or "scalar"
     if not found.operation:
         return "no operation of this process made the gradients so: they came from another rank"
-    if not found.born:
+    if found.is_input:
         what = f"the parameter {found.parameter}" if found.parameter else f"a tensor [{shape}] {found.dtype}"
-        return f"{what} came in not finite; {found.operation} used it first"
+        return f"{what} was not finite before; {found.operation} used it first"
     node = f" in {found.node}" if found.node else ""
     return f"produced by {found.operation}{node}, output [{shape}] {found.dtype}"
 
@@ -119,7 +120,7 @@ def _as_json(tracer: NanTracer, script: str, code: int) -> dict[str, Any]:
     return {
         "script": script,
         "exit_code": code,
-        "steps": tracer.step + 1,
+        "steps": tracer.steps + 1,
         "backwards": tracer.backwards,
         "operations": tracer.operations,
         "skipped_by_scaler": tracer.skipped_steps,
@@ -129,7 +130,7 @@ def _as_json(tracer: NanTracer, script: str, code: int) -> dict[str, Any]:
             "step": found.step,
             "phase": found.phase,
             "value": found.value,
-            "born": found.born,
+            "is_input": found.is_input,
             "operation": found.operation,
             "node": found.node,
             "module": found.module,
@@ -144,6 +145,6 @@ def _as_json(tracer: NanTracer, script: str, code: int) -> dict[str, Any]:
             "parameters": found.parameters,
             "notes": found.notes,
         },
-        "passing": tracer.passing,
+        "vanished": tracer.vanished,
         "notes": tracer.notes,
     }

@@ -10,7 +10,7 @@ from backlight.cli.app import command
 from backlight.cli.options import Json, Module, Script
 
 if TYPE_CHECKING:
-    from backlight.diagnose.missing_gradients.parameter_rows import MissingGradients, Row
+    from backlight.diagnose.missing_gradients.reasons import MissingGradients, Row
     from backlight.user_code import SourceLine
 
 

@@ -1,7 +1,7 @@
-"""Inspects activation checkpointing: what ``backlight checkpoints`` observes.
+"""Inspection of activation checkpointing: what ``backlight checkpoints`` observes.
 
-``torch.utils.checkpoint.checkpoint`` is wrapped, and the function handed to it as well: its first run
-is the forward, every later one a recomputation, and what differs between the two is told.
+``torch.utils.checkpoint.checkpoint`` and the function passed to it are wrapped: its first run is the forward,
+every later one a recomputation, and differences between the two are reported.
 """
 
 from __future__ import annotations
@@ -10,92 +10,74 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from backlight.capture.calls import module_names, tensors_in
 from backlight.capture.expected_parameters import candidates, named_roots
-from backlight.capture.hooks import Patches
-from backlight.capture.hub import HUB, Listener
-from backlight.capture.module_calls import ModuleCalls, module_names
-from backlight.capture.operations import tensors_in
-from backlight.diagnose.checkpointing.region_state import differences, snapshot
-from backlight.diagnose.checkpointing.regions import Region, RegionMode, Run, Usage, first_difference, storage
+from backlight.capture.hub import HUB
+from backlight.diagnose.checkpointing.regions import (
+    ParameterUsage,
+    Region,
+    RegionMode,
+    Run,
+    Snapshot,
+    differences,
+    first_difference,
+    snapshot,
+    storage,
+)
+from backlight.diagnose.script_observer import ScriptObserver
 from backlight.user_code import SourceLine, user_line
 
-if TYPE_CHECKING:
-    from backlight.diagnose.checkpointing.region_state import Snapshot
 
-
-class CheckpointObserver(Listener):
+class CheckpointObserver(ScriptObserver):
     """Observes the checkpointed regions of the first steps; a context manager around the script.
 
     Parameters
     ----------
-    steps:
+    max_steps:
         Optimizer steps to observe.
     end:
-        Called when they are over; expected to raise what ends the script.
+        Called when they are complete; expected to raise what ends the script.
     """
 
-    def __init__(self, steps: int, end: Callable[[], None]) -> None:
-        self._steps = steps
-        self._end = end
-        self._calls = ModuleCalls()
-        self._usage = Usage(self._calls)
-        self._patches = Patches()
-        self._exit = contextlib.ExitStack()
+    def __init__(self, max_steps: int, end: Callable[[], None]) -> None:
+        super().__init__(max_steps, end)
+        self._usage = ParameterUsage()
         self._regions: dict[tuple[str, str, bool | None], Region] = {}
         self._running: list[Region] = []
         self._numbers: dict[int, Region] = {}
-        self._stepped = False
         self._failed = False
         self._names: dict[int, str] = {}
-        self.steps = 0
-        self.backwards = 0
-        self.notes: list[str] = []
 
     @property
     def regions(self) -> list[Region]:
-        """The regions in the order in which they were first met."""
+        """The regions in the order of their first calls."""
         return list(self._regions.values())
 
-    def __enter__(self) -> CheckpointObserver:
-        """Begin to observe."""
-        HUB.add(self)
-        self._patches.replace(torch.utils.checkpoint, "checkpoint", self._wrapped)
-        self._patches.replace(torch.nn.functional, "scaled_dot_product_attention", self._attending)
-        self._exit.enter_context(self._calls)
-        self._exit.enter_context(self._usage)
-        return self
+    def _record(self) -> Iterator[Any]:
+        self._patches.replace(torch.utils.checkpoint, "checkpoint", self._wrap_checkpoint)
+        self._patches.replace(torch.nn.functional, "scaled_dot_product_attention", self._wrap_attention)
+        yield self._usage
 
-    def __exit__(self, *_: object) -> None:
-        """Take everything off."""
+    def _complete(self) -> None:
         self._usage.paused = True
-        self._exit.close()
-        self._patches.undo()
-        HUB.remove(self)
-        self._boundaries()
+        self._remark_boundaries()
         for region in self.regions:
             if not region.recomputations and self.backwards and not self._failed:
                 region.remark("unused", "never recomputed: no backward came through it")
 
-    def dropped(self, error: Exception) -> None:
-        """Say that observing ended early."""
-        text = f"observing stopped after {type(error).__name__}: {error}"
-        self.notes.append(f"{text}; what follows is not known")
-
     # Events
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
-        """A forward pass is complete: look at what its boundaries cut."""
-        if self._stepped or (self.backwards and not HUB.optimizers.alive()):
-            self._stepped = False
-            self.steps += 1
-        self._boundaries()
-        if self.steps >= self._steps:
+        """A forward pass is complete: report the parameters that boundaries of regions cut."""
+        self._begins_step()
+        self._remark_boundaries()
+        if self._is_over():
             self._end()
             return
         self.backwards += 1
@@ -111,13 +93,13 @@ class CheckpointObserver(Listener):
         self._usage.paused = not has_closure
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step is over."""
+        """A step is complete."""
         self._usage.paused = False
         self._stepped = self.backwards > 0
 
     # Regions
 
-    def _wrapped(self, original: Any) -> Any:
+    def _wrap_checkpoint(self, original: Any) -> Any:
         @functools.wraps(original)
         def checkpoint(function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -127,7 +109,7 @@ class CheckpointObserver(Listener):
             if use_reentrant is not False and not inputs:
                 text = "none of its inputs requires a gradient, so nothing inside is trained"
                 region.remark("no gradient", text, region.line)
-            observed = _Observed(self, region, function)
+            observed = _ObservedFunction(self, region, function)
             return original(observed, *args, use_reentrant=use_reentrant, **kwargs)
 
         return checkpoint
@@ -160,7 +142,7 @@ class CheckpointObserver(Listener):
 
     @contextlib.contextmanager
     def inside(self, region: Region, number: int) -> Iterator[None]:
-        """Follow one run of a region."""
+        """Record one run of a region."""
         self._running.append(region)
         self._usage.current.append(number)
         self._numbers[number] = region
@@ -172,41 +154,41 @@ class CheckpointObserver(Listener):
 
     # Attention
 
-    def _attending(self, original: Any) -> Any:
+    def _wrap_attention(self, original: Any) -> Any:
         @functools.wraps(original)
         def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
             if self._running and not self._usage.paused:
                 region = self._running[-1]
                 for name, tensor in zip(("query", "key", "value"), args, strict=False):
-                    _look_at_layout(region, name, tensor)
+                    _check_layout(region, name, tensor)
                 for name in ("query", "key", "value"):
                     if name in kwargs:
-                        _look_at_layout(region, name, kwargs[name])
+                        _check_layout(region, name, kwargs[name])
             return original(*args, **kwargs)
 
         return scaled_dot_product_attention
 
     # Boundaries
 
-    def _boundaries(self) -> None:
+    def _remark_boundaries(self) -> None:
         shared = list(self._usage.shared())
         if shared:
             names = {id(c.parameter): c for c in candidates(named_roots(HUB.seen))}
-            for key, places in shared:
-                self._cut(names.get(key), places)
+            for key, uses in shared:
+                self._remark_cut(names.get(key), uses)
         self._usage.used.clear()
 
-    def _cut(self, candidate: Any, places: dict[int, tuple[str, SourceLine | None]]) -> None:
+    def _remark_cut(self, candidate: Any, uses: dict[int, tuple[str, SourceLine | None]]) -> None:
         name = "a parameter" if candidate is None else "/".join((candidate.name, *candidate.aliases))
-        for number in places:
+        for number in uses:
             region = self._numbers.get(number)
             if region is None:
                 continue
-            others = [(n, place) for n, place in places.items() if n != number]
+            others = [(n, use) for n, use in uses.items() if n != number]
             other, (operation, line) = others[0]
-            elsewhere = self._numbers.get(other)
-            what = "outside" if elsewhere is None else "in the same region called again"
-            if elsewhere is not None and elsewhere is not region:
+            other_region = self._numbers.get(other)
+            what = "outside" if other_region is None else "in the same region called again"
+            if other_region is not None and other_region is not region:
                 what = "in another region"
             text = f"its boundary cuts {name}: also used {what}, by {operation} at {line}"
             if region.reentrant is not False:
@@ -214,15 +196,15 @@ class CheckpointObserver(Listener):
             region.remark("boundary", text, region.line)
 
 
-def _look_at_layout(region: Region, name: str, tensor: Any) -> None:
+def _check_layout(region: Region, name: str, tensor: Any) -> None:
     if isinstance(tensor, Tensor) and not tensor.is_contiguous():
         last = "its last dimension is" if tensor.stride(-1) == 1 else "not even its last dimension is"
         text = f"{name} of attention is not contiguous (strides {tuple(tensor.stride())}); {last}"
         region.remark("attention", text, user_line())
 
 
-class _Observed:
-    """Stands in for the function of a region; its first call is the forward."""
+class _ObservedFunction:
+    """Replaces the function of a region; its first call is the forward."""
 
     _count = 0
 
@@ -232,8 +214,8 @@ class _Observed:
         self._function = function
         self._forward: Run | None = None
         self._modules = _modules_of(function)
-        _Observed._count += 1
-        self._number = _Observed._count
+        _ObservedFunction._count += 1
+        self._number = _ObservedFunction._count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function and compare a recomputation with the forward."""
@@ -265,7 +247,7 @@ class _Observed:
         drew = forward.begin.random != forward.end.random
         if drew and forward.begin.random != again.begin.random:
             why = "" if region.preserves else " (preserve_rng_state=False)"
-            text = f"draws random numbers, and the recomputation draws others{why}"
+            text = f"draws random numbers, and the recomputation draws different ones{why}"
             region.remark("random", text, region.line)
         departed = first_difference(forward.steps, again.steps)
         if departed is not None:
@@ -273,7 +255,7 @@ class _Observed:
 
 
 def _modules_of(function: Any) -> list[nn.Module]:
-    """Return the modules whose state a region may read: its own, its object's, those it closes over."""
+    """Return the modules whose state a region may read: itself, its object, those in its closure."""
     roots = [function, getattr(function, "__self__", None)]
     if isinstance(function, functools.partial):
         roots += [function.func, *function.args, *function.keywords.values()]

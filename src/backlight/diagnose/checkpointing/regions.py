@@ -1,30 +1,110 @@
-"""Activation-checkpointed regions: what they are, and what is noticed inside each run of one."""
+"""Activation-checkpointed regions: remarks, operations of each run, and the state that a run reads."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from backlight.capture.operations import QUIET, operation_name, tensors_in, written
-from backlight.diagnose.checkpointing.region_state import Snapshot, checksum
+from backlight.capture.calls import NO_COMPUTATION, operation_name, tensors_in, written_in_place
+from backlight.diagnose.script_observer import Pausable
 from backlight.user_code import SourceLine, user_line
 
-if TYPE_CHECKING:
-    from backlight.capture.module_calls import ModuleCalls
+_PLAIN_VALUES = (bool, int, float, str, type(None))
 
-REMARKS = 20
+
+@dataclass
+class Snapshot:
+    """State that a region reads besides its arguments, by name; values compare by equality."""
+
+    buffers: dict[str, tuple[int, float]] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+    random: str = ""
+
+
+def checksum(tensor: Tensor) -> float:
+    """Return the sum of magnitudes in fp64, 0 for a tensor without values."""
+    part = getattr(tensor, "_local_tensor", None)
+    values = (tensor if part is None else part).detach()
+    if values.layout is not torch.strided or values.device.type == "meta" or not values.numel():
+        return 0.0
+    if values.is_complex():
+        values = values.abs()
+    return float(values.double().abs().sum())
+
+
+def random_state() -> str:
+    """Return a digest of the random states that checkpointing restores."""
+    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
+    cuda: Any = torch.cuda
+    if cuda.is_available() and cuda.is_initialized():
+        for state in cuda.get_rng_state_all():
+            digest.update(state.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def snapshot(modules: Iterable[nn.Module], names: dict[int, str]) -> Snapshot:
+    """Return the present state of ``modules`` and of the random generators."""
+    found = Snapshot(random=random_state())
+    for module in modules:
+        name = names.get(id(module), type(module).__name__)
+        for key, buffer in (vars(module).get("_buffers") or {}).items():
+            if buffer is not None:
+                found.buffers[f"{name}.{key}"] = (buffer._version, checksum(buffer))
+        for key, parameter in (vars(module).get("_parameters") or {}).items():
+            if parameter is not None:
+                found.parameters[f"{name}.{key}"] = parameter._version
+        for key, value in vars(module).items():
+            # type() first: equality of third-party objects may do anything.
+            if type(value) in _PLAIN_VALUES and (not key.startswith("_") or key == "training"):
+                found.attributes[f"{name}.{key}"] = value
+    return found
+
+
+def differences(forward: Snapshot, again: Snapshot, after: Snapshot) -> list[str]:
+    """Return in words what differed between the begin of the forward and of the recomputation.
+
+    Parameters
+    ----------
+    forward, again, after:
+        State at the begin of the forward, and at the begin and the end of the recomputation.
+    """
+    found = []
+    for name, (version, total) in forward.buffers.items():
+        now = again.buffers.get(name)
+        if now is None or (now[0] == version and _same(now[1], total)):
+            continue
+        later = after.buffers.get(name, now)
+        twice = "; the recomputation updates it a second time" if later != now else ""
+        found.append(f"buffer {name} is updated between forward and recomputation{twice}")
+    for name, version in forward.parameters.items():
+        if again.parameters.get(name, version) != version:
+            found.append(f"parameter {name} was changed before the recomputation, as by an optimizer step")
+    for name, value in forward.attributes.items():
+        now = again.attributes.get(name, value)
+        if now != value:
+            found.append(f"attribute {name} was {value!r} in forward and is {now!r} in the recomputation")
+    return found
+
+
+def _same(one: float, two: float) -> bool:
+    return one == two or (math.isnan(one) and math.isnan(two))
+
+
+MAX_REMARKS = 20
 """Remarks of one kind that are kept for a region."""
 
 
 @dataclass(frozen=True)
 class Remark:
-    """Something worth knowing about a region; ``kind`` groups what belongs together."""
+    """A remark on a region; ``kind`` groups remarks."""
 
     kind: str
     text: str
@@ -33,10 +113,7 @@ class Remark:
 
 @dataclass
 class Region:
-    """A place where ``checkpoint`` is called, with all of its calls.
-
-    ``reentrant`` is None where the caller left the choice to torch.
-    """
+    """A line that calls ``checkpoint``, with all calls; ``reentrant`` is None where it is not given."""
 
     line: SourceLine | None
     function: str
@@ -47,9 +124,9 @@ class Region:
     remarks: list[Remark] = field(default_factory=list)
 
     def remark(self, kind: str, text: str, line: SourceLine | None = None) -> None:
-        """Note something once."""
+        """Add a remark once."""
         remark = Remark(kind, text, line)
-        if remark not in self.remarks and sum(r.kind == kind for r in self.remarks) < REMARKS:
+        if remark not in self.remarks and sum(r.kind == kind for r in self.remarks) < MAX_REMARKS:
             self.remarks.append(remark)
 
     @property
@@ -62,7 +139,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation of a run: name, shapes of what it gave, and their sums; ``ended`` unless it raised."""
+    """One operation of a run: name, shapes and sums of its outputs; ``ended`` unless it raised."""
 
     name: str
     line: SourceLine | None
@@ -82,18 +159,18 @@ class Run:
 
 
 class RegionMode(TorchFunctionMode):
-    """Writes down the operations of one run of a region.
+    """Records the operations of one run of a region.
 
     Parameters
     ----------
     region, run:
         Where remarks and operations go.
     inputs:
-        Addresses of the storages that were handed in.
+        Addresses of the storages of its arguments.
     buffers:
-        Addresses of the storages of buffers, whose changes are told as state.
+        Addresses of the storages of buffers, whose changes are reported as state.
     first:
-        Whether this is the forward, of which in-place operations are told.
+        Whether this is the forward, whose in-place operations are reported.
     """
 
     def __init__(self, region: Region, run: Run, inputs: set[int], buffers: set[int], *, first: bool) -> None:
@@ -107,24 +184,24 @@ class RegionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func`` and note what it did."""
+        """Call ``func`` and record the operation."""
         kwargs = kwargs or {}
         name = operation_name(func)
         try:
             result = func(*args, **kwargs)
         except BaseException:
-            # A recomputation ends in the operation that saves the last tensor that backward needs.
+            # A recomputation ends in the operation that saves the last tensor needed by backward.
             self._run.steps.append(Step(name, user_line(), (), (), exact=False, ended=False))
             raise
-        if name and name not in QUIET:
+        if name and name not in NO_COMPUTATION:
             self._note(name, tensors_in(kwargs, tensors_in(args)), kwargs, tensors_in(result))
         return result
 
     def _note(self, name: str, inputs: list[Tensor], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         line = user_line()
-        changed = written(name, inputs, kwargs)
+        changed = written_in_place(name, inputs, kwargs)
         if any(storage(tensor) in self._buffers for tensor in changed):
-            return  # told as state
+            return  # reported as state
         for tensor in changed if self._first else ():
             if storage(tensor) in self._inputs:
                 text = f"{name} writes into an input of the region: recomputation starts from changed values"
@@ -145,9 +222,9 @@ def storage(tensor: Tensor) -> int:
 
 
 def first_difference(forward: list[Step], again: list[Step]) -> Remark | None:
-    """Return where a recomputation departs from the forward, or None as far as it went.
+    """Return where a recomputation departs from the forward, None as far as it went.
 
-    A recomputation may stop early, when all that backward needs is there.
+    A recomputation may stop early, once backward has all that it needs.
     """
     for one, two in zip(forward, again, strict=False):
         if one.name != two.name or (two.ended and one.shapes != two.shapes):
@@ -161,11 +238,11 @@ def first_difference(forward: list[Step], again: list[Step]) -> Remark | None:
         limit = 1e-9 if one.exact else 1e-3
         if not all(_near(a, b, limit) for a, b in zip(one.sums, two.sums, strict=True)):
             return Remark(
-                "recomputation", f"the recomputation gives other values from here on: {one.name}", one.line
+                "recomputation", f"the recomputation computes other values from here on: {one.name}", one.line
             )
     if len(again) > len(forward):
         more = again[len(forward)]
-        text = f"the recomputation goes on where the forward had ended: {_shown(more)}"
+        text = f"the recomputation continues where the forward had ended: {_shown(more)}"
         return Remark("recomputation", text, more.line)
     return None
 
@@ -180,42 +257,34 @@ def _near(one: float, two: float, limit: float) -> bool:
     return one == two or abs(one - two) <= limit * max(abs(one), abs(two))
 
 
-class Usage(TorchFunctionMode):
-    """Which region uses which parameter in a forward pass; outside of all is region 0.
+class ParameterUsage(Pausable, TorchFunctionMode):
+    """Records which region uses which parameter in a forward pass; region 0 is outside of all."""
 
-    Parameters
-    ----------
-    calls:
-        Tells which module runs.
-    """
-
-    def __init__(self, calls: ModuleCalls) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._calls = calls
-        self.paused = False
         self.current: list[int] = []
         self.used: dict[int, dict[int, tuple[str, SourceLine | None]]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``; note the parameters among its arguments."""
+        """Call ``func`` and record the parameters among its arguments."""
         kwargs = kwargs or {}
         if not self.paused and (self.current or torch.is_grad_enabled()):
             name = operation_name(func)
-            if name and name not in QUIET and not name.endswith((".get", ".set")):
+            if name and name not in NO_COMPUTATION and not name.endswith((".get", ".set")):
                 inputs = tensors_in(kwargs, tensors_in(args))
                 parameters = [t for t in inputs if type(t) is nn.Parameter and t.requires_grad]
-                if parameters and not written(name, inputs, kwargs):
-                    place = self.current[-1] if self.current else 0
+                if parameters and not written_in_place(name, inputs, kwargs):
+                    region = self.current[-1] if self.current else 0
                     for parameter in parameters:
-                        places = self.used.setdefault(id(parameter), {})
-                        if place not in places:
-                            places[place] = (name, user_line())
+                        regions = self.used.setdefault(id(parameter), {})
+                        if region not in regions:
+                            regions[region] = (name, user_line())
         return func(*args, **kwargs)
 
     def shared(self) -> Iterator[tuple[int, dict[int, tuple[str, SourceLine | None]]]]:
         """Yield the ``id`` of each parameter that a boundary cuts, with its uses by region."""
-        for key, places in self.used.items():
-            if len(places) > 1:
-                yield key, places
+        for key, regions in self.used.items():
+            if len(regions) > 1:
+                yield key, regions

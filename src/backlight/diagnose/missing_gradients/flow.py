@@ -1,24 +1,29 @@
-"""Questions to a tape: what a parameter's value becomes, where it is cut, whether the loss depends on it."""
+"""Queries on a tape: the path of a parameter's value, its cuts, and writes to saved tensors."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from backlight.diagnose.missing_gradients.tape import Operation
 
+if TYPE_CHECKING:
+    from backlight.user_code import SourceLine
+
 REENTRANT = "CheckpointFunction"
-"""Class of torch's re-entrant checkpoint, whose ``forward`` runs without recording by design."""
+"""Class of torch's re-entrant checkpoint, whose ``forward`` does not record by design."""
 
 
 @dataclass
 class Use:
-    """What became of a value as far as it carried a gradient.
+    """Path of a value as far as a gradient can come back.
 
     Attributes
     ----------
     operations:
-        Positions of all operations that took it or something made of it, in order.
+        Positions of all operations that used it or a value computed from it, in order.
     cuts:
         Positions at which it came out without a gradient, in order.
     hidden:
@@ -41,17 +46,17 @@ class Flow:
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = operations
-        self._takers: dict[int, list[int]] = {}
-        self._makers: dict[int, list[int]] = {}
+        self._consumers: dict[int, list[int]] = {}
+        self._producers: dict[int, list[int]] = {}
         for position, operation in enumerate(operations):
             for number in set(operation.inputs):
-                self._takers.setdefault(number, []).append(position)
+                self._consumers.setdefault(number, []).append(position)
             for number in set(operation.outputs):
-                self._makers.setdefault(number, []).append(position)
+                self._producers.setdefault(number, []).append(position)
 
     def producer(self, number: int) -> Operation | None:
-        """Return the first operation that gave a tensor, or None if it was not seen."""
-        made = self._makers.get(number)
+        """Return the first operation that computed a tensor, None if it was not recorded."""
+        made = self._producers.get(number)
         return self.operations[made[0]] if made else None
 
     def behind(self, numbers: Iterable[int]) -> set[int]:
@@ -59,7 +64,7 @@ class Flow:
         seen = set(numbers)
         stack = list(seen)
         while stack:
-            for position in self._makers.get(stack.pop(), ()):
+            for position in self._producers.get(stack.pop(), ()):
                 for number in self.operations[position].inputs:
                     if number not in seen:
                         seen.add(number)
@@ -75,7 +80,7 @@ class Flow:
         use = Use()
         seen, found, stack = {number}, set(), [number]
         while stack:
-            for position in self._takers.get(stack.pop(), ()):
+            for position in self._consumers.get(stack.pop(), ()):
                 if position in found:
                     continue
                 found.add(position)
@@ -122,7 +127,7 @@ class Flow:
         if operation.cut == "numpy":
             return operation
         for number in operation.outputs:
-            for later in self._takers.get(number, ()):
+            for later in self._consumers.get(number, ()):
                 if self.operations[later].name in {
                     "numpy",
                     "__array__",
@@ -133,3 +138,72 @@ class Flow:
                 }:
                     return self.operations[later]
         return None
+
+
+# In-place errors: the message of torch holds shape and versions of the tensor, the tape every in-place
+# operation with the version that it left, so no saved-tensor hook is needed.
+
+_MESSAGE = re.compile(
+    r"modified by an inplace operation: \[[\w.]+ \[(?P<shape>[\d, ]*)\]\]"
+    r"(?:, which is output \d+ of (?P<node>\w+),)? is at version (?P<now>\d+); expected version (?P<then>\d+)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Overwritten:
+    """The line that changed a tensor needed by backward, and the line of the operation that had saved it."""
+
+    text: str
+    line: SourceLine | None
+    saved: SourceLine | None
+
+
+def find_overwritten(message: str, operations: Sequence[Operation]) -> Overwritten | None:
+    """Find the in-place operation behind torch's error ``message``; None if it is another error.
+
+    Where several operations fit, the text says how many.
+    """
+    matched = _MESSAGE.search(message)
+    if matched is None:
+        return None
+    shape = tuple(int(n) for n in matched["shape"].replace(" ", "").split(",") if n)
+    then, now = int(matched["then"]), int(matched["now"])
+    writes = [
+        (position, number)
+        for position, operation in enumerate(operations)
+        for number, version in operation.changed
+        if version == then + 1 and _is_last_version(operations, number, now)
+    ]
+    fitting = [w for w in writes if operations[w[0]].shape == shape] or writes
+    node = matched["node"] or ""
+    named = [w for w in fitting if node.lower().startswith(operations[w[0]].name.strip("_").lower())]
+    fitting = named or fitting
+    # A tensor without a use before the write cannot have been saved before it.
+    found = [(w, saved) for w in fitting if (saved := _saved_by(operations, *w)) is not None]
+    if not found:
+        where = "; the operation was not recorded (in another thread, or inside compiled code)"
+        return Overwritten(
+            f"a tensor of shape {shape} that backward needs was changed in place{where}", None, None
+        )
+    (position, _), saved = found[0]
+    write = operations[position]
+    text = (
+        f"a tensor of shape {shape} that backward needs was changed in place by {write.name} "
+        f"after {saved.name} had used it at {saved.line}"
+    )
+    if len(found) > 1:
+        text += f" ({len(found)} operations fit; this is the first)"
+    return Overwritten(text, write.line, saved.line)
+
+
+def _is_last_version(operations: Sequence[Operation], number: int, now: int) -> bool:
+    return max((v for o in operations for n, v in o.changed if n == number), default=-1) >= now
+
+
+def _saved_by(operations: Sequence[Operation], position: int, number: int) -> Operation | None:
+    saved = None
+    for operation in operations[:position]:
+        uses = number in operation.outputs or number in operation.inputs
+        if uses and (operation.carries or number in operation.inputs):
+            saved = operation
+    return saved

@@ -1,13 +1,12 @@
-"""Which parameter gets no gradient, and why: what ``backlight why-no-grad`` observes.
+"""Parameters without a gradient, and why: what ``backlight why-no-grad`` observes.
 
-Before each backward the graph behind the loss is walked: a parameter that it does not reach will
-get no gradient, and the tape of the forward pass says where its value was cut. After backward the
-gradients that did not arrive although they were reached are told apart.
+Before each backward the graph behind the loss is walked: a parameter that it does not reach gets no gradient,
+and the tape of the forward pass shows where its value was cut. After backward, gradients that did not arrive
+although they were reached are explained.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import weakref
@@ -17,119 +16,90 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backlight.capture.expected_parameters import Candidate, RegistrationLines, candidates, named_roots
-from backlight.capture.hooks import Patches
-from backlight.capture.hub import HUB, Listener
-from backlight.capture.module_calls import ModuleCalls
-from backlight.diagnose.missing_gradients import custom_functions, reasons
-from backlight.diagnose.missing_gradients.flow import Flow
+from backlight.capture.hub import HUB
+from backlight.diagnose.missing_gradients import reasons
+from backlight.diagnose.missing_gradients.flow import Flow, find_overwritten
 from backlight.diagnose.missing_gradients.graph import Graph, WalkError, walk
-from backlight.diagnose.missing_gradients.inplace_error import find_overwritten
-from backlight.diagnose.missing_gradients.nonleaf import nonleaf_grad_reads, nonleaf_parameters
-from backlight.diagnose.missing_gradients.parameter_rows import MissingGradients, Row
-from backlight.diagnose.missing_gradients.reasons import Cause, Reason
-from backlight.diagnose.missing_gradients.tape import Tape
+from backlight.diagnose.missing_gradients.reasons import (
+    Cause,
+    MissingGradients,
+    Reason,
+    Row,
+    nonleaf_grad_reads,
+    nonleaf_parameters,
+)
+from backlight.diagnose.missing_gradients.tape import NoneReturned, Tape, record_custom_functions
+from backlight.diagnose.script_observer import ScriptObserver
 from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class MissingGradientObserver(Listener):
-    """Observes the first steps of a training; a context manager around the script.
+class MissingGradientObserver(ScriptObserver):
+    """Observes the first steps of a training run; a context manager around the script.
 
     Parameters
     ----------
-    steps:
+    max_steps:
         Optimizer steps to observe.
     end:
-        Called when they are over; expected to raise what ends the script.
+        Called when they are complete; expected to raise what ends the script.
     early:
-        Called once with the rows that are known before the first backward, and the line that
-        called it.
+        Called once with the rows that are known before the first backward, and the line that called it.
     """
 
     def __init__(
         self,
-        steps: int,
+        max_steps: int,
         end: Callable[[], None],
         early: Callable[[list[Row], SourceLine | None], None] = lambda _rows, _line: None,
     ) -> None:
-        self._steps = steps
-        self._end = end
+        super().__init__(max_steps, end)
         self._early = early
-        self._calls = ModuleCalls()
         self._tape = Tape(self._calls, self.dropped)
         self._registration_lines = RegistrationLines()
-        self._patches = Patches()
         self._handles: list[Any] = []
         self._hooked: dict[int, weakref.ref[Any]] = {}
         self._rows: dict[int, Row] = {}
         self._plain: list[Row] = []
         self._graph: Graph | None = None
-        self._nones: list[custom_functions.NoneReturned] = []
-        self._stepped = False
+        self._nones: list[NoneReturned] = []
         self._changes = -1
         self._roots: list[tuple[str, torch.nn.Module]] = []
         self._candidates: list[Candidate] = []
-        self._optimizers = 0
+        self._num_optimizers = 0
         self._stale: dict[int, list[tuple[int, ...]]] = {}
-        self._before: BaseException | None = None
-        self._exit = contextlib.ExitStack()
+        self._handled: BaseException | None = None
         self.answer = MissingGradients()
 
-    # Life
-
-    def __enter__(self) -> MissingGradientObserver:
-        """Begin to observe everything that the process trains."""
-        HUB.add(self)
+    def _record(self) -> Iterator[Any]:
         self._handles = self._registration_lines.install(self._patches)
-        custom_functions.install(self._patches, self._tape, self._nones.append)
-        self._exit.enter_context(self._calls)
-        self._exit.enter_context(self._tape)
-        return self
+        record_custom_functions(self._patches, self._tape, self._nones.append)
+        yield self._tape
 
-    def __exit__(self, *_: object) -> None:
-        """Take everything off and complete the answer."""
+    def __exit__(self, *error: object) -> None:
+        """Remove everything and complete the answer."""
         self._tape.paused = True
-        self._exit.close()
-        self._patches.undo()
         for handle in self._handles:
             handle.remove()
-        HUB.remove(self)
-        self._complete()
+        super().__exit__(*error)
         self._candidates.clear()
         self._roots.clear()
-
-    def dropped(self, error: Exception) -> None:
-        """Say that observing ended early."""
-        note = f"observing stopped after {type(error).__name__}: {error}; what follows is not known"
-        if note not in self.answer.notes:
-            self.answer.notes.append(note)
-
-    @contextlib.contextmanager
-    def _unrecorded(self) -> Iterator[None]:
-        before, self._tape.paused = self._tape.paused, True
-        try:
-            yield
-        finally:
-            self._tape.paused = before
 
     # Events
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
-        """Walk the graph behind the loss and say what it does not reach."""
-        # Where no optimizer can end a step, each backward is one.
-        if self._stepped or (self.answer.backwards and not HUB.optimizers.alive()):
-            self._stepped = False
-            self.answer.steps += 1
+        """Walk the graph behind the loss and explain what it does not reach."""
+        if self._begins_step():
             self._tape.clear()
-        if self.answer.steps >= self._steps:
+        if self._is_over():
             self._end()
             return
         line = user_line()
-        self._before = sys.exception()
-        with self._unrecorded():
-            self.answer.backwards += 1
+        self._handled = sys.exception()
+        with self._tape.pause():
+            self.backwards += 1
             self._update()
             try:
                 self._graph = walk(roots)
@@ -138,35 +108,35 @@ class MissingGradientObserver(Listener):
                 self.dropped(error)
             else:
                 self.answer.nodes = max(self.answer.nodes, len(self._graph))
-                self._judge_before(roots, self._graph)
-        if self.answer.backwards == 1:
+                self._explain_before(roots, self._graph)
+        if self.backwards == 1:
             self._early(self._known(before=True), line)
         self._nones.clear()
         self._tape.in_backward = True
 
     def backward_end(self) -> None:
-        """See which gradients arrived; find out about those that did not."""
+        """Record which gradients arrived, and explain the others."""
         self._tape.in_backward = False
         error = sys.exception()
-        with self._unrecorded():
-            if error is not None and error is not self._before and isinstance(error, RuntimeError):
+        with self._tape.pause():
+            if error is not None and error is not self._handled and isinstance(error, RuntimeError):
                 self.answer.failure = find_overwritten(str(error), self._tape.operations)
-            self._survey()
-            if self._graph is not None and (error is None or error is self._before):
-                self._judge_after(self._graph)
+            self._check_parameters()
+            if self._graph is not None and (error is None or error is self._handled):
+                self._explain_after(self._graph)
             self._graph = None
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """Note gradients that came by another way, and who holds which parameter."""
-        with self._unrecorded():
+        """Record gradients that arrived in another way, and the optimizer of each parameter."""
+        with self._tape.pause():
             self._update()
-            self._survey()
+            self._check_parameters()
         self._tape.paused = not has_closure  # with a closure the forward pass is inside
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """The next backward belongs to the next step."""
         self._tape.paused = False
-        self._stepped = self.answer.backwards > 0
+        self._stepped = self.backwards > 0
 
     # Rows
 
@@ -191,9 +161,9 @@ class MissingGradientObserver(Listener):
                 self._hooked[id(parameter)] = weakref.ref(parameter)
                 # Undefined gradients come to the second kind of hook as well, sharded ones only to it.
                 tensor: Any = parameter
-                seen = functools.partial(self._passed, weakref.ref(parameter))
+                seen = functools.partial(self._on_gradient, weakref.ref(parameter))
                 self._handles.append(tensor.register_hook(seen))
-                self._handles.append(tensor.register_post_accumulate_grad_hook(self._arrived))
+                self._handles.append(tensor.register_post_accumulate_grad_hook(self._on_accumulated))
 
     def _row(self, candidate: Candidate) -> Row:
         parameter = candidate.parameter
@@ -203,26 +173,26 @@ class MissingGradientObserver(Listener):
             self._rows[id(parameter)] = row
         return row
 
-    def _arrived(self, parameter: Tensor) -> None:
+    def _on_accumulated(self, parameter: Tensor) -> None:
         row = self._rows.get(id(parameter))
         if row is not None and parameter.grad is not None:
             row.arrived = True
 
-    def _passed(self, weak: weakref.ref[Tensor], grad: Tensor | None) -> None:
+    def _on_gradient(self, weak: weakref.ref[Tensor], grad: Tensor | None) -> None:
         parameter = weak()
         if parameter is not None and grad is not None and id(parameter) in self._rows:
             self._rows[id(parameter)].arrived = True
 
-    def _survey(self) -> None:
+    def _check_parameters(self) -> None:
         optimizers = HUB.optimizers.alive()
-        self._optimizers = max(self._optimizers, len(optimizers))
+        self._num_optimizers = max(self._num_optimizers, len(optimizers))
         held = {id(p): n for n, o in enumerate(optimizers) for g in o.param_groups for p in g["params"]}
         own = {id(c.parameter) for c in self._candidates}
         self._stale = {}
         for number, optimizer in enumerate(optimizers):
-            strangers = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
-            if strangers:
-                self._stale[number] = [tuple(p.shape) for p in strangers]
+            unknown = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
+            if unknown:
+                self._stale[number] = [tuple(p.shape) for p in unknown]
         for candidate in self._candidates:
             row = self._row(candidate)
             parameter = candidate.parameter
@@ -240,8 +210,8 @@ class MissingGradientObserver(Listener):
 
     # Reasons
 
-    def _judge_before(self, roots: Sequence[Tensor], graph: Graph) -> None:
-        self._survey()
+    def _explain_before(self, roots: Sequence[Tensor], graph: Graph) -> None:
+        self._check_parameters()
         flow = Flow(self._tape.operations)
         loss = flow.behind([self._tape.number(root) for root in roots])
         for candidate in self._candidates:
@@ -258,7 +228,7 @@ class MissingGradientObserver(Listener):
             if hasattr(parameter, "_local_tensor"):
                 reason = Reason(Cause.UNDETERMINED, "sharded: the graph holds another tensor in its place")
             elif reasons.pending_checkpoint(flow, use):
-                # A later step that sees less must not call it unused.
+                # A later step that records less must not call it unused.
                 text = "inside a re-entrant checkpoint: known after recomputation"
                 reason = Reason(Cause.UNDETERMINED, text, weight=3)
             else:
@@ -267,15 +237,17 @@ class MissingGradientObserver(Listener):
                     use,
                     loss,
                     module_ran=owner is not None and self._calls.was_called(owner),
-                    elsewhere=owner is not None
-                    and (id(owner) in self._calls.elsewhere or isinstance(owner, torch.jit.ScriptModule)),
+                    unrecorded=owner is not None
+                    and (
+                        id(owner) in self._calls.in_other_threads or isinstance(owner, torch.jit.ScriptModule)
+                    ),
                 )
             row.keep(reason, "before backward")
-        if self.answer.backwards == 1:
+        if self.backwards == 1:
             self._plain = nonleaf_parameters(flow, self._roots, self._tape.number)
 
-    def _judge_after(self, graph: Graph) -> None:
-        below: list[tuple[custom_functions.NoneReturned, set[int]]] = []
+    def _explain_after(self, graph: Graph) -> None:
+        below: list[tuple[NoneReturned, set[int]]] = []
         index = (
             {number: node for node, number in enumerate(graph.sequence) if number >= 0} if self._nones else {}
         )
@@ -289,17 +261,17 @@ class MissingGradientObserver(Listener):
             leaf = graph.leaves.get(id(candidate.parameter))
             if row.arrived or leaf is None:
                 if not row.arrived and row.reason is not None and row.reason.cause is Cause.UNDETERMINED:
-                    self._judge_recomputed(row, candidate)
+                    self._explain_recomputed(row, candidate)
                 continue
             given = next((none for none, nodes in below if leaf in nodes), None)
             if given is not None:
-                reason = reasons.none_returned(given.function, given.applied, given.defined)
+                reason = reasons.none_returned(given)
             else:
                 text = "reached, but no gradient arrived: backward(inputs=...) or a hook may have kept it"
                 reason = Reason(Cause.UNDETERMINED, text, None, 1)
             row.keep(reason, "after backward")
 
-    def _judge_recomputed(self, row: Row, candidate: Candidate) -> None:
+    def _explain_recomputed(self, row: Row, candidate: Candidate) -> None:
         flow = Flow([o for o in self._tape.operations if o.in_backward])
         use = flow.use(self._tape.number(candidate.parameter))
         if use.cuts:
@@ -317,12 +289,11 @@ class MissingGradientObserver(Listener):
             return [
                 r for r in rows if not r.arrived and r.reason and r.reason.cause is not Cause.UNDETERMINED
             ]
-        return [r for r in rows if not r.arrived or not (r.held or not self._optimizers)]
+        return [r for r in rows if not r.arrived or not (r.held or not self._num_optimizers)]
 
     def _complete(self) -> None:
         answer = self.answer
-        answer.steps += self._stepped
-        self._stepped = False
+        answer.steps, answer.backwards = self.steps + self._stepped, self.backwards
         rows = self._known()
         for row in self._rows.values():
             if row.arrived and row.held and row.reason is not None and row.reason.cause is not Cause.FROZEN:
@@ -330,9 +301,12 @@ class MissingGradientObserver(Listener):
         answer.rows = [r for r in rows if r.reason is not None]
         answer.watched = sum(row.reference is not None for row in self._rows.values())
         if self._tape.full:
-            answer.notes.append(
+            self.notes.append(
                 "the forward pass had too many operations; reasons rest on the first part of it"
             )
-        if not self._optimizers:
-            answer.notes.append("no torch optimizer was seen, so who updates the parameters is not known")
+        if not self._num_optimizers:
+            self.notes.append(
+                "no torch optimizer was observed, so it is not known what updates the parameters"
+            )
         answer.rows += nonleaf_grad_reads(self._tape.grad_reads.values())
+        answer.notes = self.notes

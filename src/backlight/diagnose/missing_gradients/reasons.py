@@ -1,25 +1,29 @@
-"""Why a parameter has no gradient: the reasons in words, and the choice among them.
+"""Reasons why a parameter has no gradient, and the answer that collects them.
 
-Sources: docs/formulas.md, section 5. A reason that is not certain says so: wrong is worse than undetermined.
+A reason that is not certain says so: a wrong one is worse than undetermined.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from backlight.capture.expected_parameters import plain_tensors
+
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from backlight.capture.expected_parameters import RegistrationLines
-    from backlight.diagnose.missing_gradients.flow import Flow, Use
-    from backlight.diagnose.missing_gradients.tape import Operation
+    from backlight.diagnose.missing_gradients.flow import Flow, Overwritten, Use
+    from backlight.diagnose.missing_gradients.tape import GradRead, NoneReturned, Operation
     from backlight.user_code import SourceLine
 
 
 class Cause(enum.StrEnum):
-    """What keeps a gradient from a parameter, or a parameter from being trained."""
+    """Why a parameter has no gradient, or is not trained."""
 
     FROZEN = "frozen"
     UNUSED = "unused"
@@ -37,13 +41,47 @@ class Cause(enum.StrEnum):
 class Reason:
     """Why one parameter gets no gradient.
 
-    ``weight`` orders reasons of several steps: the one that knows most is kept.
+    ``weight`` orders the reasons of several steps: the heaviest is kept.
     """
 
     cause: Cause
     text: str
     line: SourceLine | None = None
     weight: int = 0
+
+
+@dataclass
+class Row:
+    """State of one parameter; ``when`` is the moment at which its reason was found."""
+
+    name: str
+    shape: tuple[int, ...]
+    reference: weakref.ref[Any] | None
+    root: int = 0
+    aliases: tuple[str, ...] = ()
+    arrived: bool = False
+    reached: bool = False
+    held: bool = False
+    reason: Reason | None = None
+    when: str = ""
+
+    def keep(self, reason: Reason, when: str) -> None:
+        """Keep ``reason`` unless a heavier one is known."""
+        if self.reason is None or reason.weight > self.reason.weight:
+            self.reason, self.when = reason, when
+
+
+@dataclass
+class MissingGradients:
+    """The answer: parameters without a gradient or without an optimizer, and an in-place error."""
+
+    rows: list[Row] = field(default_factory=list)
+    watched: int = 0
+    steps: int = 0
+    backwards: int = 0
+    nodes: int = 0
+    failure: Overwritten | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 _CUTS = {
@@ -63,7 +101,7 @@ def frozen(line: SourceLine | None, held_by: int | None) -> Reason:
     if line is not None:
         text += ", set here"
     if held_by is not None:
-        text += f"; optimizer {held_by} holds it all the same, which looks like an accident"
+        text += f"; optimizer {held_by} holds it nevertheless, which looks like a mistake"
     return Reason(Cause.FROZEN, text, line, 9)
 
 
@@ -73,16 +111,16 @@ def not_held(
     stale: dict[int, list[tuple[int, ...]]],
     registration_lines: RegistrationLines,
 ) -> Reason:
-    """Return why a parameter that gets a gradient is not trained.
+    """Return why a parameter with a gradient is not trained.
 
     Parameters
     ----------
     parameter, optimizers:
-        The parameter, and the optimizers that are there.
+        The parameter, and the living optimizers.
     stale:
-        Shapes of the tensors that no living model has, by number of the optimizer that holds them.
+        Shapes of tensors that no living model holds, by number of the optimizer that holds them.
     births:
-        Lines at which parameters and optimizers were made.
+        Lines at which parameters and optimizers were created.
     """
     made = registration_lines.of_parameter(parameter)
     for number, shapes in stale.items():
@@ -90,25 +128,25 @@ def not_held(
             since = registration_lines.of_optimizer(optimizers[number])
             text = (
                 f"gets a gradient, but optimizer {number} holds another tensor of that shape which no "
-                "living model has: this one was made after the optimizer"
+                "living model has: this one was created after the optimizer"
             )
             return Reason(Cause.STALE, text + (f" ({since})" if since else ""), made, 9)
     return Reason(Cause.NOT_IN_OPTIMIZER, "gets a gradient, but no optimizer holds it", made, 8)
 
 
-def before_backward(flow: Flow, use: Use, loss: set[int], *, module_ran: bool, elsewhere: bool) -> Reason:
+def before_backward(flow: Flow, use: Use, loss: set[int], *, module_ran: bool, unrecorded: bool) -> Reason:
     """Return why the graph of the loss does not reach a parameter.
 
     Parameters
     ----------
     flow, use:
-        The tape and what became of the parameter on it.
+        The tape and the path of the parameter on it.
     loss:
         Numbers of every tensor that the loss was computed from, gradient or not.
     module_ran:
         Whether the module that owns the parameter was called.
-    elsewhere:
-        Whether it may have run where the tape does not see it.
+    unrecorded:
+        Whether it may have run where operations are not recorded.
     """
     operations = flow.operations
     for position in use.cuts:
@@ -123,14 +161,14 @@ def before_backward(flow: Flow, use: Use, loss: set[int], *, module_ran: bool, e
         if found is not None:
             return found
     if not use.operations:
-        if elsewhere:
+        if unrecorded:
             return Reason(
                 Cause.UNDETERMINED,
-                "its module ran where operations are not seen (another thread, TorchScript)",
+                "its module ran where operations are not recorded (another thread, TorchScript)",
             )
         if module_ran:
-            return Reason(Cause.UNUSED, "unused: its module ran, but no operation took it", weight=2)
-        return Reason(Cause.UNUSED, "unused: no operation of the forward pass took it", weight=1)
+            return Reason(Cause.UNUSED, "unused: its module ran, but no operation used it", weight=2)
+        return Reason(Cause.UNUSED, "unused: no operation of the forward pass used it", weight=1)
     last = operations[use.operations[-1]]
     text = f"its result is not in the loss: last used by {last.name}"
     if use.cuts:
@@ -156,7 +194,8 @@ def _cut(flow: Flow, position: int, *, sure: bool) -> Reason:
 
 def _left(cut: Operation, out: Operation) -> Reason:
     how = "" if out is cut else f"{_plain(cut.name)} ({_CUTS[cut.cut]}), then "
-    text = f"its value leaves torch: {how}taken out by {out.name}; what comes of it there has no gradient"
+    text = f"its value leaves torch: {how}taken out by {out.name}; "
+    text += "what is computed from it there has no gradient"
     return Reason(Cause.LEFT_TORCH, text, out.line, 6)
 
 
@@ -186,22 +225,53 @@ def _hidden(flow: Flow, position: int) -> Reason | None:
 
 
 def pending_checkpoint(flow: Flow, use: Use) -> bool:
-    """Whether the parameter is used in a re-entrant checkpoint, which only recomputation can judge."""
+    """Return whether the parameter is used in a re-entrant checkpoint that has yet to be recomputed."""
     return any(
         (region := flow.in_checkpoint(p)) is not None and region.enabled and region.carries
         for p in use.hidden
     )
 
 
-def none_returned(function: str, applied: SourceLine | None, defined: SourceLine | None) -> Reason:
-    """Return the reason for a custom function that gave None."""
-    where = f" (backward at {defined})" if defined is not None else ""
-    return Reason(
-        Cause.NONE_RETURNED, f"reached, but {function}.backward returned None for it{where}", applied, 9
-    )
+def none_returned(none: NoneReturned) -> Reason:
+    """Return the reason for a custom function that returned None."""
+    where = f" (backward at {none.defined})" if none.defined is not None else ""
+    text = f"reached, but {none.function}.backward returned None for it{where}"
+    return Reason(Cause.NONE_RETURNED, text, none.applied, 9)
 
 
 def _plain(name: str) -> str:
     return {"data.get": ".data", "data.set": ".data =", "__setitem__": "an assignment to a slice"}.get(
         name, name
     )
+
+
+def nonleaf_parameters(
+    flow: Flow, roots: list[tuple[str, nn.Module]], number: Callable[[Tensor], int]
+) -> list[Row]:
+    """Return tensors that a module computed at construction and holds as plain attributes, like parameters.
+
+    What a forward pass leaves in an attribute is a result.
+    """
+    rows = []
+    for name, tensor in plain_tensors(roots):
+        producer = flow.producer(number(tensor))
+        if producer is not None and not producer.module:
+            text = f"not a leaf: computed by {producer.name}, so it is no parameter and gets no .grad"
+            reason = Reason(Cause.NON_LEAF, text, producer.line, 5)
+            rows.append(
+                Row(name, tuple(tensor.shape), None, -1, held=True, reason=reason, when="before backward")
+            )
+    return rows
+
+
+def nonleaf_grad_reads(reads: Iterable[GradRead]) -> list[Row]:
+    """Return computed tensors whose ``.grad`` the script reads, once for each line."""
+    rows: dict[str, Row] = {}
+    for read in reads:
+        name = f"a tensor computed by {read.producer.name}" if read.producer is not None else "a tensor"
+        made = read.producer.line if read.producer is not None else None
+        text = f"not a leaf: it is computed, so backward leaves nothing in its .grad, read at {read.line}"
+        reason = Reason(Cause.NON_LEAF, text, made or read.line, 5)
+        row = Row(name, read.shape, None, -1, held=True, reason=reason, when="after backward")
+        rows.setdefault(str(read.line), row)
+    return list(rows.values())

@@ -1,13 +1,14 @@
-"""How values flow through a forward pass, also where autograd does not follow: a tape of operations.
+"""Tape of the operations of a forward pass, also where autograd does not record.
 
-Autograd's own graph says what the loss can reach; it says nothing of a value that was detached,
-computed under ``no_grad`` or rounded to integers. The tape holds every operation with the tensors
-that went in and came out, and marks those where a value that carried a gradient came out without.
-Tensors are known by a number, never held.
+Autograd's graph holds what the loss can reach, but nothing of a value that was detached, computed under
+``no_grad`` or rounded to integers. The tape holds every operation with its input and output tensors, and
+marks those where a value with a gradient came out without one. Tensors are identified by a number, never
+held.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,18 +17,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from backlight.capture.operations import NUMPY, QUIET, VALUES, operation_name, tensors_in, written
-from backlight.diagnose.fork_guard import pause_in_children
+from backlight.capture.calls import (
+    LEAVES_TORCH,
+    NO_COMPUTATION,
+    RETURNS_TO_TORCH,
+    ModuleCalls,
+    operation_name,
+    tensors_in,
+    written_in_place,
+)
 from backlight.diagnose.node_origin import Origin, Origins, next_number
-from backlight.user_code import SourceLine, user_line
+from backlight.diagnose.script_observer import Pausable
+from backlight.user_code import SourceLine, definition, user_line
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from backlight.capture.module_calls import ModuleCalls
+    from backlight.capture.hooks import Patches
 
-LIMIT = 2_000_000
-"""Operations of one step after which the tape stops, to keep the memory of the training its own."""
+MAX_OPERATIONS = 2_000_000
+"""Operations of one step after which the tape stops, to bound its memory."""
 
 
 @dataclass(slots=True)
@@ -62,15 +71,15 @@ class GradRead:
     producer: Operation | None
 
 
-class Tape(TorchFunctionMode):
+class Tape(Pausable, TorchFunctionMode):
     """Records the operations of the thread that enters it.
 
     Parameters
     ----------
     calls:
-        Tells which module runs.
+        Stack of the running modules.
     on_error:
-        Called once if recording fails; the training goes on without it.
+        Called once if recording fails; the training continues without it.
     """
 
     def __init__(self, calls: ModuleCalls, on_error: Callable[[Exception], None]) -> None:
@@ -84,13 +93,11 @@ class Tape(TorchFunctionMode):
         self.origins = Origins()
         self.frozen_at: dict[int, tuple[weakref.ref[torch.Tensor], SourceLine]] = {}
         self.grad_reads: dict[int, GradRead] = {}
-        self.paused = False
         self.in_backward = False
         self.full = False
-        pause_in_children(self)
 
     def clear(self) -> None:
-        """Begin a new tape."""
+        """Start a new tape."""
         self.operations.clear()
         self._numbers.clear()
         self.origins.clear()
@@ -106,12 +113,12 @@ class Tape(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func`` and write down what it did."""
+        """Call ``func`` and record the operation."""
         kwargs = kwargs or {}
         if self.paused or self.full:
             return func(*args, **kwargs)
         name = operation_name(func)
-        if not name or name in QUIET:
+        if not name or name in NO_COMPUTATION:
             return func(*args, **kwargs)
         inputs = tensors_in(args)
         if kwargs:
@@ -137,12 +144,12 @@ class Tape(TorchFunctionMode):
         begin: int,
     ) -> None:
         if name in {"requires_grad.set", "requires_grad_"}:
-            self._note_freezing(name, args, kwargs)
+            self._record_freezing(name, args, kwargs)
             return
         if name == "grad.get":
-            self._note_grad(inputs[0])
+            self._record_grad_read(inputs[0])
             return
-        changed = written(name, inputs, kwargs)
+        changed = written_in_place(name, inputs, kwargs)
         outputs = tensors_in(result)
         line = user_line()
         module = self._calls.current()
@@ -184,12 +191,12 @@ class Tape(TorchFunctionMode):
                 enabled=torch.is_grad_enabled(),
             )
         )
-        if len(self.operations) >= LIMIT:
+        if len(self.operations) >= MAX_OPERATIONS:
             self.full = True
         return len(self.operations) - 1
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the number under which ``tensor`` is on the tape."""
+        """Return the number of ``tensor`` on the tape."""
         known = self._numbers.get(id(tensor))
         # An id may have been taken over by a new tensor after the old one was freed.
         if known is not None and known[0]() is tensor:
@@ -198,7 +205,7 @@ class Tape(TorchFunctionMode):
         self._numbers[id(tensor)] = (weakref.ref(tensor), self._next)
         return self._next
 
-    def _note_freezing(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record_freezing(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         wanted = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
         line = user_line()
         if wanted:
@@ -206,7 +213,7 @@ class Tape(TorchFunctionMode):
         elif line is not None:
             self.frozen_at[id(args[0])] = (weakref.ref(args[0]), line)
 
-    def _note_grad(self, tensor: torch.Tensor) -> None:
+    def _record_grad_read(self, tensor: torch.Tensor) -> None:
         if tensor.requires_grad and not tensor.is_leaf and not tensor.retains_grad:
             number = self.number(tensor)
             if number not in self.grad_reads:
@@ -216,7 +223,7 @@ class Tape(TorchFunctionMode):
     # Custom functions
 
     def enter_function(self, name: str, line: SourceLine | None) -> int:
-        """Note that the ``forward`` of a custom function begins; return its position on the tape."""
+        """Record that the ``forward`` of a custom function begins; return its position on the tape."""
         self.operations.append(
             Operation(name, line, 0, (), (), inside=self._inside[-1] if self._inside else -1,
                       in_backward=self.in_backward, enabled=torch.is_grad_enabled())
@@ -227,7 +234,7 @@ class Tape(TorchFunctionMode):
     def leave_function(
         self, at: int, inputs: list[torch.Tensor], carrying: list[bool], outputs: list[torch.Tensor]
     ) -> None:
-        """Note that it is over, with what went in and came out."""
+        """Record its end, with its inputs and outputs."""
         if not self._inside or self._inside[-1] != at or at >= len(self.operations):
             return
         self._inside.pop()
@@ -244,8 +251,8 @@ def _key(module: nn.Module | None) -> str:
 
 
 def _kind_of_cut(name: str, outputs: list[torch.Tensor]) -> str:
-    if name in VALUES:
-        return "numpy" if name in NUMPY else ""
+    if name in LEAVES_TORCH:
+        return "numpy" if name in RETURNS_TO_TORCH else ""
     if name in {"detach", "detach_"}:
         return "detach"
     if name in {"data.get", "data.set"}:
@@ -257,3 +264,81 @@ def _kind_of_cut(name: str, outputs: list[torch.Tensor]) -> str:
     if not any(t.is_floating_point() or t.is_complex() for t in outputs):
         return "integer"
     return "not_differentiable"
+
+
+# Custom functions
+
+
+@dataclass(frozen=True, slots=True)
+class NoneReturned:
+    """A custom function whose backward returned None for an input that requires a gradient.
+
+    ``sequence`` and ``edge`` identify the input in a walked graph: the node and the index of its edge.
+    """
+
+    function: str
+    sequence: int
+    edge: int
+    applied: SourceLine | None
+    defined: SourceLine | None
+
+
+def record_custom_functions(patches: Patches, tape: Tape, on_none: Callable[[NoneReturned], None]) -> None:
+    """Record every ``Function.apply`` on ``tape``; report each None of a backward to ``on_none``."""
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original.__func__)
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if tape.paused or tape.full:
+                return original.__func__(cls, *args, **kwargs)
+            inputs = tensors_in(args)
+            carrying = [t.requires_grad for t in inputs]
+            line = user_line()
+            begin = next_number()
+            at = tape.enter_function(cls.__name__, line)
+            outputs: list[torch.Tensor] = []
+            try:
+                result = original.__func__(cls, *args, **kwargs)
+                outputs = tensors_in(result)
+            finally:
+                tape.leave_function(at, inputs, carrying, outputs)
+            # The node takes its number before its forward runs.
+            tape.origins.add(begin, begin + 1, Origin(cls.__name__, line))
+            _watch_backward(cls, args, outputs, line, on_none)
+            return result
+
+        return classmethod(apply)
+
+    patches.replace(torch.autograd.Function, "apply", wrap)
+
+
+def _watch_backward(
+    cls: Any,
+    args: tuple[Any, ...],
+    outputs: list[torch.Tensor],
+    line: SourceLine | None,
+    on_none: Callable[[NoneReturned], None],
+) -> None:
+    # Only the tensors that are arguments themselves are edges of the node.
+    requiring = [t.requires_grad for t in args if isinstance(t, torch.Tensor)]
+    differentiable = [t for t in outputs if t.requires_grad]
+    if not any(requiring) or not differentiable:
+        return
+    node = differentiable[0].grad_fn
+    if node is None or not hasattr(node, "needs_input_grad"):
+        return
+    defined = definition(cls.__dict__.get("backward") or getattr(cls, "backward", None))
+    static = cls.__dict__.get("backward")
+    if isinstance(static, staticmethod):
+        defined = definition(static.__func__)
+    sequence = node._sequence_nr()
+    name = cls.__name__
+
+    def after(grads: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+        if all(g is None for g in given):
+            return
+        for edge, (grad, requires) in enumerate(zip(grads, requiring, strict=False)):
+            if requires and grad is None:
+                on_none(NoneReturned(name, sequence, edge, line, defined))
+
+    node.register_hook(after)

@@ -1,205 +1,284 @@
-"""Hunts the first non-finite value that matters: what ``backlight nan`` observes.
+"""Traces the first non-finite value that matters back to its origin: what ``backlight nan`` observes.
 
-What matters is a loss, a gradient that an optimizer would use, or a parameter. An infinity that is
-born and gone again, as in a mask, is counted but no finding; neither is a step that a gradient
-scaler skips while it looks for its scale.
+What matters is a loss, a gradient that an optimizer would use, or a parameter. An infinity that vanishes
+again, as in a mask, is counted but not reported; neither is a step that a gradient scaler skips while it
+searches for its scale.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from backlight.capture.calls import module_names
 from backlight.capture.expected_parameters import candidates, named_roots
-from backlight.capture.hub import HUB, Listener
-from backlight.capture.module_calls import ModuleCalls, module_names
-from backlight.diagnose.nan.origin import NanOrigin, describe, find_origin
+from backlight.capture.hub import HUB
 from backlight.diagnose.nan.value_tracker import NonFiniteRecord, ValueTracker, is_non_finite, storage_of
+from backlight.diagnose.script_observer import ScriptObserver
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-PATIENCE = 10
-"""Steps in a row that a scaler may skip before that is no longer a search for its scale."""
+    from backlight.user_code import SourceLine
+
+MAX_SKIPPED_STEPS = 10
+"""Consecutive steps that a gradient scaler may skip while it searches for its scale."""
 
 
-class NanTracer(Listener):
-    """Observes a training until a non-finite value matters; a context manager around the script.
+@dataclass
+class NanOrigin:
+    """The first operation with finite inputs and a non-finite output, and what followed.
+
+    Attributes
+    ----------
+    step, phase:
+        Number of the optimizer step, from 0; forward, backward, recomputation, optimizer.
+    operation, node:
+        Operation of torch; class of the autograd node where it ran in backward.
+    line, backward_line:
+        Line of the forward pass; line in the backward of a custom function.
+    value:
+        ``NaN`` or ``infinity``.
+    is_input:
+        Whether the value entered the training from outside, so that the operation is the first to use it.
+    constant:
+        Line of a deliberate infinity from which the value was computed.
+    symptom:
+        Where it was detected: ``loss``, ``gradients`` or ``parameters``.
+    modules, parameters:
+        Modules through which it then passed, in order; parameters with non-finite gradients or values, in
+        order of arrival.
+    """
+
+    step: int
+    phase: str
+    operation: str
+    value: str
+    symptom: str
+    line: SourceLine | None = None
+    node: str = ""
+    backward_line: SourceLine | None = None
+    module: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    is_input: bool = False
+    parameter: str = ""
+    constant: SourceLine | None = None
+    modules: list[str] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def find_ancestors(symptoms: Iterable[NonFiniteRecord]) -> list[NonFiniteRecord]:
+    """Return the records that led to ``symptoms``, themselves included, in order of time."""
+    found: dict[int, NonFiniteRecord] = {}
+    stack = list(symptoms)
+    while stack:
+        record = stack.pop()
+        if id(record) not in found:
+            found[id(record)] = record
+            stack.extend(record.parents)
+    return sorted(found.values(), key=lambda record: record.index)
+
+
+def find_origin(symptoms: Iterable[NonFiniteRecord]) -> NonFiniteRecord | None:
+    """Return the first origin behind ``symptoms``; else the first input, else the first constant."""
+    ancestors = find_ancestors(symptoms)
+    for kind in ("origin", "input", "constant"):
+        for record in ancestors:
+            if record.kind == kind:
+                return record
+    return ancestors[0] if ancestors else None
+
+
+def describe_origin(
+    origin: NonFiniteRecord,
+    records: Sequence[NonFiniteRecord],
+    step: int,
+    symptom: str,
+    modules: Mapping[int, str],
+    parameters: Mapping[int, str],
+) -> NanOrigin:
+    """Return a record as an answer; ``modules`` holds names by ``id``, ``parameters`` by storage."""
+    passed: list[str] = []
+    descendants = {id(origin)}
+    own = modules.get(origin.module, "")
+    for record in records:
+        if any(id(parent) in descendants for parent in record.parents):
+            descendants.add(id(record))
+            name = modules.get(record.module, "")
+            if record.phase == origin.phase and name and name != own and name not in passed:
+                passed.append(name)
+    constants = [r for r in find_ancestors([origin]) if r.kind == "constant" and r is not origin]
+    return NanOrigin(
+        step=step,
+        phase=origin.phase,
+        operation=origin.operation,
+        value="NaN" if origin.nan else "infinity",
+        symptom=symptom,
+        line=origin.line,
+        node=origin.node,
+        backward_line=origin.own_line,
+        module=own,
+        shape=origin.shape,
+        dtype=origin.dtype,
+        is_input=origin.kind == "input",
+        parameter=parameters.get(origin.storage, ""),
+        constant=constants[0].line if constants else None,
+        modules=passed,
+    )
+
+
+class NanTracer(ScriptObserver):
+    """Observes a script until a non-finite value matters; a context manager around it.
 
     Parameters
     ----------
     end:
-        Called when the answer is there or ``steps`` are over; expected to raise what ends the script.
-    steps:
-        Optimizer steps to observe at most; None for all.
+        Called with the answer, or when ``max_steps`` are complete; expected to raise what ends the script.
+    max_steps:
+        Optimizer steps to observe, None for all.
+
+    Attributes
+    ----------
+    found:
+        The answer, None where every value that matters is finite.
+    skipped_steps:
+        Steps that a gradient scaler has skipped.
+    vanished:
+        Number of non-finite values that reached nothing that matters, by operation and line.
     """
 
-    def __init__(self, end: Callable[[], None], steps: int | None = None) -> None:
-        self._end = end
-        self._limit = steps
-        self._calls = ModuleCalls()
-        self._mode = ValueTracker(self._calls, self.dropped)
-        self._exit = contextlib.ExitStack()
-        self._stepped = False
+    def __init__(self, end: Callable[[], None], max_steps: int | None = None) -> None:
+        super().__init__(max_steps, end)
+        self._tracker = ValueTracker(self._calls, self.dropped)
         self._scaled: tuple[int, bool] | None = None
         self._scaling = False
-        self._loss_bad: NonFiniteRecord | None = None
+        self._loss_record: NonFiniteRecord | None = None
         self._pending: NanOrigin | None = None
-        self._skipped = 0
-        self.step = 0
-        self.backwards = 0
+        self._consecutive_skips = 0
         self.skipped_steps = 0
-        self.passing: dict[str, int] = {}
+        self.vanished: dict[str, int] = {}
         self.found: NanOrigin | None = None
-        self.notes: list[str] = []
 
     @property
     def operations(self) -> int:
-        """Operations looked at so far."""
-        return self._mode.operations
+        """Number of operations checked so far."""
+        return self._tracker.operations
 
-    def __enter__(self) -> NanTracer:
-        """Begin to observe."""
-        HUB.add(self)
-        self._exit.enter_context(self._calls)
-        self._exit.enter_context(self._mode)
-        return self
+    def _record(self) -> Iterator[Any]:
+        yield self._tracker
 
-    def __exit__(self, *_: object) -> None:
-        """Take everything off; a value that was born and never reached a backward is told at least."""
-        self._mode.paused = True
-        self._exit.close()
-        HUB.remove(self)
+    def _complete(self) -> None:
         if self.found is None:
-            self.found = self._pending or self._never_used()
-        self._count_passing()
-        self._mode.forget()
+            self.found = self._pending or self._unused()
+        self._count_vanished()
+        self._tracker.forget()
 
-    def dropped(self, error: Exception) -> None:
-        """Say that observing ended early."""
-        text = f"observing stopped after {type(error).__name__}: {error}"
-        self.notes.append(f"{text}; what follows is not known")
-
-    @contextlib.contextmanager
-    def _unwatched(self) -> Any:
-        before, self._mode.paused = self._mode.paused, True
-        try:
-            yield
-        finally:
-            self._mode.paused = before
+    def __exit__(self, *error: object) -> None:
+        """Remove everything; report a value even if it never reached a backward pass."""
+        self._tracker.paused = True
+        super().__exit__(*error)
 
     # Events
 
     def scaled(self, loss: Tensor, result: Tensor) -> None:
-        """A scaler multiplies the loss: what it makes infinite is its own business."""
-        with self._unwatched():
+        """A scaler multiplies the loss: what overflows there is its own business."""
+        with self._tracker.pause():
             self._scaling = True
             self._scaled = (id(result), is_non_finite(loss))
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
-        """Look at the loss."""
-        if self._stepped or (self.backwards and not HUB.optimizers.alive()):
-            self._next_step()
-        with self._unwatched():
+        """Check the loss."""
+        if self._begins_step():
+            self._loss_record = None
+            if self._is_over():
+                self._end()
+        with self._tracker.pause():
             self.backwards += 1
             for root in roots:
                 scaled = self._scaled
                 bad = scaled[1] if scaled is not None and scaled[0] == id(root) else is_non_finite(root)
-                if bad and self._loss_bad is None:
-                    self._loss_bad = self._mode.record_of(root)
-                    if self._loss_bad is None:
-                        self.notes.append("the loss was made where operations are not seen (another thread)")
+                if bad and self._loss_record is None:
+                    self._loss_record = self._tracker.record_of(root)
+                    if self._loss_record is None:
+                        self.notes.append("the loss was computed in another thread, which is not observed")
             self._scaled = None
-        self._mode.phase = "backward"
+        self._tracker.phase = "backward"
 
     def backward_end(self) -> None:
-        """Look at the gradients; a backward that failed leaves what the loss told."""
-        self._mode.phase = "forward"
-        with self._unwatched():
-            named = self._parameters()
-            bad = [
-                (record, name)
-                for name, p in named
-                if p.grad is not None and (record := self._mode.record_of(p.grad)) is not None
-            ]
+        """Check the gradients; after a backward that failed the loss may still tell."""
+        self._tracker.phase = "forward"
+        with self._tracker.pause():
+            named = [(name, p) for name, p in self._parameters() if p.grad is not None]
+            bad = self._records((name, p.grad) for name, p in named if p.grad is not None)
             lost = [name for name, p in named if p.grad is not None and is_non_finite(p.grad)]
-            symptoms = [self._loss_bad] if self._loss_bad is not None else [record for record, _ in bad]
-            origin = find_origin(symptoms)
+            origin = find_origin([self._loss_record] if self._loss_record is not None else bad.values())
             if origin is None:
                 if not lost:
                     return
-                # Nothing that was seen here made it so: a reduction brings it from another rank.
-                origin = self._mode.from_other_rank(dict(named)[lost[0]])
-            symptom = "loss" if self._loss_bad is not None else "gradients"
-            found = self._described(origin, symptom)
-            found.parameters = [name for _, name in sorted(bad, key=lambda pair: pair[0].index)]
+                # No operation of this process made it so: a reduction brings it from another rank.
+                origin = self._tracker.from_other_rank(dict(named)[lost[0]])
+            symptom = "loss" if self._loss_record is not None else "gradients"
+            found = self._describe(origin, symptom)
             # What a reduction over ranks wrote has no record.
-            found.parameters += [name for name in lost if name not in found.parameters]
+            found.parameters = [*bad, *(name for name in lost if name not in bad)]
             self._pending = self._pending or found
         if sys.exception() is None and (not self._scaling or symptom == "loss"):
             self._conclude()
 
     def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
-        """Let go of what a skipped step explains."""
+        """Forget what a skipped step explains."""
         if stepped:
-            self._skipped = 0
+            self._consecutive_skips = 0
         elif self._pending is not None:
-            self._let_go()
+            self._skip_step()
 
-    def _let_go(self) -> None:
-        """Take the step for one that the scaler skips."""
-        self._skipped += 1
+    def _skip_step(self) -> None:
+        self._consecutive_skips += 1
         self.skipped_steps += 1
         self._stepped = True
-        if self._skipped >= PATIENCE and self._pending is not None:
-            text = f"the gradient scaler has skipped {self._skipped} steps in a row for it"
+        if self._consecutive_skips >= MAX_SKIPPED_STEPS and self._pending is not None:
+            text = f"the gradient scaler has skipped {self._consecutive_skips} steps in a row for it"
             self._pending.notes.append(text)
             self._conclude()
         self._pending = None
-        self._mode.forget()
+        self._tracker.forget()
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """What follows belongs to the optimizer."""
+        """Report what the optimizer would use; later operations belong to it."""
         if self._pending is not None:
-            skips = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
-            if skips is not None and float(skips):
-                self._let_go()
+            found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
+            if found_inf is not None and float(found_inf):
+                self._skip_step()
             else:
                 self._conclude()
-        self._mode.phase = "forward" if has_closure else "optimizer"
+        self._tracker.phase = "forward" if has_closure else "optimizer"
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at the parameters that were just changed."""
-        self._mode.phase = "forward"
+        """Check the parameters that were just changed."""
+        self._tracker.phase = "forward"
         self._stepped = True
-        with self._unwatched():
+        with self._tracker.pause():
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            named = [(name, p) for name, p in self._parameters() if id(p) in held]
-            bad = [(record, name) for name, p in named if (record := self._mode.record_of(p)) is not None]
-            origin = find_origin([record for record, _ in bad])
+            bad = self._records((name, p) for name, p in self._parameters() if id(p) in held)
+            origin = find_origin(bad.values())
             if origin is not None:
-                self._pending = self._described(origin, "parameters")
-                self._pending.parameters = [name for _, name in sorted(bad, key=lambda pair: pair[0].index)]
+                self._pending = self._describe(origin, "parameters")
+                self._pending.parameters = list(bad)
         if self._pending is not None:
             self._conclude()
-        self._count_passing()
-        self._mode.clear()
-
-    def _next_step(self) -> None:
-        self._stepped = False
-        self.step += 1
-        self._loss_bad = None
-        if self._limit is not None and self.step >= self._limit:
-            self._end()
+        self._count_vanished()
+        self._tracker.clear()
 
     # The answer
 
     def _conclude(self) -> None:
         self.found, self._pending = self._pending, None
-        self._mode.paused = True
+        self._tracker.paused = True
         self._end()
 
     def _parameters(self) -> list[tuple[str, Tensor]]:
@@ -210,21 +289,26 @@ class NanTracer(Listener):
             roots = named_roots(HUB.seen)
         return [(c.name, c.parameter) for c in candidates(roots)]
 
-    def _described(self, origin: NonFiniteRecord, symptom: str) -> NanOrigin:
+    def _records(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, NonFiniteRecord]:
+        """Return the records of the non-finite tensors by name, in order of time."""
+        found = {name: record for name, t in named if (record := self._tracker.record_of(t)) is not None}
+        return dict(sorted(found.items(), key=lambda pair: pair[1].index))
+
+    def _describe(self, origin: NonFiniteRecord, symptom: str) -> NanOrigin:
         names = module_names(named_roots(HUB.seen))
         parameters = {storage_of(p): name for name, p in self._parameters()}
-        return describe(origin, self._mode.records, self.step, symptom, names, parameters)
+        return describe_origin(origin, self._tracker.records, self.steps, symptom, names, parameters)
 
-    def _never_used(self) -> NanOrigin | None:
-        born = [r for r in self._mode.records if r.kind == "born" and r.nan]
-        if not born:
+    def _unused(self) -> NanOrigin | None:
+        origins = [r for r in self._tracker.records if r.kind == "origin" and r.nan]
+        if not origins:
             return None
-        found = self._described(born[0], "nothing")
-        found.notes.append("no backward followed: the script ended, or left the value out")
+        found = self._describe(origins[0], "nothing")
+        found.notes.append("no backward followed: the script ended, or does not use the value")
         return found
 
-    def _count_passing(self) -> None:
-        for record in self._mode.records:
-            if record.kind == "born" and (self.found is None or str(record.line) != str(self.found.line)):
-                place = f"{record.operation} at {record.line}"
-                self.passing[place] = self.passing.get(place, 0) + 1
+    def _count_vanished(self) -> None:
+        for record in self._tracker.records:
+            if record.kind == "origin" and (self.found is None or str(record.line) != str(self.found.line)):
+                where = f"{record.operation} at {record.line}"
+                self.vanished[where] = self.vanished.get(where, 0) + 1

@@ -1,8 +1,8 @@
-"""Follows non-finite values through forward, backward and optimizer, operation by operation.
+"""Tracks non-finite values through forward, backward and optimizer, operation by operation.
 
-A dispatch mode checks what each operation gives; only where that is not finite are its inputs looked
-at and a record kept. It computes nothing that the training sees: sums are taken of detached values
-below autograd, and no random number is drawn.
+A dispatch mode checks the output of each operation; only where that is not finite are its inputs checked and
+a record kept. The training is not affected: sums are taken of detached values below autograd, and no random
+number is drawn.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backlight.capture.operations import tensors_in
-from backlight.diagnose.fork_guard import pause_in_children
+from backlight.capture.calls import tensors_in
 from backlight.diagnose.node_origin import Origin, Origins, next_number
+from backlight.diagnose.script_observer import Pausable
 from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
-    from backlight.capture.module_calls import ModuleCalls
+    from backlight.capture.calls import ModuleCalls
 
 _UNFILLED = ("empty", "new_empty", "resize", "set_", "_to_copy.out")
 """Operations whose result may hold anything until it is filled."""
 
-LINES = 200_000
+MAX_ORIGINS = 200_000
 """Operations of which lines are kept: a graph may be older than the step."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -36,10 +36,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 class NonFiniteRecord:
     """One operation with a non-finite output.
 
-    ``kind`` is ``born`` (its inputs were finite), ``spread``, ``constant`` (an infinity written by
-    the user, as in a mask) or ``outside`` (a tensor that came in so). ``node`` is the class of the
-    autograd node in whose backward it ran, empty in forward. ``storage`` is the address of what came
-    in from outside.
+    ``kind`` is ``origin`` (its inputs were finite), ``spread``, ``constant`` (an infinity written by the
+    user, as in a mask) or ``input`` (a tensor that was non-finite before). ``node`` is the class of the
+    autograd node in whose backward it ran, empty in forward. ``storage`` is the address of an input.
     """
 
     index: int
@@ -57,19 +56,19 @@ class NonFiniteRecord:
     storage: int = 0
 
 
-class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
-    """Watches every operation of the thread that enters it, and of backward.
+class ValueTracker(Pausable, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+    """Checks every operation of the thread that enters it, and of backward.
 
     Parameters
     ----------
     calls:
-        Tells which module runs.
+        Stack of the running modules.
     on_error:
-        Called once if watching fails; the training goes on without it.
+        Called once if checking fails; the training continues without it.
     """
 
     def __init__(self, calls: ModuleCalls, on_error: Callable[[Exception], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
+        super().__init__()
         self._calls = calls
         self._on_error = on_error
         self._last = next_number()
@@ -79,16 +78,14 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.origins = Origins()
         self.phase = "forward"
         self.operations = 0
-        self.paused = False
-        pause_in_children(self)
 
     def clear(self) -> None:
-        """Forget the records of a step; tensors that are bad stay known, lines of older graphs too."""
+        """Forget the records of a step, but not the non-finite tensors and the lines of older graphs."""
         self.records.clear()
-        self.origins.trim(LINES)
+        self.origins.trim(MAX_ORIGINS)
 
     def forget(self) -> None:
-        """Forget what is bad as well, after a step that was skipped on purpose."""
+        """Forget the non-finite tensors as well, after a step that was skipped on purpose."""
         self.clear()
         self._bad.clear()
 
@@ -99,7 +96,7 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call ``func`` and look at what it gave."""
+        """Call ``func`` and check its output."""
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
@@ -109,23 +106,23 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
             before = [t for t in _given(written, args, kwargs) if is_non_finite(t)]
         result = func(*args, **kwargs)
         try:
-            self._follow(name)
+            self._record_origin(name)
             if not views:
-                self._look(name, args, kwargs, result, written, before)
+                self._check(name, args, kwargs, result, written, before)
         except Exception as error:  # noqa: BLE001 - never break the user's training
             self.paused = True
             self._on_error(error)
         return result
 
-    def _follow(self, name: str) -> None:
-        """Note which line the nodes come from that were made since the last operation."""
+    def _record_origin(self, name: str) -> None:
+        """Record the line of the nodes that were made since the last operation."""
         self.operations += 1
         number = next_number()
         if number > self._last:
             self.origins.add(self._last, number, Origin(name, user_line(), str(self._module())))
             self._last = number
 
-    def _look(
+    def _check(
         self,
         name: str,
         args: tuple[Any, ...],
@@ -160,27 +157,29 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         changed: set[int],
     ) -> NonFiniteRecord:
         record = NonFiniteRecord(
-            self._count, name, "born", None, self._module(), self.phase, nan=_any_nan(bad),
+            self._count, name, "origin", None, self._module(), self.phase, nan=_any_nan(bad),
             shape=tuple(bad[0].shape), dtype=str(bad[0].dtype).removeprefix("torch."),
         )  # fmt: skip
         self._count += 1
-        self._place(record)
+        self._locate(record)
         inputs = tensors_in(kwargs, tensors_in(args))
         were_bad = [t for t in inputs if id(t) not in changed and is_non_finite(t)] + before
         for tensor in were_bad:
-            record.parents.append(self._known(tensor) or self._outside(tensor, record))
+            record.parents.append(self._known(tensor) or self._input(tensor, record))
         if record.parents:
-            spoiled = all(p.kind == "constant" for p in record.parents)
-            # Masks hold infinities on purpose; a NaN made of them was nobody's purpose.
-            fresh = record.nan and not any(p.nan for p in record.parents)
-            record.kind = "born" if spoiled and fresh else "constant" if spoiled else "spread"
+            from_constants = all(p.kind == "constant" for p in record.parents)
+            # Masks hold infinities on purpose; a NaN made of them is an error.
+            is_new_nan = record.nan and not any(p.nan for p in record.parents)
+            record.kind = (
+                "origin" if from_constants and is_new_nan else "constant" if from_constants else "spread"
+            )
         elif not inputs or _literal((args, kwargs)) == "nan" or (_literal((args, kwargs)) and not record.nan):
             record.kind = "constant"
         self.records.append(record)
         return record
 
-    def _place(self, record: NonFiniteRecord) -> None:
-        node = torch._C._current_autograd_node()  # the public ways need a hook on every node
+    def _locate(self, record: NonFiniteRecord) -> None:
+        node = torch._C._current_autograd_node()  # the public API needs a hook on every node
         own = user_line()
         if node is None or self.phase != "backward":
             record.line = own
@@ -194,17 +193,18 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if inside is not None:
             record.phase, record.line, record.module = "recomputation", own, id(inside)
         elif record.node.endswith("Backward"):
-            record.own_line = own  # a custom function: its backward has lines of its own
+            record.own_line = own  # the backward of a custom function has its own lines
 
     def _known(self, tensor: torch.Tensor) -> NonFiniteRecord | None:
         return self._bad.get(storage_of(tensor))
 
-    def _outside(self, tensor: torch.Tensor, user: NonFiniteRecord) -> NonFiniteRecord:
+    def _input(self, tensor: torch.Tensor, consumer: NonFiniteRecord) -> NonFiniteRecord:
         # A single infinity is a constant such as torch.tensor(-inf) for a mask.
         constant = tensor.numel() == 1 and not _any_nan([tensor])
         record = NonFiniteRecord(
-            self._count, user.operation, "constant" if constant else "outside", user.line, user.module,
-            user.phase, node=user.node, nan=_any_nan([tensor]), shape=tuple(tensor.shape),
+            self._count, consumer.operation, "constant" if constant else "input",
+            consumer.line, consumer.module, consumer.phase, node=consumer.node,
+            nan=_any_nan([tensor]), shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."), storage=storage_of(tensor),
         )  # fmt: skip
         self._count += 1
@@ -217,12 +217,12 @@ class ValueTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._count += 1
         grads = [] if parameter.grad is None else [parameter.grad]
         return NonFiniteRecord(
-            self._count, "", "outside", None, 0, "backward", nan=_any_nan(grads),
+            self._count, "", "input", None, 0, "backward", nan=_any_nan(grads),
             shape=tuple(parameter.shape), dtype=str(parameter.dtype).removeprefix("torch."),
         )  # fmt: skip
 
     def record_of(self, tensor: torch.Tensor) -> NonFiniteRecord | None:
-        """Return what made ``tensor`` non-finite; None if it is finite or nothing of it is known."""
+        """Return the operation that made ``tensor`` non-finite; None if it is finite or that is not known."""
         return self._known(tensor) if is_non_finite(tensor) else None
 
 
@@ -231,7 +231,7 @@ _schemas: dict[Any, _Schema] = {}
 
 
 def _known_schema(func: Any) -> _Schema:
-    """Return name, position and name of the arguments written into, and whether it only gives views."""
+    """Return the name, position and name of the arguments written into, and whether it only returns views."""
     known = _schemas.get(func)
     if known is None:
         schema = func._schema
@@ -260,7 +260,7 @@ def _floating(tensor: torch.Tensor) -> bool:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values to look at, on this process; None where there are none to be read."""
+    """Return the local values to check, None where there are none."""
     part = getattr(tensor, "_local_tensor", None)
     tensor = tensor if part is None else part
     if type(tensor) not in _PLAIN or not _floating(tensor) or tensor.device.type == "meta":
@@ -273,7 +273,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_non_finite(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` holds a NaN or an infinity; waits for its device."""
+    """Return whether ``tensor`` holds a NaN or an infinity; waits for its device."""
     values = _values(tensor)
     if values is None:
         return False
@@ -288,13 +288,13 @@ def _any_nan(tensors: list[torch.Tensor]) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return the address under which a tensor and its views are known."""
+    """Return the address that identifies a tensor and its views."""
     values = _values(tensor)
     return id(tensor) if values is None else values.untyped_storage().data_ptr()
 
 
 def _literal(arguments: Any) -> str:
-    """Return ``nan`` or ``inf`` if a plain number among the arguments is such, else nothing."""
+    """Return ``nan`` or ``inf`` if one of the arguments is such a number, else an empty text."""
     if isinstance(arguments, dict):
         arguments = tuple(arguments.values())
     if isinstance(arguments, (tuple, list)):

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
+from backlight.capture.calls import module_names, tensors_in
 from backlight.capture.expected_parameters import candidates, named_roots
 from backlight.capture.hub import HUB, Listener
-from backlight.capture.module_calls import module_names
-from backlight.capture.operations import tensors_in
 from backlight.monitors.stalls.instrument.ddp_buckets import Assignment, assignment, wrappers
 
 if TYPE_CHECKING:

@@ -341,7 +341,9 @@ def _read_collectives(raw: bytes, slots: tuple[int, ...]) -> tuple[Collective, .
         if slots[at + 6] != number:
             continue  # overwritten while it was read
         text = _read_text(raw, _TEXTS_AT + index * _TEXT_BYTES, _TEXT_BYTES)
-        found.append(Collective(*slots[at : at + 6], text, bool(slots[at + 7]), bool(slots[at + 8])))
+        group, number_in_group, kind, shape, entered, left = slots[at : at + 6]
+        flags = bool(slots[at + 7]), bool(slots[at + 8])
+        found.append(Collective(group, number_in_group, kind, shape, entered, left, text, *flags))
     return tuple(found)
 
 

@@ -1,7 +1,4 @@
-"""Which verdict each injected stall must get: the fault suite of the monitor.
-
-For the tests and for the bench.
-"""
+"""Expected diagnosis of each injected stall, for the tests and for the bench."""
 
 from __future__ import annotations
 
@@ -26,17 +23,15 @@ LASTS = 3.0
 
 @dataclass(frozen=True)
 class Fault:
-    """A injected fault and what must be said of it.
+    """An injected fault and its expected diagnosis.
 
-    ``line`` is the mark of the line at fault, empty where none can be named; ``rank`` the cause; a verdict
-    None is a stretch of time that must stay silent; ``says`` a pattern that the claim must hold.
-    ``control`` is
-    what the script is given for the control of a fault that does not let go: ``all`` ranks do the same,
-    or ``none`` does anything.
+    ``kind`` None is a period without a diagnosis; ``line`` is the mark of the line at fault, empty where none
+    can be named; ``rank`` the cause; ``says`` a pattern of the detail. ``control`` is the argument of the
+    script for the control of a fault that does not end: ``all`` ranks do the same, or ``none`` does anything.
     """
 
     name: str
-    verdict: str | None
+    kind: str | None
     phase: str = "backward"
     line: str = ""
     parameter: str | None = None
@@ -50,12 +45,12 @@ class Fault:
 
     @property
     def argument(self) -> str:
-        """What the script is given."""
+        """Argument of the script."""
         return f"{self.name}:{self.rank}" if self.world > 1 else self.name
 
     @property
     def lasting(self) -> bool:
-        """Whether it does not let go, and so needs a launch of its own."""
+        """Whether it does not end, and so needs a launch of its own."""
         return self.name in LASTING
 
 
@@ -193,7 +188,7 @@ LASTING = {
     "worker",
     "worker_killed",
 }
-"""Faults that do not let go: each needs a launch of its own."""
+"""Faults that do not end: each needs a launch of its own."""
 
 
 def marked(script: Path, mark: str) -> str:
@@ -210,13 +205,13 @@ def run_faults(
     *,
     seconds: float = LASTS,
     stall: float | None = STALL,
-    limit: float = 120.0,
+    limit_s: float = 120.0,
     control: bool = False,
 ) -> tuple[list[Finding], str, int]:
     """Run faults of one size one after the other; return the stored findings, the output and the exit code.
 
-    A run that hangs is ended once it has said something, or at ``limit``. ``control``: the control of
-    faults that do not let go.
+    A run that hangs is ended once it has a finding, or at ``limit_s``. ``control``: run the control of faults
+    that do not end.
     """
     world = faults[0].world
     script = HERE / ("trainings.py" if world == 1 else "ranks.py")
@@ -228,12 +223,12 @@ def run_faults(
     command += [str(seconds), *(f"{f.name}:{f.control}" if control else f.argument for f in faults)]
     launch = uuid.uuid4().hex
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "", "BACKLIGHT_RUN_ID": launch}
-    environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # what was compiled before would be quick
+    environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a cached compilation would be quick
     log = out.with_suffix(".log")
     lasting = world > 1 and not control and any(fault.lasting for fault in faults)
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + limit_s
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
             if lasting and seconds >= STALL and found(out):
@@ -245,7 +240,7 @@ def run_faults(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    wait_for_sidecar(runtime_directory(out, 0, f"{launch}@{host_name()}"))
+    wait_for_end_of_watchdog(runtime_directory(out, 0, f"{launch}@{host_name()}"))
     return found(out), log.read_text(encoding="utf-8", errors="replace"), process.returncode
 
 
@@ -256,56 +251,56 @@ def found(out: Path) -> list[Finding]:
     return [f for f in open_run(out).stored_findings() if f.rule == "stall"]
 
 
-def wait_for_sidecar(place: Path, seconds: float = 10.0) -> None:
-    """Wait until the place at which the ranks met is gone, which is when the sidecar has ended."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and place.exists():
+def wait_for_end_of_watchdog(directory: Path, timeout_s: float = 60.0) -> None:
+    """Wait until the watchdog has ended, which removes the runtime directory."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and directory.exists():
         time.sleep(0.1)
 
 
 def about(fault: Fault, index: int, findings: list[Finding], *, alone: bool) -> list[Finding]:
-    """Return what was said of the fault with this number on the command line: all, where it was alone."""
+    """Return the findings on the fault with this number on the command line, all where it was alone."""
     if alone and fault.lasting:
         return findings
     return [f for f in findings if f.subject.step == step_of(index, fault.world)]
 
 
 def score(fault: Fault, findings: list[Finding], script: Path) -> tuple[str, str]:
-    """Judge all that was said of one fault: right, undetermined or wrong, and why."""
-    if fault.verdict is None:
-        return ("right", "silent") if not findings else ("wrong", f"said {findings[0].detail}")
+    """Score the findings on one fault: correct, inconclusive or wrong, and why."""
+    if fault.kind is None:
+        return ("correct", "silent") if not findings else ("wrong", findings[0].detail)
     if not findings:
-        return "undetermined", "nothing was said"
+        return "inconclusive", "no finding"
     # The graph of a long backward may take longer to build than the tests allow a forward, which is true.
     about_it = [f for f in findings if not (fault.builds and f.subject.phase == "forward")]
     if not about_it:
-        return "undetermined", findings[0].detail
+        return "inconclusive", findings[0].detail
     scores = [_score(fault, finding, script) for finding in about_it]
-    order = ("wrong", "right", "undetermined")
+    order = ("wrong", "correct", "inconclusive")
     return min(scores, key=lambda s: order.index(s[0]))
 
 
 def _score(fault: Fault, finding: Finding, script: Path) -> tuple[str, str]:
     subject, claim = finding.subject, finding.detail
     if subject.verdict == "UNKNOWN":
-        return "undetermined", claim
-    if subject.verdict != fault.verdict:
-        return "wrong", f"{subject.verdict} for {fault.verdict}: {claim}"
-    if fault.phase and subject.phase != fault.phase and fault.verdict != "MISMATCH":
+        return "inconclusive", claim
+    if subject.verdict != fault.kind:
+        return "wrong", f"{subject.verdict} for {fault.kind}: {claim}"
+    if fault.phase and subject.phase != fault.phase and fault.kind != "MISMATCH":
         return "wrong", f"phase {subject.phase} for {fault.phase}"
     if subject.rank is None:
-        return "undetermined", f"no rank: {claim}"
+        return "inconclusive", f"no rank: {claim}"
     if subject.rank != fault.rank:
         return "wrong", f"rank {subject.rank} for {fault.rank}: {claim}"
     if fault.line and subject.line != marked(script, fault.line):
-        return ("undetermined" if subject.line is None else "wrong"), f"line {subject.line}: {claim}"
+        return ("inconclusive" if subject.line is None else "wrong"), f"line {subject.line}: {claim}"
     if fault.parameter and subject.parameter != fault.parameter:
-        return ("undetermined" if subject.parameter is None else "wrong"), f"parameter {subject.parameter}"
+        return ("inconclusive" if subject.parameter is None else "wrong"), f"parameter {subject.parameter}"
     if fault.says and not re.search(fault.says, claim):
-        return "undetermined", f"true, but not the cause: {claim}"
-    return "right", claim
+        return "inconclusive", f"true, but not the cause: {claim}"
+    return "correct", claim
 
 
 def step_of(index: int, world: int) -> int:
-    """Return the step at which the fault with this number on the command line strikes."""
+    """Return the step at which the fault with this number on the command line occurs."""
     return 3 * index + 2 if world == 1 else 2 * index + 1

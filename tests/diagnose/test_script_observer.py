@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from backlight.capture.module_calls import ModuleCalls
+from backlight.capture.calls import ModuleCalls
 from backlight.diagnose.missing_gradients.tape import Tape
 from backlight.diagnose.nan.value_tracker import ValueTracker
 

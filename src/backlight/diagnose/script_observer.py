@@ -1,0 +1,112 @@
+"""Base of the observers that explain a script: hooks, steps, and recorders that can be paused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+from backlight.capture.calls import ModuleCalls
+from backlight.capture.hooks import Patches
+from backlight.capture.hub import HUB, Listener
+
+
+class Pausable:
+    """Recorder of operations that records nothing while ``paused``; in forked children it stays paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = False
+        _RECORDERS.add(self)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Pause for the length of a ``with`` block."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+
+_RECORDERS: weakref.WeakSet[Pausable] = weakref.WeakSet()
+
+
+def _pause_all() -> None:
+    for recorder in _RECORDERS:
+        recorder.paused = True
+
+
+os.register_at_fork(after_in_child=_pause_all)
+
+
+class ScriptObserver(Listener):
+    """Observes the first steps of a script; a context manager around it.
+
+    Parameters
+    ----------
+    max_steps:
+        Optimizer steps to observe, None for all.
+    end:
+        Called when they are complete; expected to raise what ends the script.
+
+    Attributes
+    ----------
+    steps, backwards:
+        Number of complete optimizer steps and of backward passes.
+    notes:
+        What limits the answer, as text.
+    """
+
+    def __init__(self, max_steps: int | None, end: Callable[[], None]) -> None:
+        self._max_steps = max_steps
+        self._end = end
+        self._calls = ModuleCalls()
+        self._patches = Patches()
+        self._contexts = contextlib.ExitStack()
+        self._stepped = False
+        self.steps = 0
+        self.backwards = 0
+        self.notes: list[str] = []
+
+    def _record(self) -> Iterator[Any]:
+        """Install patches, and yield the context managers to enter, outermost first."""
+        raise NotImplementedError
+
+    def _complete(self) -> None:
+        """Complete the answer after the last operation."""
+
+    def __enter__(self) -> Self:
+        """Start to observe every model of the process."""
+        HUB.add(self)
+        self._contexts.enter_context(self._calls)
+        for context in self._record():
+            self._contexts.enter_context(context)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove everything and complete the answer."""
+        self._contexts.close()
+        self._patches.undo()
+        HUB.remove(self)
+        self._complete()
+
+    def dropped(self, error: Exception) -> None:
+        """Note that observing ended early."""
+        note = f"observing stopped after {type(error).__name__}: {error}; what follows is not known"
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _begins_step(self) -> bool:
+        """Return whether the backward pass that begins is the first of another step, and count that."""
+        # Where no optimizer can end a step, each backward is one.
+        if not (self._stepped or (self.backwards and not HUB.optimizers.alive())):
+            return False
+        self._stepped = False
+        self.steps += 1
+        return True
+
+    def _is_over(self) -> bool:
+        return self._max_steps is not None and self.steps >= self._max_steps
