@@ -87,7 +87,7 @@ def launches(*, everything: bool) -> list[list[Fault]]:
 
 
 def lateness(findings: list[Finding], run: Path) -> float | None:
-    """Return the seconds from the end of the timeout to the last stack sample of a diagnosis, from its evidence.
+    """Return the seconds from the timeout to the last stack sample behind a diagnosis.
 
     None for what has no timeout: a dead or stopped rank, calls that differ, a backward that moves.
     """
