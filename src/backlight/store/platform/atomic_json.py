@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import shutil
@@ -17,6 +16,8 @@ from backlight.records import to_json
 from backlight.store.errors import RunFormatError
 
 T = TypeVar("T")
+
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}
 
 MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
 """A larger document is refused as damaged instead of being loaded into memory."""
@@ -49,16 +50,13 @@ def parse(record: type[T], data: Any) -> T:
         If a value is missing or has the wrong type, with its path.
     """
     try:
-        adapter: TypeAdapter[T] = _adapter(record)
+        if record not in _adapters:
+            _adapters[record] = TypeAdapter(record)
+        adapter: TypeAdapter[T] = _adapters[record]
         return adapter.validate_python(data)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
         raise ValueError("; ".join(problems)) from error
-
-
-@functools.cache
-def _adapter(record: Any) -> Any:
-    return TypeAdapter(record)
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -1,25 +1,31 @@
-"""The files of one attempt: opened as far as they are readable, and compared with what each rank stated."""
+"""The files of one attempt: opened, compared with what each rank stated, their arrays and evidence."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from backlight.records import Fingerprint, RunStatus
 from backlight.store.errors import RunFormatError
+from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, decoded, read_piece
 from backlight.store.format.manifest import AttemptEntry, Progress, read_manifest
 from backlight.store.format.names import (
     ARRAYS,
+    EVIDENCE,
     RANK_DOCUMENT,
     attempt_folder,
     document_name,
     parse_database,
     parse_piece,
+    pieces,
     unmerged,
     watchdog_files,
 )
@@ -33,6 +39,7 @@ _MAX_HELD_FILES = 16
 """Connections of more files are opened for each query: a run of a thousand ranks has as many files."""
 
 _POLL_INTERVAL_S = 0.05
+_ARRAY_TRIES = 3
 
 
 @dataclass(slots=True)
@@ -274,3 +281,64 @@ def _have_ended(path: Path) -> bool:
     except (OSError, ValueError, IndexError, RunFormatError):
         return False
     return True
+
+
+def array_infos(
+    opened: Sequence[AttemptFiles], losses: dict[str, None], name: str | None = None
+) -> list[ArrayInfo]:
+    """Return the descriptions of all stored arrays, or of one, oldest first; errors go to ``losses``."""
+    return [stack.info for one in opened for _, stack in _stacks(one, name, losses, values=False)]
+
+
+def array_values(
+    opened: Sequence[AttemptFiles],
+    name: str,
+    attempt: int | None,
+    rank: int | None,
+    losses: dict[str, None],
+) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[Any]]]:
+    """Return global steps and values of one array, joined over attempts and ranks."""
+    merged: dict[int, npt.NDArray[Any]] = {}
+    for one in opened:
+        if attempt is not None and one.entry.index != attempt:
+            continue
+        mine: dict[int, tuple[int, npt.NDArray[Any]]] = {}
+        for owner, stack in _stacks(one, name, losses, values=True):
+            if rank is not None and owner != rank:
+                continue
+            for step, value in zip(stack.steps.tolist(), stack.values, strict=True):
+                if step not in mine or owner <= mine[step][0]:
+                    mine[step] = (owner, decoded(stack.info, np.asarray(value)))
+        merged.update({step + one.entry.step_offset: value for step, (_, value) in mine.items()})
+    order = sorted(merged)
+    return np.array(order, dtype=np.int64), [merged[step] for step in order]
+
+
+def evidence_paths(path: Path, opened: Sequence[AttemptFiles]) -> tuple[str, ...]:
+    """Return the evidence files, by path below the run directory; links are not followed."""
+    out = []
+    for one in opened:
+        folder = one.folder / EVIDENCE
+        if folder.is_dir() and not folder.is_symlink():
+            out += [
+                p.relative_to(path).as_posix() for p in folder.iterdir() if p.is_file() and not p.is_symlink()
+            ]
+    return tuple(sorted(out))
+
+
+def _stacks(
+    opened: AttemptFiles, name: str | None, losses: dict[str, None], *, values: bool
+) -> Iterator[tuple[int, Stack]]:
+    for i in range(_ARRAY_TRIES):
+        out: list[tuple[int, Stack]] = []
+        problems = []
+        for rank, path in pieces(opened.folder):
+            try:
+                out += [(rank, stack) for stack in read_piece(path, name, values=values)]
+            except RunFormatError as error:
+                problems.append((path, str(error)))
+        # A piece that vanished was merged by a living writer meanwhile: list them again.
+        if i == _ARRAY_TRIES - 1 or all(path.exists() for path, _ in problems):
+            losses.update(dict.fromkeys(text for _, text in problems))
+            yield from out
+            return

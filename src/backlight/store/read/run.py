@@ -18,8 +18,14 @@ from backlight.store.format.hdf5_pieces import ArrayInfo
 from backlight.store.format.manifest import read_manifest
 from backlight.store.format.names import storable
 from backlight.store.format.schema import SERIES, SeriesSchema, unit_of_scalar
-from backlight.store.read import arrays, frames, join_ranks
-from backlight.store.read.attempt_files import AttemptFiles, open_attempt
+from backlight.store.read import frames, join_ranks
+from backlight.store.read.attempt_files import (
+    AttemptFiles,
+    array_infos,
+    array_values,
+    evidence_paths,
+    open_attempt,
+)
 from backlight.store.read.decode_cache import MAX_CACHE_BYTES, DecodeCache, FileKey, is_ascending
 from backlight.store.read.frames import Block, Frame
 from backlight.store.read.join_ranks import RankState, Spread
@@ -336,7 +342,7 @@ class Run:
 
     def array_names(self) -> tuple[str, ...]:
         """Return the names of the stored arrays, sorted."""
-        return tuple(sorted({info.name for info in arrays.infos(self._opened, self._lost)}))
+        return tuple(sorted({info.name for info in array_infos(self._opened, self._lost)}))
 
     def array_info(self, name: str) -> ArrayInfo:
         """Return dims, type, unit and encoding of a stored array, as it was recorded last.
@@ -346,7 +352,7 @@ class Run:
         KeyError
             If there is no array of that name.
         """
-        found = arrays.infos(self._opened, self._lost, storable(name))
+        found = array_infos(self._opened, self._lost, storable(name))
         if not found:
             raise KeyError(
                 f"no array is called {name!r}; there are {', '.join(self.array_names()) or 'none'}"
@@ -360,11 +366,11 @@ class Run:
 
         A later attempt wins a step, then the lowest rank. Nothing of that name gives no steps.
         """
-        return arrays.values(self._opened, storable(name), attempt, rank, self._lost)
+        return array_values(self._opened, storable(name), attempt, rank, self._lost)
 
     def evidence(self) -> tuple[str, ...]:
         """Return the paths of the evidence files, below the run directory."""
-        return arrays.evidence(self.path, self._opened)
+        return evidence_paths(self.path, self._opened)
 
     def read_evidence(self, path: str) -> bytes:
         """Return the content of one of :meth:`evidence`.

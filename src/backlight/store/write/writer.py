@@ -36,8 +36,7 @@ from backlight.store.write.attempt import (
     enter_part,
     part_path,
 )
-from backlight.store.write.database import Batch, RankDatabase, VanishedError
-from backlight.store.write.disk_budget import DiskBudget
+from backlight.store.write.database import Batch, DiskBudget, RankDatabase, VanishedError
 from backlight.store.write.segments import SegmentedDatabase
 
 __all__ = ["RunExistsError", "RunFormatError", "RunWriteError", "RunWriter"]

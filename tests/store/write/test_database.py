@@ -8,7 +8,7 @@ import pytest
 
 from backlight.records import ParameterRecord
 from backlight.store.read.run import open_run
-from backlight.store.write.disk_budget import DiskBudget
+from backlight.store.write.database import DiskBudget
 from backlight.store.write.writer import RunWriter
 
 Record = Callable[..., tuple[ParameterRecord, ...]]
