@@ -1,8 +1,7 @@
-"""How often equal trainings are told apart, and whether a slowdown of 3 % is found with its interval.
+"""How often equal runs are found to differ, and whether a slowdown of 3 % is found with its interval.
 
-Real short trainings of one small model, watched into run directories, in pairs made one after the other; in
-the
-slower one each step waits, busily, for 3 % of what it took. Pairs are judged as `backlight compare` does, and
+Real short runs of one small model, watched into run directories, in pairs one after the other; in the slower
+one each step waits, busily, for 3 % of what it took. Pairs are compared as `backlight compare` does, and
 groups of pairs as `backlight compare --ab` does.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python bench/comparison.py --pairs 100
@@ -60,7 +59,7 @@ def train(path: Path, steps: int, slower: float) -> None:
 def pair(
     folder: Path, name: str, steps: int, slower: float, first: int
 ) -> tuple[backlight.Run, backlight.Run]:
-    """Make two runs, the second ``slower``; ``first`` says which one is made first."""
+    """Make two runs, the second ``slower``; ``first`` is the one that runs first."""
     factors = (1.0, slower)
     paths = [folder / f"{name}-{side}" for side in "ab"]
     for side in (first, 1 - first):
@@ -78,15 +77,15 @@ def medians(run: backlight.Run) -> dict[str, float]:
 
 def row(name: str, truth: float, found: Sequence[TimeComparison]) -> list[str]:
     """Return a line of the table."""
-    judged = [one for one in found if one.rows]
-    steps = [one.rows[0] for one in judged]
+    compared = [one for one in found if one.rows]
+    steps = [one.rows[0] for one in compared]
     if not steps:
         return [name, "0", *["no steady part"] * 4]
-    told = np.mean([step.found for step in steps])
-    anywhere = np.mean([any(part.found for part in one.rows) for one in judged])
+    differs = np.mean([step.found for step in steps])
+    anywhere = np.mean([any(part.found for part in one.rows) for one in compared])
     holds = np.mean([(step.low or 0) <= truth <= (step.high or 0) for step in steps])
     half = np.median([((step.high or 0) - (step.low or 0)) / 2 for step in steps])
-    return [name, str(len(judged)), f"{told:.0%}", f"{anywhere:.0%}", f"{holds:.0%}", f"± {half:.1%}"]
+    return [name, str(len(compared)), f"{differs:.0%}", f"{anywhere:.0%}", f"{holds:.0%}", f"± {half:.1%}"]
 
 
 def main() -> None:
@@ -97,10 +96,10 @@ def main() -> None:
     table = Table(title=f"{given.pairs} pairs of {given.steps} steps; intervals of 99 %")
     for column in (
         "",
-        "judged",
+        "compared",
         "step differs",
         "step or a phase differs",
-        "interval holds it",
+        "interval contains it",
         "half width",
     ):
         table.add_column(column, justify="right" if column else "left")
@@ -114,8 +113,8 @@ def main() -> None:
             table.add_row(*row(f"{words}: two runs", slower, [compare_times(*one) for one in runs]))
             sides = [(medians(a), medians(b)) for a, b in runs]
             groups = [sides[i : i + ROUNDS] for i in range(0, len(sides) - ROUNDS + 1, ROUNDS)]
-            turns = [compare_pairs([a for a, _ in g], [b for _, b in g]) for g in groups]
-            table.add_row(*row(f"{words}: {ROUNDS} pairs in turns", slower, turns))
+            interleaved = [compare_pairs([a for a, _ in g], [b for _, b in g]) for g in groups]
+            table.add_row(*row(f"{words}: {ROUNDS} interleaved pairs", slower, interleaved))
     Console().print(table)
 
 

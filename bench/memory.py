@@ -116,14 +116,14 @@ def speed(predictor: Predictor, console: Console, *, quick: bool) -> None:
         recipe = read_recipe(GPT, settings)
         begin = time.perf_counter()
         prediction = predictor.predict(recipe)
-        ours = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         theirs = tracked(settings)
         table.add_row(
             str(layers),
             f"{prediction.parameters / 1e6:.0f}",
-            f"{ours:.1f}",
+            f"{seconds:.1f}",
             f"{theirs:.1f}",
-            f"{theirs / ours:.1f}",
+            f"{theirs / seconds:.1f}",
         )
     console.print(table)
 

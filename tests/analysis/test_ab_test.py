@@ -124,8 +124,8 @@ def test_a_command_that_hangs_is_ended_in_time(script: Path) -> None:
 
 
 def test_the_last_lines_are_the_exception() -> None:
-    said = "step 1\nTraceback:\n  File x\nValueError: no\nbacklight: run written\n"
-    assert ab_test._last_lines(said) == "ValueError: no"
+    message = "step 1\nTraceback:\n  File x\nValueError: no\nbacklight: run written\n"
+    assert ab_test._last_lines(message) == "ValueError: no"
     assert ab_test._last_lines("one\ntwo\n\n") == "one | two"
     assert ab_test._last_lines("") == "it printed nothing"
 

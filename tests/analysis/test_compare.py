@@ -153,9 +153,11 @@ def test_a_second_argument_is_not_excused(tmp_path: Path) -> None:
 
 
 def test_a_factor_without_effect_is_said_to_have_none(tmp_path: Path) -> None:
-    knob = changed(arguments=(*PRINT.arguments, "--knob", "3"))
-    found = compare(write(tmp_path / "a"), write(tmp_path / "b", knob), factor="--knob")
-    assert found.notes == ("--knob had no effect: loss and total_norm are identical at all 60 common steps",)
+    option = changed(arguments=(*PRINT.arguments, "--option", "3"))
+    found = compare(write(tmp_path / "a"), write(tmp_path / "b", option), factor="--option")
+    assert found.notes == (
+        "--option had no effect: loss and total_norm are identical at all 60 common steps",
+    )
 
 
 def test_a_factor_that_does_not_differ_is_named(tmp_path: Path) -> None:

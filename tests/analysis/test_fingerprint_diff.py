@@ -44,15 +44,15 @@ def test_trees_that_differ_in_depth_say_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "said"),
+    ("a", "b", "message"),
     [
         (61_900_000, 85_100_000, "61.9 M against 85.1 M parameters"),
         (1_000_001, 1_000_002, "1,000,001 against 1,000,002 parameters"),
         (32, 48, "32 against 48 parameters"),
     ],
 )
-def test_parameters_are_short_where_that_tells_them_apart(a: int, b: int, said: str) -> None:
-    assert describe_counts(a, b) == said
+def test_parameters_are_short_where_that_tells_them_apart(a: int, b: int, message: str) -> None:
+    assert describe_counts(a, b) == message
 
 
 def test_an_argument_that_was_ignored_is_named() -> None:

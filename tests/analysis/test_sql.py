@@ -74,8 +74,8 @@ def test_every_table_can_be_asked(run: Run) -> None:
 
 
 def test_findings_are_those_of_now(run: Run) -> None:
-    told = asked(run, "select rule, severity from findings")
-    assert told == [(f.rule, f.severity.value) for f in backlight.findings_of(run)]
+    message = asked(run, "select rule, severity from findings")
+    assert message == [(f.rule, f.severity.value) for f in backlight.findings_of(run)]
 
 
 def test_only_what_is_asked_for_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_only_what_is_asked_for_is_read(run: Run, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("statement", "said"),
+    ("statement", "message"),
     [
         ("select nrm from gradient", r"column \"nrm\" not found.* - gradient has step, attempt, .*norm"),
         ("select * from gradients", r"gradients does not exist! - tables: gradient, update"),
@@ -111,10 +111,10 @@ def test_only_what_is_asked_for_is_read(run: Run, monkeypatch: pytest.MonkeyPatc
         ("from run", "does not exist"),
     ],
 )
-def test_what_is_refused(run: Run, tmp_path: Path, statement: str, said: str) -> None:
+def test_what_is_refused(run: Run, tmp_path: Path, statement: str, message: str) -> None:
     (tmp_path / "inside.csv").write_text("secret\n")
     filled = statement.format(outside=tmp_path / "outside", inside=tmp_path / "inside.csv")
-    with pytest.raises(QueryError, match=said) as refused:
+    with pytest.raises(QueryError, match=message) as refused:
         asked(run, filled)
     assert "\n" not in str(refused.value)
     assert [p.name for p in tmp_path.iterdir()] == ["inside.csv"]

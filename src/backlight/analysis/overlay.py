@@ -33,8 +33,8 @@ Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 class Overlaid:
     """Several overlaid runs.
 
-    ``runs`` are name, what the run states and its verdict (None where its accuracies allow none, and then
-    ``reasons`` says why). ``measures`` are by measure and run name: steps [S], counted from t_generalise
+    ``runs`` are name, what the run states and its verdict (None where its accuracies allow none, for
+    ``reasons``). ``measures`` are by measure and run name: steps [S], counted from t_generalise
     where ``aligned``, and values [S]. ``left_out`` are runs that could not be aligned.
     """
 

@@ -109,7 +109,7 @@ def test_a_recipe_is_predicted_and_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["recipe.py", "--fake", "--dimm", "8"], "'dimm'; did you mean 'dim'?"),
         (["recipe.py", "--fake", "--budget", "much"], "expected a size such as 500M"),
@@ -125,7 +125,7 @@ def test_a_recipe_is_predicted_and_stored(tmp_path: Path) -> None:
 def test_refusals_are_one_line(
     tmp_path: Path,
     arguments: list[str],
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -137,7 +137,7 @@ def test_refusals_are_one_line(
         application.main(["memory", *arguments])
     errors = capsys.readouterr().err
     assert leaving.value.code == 2
-    assert told in errors
+    assert message in errors
     assert errors.count("\n") == 1
 
 
@@ -163,9 +163,9 @@ def test_a_run_without_memory_is_reported_as_not_measured(tmp_path: Path) -> Non
     RunWriter.create(tmp_path / "run").close()
     source = Source(open_run(tmp_path / "run"))
     for name in ("memory_steps", "memory_modules"):
-        told = PANELS[name].render(source)
-        assert isinstance(told, NotMeasured)
-        assert "backlight memory" in told.reason
+        message = PANELS[name].render(source)
+        assert isinstance(message, NotMeasured)
+        assert "backlight memory" in message.reason
 
 
 def test_the_allocator_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ def loss(model, batch): return model(batch).square().mean()
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         (
             "y = y / y.max().item()",
@@ -214,14 +214,14 @@ def loss(model, batch): return model(batch).square().mean()
         ("y = y @ torch.ones(3, 3)", r"fails on fake tensors: RuntimeError"),
     ],
 )
-def test_an_unpredictable_step_is_reported_with_its_line(tmp_path: Path, body: str, told: str) -> None:
+def test_an_unpredictable_step_is_reported_with_its_line(tmp_path: Path, body: str, message: str) -> None:
     path = tmp_path / "recipe.py"
     path.write_text(RECIPES.replace("{body}", body), encoding="utf-8")
-    said = answer(Request(path, {}))
-    assert isinstance(said, str)
-    assert re.search(told, said)
-    assert said.count("recipe.py") == 1
-    assert "\n" not in said
+    reply = answer(Request(path, {}))
+    assert isinstance(reply, str)
+    assert re.search(message, reply)
+    assert reply.count("recipe.py") == 1
+    assert "\n" not in reply
 
 
 def test_a_dead_prediction_process_is_reported(tmp_path: Path) -> None:

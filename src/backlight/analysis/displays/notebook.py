@@ -1,4 +1,4 @@
-"""What a notebook shows of a run and of findings: judged now, drawn by the report."""
+"""Notebook displays of a run and of findings, evaluated now."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How a quantity grows with the settings that were swept: exponents of a power law, with intervals. No torch.
+"""Growth of a quantity with the swept settings: exponents of a power law, with intervals. No torch.
 
-``log y = c + sum of e_k log x_k`` by least squares; an interval is Student's over the residuals. The interval
-says how well a power law fits these sizes, not that one holds beyond them.
+``log y = c + sum of e_k log x_k`` by least squares; an interval is Student's over the residuals. It shows how
+well a power law fits these sizes, not that one holds beyond them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-REACH = 2.0
-"""How far beyond the range of sizes that were measured a fit may be asked: twice."""
+MAX_EXTRAPOLATION = 2.0
+"""Factor beyond the measured range up to which a fit may be evaluated."""
 
 
 class ScalingError(ValueError):
-    """A fit is not possible, or was asked for a size that is too far from those that were measured."""
+    """A fit is not possible, or was evaluated too far from the measured sizes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PowerLaw:
             if exponent.setting not in sizes:
                 raise ScalingError(f"no value of {exponent.setting}; expected one for each swept setting")
             size = float(sizes[exponent.setting])
-            if not low / REACH <= size <= high * REACH:
+            if not low / MAX_EXTRAPOLATION <= size <= high * MAX_EXTRAPOLATION:
                 raise ScalingError(
                     f"{exponent.setting}={size:g} lies beyond twice the range that was measured "
                     f"({low:g} to {high:g}): a power law is not known to hold there. Sweep nearer sizes"
@@ -89,7 +89,7 @@ def fit(
     x[:, 0] = 1.0
     if np.linalg.matrix_rank(x) < x.shape[1]:
         raise ScalingError(
-            f"{quantity}: {' and '.join(names)} move together, so that neither's share is known"
+            f"{quantity}: {' and '.join(names)} move together, so that their exponents are not determined"
         )
     solution = np.linalg.lstsq(x, y, rcond=None)[0]
     rest = y - x @ solution

@@ -1,6 +1,6 @@
-"""A recipe over sizes: each in a process of its own, with a time limit, and how what it takes grows.
+"""Sweep of a recipe over sizes: each in its own process with a time limit, and a fit of how its cost grows.
 
-No torch here: it is imported by those processes.
+Torch is imported by those processes alone.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def sweep(
         points.append(Point({name: settings[name] for name in swept}, **given))
     on_point(len(combinations), len(combinations))
     if all(point.status == "failed" for point in points):
-        raise RecipeError(f"no size gave an answer: {points[0].message}")
+        raise RecipeError(f"no size gave a result: {points[0].message}")
     laws, notes = _laws(points)
     expected = {law.quantity: law.at(at) for law in laws} if at else {}
     faster = tuple(e for law in laws for e in law.exponents if e.faster_than_linear)
@@ -119,7 +119,7 @@ def sweep(
 
 
 def _ask(request: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """Answer one size in a process of its own."""
+    """Return the result of one size, from its own process."""
     with tempfile.TemporaryDirectory(prefix="backlight-sweep-") as folder:
         question, out = Path(folder) / "request.json", Path(folder) / "answer.json"
         question.write_text(json.dumps(request), encoding="utf-8")
@@ -133,7 +133,7 @@ def _ask(request: Mapping[str, Any], limit: float) -> dict[str, Any]:
             return {k: v for k, v in json.loads(out.read_text(encoding="utf-8")).items() if k in known}
         if done.returncode == -signal.SIGKILL:
             return {"status": OUT_OF_MEMORY, "message": "the system ended the process (SIGKILL)"}
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        last = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
         return {"status": "failed", "message": f"ended with exit code {done.returncode}: {last[0]}"}
 
 

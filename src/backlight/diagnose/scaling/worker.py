@@ -20,18 +20,12 @@ from backlight.monitors.steptime.model.step_times import SeriesError
 from backlight.records import Phase
 
 OUT_OF_MEMORY = "out of memory"
-"""Status of a size that the memory does not hold; the scaling of a recipe shows it as a result."""
+"""Status of a size that does not fit into memory; a sweep lists it as a result."""
 
 
 def measure(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """Run some steps of a recipe under a clock; on an accelerator it waits at the ends of phases.
-
-    Raises
-    ------
-    ValueError
-        If the recipe ends early, or no steady part is found.
-    """
-    import torch  # noqa: PLC0415 - a prediction leaves it to another process
+    """Run some steps of a recipe under a clock; on an accelerator it waits at the ends of phases."""
+    import torch  # noqa: PLC0415 - a prediction runs in another process
 
     model = recipe.build_model()
     optimizer = (
@@ -95,7 +89,7 @@ def measure(recipe: Recipe, steps: int) -> dict[str, Any]:
     }
 
 
-def predicted(recipe: Recipe) -> dict[str, Any]:
+def predict_size(recipe: Recipe) -> dict[str, Any]:
     """Predict memory and operations of a step on fake tensors."""
     from backlight.diagnose.memory.predictor import predict  # noqa: PLC0415 - a measurement needs none of it
 
@@ -111,14 +105,14 @@ def predicted(recipe: Recipe) -> dict[str, Any]:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of one size, whatever becomes of it; running out of memory is a result."""
+    """Return the result of one size; an error and running out of memory are results."""
     if request.get("max_memory"):
         import resource  # noqa: PLC0415 - only where a limit was asked for
 
         resource.setrlimit(resource.RLIMIT_DATA, (int(request["max_memory"]),) * 2)
     try:
         recipe = read_recipe(request["recipe"], request["settings"], REQUIRED)
-        return predicted(recipe) if request["fake"] else measure(recipe, int(request["steps"]))
+        return predict_size(recipe) if request["fake"] else measure(recipe, int(request["steps"]))
     except (RecipeError, PredictionError, SeriesError) as error:
         return {"status": "failed", "message": str(error)}
     except MemoryError:

@@ -1,4 +1,4 @@
-"""Step times of two stored runs: injected slowdowns found in their phase, controls not told apart."""
+"""Step times of two stored runs: injected slowdowns are found in their phase, controls do not differ."""
 
 from __future__ import annotations
 

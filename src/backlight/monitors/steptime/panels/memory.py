@@ -18,14 +18,14 @@ from backlight.text import size, visible
 
 NAME = "memory.json"
 
-_NONE = "No memory was accounted: backlight memory SCRIPT --out RUN."
+_NONE = "No memory was recorded: backlight memory SCRIPT --out RUN records it."
 
 
 @dataclass(frozen=True)
 class Accounted:
     """What ``memory --out`` stored: the result, events [P] of the steps, and bytes [kinds, P] there."""
 
-    told: Mapping[str, Any]
+    result: Mapping[str, Any]
     positions: NDArray[np.int64]
     curve: NDArray[np.float64]
 
@@ -39,14 +39,14 @@ def account_of(source: Source) -> Accounted | str:
         return _NONE
     path = sorted(paths)[-1]
     try:
-        told = json.loads(source.run.read_evidence(path))
+        result = json.loads(source.run.read_evidence(path))
         attempt = int(path.split("/")[0].removeprefix("attempt-"))
         positions, curve = (
             source.run.array(f"memory/{name}", attempt=attempt)[1] for name in ("positions", "curve")
         )
         if not len(positions) or not len(curve):
-            return f"The curve of {path} is missing: the account was not written to its end."
-        return Accounted(told, np.asarray(positions[-1], np.int64), np.asarray(curve[-1], np.float64))
+            return f"The curve of {path} is missing: the result was not written completely."
+        return Accounted(result, np.asarray(positions[-1], np.int64), np.asarray(curve[-1], np.float64))
     except (OSError, ValueError) as error:
         return f"{path} cannot be read: {error}."
 
@@ -59,20 +59,20 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     title="Memory over the step",
     order=105,
     series=("arrays/memory",),
-    note="Bytes of all tensors after each storage that came or went, by what they are for.",
+    note="Bytes of all tensors after each allocation and free, by kind.",
     monitor="steptime",
 )
 def memory_steps(source: Source) -> Drawn | NotMeasured:
-    """Draw the kinds as bands one above the other, what stays at the bottom."""
+    """Stack the kinds as bands."""
     account = account_of(source)
     if isinstance(account, str):
         return NotMeasured(account)
-    told, at = account.told, account.positions
+    result, at = account.result, account.positions
     peak = float(account.curve.sum(axis=0).max())
     factor, unit = next((entry for entry in _UNITS if peak >= entry[0]), (1.0, "B"))
     lines: list[Line] = []
     below = np.zeros(len(at))
-    for kind, row in zip(told["curve"]["kinds"], account.curve / factor, strict=True):
+    for kind, row in zip(result["curve"]["kinds"], account.curve / factor, strict=True):
         if row.any():
             label = visible(str(kind)).replace("_", " ")
             lines += [
@@ -94,23 +94,23 @@ def memory_steps(source: Source) -> Drawn | NotMeasured:
     ]
     lines.append(Line("all", at, below, tone="eighth"))
     marks: dict[str, list[int]] = {}
-    for begin, name in told["curve"]["phases"]:
+    for begin, name in result["curve"]["phases"]:
         if name in {"forward", "backward", "optimizer"}:
             near = int(at[min(len(at) - 1, int(np.searchsorted(at, begin)))])
             marks.setdefault(f"{visible(name)} begins", []).append(near)
     drawn = chart(
         lines,
         Axis(unit, low=0.0),
-        marks={name: np.unique(np.array(places, dtype=np.int64)) for name, places in marks.items()},
+        marks={name: np.unique(np.array(steps, dtype=np.int64)) for name, steps in marks.items()},
         across="event",
     )
     facts = (
-        Fact("peak", size(float(told["peak"]))),
-        Fact("in", visible(str(told["phase_at_peak"]))),
-        Fact("how", visible(str(told["how"]))),
+        Fact("peak", size(float(result["peak"]))),
+        Fact("in", visible(str(result["phase_at_peak"]))),
+        Fact("how", visible(str(result["how"]))),
     )
-    remarks = ["A band reaches from what lies below it to that plus its own."]
-    events = int(told["curve"]["events"])
+    remarks = ["The bands are stacked."]
+    events = int(result["curve"]["events"])
     if len(at) < events:
         remarks.append(f"Of {events:,} events the highest of each of {len(at):,} ranges is drawn.")
     return Drawn("lines", {"charts": [drawn]}, facts, tuple(remarks))
@@ -125,16 +125,16 @@ ROWS = 60
     title="Memory at the peak by module",
     order=106,
     series=("memory/modules",),
-    note="Each storage once, under the innermost module whose forward or backward made it.",
+    note="Each storage once, under the innermost module whose forward or backward allocated it.",
     monitor="steptime",
 )
 def memory_modules(source: Source) -> Drawn | NotMeasured:
-    """List the modules, the fullest first."""
+    """List the modules, the largest first."""
     account = account_of(source)
     if isinstance(account, str):
         return NotMeasured(account)
-    kinds = [kind for kind, nbytes in account.told["kinds"].items() if nbytes]
-    modules = [module for module in account.told["modules"] if module["own"]]
+    kinds = [kind for kind, nbytes in account.result["kinds"].items() if nbytes]
+    modules = [module for module in account.result["modules"] if module["own"]]
     rows = [
         [
             str(module["name"]) or "(no module)",

@@ -90,7 +90,7 @@ def _shares(seconds: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray
 def _outliers(
     steps: NDArray[np.int64], seconds: NDArray[np.float64], labels: Sequence[str]
 ) -> tuple[str, ...]:
-    """Name the slowest steps that stand out, the first one apart, each with the phase that grew most."""
+    """Return the slowest outliers, without the first step, each with the phase that grew most."""
     later = seconds[:, 1:]
     if later.shape[1] < FEW:
         return ()
@@ -112,5 +112,5 @@ def _outliers(
             f"+{duration(float(grown[phase]))})"
         )
     more = f" and {len(out) - NAMED} more" if len(out) > NAMED else ""
-    many = "step stands out" if len(out) == 1 else "steps stand out"
-    return (f"{len(out)} {many} of the usual {duration(median)}: {', '.join(named)}{more}.",)
+    many = "step is an outlier" if len(out) == 1 else "steps are outliers"
+    return (f"{len(out)} {many} against a median of {duration(median)}: {', '.join(named)}{more}.",)

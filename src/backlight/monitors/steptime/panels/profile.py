@@ -63,7 +63,7 @@ def figures(tables: Sequence[Figures], remarks: Sequence[str] = ()) -> Drawn:
             }
         )
         if len(table.rows) > ROWS:
-            notes.append(f"{len(table.rows) - ROWS} more rows stand in evidence/{NAME}.")
+            notes.append(f"{len(table.rows) - ROWS} more rows are in evidence/{NAME}.")
     return Drawn("figures", {"tables": data}, (), tuple(notes))
 
 
@@ -206,7 +206,7 @@ def kinds(source: Source) -> Drawn | NotMeasured:
         tables.append(Figures("Optimisations", ("Optimisation", "State", "Seen"), cells, frozenset()))
     if not tables:
         return NotMeasured("No step was traced.")
-    remarks = [f"{said}." for said in (device or {}).get("statement", "").split("\n") if said]
+    remarks = [f"{line}." for line in (device or {}).get("statement", "").split("\n") if line]
     basis = profile.get("mfu_basis")
     if basis:
         reached = profile.get("mfu")
@@ -256,4 +256,4 @@ def _types(row: dict[str, Any]) -> str:
 
 
 def _layout(contiguous: Any) -> str:
-    return "not recorded" if contiguous is None else "alike" if contiguous else "differs"
+    return "not recorded" if contiguous is None else "same" if contiguous else "differs"
