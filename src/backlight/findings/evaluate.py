@@ -20,7 +20,7 @@ FRAMES_KEPT = 6
 
 
 class RuleFailedWarning(UserWarning):
-    """A rule that raised: it is left out, the others are judged."""
+    """A rule that raised: it is left out, the others are evaluated."""
 
 
 class Findings(list[Finding]):
@@ -110,7 +110,7 @@ def evaluate_rules(
 
 
 def findings_of(run: Run, thresholds_by_monitor: Mapping[str, Mapping[str, Any]] | None = None) -> Findings:
-    """Judge a run now and join the result with the findings that were stored while it ran.
+    """Evaluate a run now and join the result with the findings that were stored while it ran.
 
     A stored finding of the same rule about the same parameter and module is replaced by the fresh one,
     which knows more of the run; the fresh one is then marked as made live. Where a rule says several
@@ -163,7 +163,7 @@ def _subject(finding: Finding) -> tuple[str, str | None, str | None]:
 
 
 def _same(fresh: Finding, stored: Finding, among: list[Finding]) -> bool:
-    """Tell whether a stored finding is about what a fresh one is about."""
+    """Return whether a stored finding is about what a fresh one is about."""
     if _subject(fresh) != _subject(stored):
         return False
     alone = sum(_subject(f) == _subject(fresh) for f in among) == 1

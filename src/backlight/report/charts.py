@@ -159,6 +159,6 @@ def _axis(axis: Axis) -> dict[str, Any]:
 
 
 def spans_decades(*columns: NDArray[np.float64], factor: float = 100.0) -> bool:
-    """Tell whether positive values spread so widely that only a logarithmic axis shows them all."""
+    """Return whether positive values spread so widely that only a logarithmic axis shows them all."""
     joined = np.concatenate([column[np.isfinite(column)] for column in columns])
     return bool(len(joined)) and bool(joined.min() > 0) and bool(joined.max() / joined.min() > factor)

@@ -175,7 +175,7 @@ class ParameterFrames:
     ratio_spread: Floats | None = None
 
     def has(self, series: str) -> bool:
-        """Tell whether at least one value of ``series`` was measured."""
+        """Return whether at least one value of ``series`` was measured."""
         return any(
             shown.series == series and bool(self.extremes[shown.name].measured.any())
             for shown in COLUMNS

@@ -128,7 +128,7 @@ def metric_panel(
     subjects:
         Objects whose recorded reason for not being measured is said first.
     facts:
-        Scalars whose first and last value stand beside the chart, as (scalar, label).
+        Scalars whose first and last value stand next to the chart, as (scalar, label).
     """
     charts: list[dict[str, Any]] = []
     marked = spans(source.learning)
@@ -159,7 +159,7 @@ def metric_panel(
     if not charts:
         return NotMeasured(source.reason(*subjects, otherwise=otherwise))
     if source.learning is not None and source.learning.control is None and not source.learning.is_control:
-        remarks.append("No matched control was found beside this run.")
+        remarks.append("No matched control was found next to this run.")
     told = []
     for name, label in facts:
         scalar = measured(source.run, name, source.attempt)

@@ -1,4 +1,4 @@
-"""The verdict on grokking as the report takes it from its caller: words and numbers, no judgement here."""
+"""The verdict on grokking as the report takes it from its caller: words and numbers, no evaluation here."""
 
 from __future__ import annotations
 

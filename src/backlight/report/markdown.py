@@ -75,7 +75,7 @@ def _unmeasured(said: Outcome) -> list[str]:
 
 
 def _collected(source: Source) -> list[str]:
-    """List the evidence of stalls; runs in which nothing stood still have none."""
+    """List the evidence of stalls; runs in which nothing stalled have none."""
     found = collected(source)
     if not found.files and not found.missing:
         return []

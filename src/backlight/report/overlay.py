@@ -1,4 +1,4 @@
-"""Several runs over each other as one page: a chart for each measure, a line for each run."""
+"""Several runs, overlaid as one page: a chart for each measure, a line for each run."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def content(page: OverlayPage) -> dict[str, Any]:
 
 
 def compared(name: str, runs: int, detail: str, monitors: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what a page of several runs shows beside its panels."""
+    """Return what a page of several runs shows next to its panels."""
     return {
         "run": {"name": visible(name), "status": "compared", "monitors": list(monitors)},
         "verdict": {
             "tone": "info",
-            "headline": f"{count(runs, 'run')} over each other",
+            "headline": f"{count(runs, 'run')} overlaid",
             "detail": f"{detail} A difference between unlike runs is not a difference.",
             "status": "",
             "losses": [],

@@ -197,7 +197,7 @@ def _content(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]])
 
 
 def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> dict[str, Any]:
-    """Return what the page shows beside its panels; ``drawn`` tells which of them have data."""
+    """Return what the page shows next to its panels; ``drawn`` tells which of them have data."""
     rows = _rows(source)
     whole = [panel for panel, _ in drawn]
     with_data = {panel.name for panel, result in drawn if isinstance(result, Drawn)}
@@ -251,7 +251,7 @@ def rendered(source: Source) -> list[tuple[Panel, Drawn | NotMeasured]]:
 
 
 def belongs(panel: Panel, result: Drawn | NotMeasured, source: Source) -> bool:
-    """Tell whether a panel stands on the page: with data, where it raised, and where it would be missed."""
+    """Return whether a panel stands on the page: with data, where it raised, and where it would be missed."""
     return isinstance(result, Drawn | Failed) or (source.watched(panel.monitor) and not panel.several)
 
 

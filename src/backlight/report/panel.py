@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One number beside a chart, already written out for people."""
+    """One number next to a chart, already written out for people."""
 
     label: str
     value: str

@@ -59,7 +59,7 @@ class Source:
     cells: int | None = None
 
     def watched(self, monitor: str) -> bool:
-        """Tell whether ``monitor`` watched; a run that names no monitors is taken to have had all."""
+        """Return whether ``monitor`` watched; a run that names no monitors is taken to have had all."""
         return not monitor or not self.run.monitors or monitor in self.run.monitors
 
     @cached_property
@@ -98,7 +98,7 @@ class Source:
 
     @cached_property
     def coverage(self) -> Coverage:
-        """What was measured of the gradient at all; cheap beside :attr:`frames`."""
+        """What was measured of the gradient at all; cheap next to :attr:`frames`."""
         none = np.zeros(len(self.parameters), np.bool_)
         nothing = Coverage(np.empty(0, np.int64), none, none.astype(np.int64))
         if not self.run.has("gradient"):

@@ -63,7 +63,7 @@ def tally(findings: Sequence[Finding]) -> str:
 
 
 def outcome(source: Source) -> Outcome:
-    """Judge a run by its findings and by what was measured of it."""
+    """Evaluate a run by its findings and by what was measured of it."""
     findings = by_severity(source.findings)
     steps = len(source.coverage.steps)
     seen = int(source.coverage.measured.sum())
@@ -102,7 +102,7 @@ def outcome(source: Source) -> Outcome:
 
 
 def _timed_alone(source: Source) -> bool:
-    """Tell whether the run is one of step times: health was not asked for, and so is not missing."""
+    """Return whether the run is one of step times: health was not asked for, and so is not missing."""
     return source.run.monitors == ("steptime",) and len(source.step_times) > 0
 
 
@@ -165,7 +165,7 @@ def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
 
 
 def _whole(source: Source) -> bool:
-    """Tell whether the ranks of every attempt are here; one of a single process lacks nobody."""
+    """Return whether the ranks of every attempt are here; one of a single process lacks no one."""
     return all(len(a.ranks) == a.world_size > 1 for a in source.run.attempts)
 
 

@@ -159,7 +159,7 @@ def test_panels_come_once_until_they_change(tmp_path: Path) -> None:
     it = follow(run.path)
     it.look()
     stamp, text = it.panel("total_norm")  # type: ignore[misc]  # there is one
-    assert json.loads(text)["title"] == "Total gradient norm"
+    assert json.loads(text)["title"] == "Gradient norm and clipping"
     assert it.panel("total_norm", have=stamp) is None
     run.steps(5)
     it.look()

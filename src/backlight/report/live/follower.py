@@ -1,6 +1,6 @@
 """A run that is followed while it is written: read again where something came, rendered where somebody looks.
 
-One thread reads, judges and scores, and rests after that, altogether while nobody looks; another one
+One thread reads, evaluates and scores, and rests after that, altogether while no one looks; another one
 reduces the series of all parameters where that takes long. What the screen shows is rendered when it is
 asked for, panel by panel, from the same panels as the report's.
 """
@@ -46,7 +46,7 @@ QUICK = 0.25
 """Seconds up to which findings wait for the reduction of all parameters."""
 
 PATIENCE = 30.0
-"""Seconds without a question after which nobody is taken to look."""
+"""Seconds without a question after which no one is taken to look."""
 
 LIFE = 2.0
 """Seconds between two looks whether the writer still lives, where its files say nothing new."""
@@ -57,11 +57,11 @@ READ_ONCE = frozenset(name for name, held in vars(Source).items() if isinstance(
 WRITTEN = verdict.STATUS[RunStatus.RUNNING]
 """What a written report says of a run that goes on; here the standing says it."""
 
-Judge = Callable[[Run], Sequence[Finding]]
+Evaluate = Callable[[Run], Sequence[Finding]]
 """Says what the rules find in a run."""
 
 Gather = Callable[[Run, Sequence[Finding]], Source]
-"""Scores a run that was judged: what a report shows of it."""
+"""Scores a run that was evaluated: what a report shows of it."""
 
 Reopen = Callable[[Path], Run]
 """Opens the run as it stands now."""
@@ -83,21 +83,21 @@ class Followed:
     ----------
     path:
         The run directory; it may still be empty.
-    judge:
+    evaluate:
         Says what the rules find in a run.
     gather:
-        Scores a run that was judged.
+        Scores a run that was evaluated.
     reopen:
         Opens it; one that remembers what it read makes each reading cheap.
     """
 
-    def __init__(self, path: Path, judge: Judge, gather: Gather, reopen: Reopen) -> None:
+    def __init__(self, path: Path, evaluate: Evaluate, gather: Gather, reopen: Reopen) -> None:
         self.path = path
         self.name = path.resolve().name
         self.version = 0
         self.stand = READING
         self.source: Source | None = None
-        self._judge = judge
+        self._evaluate = evaluate
         self._gather = gather
         self._reopen = reopen
         self._lock = threading.RLock()
@@ -171,7 +171,7 @@ class Followed:
         try:
             run = self._reopen(self.path)
             stand = stand_of(run)
-            findings = tuple(self._judge(run))
+            findings = tuple(self._evaluate(run))
             self._tell(findings)
             source = self._gather(run, findings)
             self._keep_frames(source)
@@ -238,7 +238,7 @@ class Followed:
         return [(panel, shown(panel, source)) for panel in wanted]
 
     def head(self) -> dict[str, Any]:
-        """Return everything that the page shows beside the data of its panels, as JSON types."""
+        """Return everything that the page shows next to the data of its panels, as JSON types."""
         with self._lock:
             if self._head is not None and self._head[0] == self.version:
                 return self._head[1]

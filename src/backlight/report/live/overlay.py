@@ -1,4 +1,4 @@
-"""Several followed runs over each other: a table, and a chart for each number that one of them has."""
+"""Several followed runs overlaid: a table, and a chart for each number that one of them has."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Several:
             run.touch()
 
     def head(self) -> dict[str, Any]:
-        """Return everything that the page shows beside the data of its panels, as JSON types."""
+        """Return everything that the page shows next to the data of its panels, as JSON types."""
         version = self.version
         panels = self._panels(version)
         stand = self._stand()

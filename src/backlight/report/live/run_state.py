@@ -36,7 +36,7 @@ class Stand:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come, so that nobody needs to ask again."""
+        """Whether nothing more will come, so that no one needs to ask again."""
         return self.word is Standing.ENDED
 
 

@@ -132,7 +132,7 @@ WITHOUT = (
 
 
 class Subject(Protocol):
-    """What one live page shows: a run, or several over each other."""
+    """What one live page shows: a run, or several overlaid."""
 
     @property
     def name(self) -> str:
@@ -146,7 +146,7 @@ class Subject(Protocol):
         """Hear that somebody looks."""
 
     def head(self) -> dict[str, Any]:
-        """Return everything that the page shows beside the data of its panels."""
+        """Return everything that the page shows next to the data of its panels."""
 
     def panel(
         self, name: str, *, have: str = "", column: str = "", between: tuple[int, int] | None = None

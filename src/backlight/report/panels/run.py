@@ -43,7 +43,7 @@ def user_scalars(source: Source) -> Drawn | NotMeasured:
 
 
 def _elsewhere(name: str, source: Source) -> bool:
-    """Tell whether the panels of the monitor grokking show this scalar."""
+    """Return whether the panels of the monitor grokking show this scalar."""
     if "grokking" not in source.run.monitors:
         return False
     return name in CURVES or name.startswith("progress/")

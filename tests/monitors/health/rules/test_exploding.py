@@ -19,7 +19,6 @@ def test_injected_growth_is_found_with_its_beginning(synthetic: Any, judged: Any
     assert finding.severity is Severity.ERROR
     assert finding.subject.parameter == "w2"
     assert finding.subject.step == 60
-    assert "and 1 more parameter" in finding.detail
     assert finding.evidence[0].step == int(np.argmax(rms["w2"]))
 
 
@@ -28,7 +27,6 @@ def test_an_explosion_that_came_back_is_a_warning(synthetic: Any, judged: Any) -
     rms["a"][40:44] *= 1e5
     (finding,) = judged(synthetic(rms), "exploding")
     assert finding.severity is Severity.WARNING
-    assert "came back" in finding.detail
 
 
 def test_one_leap_is_left_to_spike_unless_it_ends_in_nan(synthetic: Any, judged: Any) -> None:
@@ -60,7 +58,6 @@ def test_the_clip_norm_counts_only_beside_the_past(synthetic: Any, judged: Any) 
     (finding,) = judged(synthetic(rms, scalars=clip), "exploding")
     assert finding.subject.parameter is None
     assert finding.subject.step == 60
-    assert "clip norm of 0.001" in finding.detail
     assert not judged(synthetic(rms), "exploding")  # 100 times its past alone is no explosion
 
 

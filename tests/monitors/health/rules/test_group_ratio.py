@@ -1,6 +1,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -14,13 +15,11 @@ def of(host: float, graft: Any, steps: int = 40) -> dict[str, Any]:
 
 def test_a_ratio_out_of_bounds_is_found_either_way(synthetic: Any, judged: Any) -> None:
     (high,) = judged(synthetic(of(1e-2, 1e-6), groups=GROUPS), "group_ratio")
-    assert "group 'host' (2 parameters) is 1e+04 times that of 'graft' (1 parameter)" in high.detail
-    assert "'graft' hardly learns" in high.detail
+    assert high.evidence[0].value / high.evidence[1].value == pytest.approx(1e4)
     (low,) = judged(synthetic(of(1e-6, 1e-2), groups=GROUPS), "group_ratio")
-    assert "is 0.0001 times" in low.detail
-    assert "'host' hardly learns" in low.detail
+    assert low.evidence[0].value / low.evidence[1].value == pytest.approx(1e-4)
     (dead,) = judged(synthetic(of(1e-2, 0.0), groups=GROUPS), "group_ratio")
-    assert "is infinite times" in dead.detail
+    assert dead.evidence[1].value == 0.0
 
 
 def test_sound_ratios_are_silent(synthetic: Any, judged: Any) -> None:
@@ -37,8 +36,7 @@ def test_sound_ratios_are_silent(synthetic: Any, judged: Any) -> None:
 
 def test_a_group_without_parameters_is_said_to_be_one(synthetic: Any, judged: Any) -> None:
     (finding,) = judged(synthetic(of(1e-2, 1e-2), groups={"host": "host", "gift": "grafd.*"}), "group_ratio")
-    assert "Group 'gift' has no parameters" in finding.detail
-    assert "near it: graft" in finding.detail
+    assert finding.subject.module == "gift"
 
 
 class Grafted(nn.Module):

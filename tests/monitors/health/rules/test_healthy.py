@@ -297,6 +297,6 @@ def half_precision_with_a_scaler(make: Make) -> Any:
 def test_a_sound_training_is_not_called_ill(name: str, recorder: Make, judged: Make) -> None:
     train, remarks = TRAININGS[name]
     findings = judged(train(recorder))
-    ill = [f"{f.rule}: {f.detail}" for f in findings if f.severity is not Severity.INFO]
+    ill = [f"{f.rule}: {f.title}" for f in findings if f.severity is not Severity.INFO]
     assert not ill
     assert {f.rule for f in findings} <= remarks

@@ -24,9 +24,7 @@ def train(recorder: Any, rate: float, zero: bool = False, steps: int = 80) -> An
 def test_a_learning_rate_far_too_high_is_found_and_its_twins_are_not(recorder: Any, judged: Any) -> None:
     (finding,) = judged(train(recorder, 5.0), "large_update")
     assert finding.subject.parameter in {"0.weight", "2.weight"}
-    assert "at a learning rate of 5" in finding.detail
     assert finding.subject.step == 0
-    assert "Step 0 replaced the weights" in finding.detail
     assert finding.evidence[0].path.startswith("series/update/ratio/")
     assert not judged(train(recorder, 1e-3), "large_update")
     assert not judged(train(recorder, 1e-3, zero=True), "large_update")

@@ -34,15 +34,12 @@ def train(recorder: Any, model: nn.Module, held: list[nn.Parameter], steps: int 
 def test_each_reason_is_a_finding(recorder: Any, judged: Any) -> None:
     model = Net()
     held = [p for name, p in model.named_parameters() if not name.startswith("cut")]
-    found = {f.detail.partition(" ")[0]: f for f in judged(train(recorder, model, held), "no_gradient")}
+    found = {f.subject.parameter: f for f in judged(train(recorder, model, held), "no_gradient")}
     assert set(found) == {"used.weight"} ^ {"used.weight", "unused.weight", "cut.weight", "frozen.weight"}
     assert found["frozen.weight"].severity is Severity.INFO
-    assert "2 of 10 (20 %)" in found["frozen.weight"].detail
     assert found["unused.weight"].severity is Severity.WARNING
-    assert "had no gradient when it stepped" in found["unused.weight"].detail
     assert found["unused.weight"].evidence[-1].path == "events/no_grad_at_step"
     assert found["cut.weight"].severity is Severity.WARNING
-    assert "in no watched optimizer" in found["cut.weight"].detail
 
 
 def test_a_whole_model_is_silent(recorder: Any, judged: Any) -> None:
@@ -67,10 +64,9 @@ def test_what_backlight_could_not_measure_is_no_fault_of_the_model(synthetic: An
     run = synthetic({"a": [1e-2] * 10}, extra=[lost], events=[(0, "unmeasured", told)])
     (finding,) = judged(run, "no_gradient")
     assert finding.severity is Severity.INFO
-    assert "stepped inside backward" in finding.detail
 
 
 def test_tensors_that_no_module_holds_are_said_to_be_foreign(synthetic: Any, judged: Any) -> None:
     stale = ParameterRecord("optimizer0.group0.parameter2", (4, 4), "float32", "cpu", 16, group="0/0")
     (finding,) = judged(synthetic({"a": [1e-2] * 10}, extra=[stale]), "no_gradient")
-    assert "the optimizer has other tensors than the model" in finding.detail
+    assert (finding.severity, finding.subject.parameter) == (Severity.WARNING, stale.name)

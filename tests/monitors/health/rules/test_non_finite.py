@@ -16,10 +16,6 @@ def test_the_first_step_and_the_parameter_nearest_to_the_loss(synthetic: Any, ju
     (finding,) = judged(run, "non_finite")
     assert finding.severity is Severity.ERROR
     assert (finding.subject.parameter, finding.subject.step) == ("middle", 12)
-    assert "2 of 4 (50 %)" in finding.detail
-    assert "measured together" in finding.detail
-    assert "The loss of that step is finite (2)" in finding.detail
-    assert "Not finite at 1 of the 17 recorded steps after it" in finding.detail
     assert [(e.path, e.value) for e in finding.evidence[:3]] == [
         ("series/gradient/nan/middle", 2),
         ("series/gradient/inf/middle", 0),
@@ -77,6 +73,4 @@ def train(recorder: Any, poisoned: int | None) -> Any:
 def test_a_root_at_zero_is_located_below_the_layer_that_stays_finite(recorder: Any, judged: Any) -> None:
     (finding,) = judged(train(recorder, 11), "non_finite")
     assert (finding.subject.parameter, finding.subject.step) == ("below.weight", 11)
-    assert "1 of 3 (33 %)" in finding.detail
-    assert "so that backward brought it in" in finding.detail
     assert not judged(train(recorder, None), "non_finite")

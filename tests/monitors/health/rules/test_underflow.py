@@ -28,7 +28,6 @@ def test_small_gradients_in_fp16_are_found_and_their_twins_are_not(recorder: Any
         "underflow",
     )
     assert finding.subject.parameter in {"0.weight", "2.weight"}
-    assert "without a loss scale" in finding.detail
     assert finding.evidence[0].path.startswith("series/gradient/zero_share/")
     assert not judged(train(recorder, loss_factor=1.0), "underflow")
     assert not judged(train(recorder, dtype=torch.float32), "underflow")
@@ -56,7 +55,6 @@ def test_a_loss_scale_too_small_under_autocast_is_found_and_a_usual_one_is_not(
     recorder: Any, judged: Any
 ) -> None:
     (finding,) = judged(autocast(recorder, 1.0), "underflow")
-    assert "under a loss scale of 1" in finding.detail
     assert finding.evidence[-1].path == "scalars/scaler/scale"
     assert not judged(autocast(recorder, 2.0**16), "underflow")
 

@@ -19,8 +19,6 @@ def test_injected_small_gradients_are_one_finding(synthetic: Any, judged: Any) -
     assert finding.severity is Severity.WARNING
     assert finding.subject.parameter == "layer0.weight"
     assert finding.subject.step == 0
-    assert "layer0.weight and 1 more parameter" in finding.detail
-    assert "2 of 12 (17 %)" in finding.detail
     assert finding.evidence[0].path == "series/gradient/rms/layer0.weight"
     assert np.isclose(finding.evidence[0].value, 1e-13)
 
@@ -35,7 +33,6 @@ def test_vectors_alone_are_a_remark(synthetic: Any, judged: Any) -> None:
     run = synthetic(model_of(10, 0) | {"layer0.bias": [1e-12] * 40}, records={"layer0.bias": bias})
     (finding,) = judged(run, "vanishing")
     assert finding.severity is Severity.INFO
-    assert "vectors" in finding.detail
 
 
 def test_a_converged_model_does_not_vanish(synthetic: Any, judged: Any) -> None:

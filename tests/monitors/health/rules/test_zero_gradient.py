@@ -13,14 +13,12 @@ def test_a_dead_parameter_with_its_beginning(synthetic: Any, judged: Any) -> Non
     assert finding.severity is Severity.WARNING
     assert finding.subject.parameter == "b"  # equal sizes: model order
     assert finding.subject.step == 30
-    assert "after it had been alive" in finding.detail
     assert finding.evidence[0].value == 64
 
 
 def test_everything_zero_is_an_error(synthetic: Any, judged: Any) -> None:
     (finding,) = judged(synthetic({"a": [0.0] * 30, "b": [0.0] * 30}), "zero_gradient")
     assert finding.severity is Severity.ERROR
-    assert "Every measured gradient (2 parameters)" in finding.detail
 
 
 def test_sound_series_are_silent(synthetic: Any, judged: Any) -> None:
@@ -52,7 +50,6 @@ def train(recorder: Any, bias: float) -> Any:
 def test_dead_units_are_found_and_their_twin_is_not(recorder: Any, judged: Any) -> None:
     (finding,) = judged(train(recorder, -100.0), "zero_gradient")
     assert finding.subject.parameter == "0.weight"
-    assert "2 more parameters" in finding.detail  # its bias, and the weight that only sees zeros
     assert not judged(train(recorder, 0.0), "zero_gradient")
 
 

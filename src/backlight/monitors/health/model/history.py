@@ -79,7 +79,7 @@ def medians_outrun(
     """Compute the running medians that a value may exceed ``factor`` times, and no others.
 
     A median that is not 0 is at least half the least positive value of its history. So where no value of
-    a stretch exceeds ``factor`` times that, none exceeds as much of the median, which nobody needs to know.
+    a stretch exceeds ``factor`` times that, none exceeds as much of the median, which no one needs to know.
 
     Parameters
     ----------

@@ -68,7 +68,7 @@ class ExplodingMaskLimits(RmsLimits):
     history_window: int = limit(
         256,
         "recorded steps that a running median looks back on: long enough that a growth of 6 % per step "
-        "outruns it by exploding_factor, short enough to forget the start of a training",
+        "outruns it by exploding_factor, short enough to forget the start of a run",
         source="chosen: 1.06^128 = 1.7e3, and the median of a geometric growth lags by half the window",
         low=4,
     )
@@ -80,7 +80,7 @@ class ExplodingMaskLimits(RmsLimits):
     )
     history_minimum: int = limit(
         5,
-        "finite values that a running median needs; a training that diverges may have ten steps to live",
+        "finite values that a running median needs; a run that diverges may last ten steps",
         low=1,
     )
 
@@ -105,7 +105,7 @@ def vanishing(rms: Floats, measured: Bools, limits: VanishingMaskLimits) -> Bool
     """Mark the parameters whose gradient vanishes; parameters are the last axis.
 
     An rms vanishes below ``vanishing_rms`` and below ``vanishing_relative`` times the median over the
-    measured parameters whose gradient is not zero everywhere. An exact zero always does: were it judged
+    measured parameters whose gradient is not zero everywhere. An exact zero always does: were it evaluated
     by the median, a model of which more than half is dead would have nothing that vanishes.
     """
     median = finite_median(np.where(measured & (rms > 0), rms, np.nan))[..., None]
@@ -129,7 +129,7 @@ def exploding(
     ----------
     rms, measured, medians:
         The rms per parameter, where it was measured, and the running median of the steps before (NaN
-        where there is no history yet; a median of 0 says nothing about size and is not judged).
+        where there is no history yet; a median of 0 says nothing about size and is not evaluated).
     limits:
         ``exploding_factor`` times its own median is too much, as long as the rms is not below
         ``vanishing_rms``; so is a total norm above ``exploding_clip_factor`` times the clip norm, which
@@ -200,7 +200,7 @@ def health_series(run: Run, limits: ScoreLimits | None = None) -> Health:
         A stored run; one without a gradient series gives empty arrays.
     limits:
         Limits; without them, the defaults with what the run itself recorded as overridden. What this
-        release does not know of that is left out here; judging the run says so.
+        release does not know of that is left out here; evaluating the run says so.
     """
     if limits is None:
         limits = with_overrides(ScoreLimits, known_overrides("health", run.overrides.get("health", {}))[0])

@@ -47,7 +47,7 @@ class AccumulatingLimits(Limits, monitor="health"):
     accumulating_r2: float = limit(
         0.93,
         "share of the variance of log norm that the power law must explain",
-        source="360 small trainings, sick and sound: at 0.93 none of the sound fits, at 0.85 three do",
+        source="360 small runs, faulty and healthy: at 0.93 none of the healthy fits, at 0.85 three do",
         high=1.0,
     )
     accumulating_share: float = limit(
@@ -65,7 +65,7 @@ def accumulating(run: Run, limits: AccumulatingLimits) -> Iterator[Finding]:
     """Fit a power of the number of steps to the total norm since the start of each attempt.
 
     The sum of t gradients grows between the root of t (noise) and t (signal), smoothly, in nearly every
-    parameter, from the first step on. It is judged where the number of backward passes per step is the
+    parameter, from the first step on. It is evaluated where the number of backward passes per step is the
     same at every step, since a growing accumulation would look alike.
     """
     frame = run.frame("gradient", "norm")
@@ -116,7 +116,7 @@ def power_law(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, fl
 
 
 def _constant_backwards(run: Run, steps: NDArray[np.int64]) -> bool:
-    """Tell whether each of the steps had the same number of backward passes, where that is known."""
+    """Return whether each of the steps had the same number of backward passes, where that is known."""
     known = run.scalar("backwards")
     values = known.values[np.isin(known.steps, steps)]
     return len(values) == 0 or bool((values == values[0]).all())
@@ -141,20 +141,16 @@ def _finding(run: Run, growth: _Growth) -> Finding:
         severity=Severity.ERROR,
         title="Gradients accumulate over steps, as if they were never set to zero",
         detail=(
-            "Gradients grow as if they were never set to zero: the total norm rises from "
-            f"{wording.number(norms[0])} at step {int(steps[0])} to {wording.number(norms[-1])} at step "
-            f"{int(steps[-1])}, as the number of steps to the power {growth.power:.2f} (the fit explains "
-            f"{100 * growth.explained:.1f} %), and so does that of "
+            f"The total norm rises from {wording.number(norms[0])} at step {int(steps[0])} to "
+            f"{wording.number(norms[-1])} at step {int(steps[-1])}, as the number of steps to the power "
+            f"{growth.power:.2f} (R² {growth.explained:.3f}), and so does the norm of "
             f"{wording.share(growth.growing, growth.whole)} of the parameters{per_step}."
         ),
         subject=Subject(step=int(steps[0])),
         evidence=tuple(evidence),
-        fix=(
-            "Look for optimizer.zero_grad() in the loop: it must run once per optimizer step, before "
-            "backward and for every optimizer; then see whether the norm still grows."
-        ),
+        fix=("Call `optimizer.zero_grad()` once per optimizer step, before backward, for every optimizer."),
         refuted_if=(
-            "zero_grad() runs at every step, or the norm of a single batch's gradient, computed from "
-            "cleared gradients at the same weights, is as large as the recorded one."
+            "zero_grad() runs at every step, or the gradient of a single batch, computed from cleared "
+            "gradients at the same weights, has the recorded norm."
         ),
     )

@@ -66,21 +66,23 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
         severity=Severity.WARNING if hard else Severity.INFO,
         title=f"Clipping is active at {100 * float(active.mean()):.0f} % of the steps",
         detail=(
-            f"Clipping is active at {wording.share(int(active.sum()), len(steps))} of the steps from step "
-            f"{int(steps[0])} on, with a median factor of {wording.number(median)}"
+            f"{wording.share(int(active.sum()), len(steps))} of the steps from step {int(steps[0])} on are "
+            f"clipped, with a median factor of {wording.number(median)}. "
             + (
-                f": gradients are shortened more than {wording.number(1 / limits.clipped_hard)} times, so "
-                "that the clip norm sets the length of every gradient and the loss only its direction."
+                f"Gradients are shortened more than {wording.number(1 / limits.clipped_hard)} times: the "
+                "clip "
+                "norm alone sets their length."
                 if hard
-                else ": the clip norm sets the length of nearly every gradient, as a learning rate would."
+                else "The clip norm acts as a part of the learning rate."
             )
         ),
         subject=Subject(step=int(steps[0])),
         evidence=tuple(evidence),
         fix=(
-            f"Compare the total norm with the limit ({limit}): set the limit near the usual norm, so that "
-            "it catches the exceptions, or lower the norm itself (mean instead of sum over a batch; the "
-            "loss scale undone by unscale_ before clipping)."
+            f"Set the clip norm (now {limit}) near the usual total norm, so that it catches only "
+            "exceptions, or "
+            "reduce the norm: average the loss over the batch, call `scaler.unscale_(optimizer)` before "
+            "clipping."
         ),
-        refuted_if="clipping at every step is meant, as in normalised or differentially private descent.",
+        refuted_if="clipping every step is intended, as in normalised or differentially private SGD.",
     )

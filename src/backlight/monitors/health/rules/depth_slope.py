@@ -73,13 +73,13 @@ def depth_slope(run: Run, limits: DepthLimits) -> Iterator[Finding]:
     rows = rows[np.unique(np.linspace(0, len(rows) - 1, SAMPLED_STEPS).round().astype(int))]
     logs_KP = np.log(np.where(usable_SP[rows], frame.values[rows], np.nan))
     found: list[tuple[_Ladder, _Line]] = []
-    judged = 0
+    evaluated = 0
     for stack in _ladders(run.parameters(), frame.names, limits.depth_blocks):
         present = np.isfinite(logs_KP[:, stack.columns]).mean(axis=0) >= 0.5
         ladder = _Ladder(stack.title, stack.columns[present], stack.depths[present])
         if len(ladder.columns) < limits.depth_blocks:
             continue
-        judged += 1
+        evaluated += 1
         line = _fit(ladder, logs_KP)
         span = float(ladder.depths[-1] - ladder.depths[0])
         steep = abs(line.slope) * span >= np.log(limits.depth_ratio)
@@ -110,30 +110,29 @@ def depth_slope(run: Run, limits: DepthLimits) -> Iterator[Finding]:
             f"The gradient {'shrinks' if shrinks else 'grows'} {wording.number(total)}-fold towards the input"
         ),
         detail=(
-            f"The gradient {'shrinks' if shrinks else 'grows'} towards the input by a factor of "
-            f"{wording.number(float(np.exp(abs(line.slope))))} per block over the {len(ladder.columns)} "
-            f"weights {ladder.title}: {wording.number(total)} in all, from an rms of "
-            f"{wording.number(medians[-1])} in {last} to {wording.number(medians[0])} in {first} (a line "
-            f"through log rms explains {100 * line.explained:.0f} %; {100 * line.agreement:.0f} % of the "
-            f"steps agree). So {wording.share(len(found), judged)} of the comparable stacks."
+            f"Per block the rms changes by a factor of {wording.number(float(np.exp(abs(line.slope))))} "
+            "over the "
+            f"{len(ladder.columns)} weights {ladder.title}: from {wording.number(medians[-1])} in `{last}` "
+            "to "
+            f"{wording.number(medians[0])} in `{first}` (R² {line.explained:.2f}; "
+            f"{100 * line.agreement:.0f} % of "
+            f"the steps agree). {wording.share(len(found), evaluated)} of the comparable stacks are affected."
         ),
         subject=Subject(
             parameter=weak, module=wording.modules_of(run).get(weak), step=int(frame.steps[rows[0]])
         ),
         evidence=tuple(evidence),
         fix=(
-            "Look at the distribution over depth in the report. "
-            + (
-                "Try an initialisation that keeps variance (He for ReLU, Xavier for tanh), residual "
-                "connections, or a normalisation in front of every block."
-                if shrinks
-                else "Try a smaller initial scale of the blocks, a normalisation in front of every block, or "
-                "residual branches scaled by 1/sqrt(depth)."
-            )
+            "Use an initialisation that keeps variance (He for ReLU, Xavier for tanh), residual "
+            "connections, or "
+            "a normalisation before every block."
+            if shrinks
+            else "Use a smaller initial scale of the blocks, a normalisation before every block, or residual "
+            "branches scaled by 1/sqrt(depth)."
         ),
         refuted_if=(
-            "the blocks differ in width, learning rate or input by design, so that equal gradients are "
-            "not to be expected; or the slope is gone in the steps after those recorded."
+            "the blocks differ in width, learning rate or input by design, or the slope vanishes in later "
+            "steps."
         ),
     )
 

@@ -111,28 +111,27 @@ def _of_parameters(
         severity=Severity.ERROR if to_the_end else Severity.WARNING,
         title=f"The gradient of `{name}`{wording.others(len(begins) - 1)} explodes from step {begin} on",
         detail=(
-            f"The gradient of {name}{wording.others(len(begins) - 1)} explodes from step {begin} on: its "
-            f"rms reaches {wording.number(frame.values[row, worst])} at step {step}, "
+            f"Its rms reaches {wording.number(frame.values[row, worst])} at step {step}, "
             f"{wording.number(ratios_SP[row, worst])} times its running median of "
             f"{wording.number(medians_SP[row, worst])}, "
-            + ("and had not come back by the last finite step." if to_the_end else "and came back later.")
+            + ("and stays there up to the last finite step." if to_the_end else "and falls back later.")
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=begin),
         evidence=tuple(evidence),
         fix=(
-            f"Compare loss and learning rate at the steps before {begin}; repeat from a checkpoint before "
-            "it with a tenth of the learning rate, or with clip_grad_norm_, and see whether it still "
-            "happens."
+            f"Resume from a checkpoint before step {begin} with a tenth of the learning rate, or clip: "
+            "`torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`."
         ),
         refuted_if=(
-            f"the median that {name} is compared with comes from steps at which it was hardly used (an "
-            "expert, a branch, an embedding), so that its ordinary size is the later one."
+            f"`{name}` was hardly used before (an expert, a branch, an embedding), so that its later size "
+            "is the "
+            "ordinary one."
         ),
     )
 
 
 def _of_total(run: Run, frame: Frame, limits: ExplodingLimits) -> Iterator[Finding]:
-    """Judge the total norm against the clip norm and, since many clip low, against its own past as well."""
+    """Compare the total norm with the clip norm and, since many clip low, with its own past."""
     norms_S, clips_S = total_norms(run, frame.steps), clip_norms(run, frame.steps)
     medians_S = running_median(
         norms_S[:, None], limits.history_window, limits.history_refresh, limits.history_minimum
@@ -149,11 +148,12 @@ def _of_total(run: Run, frame: Frame, limits: ExplodingLimits) -> Iterator[Findi
             severity=Severity.WARNING,
             title=f"The total gradient norm explodes from step {begin} on",
             detail=(
-                f"The total gradient norm explodes from step {begin} on: {wording.number(norms_S[row])} at "
-                f"step {step}, {wording.number(norms_S[row] / clips_S[row])} times the clip norm of "
+                f"It is {wording.number(norms_S[row])} at step {step}, "
+                f"{wording.number(norms_S[row] / clips_S[row])} times the clip norm of "
                 f"{wording.number(clips_S[row])} and {wording.number(norms_S[row] / medians_S[row])} times "
-                f"its own running median, at {wording.plural(len(stretch), 'recorded step')}. Clipping "
-                "hides it from the weights."
+                "its "
+                f"running median, at {wording.plural(len(stretch), 'recorded step')}. Clipping hides it from "
+                "the weights."
             ),
             subject=Subject(step=begin),
             evidence=(
@@ -161,9 +161,9 @@ def _of_total(run: Run, frame: Frame, limits: ExplodingLimits) -> Iterator[Findi
                 wording.scalar("clip/limit", step, clips_S[row], "gradient"),
             ),
             fix=(
-                f"Look at the parameters of step {step} in the heat map for those that carry the norm, and "
-                "at the batches of these steps."
+                f"Look in the heat map for the parameters that carry the norm at step {step}, and at its "
+                "batches."
             ),
-            refuted_if="the clip norm was lowered, or the loss changed its scale, at that step on purpose.",
+            refuted_if="the clip norm or the scale of the loss was changed on purpose at that step.",
         )
         return

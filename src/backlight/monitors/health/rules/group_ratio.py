@@ -24,7 +24,7 @@ class GroupLimits(Limits, monitor="health"):
         1e-2, "rms of one group over rms of the other; parts of a sound model stay within about 30"
     )
     group_ratio_high: float = limit(1e2, "the same limit from the other side")
-    group_window: int = limit(20, "last recorded steps at which the ratio is judged", low=1)
+    group_window: int = limit(20, "last recorded steps at which the ratio is evaluated", low=1)
     group_share: float = limit(0.9, "share of those steps at which the ratio must lie outside", high=1.0)
 
 
@@ -35,7 +35,7 @@ class GroupLimits(Limits, monitor="health"):
     needs=("gradient",),
 )
 def group_ratio(run: Run, limits: GroupLimits) -> Iterator[Finding]:
-    """Judge each pair of the groups that the user named; a group that matches nothing is itself a finding."""
+    """Compare each pair of named groups; a group that matches no parameter is a finding as well."""
     known: dict[str, GroupRms] = {}
     for title, pattern in run.groups.items():
         try:
@@ -76,11 +76,11 @@ def _finding(
         severity=Severity.WARNING,
         title=f"Group {small[0]!r} hardly learns next to group {(b if small[0] == a else a)!r}",
         detail=(
-            f"The gradient of group {a!r} ({wording.plural(len(one.names), 'parameter')}) is "
-            f"{wording.number(median)} times that of {b!r} "
-            f"({wording.plural(len(other.names), 'parameter')}), rms against rms, median of the last "
-            f"{len(rows)} recorded steps; at {outside} of them it lies outside {limits.group_ratio_low:g} "
-            f"to {limits.group_ratio_high:g}. {small[0]!r} hardly learns beside the other."
+            f"The rms of group {a!r} ({wording.plural(len(one.names), 'parameter')}) is "
+            f"{wording.number(median)} "
+            f"times that of {b!r} ({wording.plural(len(other.names), 'parameter')}), median of the last "
+            f"{len(rows)} recorded steps; at {outside} of them the ratio is outside "
+            f"{limits.group_ratio_low:g} to {limits.group_ratio_high:g}."
         ),
         subject=Subject(module=f"{a}/{b}", step=step),
         evidence=(
@@ -89,12 +89,13 @@ def _finding(
             wording.series("gradient/norm", member, step, float(norm.values[norm.steps == step, column][0])),
         ),
         fix=(
-            f"Compare the update-to-weight ratios of both groups; if {small[0]!r} also moves less, give it "
-            "a learning rate of its own, or look for what attenuates the path to it."
+            f"Compare the update-to-weight ratios of both groups. If {small[0]!r} also moves less, give it "
+            "its own "
+            "learning rate, or find what attenuates the path to it."
         ),
         refuted_if=(
-            "the update-to-weight ratios of the groups are alike (Adam rescales gradients), or one group "
-            "is meant to learn slowly."
+            "the update-to-weight ratios are equal (Adam rescales gradients), or one group learns slowly "
+            "by design."
         ),
     )
 
@@ -103,9 +104,9 @@ def _empty(title: str, pattern: str, reason: str) -> Finding:
     return Finding(
         severity=Severity.WARNING,
         title=f"Group {title!r} has no parameters",
-        detail=f"Group {title!r} has no parameters, so that nothing is known of its ratio: {reason}.",
+        detail=f"The ratio of group {title!r} cannot be computed: {reason}.",
         subject=Subject(module=title),
         evidence=(Evidence(f"groups/{title}", None, pattern, "pattern"),),
-        fix="Correct the pattern; --group takes NAME=PATTERN with parameter or module names.",
+        fix="Correct the pattern: `--group NAME=PATTERN` takes parameter or module names.",
         refuted_if="the parameters of the group were added after the last recorded step.",
     )

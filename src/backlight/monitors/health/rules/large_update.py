@@ -41,7 +41,7 @@ class UpdateLimits(Limits, monitor="health"):
         "median of that ratio over the weight matrices in any one step, also the first: the step is as "
         "long as the weight; Adam at its usual rates stays below 0.2",
     )
-    update_steps: int = limit(20, "last recorded steps at which the ratio is judged", low=1)
+    update_steps: int = limit(20, "last recorded steps at which the ratio is evaluated", low=1)
     update_share: float = limit(
         0.9, "share of those steps at which the ratio must exceed the limit", high=1.0
     )
@@ -75,18 +75,18 @@ def large_update(run: Run, limits: UpdateLimits) -> Iterator[Finding]:
     usable_SP = frame.measured & np.isfinite(frame.values)
     since_S = frame.steps - frame.steps[0] if len(frame.steps) else frame.steps
     found: dict[int, float] = {}
-    judged = 0
+    evaluated = 0
     for matrix in matrices:
         settle = limits.update_settle_zero if matrix.from_zero else limits.update_settle
         rows = np.flatnonzero(usable_SP[:, matrix.column] & (since_S >= settle))
         if len(rows) < limits.update_steps:
             continue
-        judged += 1
+        evaluated += 1
         ratios = frame.values[rows[-limits.update_steps :], matrix.column]
         if np.mean(ratios > limits.update_ratio) >= limits.update_share:
             found[matrix.column] = float(np.median(ratios))
     if found:
-        yield _lasting(run, frame, {m.column: m.record for m in matrices}, found, judged, limits)
+        yield _lasting(run, frame, {m.column: m.record for m in matrices}, found, evaluated, limits)
         return
     columns = [m.column for m in matrices if not m.from_zero]
     if len(columns) < 2:  # the median of one is no median
@@ -131,7 +131,7 @@ def _lasting(
     frame: Frame,
     records: dict[int, ParameterRecord],
     found: dict[int, float],
-    judged: int,
+    evaluated: int,
     limits: UpdateLimits,
 ) -> Finding:
     order = wording.loudest(found, lambda c: found[c])
@@ -144,13 +144,12 @@ def _lasting(
         severity=Severity.WARNING,
         title=(
             f"Updates of `{record.name}`{wording.others(len(found) - 1)} are {wording.number(found[worst])} "
-            "of the weight norm"
+            "of the weight"
         ),
         detail=(
-            f"The steps of {record.name}{wording.others(len(found) - 1)} are large: in the last "
-            f"{limits.update_steps} recorded steps one step changed it by {wording.number(found[worst])} "
-            f"of its own norm (median){stated}, where about 0.001 is usual; that holds for "
-            f"{wording.share(len(found), judged)} of the weight matrices."
+            f"In the last {limits.update_steps} recorded steps the median update-to-weight ratio is "
+            f"{wording.number(found[worst])}{stated}; about 0.001 is usual. "
+            f"{wording.share(len(found), evaluated)} of the weight matrices are affected."
         ),
         subject=Subject(parameter=record.name, module=record.module or None, step=step),
         evidence=(
@@ -160,10 +159,10 @@ def _lasting(
             ),
             *evidence,
         ),
-        fix=("Train a short run with a tenth of the learning rate and compare the loss after equal steps."),
+        fix="Divide the learning rate by ten in a short run, and compare the loss after as many steps.",
         refuted_if=(
-            "the loss falls faster than at a tenth of the learning rate, or the norm of the weight is "
-            "small by design (a strong weight decay, an adapter that starts at zero)."
+            "the loss falls faster than with a tenth of the learning rate, or the weight is small by design "
+            "(strong weight decay, an adapter that starts at zero)."
         ),
     )
 
@@ -174,15 +173,18 @@ def _once(run: Run, frame: Frame, columns: list[int], medians_S: np.ndarray, row
     order = wording.loudest(present, lambda c: float(frame.values[row, c]))
     record = next(p for p in run.parameters() if p.name == frame.names[order[0]])
     stated, evidence = _rate(run, record, step)
-    often = f" That happened at {count} recorded steps." if count > 1 else ""
+    often = f" This happened at {count} recorded steps." if count > 1 else ""
     return Finding(
         severity=Severity.WARNING,
-        title=f"Step {step} overwrote the weights",
+        title=(
+            f"Step {step} overwrote the weights (update-to-weight ratio "
+            f"{wording.number(float(medians_S[row]))})"
+        ),
         detail=(
-            f"Step {step} replaced the weights: it was {wording.number(float(medians_S[row]))} times as "
-            f"long as the weight itself, median over {len(present)} matrices{stated}; {record.name} was "
-            f"changed by {wording.number(float(frame.values[row, order[0]]))} times its norm. What was "
-            f"initialised is gone.{often}"
+            f"The median over {len(present)} weight matrices is "
+            f"{wording.number(float(medians_S[row]))}{stated}, "
+            f"the largest {wording.number(float(frame.values[row, order[0]]))} in `{record.name}`. The "
+            f"initialisation is lost.{often}"
         ),
         subject=Subject(parameter=record.name, module=record.module or None, step=step),
         evidence=(
@@ -193,8 +195,8 @@ def _once(run: Run, frame: Frame, columns: list[int], medians_S: np.ndarray, row
             *evidence,
         ),
         fix=(
-            "Start again with a tenth of the learning rate, or with a warm-up, and compare the loss after "
-            "equal steps; Adam moves every weight by about the learning rate in its first step."
+            "Restart with a tenth of the learning rate, or with a warm-up; the first step of Adam moves "
+            "every weight by about the rate."
         ),
-        refuted_if="the weights were tiny on purpose, so that a step as long as they are changes little.",
+        refuted_if="the weights were tiny on purpose, so that overwriting them loses little.",
     )

@@ -25,31 +25,30 @@ class _Reason:
 
 _FROZEN = _Reason(
     Severity.INFO,
-    "frozen (requires_grad is False)",
-    "If they were meant to train, set requires_grad_(True) before the optimizer is built.",
+    "they are frozen (requires_grad is False)",
+    "If they should train, call `requires_grad_(True)` before the optimizer is created.",
     "requires_grad",
 )
 _OUTSIDE = _Reason(
     Severity.WARNING,
-    "in no watched optimizer, and no gradient ever reached them",
-    "Compare the optimizer's parameter groups with model.named_parameters(); build the optimizer after "
-    "the last module was added.",
+    "they are in no watched optimizer, and no gradient reached them",
+    "Create the optimizer after the last module was added, and compare its parameter groups with "
+    "`model.named_parameters()`.",
     "group",
 )
 _FOREIGN = _Reason(
     Severity.WARNING,
-    "held by an optimizer, and part of no module that was seen: the optimizer has other tensors than the "
-    "model",
-    "Build the optimizer after the model is complete and where it stays: a module that was replaced, "
-    "copied or rebuilt later has new parameters.",
+    "an optimizer holds them, but no module does: the optimizer has other tensors than the model",
+    "Create the optimizer after the model is final and on its device: a module that was replaced, copied or "
+    "rebuilt later has new parameters.",
     "group",
 )
 _UNUSED = _Reason(
     Severity.WARNING,
-    "held by an optimizer and trainable, but had no gradient when it stepped: not used in forward, or cut "
-    "from the loss by detach, no_grad, .data or an integer cast",
-    "Run `backlight why-no-grad SCRIPT`: it names the reason for each of them and the line of code, such as "
-    "a branch not taken, detach(), torch.no_grad() or .data.",
+    "trainable and in an optimizer, but not used in forward, or cut from the loss by detach, no_grad, "
+    ".data or "
+    "an integer cast",
+    "Run `backlight why-no-grad SCRIPT`: it names the reason and the line of code for each of them.",
     "group",
 )
 
@@ -89,10 +88,15 @@ def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
         worst, mine = order[0], sum(p.numel for p in group)
         yield Finding(
             severity=reason.severity,
-            title=f"`{worst.name}`{wording.others(len(group) - 1)} never received a gradient",
+            title=(
+                f"`{worst.name}`{wording.others(len(group) - 1)} "
+                + ("is frozen" if len(group) == 1 else "are frozen")
+                if reason is _FROZEN
+                else f"`{worst.name}`{wording.others(len(group) - 1)} never received a gradient"
+            ),
             detail=(
-                f"{worst.name}{wording.others(len(group) - 1)} never had a gradient in {len(rows)} "
-                f"recorded steps ({first} to {last}): {reason.words}. That concerns "
+                f"No gradient in {len(rows)} recorded steps ({first} to {last}): {reason.words}. This "
+                "concerns "
                 f"{wording.share(len(group), len(records))} of the parameters and "
                 f"{100 * mine / max(weights, 1):.2g} % of the weights."
             ),
@@ -103,9 +107,7 @@ def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
                 *(_seen_without(run, worst.name) if reason.path == "group" else ()),
             ),
             fix=reason.fix,
-            refuted_if=(
-                f"a step at which {worst.name} has a gradient, or a step that was not recorded used it."
-            ),
+            refuted_if=f"a step, perhaps one that was not recorded, gives `{worst.name}` a gradient.",
         )
 
 
@@ -132,7 +134,10 @@ def _reason(record: ParameterRecord, told: dict[str, str], held: bool) -> _Reaso
     said = told.get(record.name) or record.unmeasured
     if said:
         return _Reason(
-            Severity.INFO, f"not measured: {said}", "Nothing is known of them; see the reason.", "unmeasured"
+            Severity.INFO,
+            f"not measured: {said}",
+            "Read the reason: nothing is known of these gradients.",
+            "unmeasured",
         )
     if held and not record.group:
         return _OUTSIDE
@@ -145,8 +150,7 @@ def _reason(record: ParameterRecord, told: dict[str, str], held: bool) -> _Reaso
 
 _ALONE = _Reason(
     Severity.WARNING,
-    "trainable, but no gradient reached them: not used in forward, or cut from the loss by detach, "
-    "no_grad, .data or an integer cast",
+    "trainable, but not used in forward, or cut from the loss by detach, no_grad, .data or an integer cast",
     _UNUSED.fix,
     "requires_grad",
 )

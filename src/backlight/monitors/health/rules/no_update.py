@@ -38,7 +38,7 @@ class NoUpdateLimits(RmsLimits):
 
 @rule("no_update", monitor="health", limits=NoUpdateLimits, needs=("gradient",))
 def no_update(run: Run, limits: NoUpdateLimits) -> Iterator[Finding]:
-    """Find weights that stood still up to the end, one finding per cause: no optimizer, rate 0, other."""
+    """Find weights that did not change up to the end, one finding per cause: no optimizer, rate 0, other."""
     records = {p.name: p for p in run.parameters()}
     without = _without_optimizer(run, records, limits.no_update_window)
     streaks = {n: k for n, k in _still(run, records, limits).items() if records[n] not in without}
@@ -129,10 +129,10 @@ def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
             "not in any optimizer"
         ),
         detail=(
-            f"{worst.name}{wording.others(len(group) - 1)} get a gradient that is not zero, and no watched "
-            f"optimizer holds {'it' if len(group) == 1 else 'them'}: {wording.share(len(group), whole)} of "
-            "the parameters are never updated."
-        ).replace(" get a ", " gets a " if len(group) == 1 else " get a "),
+            f"{wording.share(len(group), whole)} of the parameters receive gradients but belong to no "
+            "watched "
+            "optimizer, so they are never updated."
+        ),
         subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
         evidence=(
             wording.series(
@@ -141,11 +141,12 @@ def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
             *(Evidence(f"parameters/group/{p.name}", None, "none", "1") for p in order),
         ),
         fix=(
-            "Build the optimizer after the model is complete and where it stays (a model replaced, copied "
-            "or rebuilt later has other tensors); compare sum(p.numel()) over its groups with that of the "
-            "model."
+            "Create the optimizer after the model is final and on its device: "
+            "`optimizer = torch.optim.AdamW(model.parameters())`. A module that was replaced, copied or "
+            "rebuilt "
+            "later has other tensors."
         ),
-        refuted_if="another optimizer, which was not watched, or the script itself updates these weights.",
+        refuted_if="an optimizer that is not watched, or the script itself, updates these weights.",
     )
 
 
@@ -168,38 +169,38 @@ def _standing(
     at_last = np.flatnonzero(rate.steps == last)
     stated = f"is {wording.number(rate.values[at_last[0]])}" if len(at_last) else "is not known"
     if at_zero:
-        cause = f"the learning rate of its group ({worst.group}) is 0"
-        check = (
-            "Print the schedule's rate over steps; look for a warm-up or decay that counts epochs as steps."
-        )
+        cause = f"The learning rate of its group ({worst.group}) is 0"
+        check = "Print the learning rate of the schedule: a warm-up or decay may count epochs as steps."
     elif worst.dtype in _HALF:
         cause = (
-            f"the learning rate {stated}; the weight is {worst.dtype}, in which a step smaller than half "
-            "the spacing of its values is rounded away"
+            f"The learning rate {stated}; the weight is {worst.dtype}, which rounds away a step below half "
+            "the "
+            "spacing of its values"
         )
-        check = "Keep the weights in fp32 (autocast, or a master copy in the optimizer), or raise the rate."
-    else:
-        cause = f"the learning rate {stated}, so that something else stops it"
         check = (
-            "Compare id() of the parameters in the optimizer with those of the model; look for a copy "
-            "that the optimizer holds, weights restored after each step, or a rate below the spacing of "
-            "fp32."
+            "Keep the weights in fp32 (autocast, or a master copy in the optimizer), or raise the learning "
+            "rate."
+        )
+    else:
+        cause = f"The learning rate {stated}, so something else keeps the weight"
+        check = (
+            "Compare the `id()` of the parameters in the optimizer with those of the model. The optimizer "
+            "may "
+            "hold a copy, the weights may be restored after each step, or the rate may be below the "
+            "spacing of fp32."
         )
     who = (
         "No weight moves"
         if everything and len(group) == len(streaks)
-        else (
-            f"{worst.name}{wording.others(len(group) - 1)} does not move"
-            if len(group) == 1
-            else f"{worst.name}{wording.others(len(group) - 1)} do not move"
-        )
+        else f"`{worst.name}`{wording.others(len(group) - 1)} {'does' if len(group) == 1 else 'do'} not move"
     )
     return Finding(
         severity=Severity.ERROR if everything else Severity.WARNING,
         title=f"{who}, although the gradient is not zero",
         detail=(
-            f"{who} though the gradient is not zero (norm {wording.number(float(finite_median(grads)))}): "
-            f"the step taken is exactly 0 at the last {streaks[worst.name]} recorded steps; {cause}."
+            f"The update is exactly 0 at the last {streaks[worst.name]} recorded steps, while the gradient "
+            "norm is "
+            f"{wording.number(float(finite_median(grads)))} (median). {cause}."
         ),
         subject=Subject(parameter=worst.name, module=worst.module or None, step=last),
         evidence=(
@@ -208,7 +209,8 @@ def _standing(
         ),
         fix=check,
         refuted_if=(
-            f"the weights of {worst.name} differ between two checkpoints of these steps: then only the "
-            "sample of weights that was measured stood still."
+            f"`{worst.name}` differs between two checkpoints of these steps: then only the sampled values "
+            "did not "
+            "change."
         ),
     )

@@ -23,7 +23,7 @@ def non_finite(run: Run, limits: Limits) -> Iterator[Finding]:
     """Find the first non-finite gradient, else the first non-finite loss.
 
     Steps that a gradient scaler skipped are left out: its search for a scale makes Inf on purpose, and
-    ``scaler_skips`` judges how often.
+    ``scaler_skips`` evaluates how often.
     """
     skipped = skipped_steps(run)
     loss = run.scalar("loss")
@@ -39,14 +39,16 @@ def non_finite(run: Run, limits: Limits) -> Iterator[Finding]:
             severity=Severity.ERROR,
             title=f"The loss is {wording.number(value)} from step {bad_loss[0]} on",
             detail=(
-                f"The loss is {wording.number(value)} for the first time at step {bad_loss[0]}, and not "
-                f"finite at {wording.share(len(bad_loss), len(loss.steps))} of the recorded steps; no "
+                f"It is not finite at {wording.share(len(bad_loss), len(loss.steps))} of the recorded "
+                "steps; no "
                 "recorded gradient holds NaN or Inf."
             ),
             subject=Subject(step=bad_loss[0]),
             evidence=(wording.scalar("loss", bad_loss[0], value, "loss"),),
             fix=_fix(bad_loss[0]),
-            refuted_if="the loss of that step, computed again from the same batch and weights, is finite.",
+            refuted_if=(
+                "the loss of that step is finite when it is computed again from the same batch and weights."
+            ),
         )
 
 
@@ -78,7 +80,7 @@ def _in_gradients(
         int(run.frame_at("gradient", column, step, rank=local).values[0, nearest])
         for column in ("nan", "inf", "numel")
     )
-    before = f"step {int(frame.steps[row - 1])}" if row else "none"
+    before = f"{int(frame.steps[row - 1])}" if row else "none"
     after = len(frame.steps) - row - 1
     later = len(rows) - 1
     evidence = [
@@ -94,21 +96,23 @@ def _in_gradients(
     evidence += proof
     return Finding(
         severity=Severity.ERROR,
-        title=f"The first NaN or Inf in a gradient is at step {step}, in `{name}`",
+        title=f"Gradients are NaN or Inf from step {step} on, first in `{name}`",
         detail=(
-            f"Gradients hold NaN or Inf for the first time at step {step} (last finite recorded step: "
-            f"{before}), in {wording.share(len(ill), len(measured))} of the measured parameters. All "
-            f"parameters of a step are measured together; of those, {name} lies nearest to the loss: {nan} "
-            f"NaN and {inf} Inf among its {size} values. {_loss_words(loss, step, evidence)} Not finite at "
-            f"{later} of the {after} recorded steps after it.{' ' if who else ''}{who}"
+            f"{wording.share(len(ill), len(measured))} of the measured parameters are affected at step "
+            f"{step} (last "
+            f"finite recorded step: {before}); nearest to the loss is `{name}` with {nan} NaN and {inf} "
+            "Inf among "
+            f"{size} values. {_loss_words(loss, step, evidence)} {later} of the {after} later recorded "
+            "steps are "
+            f"not finite either.{' ' if who else ''}{who}"
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step, rank=rank),
         evidence=tuple(evidence),
         fix=_fix(step),
         refuted_if=(
-            "the same batch with the weights of that step gives finite gradients when it is run again; or "
-            f"the order of the modules in forward differs from model order, then {name} need not be the "
-            "first."
+            "the same batch and weights give finite gradients when run again; or the modules run in "
+            "another order "
+            f"than they are defined, so that `{name}` need not be the first."
         ),
     )
 
@@ -129,13 +133,14 @@ def _loss_words(loss: Scalar, step: int, evidence: list[Evidence]) -> str:
     value = float(loss.values[place])
     evidence.append(wording.scalar("loss", step, value, "loss"))
     if np.isfinite(value):
-        return f"The loss of that step is finite ({wording.number(value)}), so that backward brought it in."
-    return f"The loss of that step is {wording.number(value)} already, so that forward brought it in."
+        return f"The loss of that step is finite ({wording.number(value)}), so backward produced it."
+    return f"The loss of that step is {wording.number(value)}, so forward produced it."
 
 
 def _fix(step: int) -> str:
     return (
-        f"Run `backlight nan SCRIPT` up to step {step}: it names the first operation with finite inputs and "
-        "a non-finite output, and its line. Check that for a division by zero, a logarithm or root of 0, an "
-        "overflow in half precision, or a batch with bad values."
+        f"Run `backlight nan SCRIPT` up to step {step}: it names the operation and the line that made the "
+        "first "
+        "NaN or Inf, such as a division by zero, a log or root of 0, an overflow in half precision or a "
+        "bad batch."
     )

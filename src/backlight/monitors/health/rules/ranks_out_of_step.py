@@ -29,11 +29,13 @@ def ranks_out_of_step(run: Run, limits: RankLimits) -> Iterator[Finding]:
         severity=Severity.ERROR,
         title=f"{who} {'is' if one else 'are'} out of step with the others from step {found.step} on",
         detail=(
-            f"{who} had seen {counts} backward passes when step {found.step} ended, the others "
-            f"{found.common}: until then {'it has' if one else 'they have'} skipped an optimizer step that "
-            "the others took, or taken one more, or accumulated otherwise. From there on, at "
-            f"{wording.plural(found.steps, 'recorded step')}, equal step numbers are not equal steps: shards "
-            "cannot be joined, and replicas that step apart drift apart."
+            f"{who} had run {counts} backward passes at the end of step {found.step}, the others "
+            f"{found.common}: "
+            f"{'it' if one else 'they'} skipped or added an optimizer step, or accumulated differently. In "
+            "the "
+            f"{wording.plural(found.steps, 'recorded step')} since, equal step numbers are different "
+            "steps, so "
+            "replicas drift apart."
         ),
         subject=Subject(step=found.step, rank=found.ranks[0] if one else None),
         evidence=tuple(
@@ -41,8 +43,9 @@ def ranks_out_of_step(run: Run, limits: RankLimits) -> Iterator[Finding]:
             for rank in (*found.ranks[:4], *others[:2])
         ),
         fix=(
-            "Look for a condition around optimizer.step() that a rank decides alone (its loss, its shard of "
-            "the gradients, an empty batch): reduce it over all ranks first."
+            "Find the condition around `optimizer.step()` that each rank decides alone (its loss, its "
+            "shard, an "
+            "empty batch), and reduce it over all ranks first."
         ),
-        refuted_if="the script lets ranks accumulate different numbers of microbatches for the same step.",
+        refuted_if="the ranks accumulate different numbers of microbatches per step by design.",
     )

@@ -97,37 +97,36 @@ def _finding(
     said = ", ".join(f"{wording.number(v)} on rank {r}" for r, v in list(worst.by_rank.items())[:4])
     everything = len(columns) == known
     if len(worst.sizes) > 1:
-        cause = "They are of different sizes, so that they only share their name."
-        check = "Give the tensors of each rank names of their own, or shard them by DTensor."
+        cause = "Their sizes differ: only the names are equal."
+        check = "Name the tensors of each rank differently, or shard them with DTensor."
     elif everything and series == "gradient":
-        cause = (
-            "Nothing reduces the gradients before the optimizer steps: each rank trains by its own batches."
-        )
+        cause = "Nothing reduces the gradients: each rank trains on its own batches."
         check = (
-            "Check that the model that is called is the one that DistributedDataParallel returned, and that "
-            "the last backward before a step runs outside no_sync()."
+            "Call the model that DistributedDataParallel returned, and run the last backward before a step "
+            "outside `no_sync()`."
         )
     elif series == "gradient":
-        cause = "The others agree, so that these are left out of the reduction."
+        cause = "The others agree: these parameters are left out of the reduction."
         check = (
-            "Look for parameters that wanted no gradient when DDP was built, that were added later, or that "
-            "DDP was told to ignore: build DDP after all of them want gradients."
+            "Create DDP after all parameters exist and require gradients; check what DDP was asked to ignore."
         )
     else:
         cause = (
-            "Their gradients agree, so that they began apart or something else than the gradient moved them."
+            "Their gradients agree: the weights started different, or something other than the optimizer "
+            "changed them."
         )
         check = (
-            "Broadcast the weights of rank 0 before the training; look for what is done on one rank only: "
-            "loading a checkpoint, an initialisation, a hook of the optimizer."
+            "Broadcast the weights of rank 0 before training, and find what runs on one rank only: loading a "
+            "checkpoint, an initialisation, an optimizer hook."
         )
     return Finding(
         severity=Severity.WARNING if everything else Severity.ERROR,
         title=f"Replicated {what} differ between ranks from step {first} on",
         detail=(
-            f"Ranks that hold the same parameters have other {what}: {wording.share(len(columns), known)} of "
-            f"the parameters, at {wording.plural(steps, 'recorded step')} from step {first} on. Furthest "
-            f"apart is {worst.name} at step {worst.step}: norm {said}. {cause}"
+            f"{wording.share(len(columns), known)} of the parameters differ, at "
+            f"{wording.plural(steps, 'recorded step')}; most of all `{worst.name}` at step {worst.step}: "
+            "norm "
+            f"{said}. {cause}"
         ),
         subject=Subject(parameter=worst.name, module=wording.modules_of(run).get(worst.name), step=first),
         evidence=tuple(
@@ -135,7 +134,7 @@ def _finding(
             for r, v in list(worst.by_rank.items())[: wording.EVIDENCE_ROWS]
         ),
         fix=check,
-        refuted_if="the ranks are meant to train apart, or to be brought together only now and then.",
+        refuted_if="the ranks train apart by design, or are averaged only now and then (local SGD).",
     )
 
 

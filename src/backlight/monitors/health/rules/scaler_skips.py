@@ -59,16 +59,16 @@ def scaler_skips(run: Run, limits: ScalerLimits) -> Iterator[Finding]:
             severity=Severity.ERROR,
             title=f"The gradient scaler has skipped every step since step {begin}",
             detail=(
-                f"The gradient scaler skipped each of the last {streak} recorded steps, from step {begin} "
-                f"on: no weight is updated any more{_scale_words(scale.values)}."
+                f"Each of the last {streak} recorded steps was skipped: the weights are no longer "
+                f"updated{_scale_words(scale.values)}."
             ),
             subject=Subject(step=begin),
             evidence=_evidence(steps[len(steps) - streak :], scale.steps, scale.values),
             fix=(
-                "A scale that falls at every step means that the gradients are NaN or Inf at any scale: "
-                f"run step {begin} without autocast inside torch.autograd.detect_anomaly()."
+                "A scale that falls at every step means that gradients are NaN or Inf at any scale: run "
+                f"`backlight nan SCRIPT` up to step {begin}."
             ),
-            refuted_if="a later step is taken, after which the skips end.",
+            refuted_if="a later step is taken.",
         )
     elif len(later) >= limits.skips_steps and later.mean() > limits.skips_share:
         places = start + np.flatnonzero(later)
@@ -76,19 +76,18 @@ def scaler_skips(run: Run, limits: ScalerLimits) -> Iterator[Finding]:
             severity=Severity.WARNING,
             title=f"The gradient scaler skips {100 * float(later.mean()):.0f} % of the steps",
             detail=(
-                f"The gradient scaler skipped {wording.share(int(later.sum()), len(later))} of the "
-                f"recorded steps after its search for a scale (from step {int(steps[start])} on); one in "
-                f"2000 is usual{_scale_words(scale.values)}."
+                f"{wording.share(int(later.sum()), len(later))} of the recorded steps after the "
+                "calibration of the "
+                f"scale (from step {int(steps[start])} on) were skipped; one in 2000 is "
+                f"usual{_scale_words(scale.values)}."
             ),
             subject=Subject(step=int(steps[places[0]])),
             evidence=_evidence(steps[places], scale.steps, scale.values),
             fix=(
-                "Look at the total norm at the skipped steps: gradients that overflow fp16 now and then "
-                "want a longer growth_interval, clipping (after unscale_), or bfloat16."
+                "Clip after `scaler.unscale_(optimizer)`, use bfloat16, or a longer `growth_interval`: the "
+                "gradients overflow fp16 again and again."
             ),
-            refuted_if=(
-                "growth_interval was set so short on purpose that a skip per growth is to be expected."
-            ),
+            refuted_if="growth_interval is short by design, so that each growth costs a skip.",
         )
 
 
@@ -108,7 +107,7 @@ def calibrated(skipped: NDArray[np.bool_], limits: ScalerLimits) -> int:
 def _scale_words(values: NDArray[np.float64]) -> str:
     if len(values) == 0:
         return ""
-    return f"; the scale went from {wording.number(values[0])} to {wording.number(values[-1])}"
+    return f"; the scale changed from {wording.number(values[0])} to {wording.number(values[-1])}"
 
 
 def _evidence(

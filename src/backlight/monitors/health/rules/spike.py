@@ -46,7 +46,7 @@ class SpikeLimits(StretchLimits):
         64, "recorded steps of history that a value is compared with; short, since losses trend", low=8
     )
     spike_minimum: int = limit(
-        30, "finite values of history needed; the first steps of a training are steep", low=4
+        30, "finite values of history needed; the first steps of a run are steep", low=4
     )
     spike_deviations: float = limit(
         10.0,
@@ -155,12 +155,12 @@ def _describe(steps: NDArray[np.int64], both: tuple[_Leaps, ...]) -> _Spike:
 def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimits) -> Finding:
     parts, evidence = [], []
     for leap, row in one.peaks:
-        word = "total gradient norm" if leap.name == "total_norm" else leap.name
+        word = "gradient norm" if leap.name == "total_norm" else leap.name
         step, median = int(leap.steps[row]), float(leap.medians[row])
         times = f"{wording.number(leap.values[row] / median)} times " if median > 0 else "above "
         parts.append(
-            f"the {word} leaps to {wording.number(leap.values[row])} at step {step}, {times}the median of "
-            f"{wording.number(median)} before it ({wording.number(leap.deviations[row])} robust deviations)"
+            f"the {word} is {wording.number(leap.values[row])} at step {step}, {times}its median of "
+            f"{wording.number(median)} before ({wording.number(leap.deviations[row])} robust deviations)"
         )
         evidence.append(
             wording.total_norm(run, step, leap.values[row])
@@ -174,8 +174,8 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
     name, carriers = _carriers(run, one.step, limits)
     evidence += carriers
     lasting = f" It lasts until step {one.last}." if one.last != one.step else ""
-    rank = f" It is one of {count} spikes in {recorded} recorded steps." if count > 1 else ""
-    carried = f" At that step {name} grew most against its own past." if name else ""
+    rank = f" One of {count} spikes in {recorded} recorded steps." if count > 1 else ""
+    carried = f" `{name}` grew most." if name else ""
     claim = " and ".join(parts)
     titled = " and the ".join(
         "gradient norm" if leap.name == "total_norm" else leap.name for leap, _ in one.peaks
@@ -188,14 +188,16 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name or ""), step=one.step),
         evidence=tuple(evidence),
         fix=(
-            f"Look at the batch of step {one.step}"
+            f"Inspect the batch of step {one.step}"
             + (f" (batch index {int(batch.values[place[0]])})" if len(place) else "")
-            + ": a damaged or extreme sample? If several seeds spike there it is the data; otherwise "
-            "compare with a lower learning rate, or clip the gradient norm."
+            + ": if other seeds spike there as well, it is the data. Otherwise lower the learning rate "
+            "or clip "
+            "the gradient norm."
         ),
         refuted_if=(
-            "the same batch with the weights of an earlier step gives a norm and a loss of ordinary size, "
-            "and the steps before show a steady rise: then it is a divergence, not a spike."
+            "the norm and the loss rise steadily before the step: then the run diverges; or the same batch "
+            "gives "
+            "ordinary values with earlier weights."
         ),
     )
 

@@ -39,8 +39,8 @@ class UnderflowLimits(Limits, monitor="health"):
 def underflow(run: Run, limits: UnderflowLimits) -> Iterator[Finding]:
     """Find matrices with many zeros whose other values, under the scale, are the smallest that fp16 has.
 
-    Zeros of other origin (a dead ReLU, tokens that did not occur) leave values of ordinary size beside
-    them. fp32 parameters are judged only under a gradient scaler: autocast computes their gradient in
+    Zeros of other origin (a dead ReLU, tokens that did not occur) leave values of ordinary size next to
+    them. fp32 parameters are evaluated only under a gradient scaler: autocast computes their gradient in
     fp16 and casts it afterwards.
     """
     scale = run.scalar("scaler/scale")
@@ -54,14 +54,14 @@ def underflow(run: Run, limits: UnderflowLimits) -> Iterator[Finding]:
     scale_S = np.where(np.isfinite(scale_S), scale_S, 1.0)
     taken_S = ~np.isin(norm.steps, list(skipped_steps(run)))
     found: dict[int, tuple[float, float, int]] = {}
-    judged = 0
+    evaluated = 0
     for record in suspects:
         column = norm.names.index(record.name)
         rows = np.flatnonzero(norm.measured[:, column] & np.isfinite(norm.values[:, column]) & taken_S)
         rows = rows[-limits.underflow_window :]
         if len(rows) < limits.underflow_window:
             continue
-        judged += 1
+        evaluated += 1
         others = (sizes.values[rows, column] - zeros.values[rows, column]).astype(float)
         share = float(np.median(1.0 - others / np.maximum(sizes.values[rows, column], 1)))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -96,25 +96,22 @@ def underflow(run: Run, limits: UnderflowLimits) -> Iterator[Finding]:
         severity=Severity.WARNING,
         title=f"The gradient of `{name}`{wording.others(len(found) - 1)} underflows in fp16",
         detail=(
-            f"The gradient of {name}{wording.others(len(found) - 1)} underflows in fp16: {100 * share:.0f} "
-            f"% of its values are exactly zero, and the rms of the others{under} is "
-            f"{wording.number(magnitude)}, below {wording.number(limits.underflow_magnitude)}: fp16 rounds "
-            f"to zero what is below 3e-08. That concerns {wording.share(len(found), judged)} of the "
-            "matrices judged."
+            f"{100 * share:.0f} % of its values are exactly zero, and the rms of the others{under} is "
+            f"{wording.number(magnitude)}: fp16 rounds what is below 3e-08 to zero. "
+            f"{wording.share(len(found), evaluated)} of the half-precision matrices are affected."
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step),
         evidence=tuple(evidence),
         fix=(
-            "Scale the loss (torch.amp.GradScaler; raise init_scale or lower growth_interval where one is "
-            "there), or use bfloat16, and see whether the share of zeros falls."
+            "Scale the loss (`torch.amp.GradScaler`; raise `init_scale` or lower `growth_interval` if "
+            "there is "
+            "one), or use bfloat16."
         ),
-        refuted_if=(
-            "the share of zeros is the same when the same step is computed in fp32 or at a larger scale."
-        ),
+        refuted_if="the share of zeros is the same in fp32 or at a larger scale.",
     )
 
 
 def _suspect(record: ParameterRecord, scaled: bool) -> bool:
-    """Tell whether the gradient of a parameter was computed in fp16, and is expected to have no zeros."""
+    """Return whether the gradient of a parameter was computed in fp16, and is expected to have no zeros."""
     half = record.dtype == "float16" or (scaled and record.dtype == "float32")
     return half and len(record.shape) >= 2 and "Embedding" not in record.module_type

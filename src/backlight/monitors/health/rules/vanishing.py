@@ -72,7 +72,7 @@ def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
     name, size = frame.names[worst], float(medians_P[worst])
     count, whole = len(found), int(measured_SP.any(axis=0).sum())
     if not matrices:
-        severity, remark = Severity.INFO, "; they are vectors, which may have no effect by construction"
+        severity, remark = Severity.INFO, "; all are vectors, which may have no effect by construction"
     else:
         severity = Severity.ERROR if count / whole > limits.vanishing_spread else Severity.WARNING
         remark = ""
@@ -90,22 +90,23 @@ def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
         severity=severity,
         title=f"The gradient of `{name}`{wording.others(count - 1)} vanishes",
         detail=(
-            f"The gradient of {name}{wording.others(count - 1)} vanishes: its rms is "
-            f"{wording.number(size)}, {wording.number(size / usual)} times the median over parameters, in "
-            f"the last {limits.vanishing_window} recorded steps and first at step {first}. That concerns "
-            f"{wording.share(count, whole)} of the measured parameters{remark}."
+            f"Its rms is {wording.number(size)}, {wording.number(size / usual)} times the median over "
+            "parameters, "
+            f"in the last {limits.vanishing_window} recorded steps and first at step {first}. "
+            f"{wording.share(count, whole)} of the measured parameters are affected{remark}."
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=first),
         evidence=tuple(evidence),
         fix=(
-            f"Follow the gradient over depth in the report, from the loss down to {name}: where it falls, "
-            "look for saturated activations, a missing residual connection or normalisation, or a small "
-            "initial scale."
+            f"Follow the gradient over depth in the report, from the loss down to `{name}`. Where it "
+            "falls, look for "
+            "saturated activations, a missing residual connection or normalisation, or a small initial scale."
         ),
         refuted_if=(
-            f"the rms of {name} returns above {limits.vanishing_rms:g} or above "
-            f"{limits.vanishing_relative:g} times the median over parameters, or the weight moves as much "
-            "as others (series update/ratio): an optimizer such as Adam rescales small gradients."
+            f"the rms of `{name}` rises above {limits.vanishing_rms:g} or {limits.vanishing_relative:g} "
+            "times the "
+            "median, or the weight moves like the others (series update/ratio): Adam rescales small "
+            "gradients."
         ),
     )
 

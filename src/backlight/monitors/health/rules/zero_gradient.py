@@ -52,16 +52,11 @@ def zero_gradient(run: Run, limits: ZeroLimits) -> Iterator[Finding]:
     since = int(zeros.steps[begin])
     alive_before = begin > rows[0]
     everything = len(found) == whole
-    subject = (
-        f"Every measured gradient ({whole} parameters) is"
-        if everything
-        else f"The gradient of {name} ({scalars[worst]} values){wording.others(len(found) - 1)} is"
-    )
     # A vector alone may have no effect by construction, such as a bias before a batch norm; its gradient is
     # exactly zero with some kernels and rounding error with others.
     shapes = {p.name: p.shape for p in run.parameters()}
     vectors = all(len(shapes[zeros.names[i]]) < 2 for i in found)
-    history = "after it had been alive" if alive_before else "as long as it was recorded"
+    history = "it was alive before" if alive_before else "it was never alive while recorded"
     yield Finding(
         severity=Severity.ERROR if everything else Severity.INFO if vectors else Severity.WARNING,
         title=(
@@ -70,8 +65,11 @@ def zero_gradient(run: Run, limits: ZeroLimits) -> Iterator[Finding]:
             else f"The gradient of `{name}`{wording.others(len(found) - 1)} is exactly zero"
         ),
         detail=(
-            f"{subject} exactly zero at each of the last {int(streaks_P[worst])} recorded steps, since "
-            f"step {since}, {history}: nothing there learns from the loss."
+            f"{whole if everything else len(found)} of {wording.plural(whole, 'measured parameter')} "
+            "(largest: "
+            f"`{name}`, {scalars[worst]} values) have a zero gradient in the last {int(streaks_P[worst])} "
+            "recorded "
+            f"steps, since step {since}; {history}."
         ),
         subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=since),
         evidence=tuple(
@@ -84,12 +82,12 @@ def zero_gradient(run: Run, limits: ZeroLimits) -> Iterator[Finding]:
             for row in order
         ),
         fix=(
-            "Check that the loss still depends on the output (a margin that is met, a constant target, a "
-            "mask that hides everything)."
+            "Check that the loss depends on the output: a margin that is met, a constant target, a mask that "
+            "hides everything."
             if everything
-            else f"Look at the activations behind {name}: units that are never positive before a ReLU, a "
-            "multiplication by zero (a mask, a gate or an output layer initialised to zero that never "
-            "moves), an expert that gets no tokens."
+            else f"Look at the activations behind `{name}`: a ReLU that is never positive, a multiplication "
+            "by zero "
+            "(a mask, a gate, an output layer that stays at zero), an expert without tokens."
         ),
-        refuted_if=f"a single recorded step shows a value of the gradient of {name} that is not zero.",
+        refuted_if=f"a recorded step shows a non-zero gradient of `{name}`.",
     )

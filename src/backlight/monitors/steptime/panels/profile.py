@@ -181,7 +181,7 @@ def operators(source: Source) -> Drawn | NotMeasured:
     title="Kinds of operation",
     order=103,
     series=("profile/kinds", "profile/device", "profile/optimizations"),
-    note="What the operators of a traced step do, why a device stood still, and which optimisations are on.",
+    note="What the operators of a traced step do, why a device was idle, and which optimisations are on.",
     monitor="steptime",
 )
 def kinds(source: Source) -> Drawn | NotMeasured:

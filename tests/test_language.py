@@ -1,0 +1,153 @@
+"""No banned word (the left column of the glossary) in text that a user reads, and no gerund as a module name.
+
+What still remains in a folder is counted in :data:`REMAINING`, and the test prints by how much a count can be
+lowered. A folder that is not in it must be clean.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+BANNED = {
+    r"rooms?": "monitor",
+    r"run folders?": "run directory",
+    r"trainings|(?:a|each|every|another|one|two|watched|small|whole) training(?! \w)": "training run, run",
+    r"told right|told wrong|was told|is told|are told|untold": "reported, recorded",
+    r"verdict on a hang": "diagnosis",
+    r"judged?|judging|judgements?": "evaluate, evaluation, diagnosis",
+    r"twins?": "control, counterpart",
+    r"planted": "injected",
+    r"knobs?": "option, setting",
+    r"birthplaces?|born": "origin",
+    r"stands? still|stood still": "is hung, is stalled, is idle",
+    r"what escapes": "known limitations",
+    r"sidecars?|witness(?:es)?": "watchdog process, stack sampler",
+    r"in turns": "interleaved",
+    r"over each other": "overlaid",
+    r"beside": "next to, alongside",
+    r"circumstances": "runtime info",
+    r"likeness|alike": "comparability, comparable, equal",
+    r"ledgers?": "progress",
+    r"sacred": "never break",
+    r"somebody|nobody|whoever|strangers?|ours|anybody": "the user, no one, third-party code, backlight",
+    r"mend (?:it|them)": "fix it",
+    r"house's": "backlight's",
+}
+"""Pattern → what to write. Left out, because they are ordinary English as well: seen, heard, known, places,
+ways, stands, exchange, board, beat, witness of a proof, rendezvous (a term of torch.distributed)."""
+
+PATTERN = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
+
+NOT_GERUNDS = {
+    "checkpointing": "the technique",
+    "sampling": "the technique",
+    "sharding": "the technique",
+    "profiling": "the technique",
+    "scaling": "scaling laws",
+    "grokking": "the phenomenon",
+    "lightning": "the framework",
+    "learning": "as in learning curves",
+    "encoding": "a noun",
+    "accumulating": "the name of a rule",
+    "exploding": "the name of a rule",
+    "vanishing": "the name of a rule",
+}
+"""Module names that end in -ing and are the field's nouns, with the reason."""
+
+GERUNDS_REMAINING = {"measure/stats/packing.py", "monitors/spectra/model/recording.py"}
+
+REMAINING: dict[str, int] = {
+    "CONTRIBUTING.md": 1,
+    "README.md": 13,
+    "cli": 6,
+    "docs": 65,
+    "docs/findings": 10,
+    "docs/tutorials": 1,
+    "monitors/stalls": 1,
+    "report": 14,
+}
+"""Banned words that are still there, by folder: as the areas are converted the numbers fall to zero."""
+
+
+def strings_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the string constants of a module that are no docstrings, with their lines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docs = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docs.add(id(node.value))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.lineno, node.value
+
+
+@cache
+def found() -> dict[str, list[str]]:
+    """Return what is banned by file."""
+    hits: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        for line, text in strings_of(path):
+            # An identifier is a name, not prose: names of events, columns and options have their own review.
+            if " " in text.strip():
+                hits.setdefault(name, []).extend(f"{line}: {m[0]}" for m in PATTERN.finditer(text))
+        # A command's docstring is its help.
+        if "/cli/" in name:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)):
+                    hits.setdefault(name, []).extend(f"{node.lineno}: {m[0]}" for m in PATTERN.finditer(doc))
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for path in pages:
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        hits[str(path.relative_to(ROOT))] = [m[0] for m in PATTERN.finditer(text)]
+    for path in sorted((ROOT / "src" / "backlight" / "report" / "assets").rglob("*.js")):
+        text = " ".join(re.findall(r"\"[^\"\n]* [^\"\n]*\"|`[^`]* [^`]*`", path.read_text(encoding="utf-8")))
+        hits[str(path.relative_to(ROOT))] = [m[0] for m in PATTERN.finditer(re.sub(r"\$\{[^}]*\}", "", text))]
+    return {name: words for name, words in hits.items() if words}
+
+
+def by_folder() -> dict[str, list[str]]:
+    """Return the hits by folder: ``docs``, or the package or monitor below ``src/backlight``."""
+    folders: dict[str, list[str]] = {}
+    for name, words in found().items():
+        parts = name.removeprefix("src/backlight/").split("/")
+        folder = "/".join(parts[: 2 if parts[0] in {"monitors", "docs"} and len(parts) > 2 else 1])
+        folders.setdefault(folder, []).extend(f"{name}: {word}" for word in words)
+    return folders
+
+
+def test_no_banned_word_is_in_what_a_user_reads() -> None:
+    wrong = {name: words for name, words in by_folder().items() if len(words) > REMAINING.get(name, 0)}
+    listed = "\n".join(word for words in wrong.values() for word in words)
+    assert not wrong, f"more than REMAINING counts; write what the glossary says instead:\n{listed}"
+
+
+def test_the_list_of_what_remains_only_shrinks(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {name: len(words) for name, words in by_folder().items()}
+    with capsys.disabled():
+        for name, count in REMAINING.items():
+            if counts.get(name, 0) < count:
+                print(f"\ntests/test_language.py: lower REMAINING[{name!r}] to {counts.get(name, 0)}", end="")
+
+
+def test_no_module_is_named_by_a_gerund() -> None:
+    names = Counter(
+        str(path.relative_to(ROOT / "src" / "backlight"))
+        for path in (ROOT / "src" / "backlight").rglob("*.py")
+        if path.stem.endswith("ing") and path.stem not in NOT_GERUNDS
+    )
+    assert set(names) <= GERUNDS_REMAINING
+
+
+def test_no_module_is_a_drawer_for_everything() -> None:
+    empty = {"utils", "util", "helpers", "common", "core", "misc", "manager"}
+    assert not [path for path in (ROOT / "src").rglob("*.py") if path.stem in empty]
