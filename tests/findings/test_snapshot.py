@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.findings.wording import TITLE_CHARACTERS
+from backlight.findings.phrases import TITLE_CHARACTERS
 from backlight.registry import RULES
 from findings_snapshot import SNAPSHOT, taken
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from backlight.findings.limits import Limits, merge_overrides, whole_class, with_overrides
-from backlight.findings.wording import shorten
+from backlight.findings.phrases import shorten
 from backlight.records import Finding, Made
 from backlight.registry import DISPLAYS, RULES, Rule, warn
 from backlight.store.export.arrow import to_pandas, to_polars

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.records import Evidence
 from backlight.store.read.run import Run
@@ -97,7 +97,7 @@ def blamed(run: Run, step: int) -> tuple[int | None, str, tuple[Evidence, ...]]:
         "finite: its batch brought it in, and the reduction of the gradients took it to all ranks."
     )
     found = tuple(
-        Evidence(f"scalars/loss, rank {rank}", step, wording.plain(value), "loss") for rank, value in ill
+        Evidence(f"scalars/loss, rank {rank}", step, phrases.plain(value), "loss") for rank, value in ill
     )
     return (ill[0][0] if len(ill) == 1 else None), who, found
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.health.model.score import total_norms
 from backlight.records import Evidence, Finding, Severity, Subject
@@ -124,13 +124,13 @@ def _constant_backwards(run: Run, steps: NDArray[np.int64]) -> bool:
 
 def _finding(run: Run, growth: _Growth) -> Finding:
     steps, norms = growth.steps, growth.norms
-    picked = np.unique(np.linspace(0, len(steps) - 1, wording.EVIDENCE_ROWS).round().astype(int))
-    evidence = [wording.total_norm(run, int(steps[i]), norms[i]) for i in picked]
+    picked = np.unique(np.linspace(0, len(steps) - 1, phrases.EVIDENCE_ROWS).round().astype(int))
+    evidence = [phrases.total_norm(run, int(steps[i]), norms[i]) for i in picked]
     backwards = run.scalar("backwards")
     per_step = ""
     if len(backwards.steps):
         per_step = (
-            f", with {wording.plural(int(backwards.values[0]), 'backward pass')} in every step".replace(
+            f", with {phrases.plural(int(backwards.values[0]), 'backward pass')} in every step".replace(
                 "passs", "passes"
             )
         )
@@ -141,10 +141,10 @@ def _finding(run: Run, growth: _Growth) -> Finding:
         severity=Severity.ERROR,
         title="Gradients accumulate over steps, as if they were never set to zero",
         detail=(
-            f"The total norm rises from {wording.number(norms[0])} at step {int(steps[0])} to "
-            f"{wording.number(norms[-1])} at step {int(steps[-1])}, as the number of steps to the power "
+            f"The total norm rises from {phrases.number(norms[0])} at step {int(steps[0])} to "
+            f"{phrases.number(norms[-1])} at step {int(steps[-1])}, as the number of steps to the power "
             f"{growth.power:.2f} (R² {growth.explained:.3f}), and so does the norm of "
-            f"{wording.share(growth.growing, growth.whole)} of the parameters{per_step}."
+            f"{phrases.share(growth.growing, growth.whole)} of the parameters{per_step}."
         ),
         subject=Subject(step=int(steps[0])),
         evidence=tuple(evidence),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
@@ -55,21 +55,21 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
     median = float(np.median(values))
     hard = median < limits.clipped_hard
     middle = int(np.argmin(np.abs(values - median)))
-    evidence = [wording.scalar("clip/factor", int(steps[middle]), values[middle])]
+    evidence = [phrases.scalar("clip/factor", int(steps[middle]), values[middle])]
     for name, unit in (("clip/norm", "gradient"), ("clip/limit", "gradient")):
         other = run.scalar(name)
         place = np.flatnonzero(other.steps == steps[middle])
         if len(place):
-            evidence.append(wording.scalar(name, int(steps[middle]), other.values[place[0]], unit))
+            evidence.append(phrases.scalar(name, int(steps[middle]), other.values[place[0]], unit))
     limit = str(evidence[-1].value) if evidence[-1].path.endswith("limit") else "the clip norm"
     yield Finding(
         severity=Severity.WARNING if hard else Severity.INFO,
         title=f"Clipping is active at {100 * float(active.mean()):.0f} % of the steps",
         detail=(
-            f"{wording.share(int(active.sum()), len(steps))} of the steps from step {int(steps[0])} on are "
-            f"clipped, with a median factor of {wording.number(median)}. "
+            f"{phrases.share(int(active.sum()), len(steps))} of the steps from step {int(steps[0])} on are "
+            f"clipped, with a median factor of {phrases.number(median)}. "
             + (
-                f"Gradients are shortened more than {wording.number(1 / limits.clipped_hard)} times: the "
+                f"Gradients are shortened more than {phrases.number(1 / limits.clipped_hard)} times: the "
                 "clip "
                 "norm alone sets their length."
                 if hard

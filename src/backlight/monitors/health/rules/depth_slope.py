@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
@@ -94,7 +94,7 @@ def depth_slope(run: Run, limits: DepthLimits) -> Iterator[Finding]:
     shrinks = line.slope > 0
     weak = first if shrinks else last
     step = int(frame.steps[rows[-1]])
-    picked = np.unique(np.linspace(0, len(ladder.columns) - 1, wording.EVIDENCE_ROWS).round().astype(int))
+    picked = np.unique(np.linspace(0, len(ladder.columns) - 1, phrases.EVIDENCE_ROWS).round().astype(int))
     evidence = [
         Evidence(
             f"series/gradient/rms/{frame.names[int(ladder.columns[i])]}",
@@ -107,19 +107,19 @@ def depth_slope(run: Run, limits: DepthLimits) -> Iterator[Finding]:
     yield Finding(
         severity=Severity.WARNING,
         title=(
-            f"The gradient {'shrinks' if shrinks else 'grows'} {wording.number(total)}-fold towards the input"
+            f"The gradient {'shrinks' if shrinks else 'grows'} {phrases.number(total)}-fold towards the input"
         ),
         detail=(
-            f"Per block the rms changes by a factor of {wording.number(float(np.exp(abs(line.slope))))} "
+            f"Per block the rms changes by a factor of {phrases.number(float(np.exp(abs(line.slope))))} "
             "over the "
-            f"{len(ladder.columns)} weights {ladder.title}: from {wording.number(medians[-1])} in `{last}` "
+            f"{len(ladder.columns)} weights {ladder.title}: from {phrases.number(medians[-1])} in `{last}` "
             "to "
-            f"{wording.number(medians[0])} in `{first}` (R² {line.explained:.2f}; "
+            f"{phrases.number(medians[0])} in `{first}` (R² {line.explained:.2f}; "
             f"{100 * line.agreement:.0f} % of "
-            f"the steps agree). {wording.share(len(found), evaluated)} of the comparable stacks are affected."
+            f"the steps agree). {phrases.share(len(found), evaluated)} of the comparable stacks are affected."
         ),
         subject=Subject(
-            parameter=weak, module=wording.modules_of(run).get(weak), step=int(frame.steps[rows[0]])
+            parameter=weak, module=phrases.modules_of(run).get(weak), step=int(frame.steps[rows[0]])
         ),
         evidence=tuple(evidence),
         fix=(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import limit
 from backlight.monitors.health.model.history import StretchLimits, present, running_median, stretches
 from backlight.monitors.health.model.score import (
@@ -92,14 +92,14 @@ def _of_parameters(
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios_SP = np.where(hits_SP, frame.values / medians_SP, 0.0)
     peaks = {c: int(np.argmax(ratios_SP[:, c])) for c in begins}
-    order = wording.loudest(begins, lambda c: float(ratios_SP[peaks[c], c]))
+    order = phrases.loudest(begins, lambda c: float(ratios_SP[peaks[c], c]))
     worst = order[0]
     row, name = peaks[worst], frame.names[worst]
     step, begin = int(frame.steps[row]), int(frame.steps[begins[worst]])
     finite = np.flatnonzero(np.isfinite(frame.values[:, worst]) & frame.measured[:, worst])
     to_the_end = bool(hits_SP[finite[-1], worst])
     evidence = [
-        wording.series("gradient/rms", frame.names[c], int(frame.steps[peaks[c]]), frame.values[peaks[c], c])
+        phrases.series("gradient/rms", frame.names[c], int(frame.steps[peaks[c]]), frame.values[peaks[c], c])
         for c in order
     ]
     evidence.append(
@@ -109,14 +109,14 @@ def _of_parameters(
     )
     return Finding(
         severity=Severity.ERROR if to_the_end else Severity.WARNING,
-        title=f"The gradient of `{name}`{wording.others(len(begins) - 1)} explodes from step {begin} on",
+        title=f"The gradient of `{name}`{phrases.others(len(begins) - 1)} explodes from step {begin} on",
         detail=(
-            f"Its rms reaches {wording.number(frame.values[row, worst])} at step {step}, "
-            f"{wording.number(ratios_SP[row, worst])} times its running median of "
-            f"{wording.number(medians_SP[row, worst])}, "
+            f"Its rms reaches {phrases.number(frame.values[row, worst])} at step {step}, "
+            f"{phrases.number(ratios_SP[row, worst])} times its running median of "
+            f"{phrases.number(medians_SP[row, worst])}, "
             + ("and stays there up to the last finite step." if to_the_end else "and falls back later.")
         ),
-        subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=begin),
+        subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=begin),
         evidence=tuple(evidence),
         fix=(
             f"Resume from a checkpoint before step {begin} with a tenth of the learning rate, or clip: "
@@ -148,17 +148,17 @@ def _of_total(run: Run, frame: Frame, limits: ExplodingLimits) -> Iterator[Findi
             severity=Severity.WARNING,
             title=f"The total gradient norm explodes from step {begin} on",
             detail=(
-                f"It is {wording.number(norms_S[row])} at step {step}, "
-                f"{wording.number(norms_S[row] / clips_S[row])} times the clip norm of "
-                f"{wording.number(clips_S[row])} and {wording.number(norms_S[row] / medians_S[row])} times "
+                f"It is {phrases.number(norms_S[row])} at step {step}, "
+                f"{phrases.number(norms_S[row] / clips_S[row])} times the clip norm of "
+                f"{phrases.number(clips_S[row])} and {phrases.number(norms_S[row] / medians_S[row])} times "
                 "its "
-                f"running median, at {wording.plural(len(stretch), 'recorded step')}. Clipping hides it from "
+                f"running median, at {phrases.plural(len(stretch), 'recorded step')}. Clipping hides it from "
                 "the weights."
             ),
             subject=Subject(step=begin),
             evidence=(
-                wording.total_norm(run, step, norms_S[row]),
-                wording.scalar("clip/limit", step, clips_S[row], "gradient"),
+                phrases.total_norm(run, step, norms_S[row]),
+                phrases.scalar("clip/limit", step, clips_S[row], "gradient"),
             ),
             fix=(
                 f"Look in the heat map for the parameters that carry the norm at step {step}, and at its "

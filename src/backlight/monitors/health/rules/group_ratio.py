@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.health.model.groups import GroupError, GroupRms, group_rms, ratio
 from backlight.records import Evidence, Finding, Severity, Subject
@@ -76,17 +76,17 @@ def _finding(
         severity=Severity.WARNING,
         title=f"Group {small[0]!r} hardly learns next to group {(b if small[0] == a else a)!r}",
         detail=(
-            f"The rms of group {a!r} ({wording.plural(len(one.names), 'parameter')}) is "
-            f"{wording.number(median)} "
-            f"times that of {b!r} ({wording.plural(len(other.names), 'parameter')}), median of the last "
+            f"The rms of group {a!r} ({phrases.plural(len(one.names), 'parameter')}) is "
+            f"{phrases.number(median)} "
+            f"times that of {b!r} ({phrases.plural(len(other.names), 'parameter')}), median of the last "
             f"{len(rows)} recorded steps; at {outside} of them the ratio is outside "
             f"{limits.group_ratio_low:g} to {limits.group_ratio_high:g}."
         ),
         subject=Subject(module=f"{a}/{b}", step=step),
         evidence=(
-            Evidence(f"groups/{a}", step, wording.plain(float(one.values[last])), "gradient, rms"),
-            Evidence(f"groups/{b}", step, wording.plain(float(other.values[last])), "gradient, rms"),
-            wording.series("gradient/norm", member, step, float(norm.values[norm.steps == step, column][0])),
+            Evidence(f"groups/{a}", step, phrases.plain(float(one.values[last])), "gradient, rms"),
+            Evidence(f"groups/{b}", step, phrases.plain(float(other.values[last])), "gradient, rms"),
+            phrases.series("gradient/norm", member, step, float(norm.values[norm.steps == step, column][0])),
         ),
         fix=(
             f"Compare the update-to-weight ratios of both groups. If {small[0]!r} also moves less, give it "

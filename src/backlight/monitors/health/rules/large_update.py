@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.health.model.history import finite_median
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
@@ -122,8 +122,8 @@ def _rate(run: Run, record: ParameterRecord, step: int) -> tuple[str, list[Evide
     if len(place) == 0:
         return "", []
     value = float(rate.values[place[0]])
-    words = f" at a learning rate of {wording.number(value)}"
-    return words, [wording.scalar(f"lr/{record.group}", step, value)]
+    words = f" at a learning rate of {phrases.number(value)}"
+    return words, [phrases.scalar(f"lr/{record.group}", step, value)]
 
 
 def _lasting(
@@ -134,7 +134,7 @@ def _lasting(
     evaluated: int,
     limits: UpdateLimits,
 ) -> Finding:
-    order = wording.loudest(found, lambda c: found[c])
+    order = phrases.loudest(found, lambda c: found[c])
     worst = order[0]
     record = records[worst]
     last = int(np.flatnonzero(frame.measured[:, worst])[-1])
@@ -143,18 +143,18 @@ def _lasting(
     return Finding(
         severity=Severity.WARNING,
         title=(
-            f"Updates of `{record.name}`{wording.others(len(found) - 1)} are {wording.number(found[worst])} "
+            f"Updates of `{record.name}`{phrases.others(len(found) - 1)} are {phrases.number(found[worst])} "
             "of the weight"
         ),
         detail=(
             f"In the last {limits.update_steps} recorded steps the median update-to-weight ratio is "
-            f"{wording.number(found[worst])}{stated}; about 0.001 is usual. "
-            f"{wording.share(len(found), evaluated)} of the weight matrices are affected."
+            f"{phrases.number(found[worst])}{stated}; about 0.001 is usual. "
+            f"{phrases.share(len(found), evaluated)} of the weight matrices are affected."
         ),
         subject=Subject(parameter=record.name, module=record.module or None, step=step),
         evidence=(
             *(
-                wording.series("update/ratio", records[c].name, step, frame.values[last, c], "1")
+                phrases.series("update/ratio", records[c].name, step, frame.values[last, c], "1")
                 for c in order
             ),
             *evidence,
@@ -170,7 +170,7 @@ def _lasting(
 def _once(run: Run, frame: Frame, columns: list[int], medians_S: np.ndarray, row: int, count: int) -> Finding:
     step = int(frame.steps[row])
     present = [c for c in columns if np.isfinite(frame.values[row, c]) and frame.measured[row, c]]
-    order = wording.loudest(present, lambda c: float(frame.values[row, c]))
+    order = phrases.loudest(present, lambda c: float(frame.values[row, c]))
     record = next(p for p in run.parameters() if p.name == frame.names[order[0]])
     stated, evidence = _rate(run, record, step)
     often = f" This happened at {count} recorded steps." if count > 1 else ""
@@ -178,18 +178,18 @@ def _once(run: Run, frame: Frame, columns: list[int], medians_S: np.ndarray, row
         severity=Severity.WARNING,
         title=(
             f"Step {step} overwrote the weights (update-to-weight ratio "
-            f"{wording.number(float(medians_S[row]))})"
+            f"{phrases.number(float(medians_S[row]))})"
         ),
         detail=(
             f"The median over {len(present)} weight matrices is "
-            f"{wording.number(float(medians_S[row]))}{stated}, "
-            f"the largest {wording.number(float(frame.values[row, order[0]]))} in `{record.name}`. The "
+            f"{phrases.number(float(medians_S[row]))}{stated}, "
+            f"the largest {phrases.number(float(frame.values[row, order[0]]))} in `{record.name}`. The "
             f"initialisation is lost.{often}"
         ),
         subject=Subject(parameter=record.name, module=record.module or None, step=step),
         evidence=(
             *(
-                wording.series("update/ratio", frame.names[c], step, float(frame.values[row, c]), "1")
+                phrases.series("update/ratio", frame.names[c], step, float(frame.values[row, c]), "1")
                 for c in order
             ),
             *evidence,

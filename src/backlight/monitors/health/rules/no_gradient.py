@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
@@ -84,20 +84,20 @@ def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     for reason, group in by_reason.items():
         if reason is not _FROZEN and len(rows) < limits.no_gradient_steps:
             continue
-        order = wording.loudest(group, lambda p: p.numel)
+        order = phrases.loudest(group, lambda p: p.numel)
         worst, mine = order[0], sum(p.numel for p in group)
         yield Finding(
             severity=reason.severity,
             title=(
-                f"`{worst.name}`{wording.others(len(group) - 1)} "
+                f"`{worst.name}`{phrases.others(len(group) - 1)} "
                 + ("is frozen" if len(group) == 1 else "are frozen")
                 if reason is _FROZEN
-                else f"`{worst.name}`{wording.others(len(group) - 1)} never received a gradient"
+                else f"`{worst.name}`{phrases.others(len(group) - 1)} never received a gradient"
             ),
             detail=(
                 f"No gradient in {len(rows)} recorded steps ({first} to {last}): {reason.words}. This "
                 "concerns "
-                f"{wording.share(len(group), len(records))} of the parameters and "
+                f"{phrases.share(len(group), len(records))} of the parameters and "
                 f"{100 * mine / max(weights, 1):.2g} % of the weights."
             ),
             subject=Subject(parameter=worst.name, module=worst.module or None, step=first),

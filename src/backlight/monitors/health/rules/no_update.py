@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import limit
 from backlight.monitors.health.model.history import Bools, Integers, at_steps, ending_streaks, finite_median
 from backlight.monitors.health.model.score import RmsLimits, skipped_steps
@@ -116,7 +116,7 @@ def _last_rate(run: Run, record: ParameterRecord) -> float | None:
 
 
 def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
-    order = wording.loudest(group, lambda p: p.numel)
+    order = phrases.loudest(group, lambda p: p.numel)
     worst = order[0]
     frame = run.frame("gradient", "norm")
     column = frame.names.index(worst.name)
@@ -125,17 +125,17 @@ def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
     return Finding(
         severity=Severity.WARNING,
         title=(
-            f"`{worst.name}`{wording.others(len(group) - 1)} {'is' if len(group) == 1 else 'are'} "
+            f"`{worst.name}`{phrases.others(len(group) - 1)} {'is' if len(group) == 1 else 'are'} "
             "not in any optimizer"
         ),
         detail=(
-            f"{wording.share(len(group), whole)} of the parameters receive gradients but belong to no "
+            f"{phrases.share(len(group), whole)} of the parameters receive gradients but belong to no "
             "watched "
             "optimizer, so they are never updated."
         ),
         subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
         evidence=(
-            wording.series(
+            phrases.series(
                 "gradient/norm", worst.name, int(frame.steps[last]), float(frame.values[last, column])
             ),
             *(Evidence(f"parameters/group/{p.name}", None, "none", "1") for p in order),
@@ -159,7 +159,7 @@ def _last_still(frame: Frame, name: str) -> int:
 def _standing(
     run: Run, group: list[ParameterRecord], streaks: dict[str, int], at_zero: bool, everything: bool
 ) -> Finding:
-    order = wording.loudest(group, lambda p: p.numel)
+    order = phrases.loudest(group, lambda p: p.numel)
     worst = order[0]
     frame, norm = run.frame("update", "update_norm"), run.frame("gradient", "norm")
     lasts = {p.name: _last_still(frame, p.name) for p in order}
@@ -167,7 +167,7 @@ def _standing(
     grads = norm.values[np.isin(norm.steps, frame.steps), norm.names.index(worst.name)]
     rate = run.scalar(f"lr/{worst.group}")
     at_last = np.flatnonzero(rate.steps == last)
-    stated = f"is {wording.number(rate.values[at_last[0]])}" if len(at_last) else "is not known"
+    stated = f"is {phrases.number(rate.values[at_last[0]])}" if len(at_last) else "is not known"
     if at_zero:
         cause = f"The learning rate of its group ({worst.group}) is 0"
         check = "Print the learning rate of the schedule: a warm-up or decay may count epochs as steps."
@@ -192,7 +192,7 @@ def _standing(
     who = (
         "No weight moves"
         if everything and len(group) == len(streaks)
-        else f"`{worst.name}`{wording.others(len(group) - 1)} {'does' if len(group) == 1 else 'do'} not move"
+        else f"`{worst.name}`{phrases.others(len(group) - 1)} {'does' if len(group) == 1 else 'do'} not move"
     )
     return Finding(
         severity=Severity.ERROR if everything else Severity.WARNING,
@@ -200,12 +200,12 @@ def _standing(
         detail=(
             f"The update is exactly 0 at the last {streaks[worst.name]} recorded steps, while the gradient "
             "norm is "
-            f"{wording.number(float(finite_median(grads)))} (median). {cause}."
+            f"{phrases.number(float(finite_median(grads)))} (median). {cause}."
         ),
         subject=Subject(parameter=worst.name, module=worst.module or None, step=last),
         evidence=(
-            *(wording.series("update/update_norm", p.name, lasts[p.name], 0.0, "weight") for p in order),
-            *(wording.scalar(f"lr/{worst.group}", last, float(rate.values[i])) for i in at_last),
+            *(phrases.series("update/update_norm", p.name, lasts[p.name], 0.0, "weight") for p in order),
+            *(phrases.scalar(f"lr/{worst.group}", last, float(rate.values[i])) for i in at_last),
         ),
         fix=check,
         refuted_if=(

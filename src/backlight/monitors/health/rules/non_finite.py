@@ -6,7 +6,7 @@ from collections.abc import Iterator, Set
 
 import numpy as np
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import Limits
 from backlight.monitors.health.model.rank_divergence import SHOWN, blamed
 from backlight.monitors.health.model.score import skipped_steps, total_norms
@@ -37,14 +37,14 @@ def non_finite(run: Run, limits: Limits) -> Iterator[Finding]:
         value = float(loss.values[np.searchsorted(loss.steps, bad_loss[0])])
         yield Finding(
             severity=Severity.ERROR,
-            title=f"The loss is {wording.number(value)} from step {bad_loss[0]} on",
+            title=f"The loss is {phrases.number(value)} from step {bad_loss[0]} on",
             detail=(
-                f"It is not finite at {wording.share(len(bad_loss), len(loss.steps))} of the recorded "
+                f"It is not finite at {phrases.share(len(bad_loss), len(loss.steps))} of the recorded "
                 "steps; no "
                 "recorded gradient holds NaN or Inf."
             ),
             subject=Subject(step=bad_loss[0]),
-            evidence=(wording.scalar("loss", bad_loss[0], value, "loss"),),
+            evidence=(phrases.scalar("loss", bad_loss[0], value, "loss"),),
             fix=_fix(bad_loss[0]),
             refuted_if=(
                 "the loss of that step is finite when it is computed again from the same batch and weights."
@@ -89,7 +89,7 @@ def _in_gradients(
     ]
     evidence += [
         Evidence(f"series/gradient/non_finite/{frame.names[i]}", step, int(frame.values[row, i]), "1")
-        for i in ill[:-1][::-1][: wording.EVIDENCE_ROWS - 1]
+        for i in ill[:-1][::-1][: phrases.EVIDENCE_ROWS - 1]
     ]
     evidence += _before(run, frame, row)
     rank, who, proof = blamed(run, step)
@@ -98,7 +98,7 @@ def _in_gradients(
         severity=Severity.ERROR,
         title=f"Gradients are NaN or Inf from step {step} on, first in `{name}`",
         detail=(
-            f"{wording.share(len(ill), len(measured))} of the measured parameters are affected at step "
+            f"{phrases.share(len(ill), len(measured))} of the measured parameters are affected at step "
             f"{step} (last "
             f"finite recorded step: {before}); nearest to the loss is `{name}` with {nan} NaN and {inf} "
             "Inf among "
@@ -106,7 +106,7 @@ def _in_gradients(
             "steps are "
             f"not finite either.{' ' if who else ''}{who}"
         ),
-        subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step, rank=rank),
+        subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=step, rank=rank),
         evidence=tuple(evidence),
         fix=_fix(step),
         refuted_if=(
@@ -122,7 +122,7 @@ def _before(run: Run, frame: Frame, row: int) -> list[Evidence]:
     steps = frame.steps[max(0, row - HISTORY) : row]
     norms = total_norms(run, steps)
     return [
-        wording.total_norm(run, int(s), float(v)) for s, v in zip(steps, norms, strict=True) if np.isfinite(v)
+        phrases.total_norm(run, int(s), float(v)) for s, v in zip(steps, norms, strict=True) if np.isfinite(v)
     ]
 
 
@@ -131,10 +131,10 @@ def _loss_words(loss: Scalar, step: int, evidence: list[Evidence]) -> str:
     if place >= len(loss.steps) or loss.steps[place] != step:
         return "The loss of that step was not recorded."
     value = float(loss.values[place])
-    evidence.append(wording.scalar("loss", step, value, "loss"))
+    evidence.append(phrases.scalar("loss", step, value, "loss"))
     if np.isfinite(value):
-        return f"The loss of that step is finite ({wording.number(value)}), so backward produced it."
-    return f"The loss of that step is {wording.number(value)}, so forward produced it."
+        return f"The loss of that step is finite ({phrases.number(value)}), so backward produced it."
+    return f"The loss of that step is {phrases.number(value)}, so forward produced it."
 
 
 def _fix(step: int) -> str:

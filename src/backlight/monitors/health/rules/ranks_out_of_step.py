@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.monitors.health.model.rank_divergence import RankLimits, out_of_step
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
@@ -33,7 +33,7 @@ def ranks_out_of_step(run: Run, limits: RankLimits) -> Iterator[Finding]:
             f"{found.common}: "
             f"{'it' if one else 'they'} skipped or added an optimizer step, or accumulated differently. In "
             "the "
-            f"{wording.plural(found.steps, 'recorded step')} since, equal step numbers are different "
+            f"{phrases.plural(found.steps, 'recorded step')} since, equal step numbers are different "
             "steps, so "
             "replicas drift apart."
         ),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.monitors.health.model.history import finite_median
 from backlight.monitors.health.model.rank_divergence import SHOWN, RankLimits, out_of_step
 from backlight.monitors.health.model.score import ROUNDING_SHARE
@@ -94,7 +94,7 @@ def _finding(
     steps = int(apart_SP.any(axis=1).sum())
     worst = _worst(run, apart_SP, found, frame, series)
     what = "gradients" if series == "gradient" else "weights"
-    said = ", ".join(f"{wording.number(v)} on rank {r}" for r, v in list(worst.by_rank.items())[:4])
+    said = ", ".join(f"{phrases.number(v)} on rank {r}" for r, v in list(worst.by_rank.items())[:4])
     everything = len(columns) == known
     if len(worst.sizes) > 1:
         cause = "Their sizes differ: only the names are equal."
@@ -123,15 +123,15 @@ def _finding(
         severity=Severity.WARNING if everything else Severity.ERROR,
         title=f"Replicated {what} differ between ranks from step {first} on",
         detail=(
-            f"{wording.share(len(columns), known)} of the parameters differ, at "
-            f"{wording.plural(steps, 'recorded step')}; most of all `{worst.name}` at step {worst.step}: "
+            f"{phrases.share(len(columns), known)} of the parameters differ, at "
+            f"{phrases.plural(steps, 'recorded step')}; most of all `{worst.name}` at step {worst.step}: "
             "norm "
             f"{said}. {cause}"
         ),
-        subject=Subject(parameter=worst.name, module=wording.modules_of(run).get(worst.name), step=first),
+        subject=Subject(parameter=worst.name, module=phrases.modules_of(run).get(worst.name), step=first),
         evidence=tuple(
-            Evidence(f"series/{series}/{column}/{worst.name}, rank {r}", worst.step, wording.plain(v), unit)
-            for r, v in list(worst.by_rank.items())[: wording.EVIDENCE_ROWS]
+            Evidence(f"series/{series}/{column}/{worst.name}, rank {r}", worst.step, phrases.plain(v), unit)
+            for r, v in list(worst.by_rank.items())[: phrases.EVIDENCE_ROWS]
         ),
         fix=check,
         refuted_if="the ranks train apart by design, or are averaged only now and then (local SGD).",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
@@ -76,7 +76,7 @@ def scaler_skips(run: Run, limits: ScalerLimits) -> Iterator[Finding]:
             severity=Severity.WARNING,
             title=f"The gradient scaler skips {100 * float(later.mean()):.0f} % of the steps",
             detail=(
-                f"{wording.share(int(later.sum()), len(later))} of the recorded steps after the "
+                f"{phrases.share(int(later.sum()), len(later))} of the recorded steps after the "
                 "calibration of the "
                 f"scale (from step {int(steps[start])} on) were skipped; one in 2000 is "
                 f"usual{_scale_words(scale.values)}."
@@ -107,14 +107,14 @@ def calibrated(skipped: NDArray[np.bool_], limits: ScalerLimits) -> int:
 def _scale_words(values: NDArray[np.float64]) -> str:
     if len(values) == 0:
         return ""
-    return f"; the scale changed from {wording.number(values[0])} to {wording.number(values[-1])}"
+    return f"; the scale changed from {phrases.number(values[0])} to {phrases.number(values[-1])}"
 
 
 def _evidence(
     steps: NDArray[np.int64], scale_steps: NDArray[np.int64], scales: NDArray[np.float64]
 ) -> tuple[Evidence, ...]:
-    shown = [wording.scalar("scaler/skipped", int(step), 1.0) for step in steps[: wording.EVIDENCE_ROWS]]
+    shown = [phrases.scalar("scaler/skipped", int(step), 1.0) for step in steps[: phrases.EVIDENCE_ROWS]]
     place = np.flatnonzero(scale_steps == steps[-1])
     if len(place):
-        shown.append(wording.scalar("scaler/scale", int(steps[-1]), scales[place[0]]))
+        shown.append(phrases.scalar("scaler/scale", int(steps[-1]), scales[place[0]]))
     return tuple(shown)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import limit
 from backlight.monitors.health.model.history import (
     StretchLimits,
@@ -157,20 +157,20 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
     for leap, row in one.peaks:
         word = "gradient norm" if leap.name == "total_norm" else leap.name
         step, median = int(leap.steps[row]), float(leap.medians[row])
-        times = f"{wording.number(leap.values[row] / median)} times " if median > 0 else "above "
+        times = f"{phrases.number(leap.values[row] / median)} times " if median > 0 else "above "
         parts.append(
-            f"the {word} is {wording.number(leap.values[row])} at step {step}, {times}its median of "
-            f"{wording.number(median)} before ({wording.number(leap.deviations[row])} robust deviations)"
+            f"the {word} is {phrases.number(leap.values[row])} at step {step}, {times}its median of "
+            f"{phrases.number(median)} before ({phrases.number(leap.deviations[row])} robust deviations)"
         )
         evidence.append(
-            wording.total_norm(run, step, leap.values[row])
+            phrases.total_norm(run, step, leap.values[row])
             if leap.name == "total_norm"
-            else wording.scalar(leap.name, step, leap.values[row], leap.unit)
+            else phrases.scalar(leap.name, step, leap.values[row], leap.unit)
         )
     batch = run.scalar("batch")
     place = np.flatnonzero(batch.steps == one.step)
     if len(place):
-        evidence.append(wording.scalar("batch", one.step, batch.values[place[0]]))
+        evidence.append(phrases.scalar("batch", one.step, batch.values[place[0]]))
     name, carriers = _carriers(run, one.step, limits)
     evidence += carriers
     lasting = f" It lasts until step {one.last}." if one.last != one.step else ""
@@ -185,7 +185,7 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
         severity=Severity.INFO if alone and one.height < limits.spike_norm_hard else Severity.WARNING,
         title=f"Spike of the {titled} at step {one.step}",
         detail=f"{claim[0].upper()}{claim[1:]}.{lasting}{carried}{rank}",
-        subject=Subject(parameter=name, module=wording.modules_of(run).get(name or ""), step=one.step),
+        subject=Subject(parameter=name, module=phrases.modules_of(run).get(name or ""), step=one.step),
         evidence=tuple(evidence),
         fix=(
             f"Inspect the batch of step {one.step}"
@@ -218,7 +218,7 @@ def _carriers(run: Run, step: int, limits: SpikeLimits) -> tuple[str | None, lis
     columns = [int(c) for c in np.flatnonzero(np.isfinite(grown_P) & frame.measured[row] & ~rounding_P)]
     if not columns:
         return None, []
-    order = wording.loudest(columns, lambda c: float(grown_P[c]), 3)
+    order = phrases.loudest(columns, lambda c: float(grown_P[c]), 3)
     return frame.names[order[0]], [
-        wording.series("gradient/rms", frame.names[c], step, frame.values[row, c]) for c in order
+        phrases.series("gradient/rms", frame.names[c], step, frame.values[row, c]) for c in order
     ]

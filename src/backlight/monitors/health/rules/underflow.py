@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.health.model.history import at_steps, finite_median
 from backlight.monitors.health.model.score import skipped_steps
@@ -70,17 +70,17 @@ def underflow(run: Run, limits: UnderflowLimits) -> Iterator[Finding]:
             found[column] = (share, magnitude, int(rows[-1]))
     if not found:
         return
-    order = wording.loudest(found, lambda c: found[c][0])
+    order = phrases.loudest(found, lambda c: found[c][0])
     worst = order[0]
     name, (share, magnitude, last) = norm.names[worst], found[worst]
     step = int(norm.steps[last])
     under = (
-        f" under a loss scale of {wording.number(float(scale_S[last]))}"
+        f" under a loss scale of {phrases.number(float(scale_S[last]))}"
         if scaled
         else " without a loss scale"
     )
     evidence = [
-        wording.series(
+        phrases.series(
             "gradient/zero_share",
             norm.names[c],
             int(norm.steps[found[c][2]]),
@@ -89,18 +89,18 @@ def underflow(run: Run, limits: UnderflowLimits) -> Iterator[Finding]:
         )
         for c in order
     ]
-    evidence.append(wording.series("gradient/norm", name, step, norm.values[last, worst]))
+    evidence.append(phrases.series("gradient/norm", name, step, norm.values[last, worst]))
     if scaled:
-        evidence.append(wording.scalar("scaler/scale", step, float(scale_S[last])))
+        evidence.append(phrases.scalar("scaler/scale", step, float(scale_S[last])))
     yield Finding(
         severity=Severity.WARNING,
-        title=f"The gradient of `{name}`{wording.others(len(found) - 1)} underflows in fp16",
+        title=f"The gradient of `{name}`{phrases.others(len(found) - 1)} underflows in fp16",
         detail=(
             f"{100 * share:.0f} % of its values are exactly zero, and the rms of the others{under} is "
-            f"{wording.number(magnitude)}: fp16 rounds what is below 3e-08 to zero. "
-            f"{wording.share(len(found), evaluated)} of the half-precision matrices are affected."
+            f"{phrases.number(magnitude)}: fp16 rounds what is below 3e-08 to zero. "
+            f"{phrases.share(len(found), evaluated)} of the half-precision matrices are affected."
         ),
-        subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=step),
+        subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=step),
         evidence=tuple(evidence),
         fix=(
             "Scale the loss (`torch.amp.GradScaler`; raise `init_scale` or lower `growth_interval` if "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import limit
 from backlight.monitors.health.model import score
 from backlight.monitors.health.model.history import (
@@ -76,26 +76,26 @@ def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
     else:
         severity = Severity.ERROR if count / whole > limits.vanishing_spread else Severity.WARNING
         remark = ""
-    rows = wording.loudest(found.tolist(), lambda i: -float(medians_P[i]))
+    rows = phrases.loudest(found.tolist(), lambda i: -float(medians_P[i]))
     evidence = []
     for row in rows:
         last = start + int(np.flatnonzero(hits_TP[:, row])[-1])
         evidence.append(
-            wording.series(
+            phrases.series(
                 "gradient/rms", frame.names[row], int(frame.steps[last]), float(frame.values[last, row])
             )
         )
     first = int(frame.steps[_first(frame, measured_SP, worst, limits)])
     yield Finding(
         severity=severity,
-        title=f"The gradient of `{name}`{wording.others(count - 1)} vanishes",
+        title=f"The gradient of `{name}`{phrases.others(count - 1)} vanishes",
         detail=(
-            f"Its rms is {wording.number(size)}, {wording.number(size / usual)} times the median over "
+            f"Its rms is {phrases.number(size)}, {phrases.number(size / usual)} times the median over "
             "parameters, "
             f"in the last {limits.vanishing_window} recorded steps and first at step {first}. "
-            f"{wording.share(count, whole)} of the measured parameters are affected{remark}."
+            f"{phrases.share(count, whole)} of the measured parameters are affected{remark}."
         ),
-        subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=first),
+        subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=first),
         evidence=tuple(evidence),
         fix=(
             f"Follow the gradient over depth in the report, from the loss down to `{name}`. Where it "

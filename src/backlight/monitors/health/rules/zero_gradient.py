@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.health.model.history import Bools, Integers, ending_streaks
 from backlight.records import Evidence, Finding, Severity, Subject
@@ -43,7 +43,7 @@ def zero_gradient(run: Run, limits: ZeroLimits) -> Iterator[Finding]:
         return
     whole = int(ever_P.sum())
     scalars = {i: int(sizes.values[:, i].max()) for i in found.tolist()}
-    order = wording.loudest(scalars, lambda i: float(scalars[i]))
+    order = phrases.loudest(scalars, lambda i: float(scalars[i]))
     worst = order[0]
     name = zeros.names[worst]
     lasts = {i: int(np.flatnonzero(marks(slice(None), np.array([i]))[0][:, 0])[-1]) for i in order}
@@ -62,16 +62,16 @@ def zero_gradient(run: Run, limits: ZeroLimits) -> Iterator[Finding]:
         title=(
             "Every gradient is exactly zero"
             if everything
-            else f"The gradient of `{name}`{wording.others(len(found) - 1)} is exactly zero"
+            else f"The gradient of `{name}`{phrases.others(len(found) - 1)} is exactly zero"
         ),
         detail=(
-            f"{whole if everything else len(found)} of {wording.plural(whole, 'measured parameter')} "
+            f"{whole if everything else len(found)} of {phrases.plural(whole, 'measured parameter')} "
             "(largest: "
             f"`{name}`, {scalars[worst]} values) have a zero gradient in the last {int(streaks_P[worst])} "
             "recorded "
             f"steps, since step {since}; {history}."
         ),
-        subject=Subject(parameter=name, module=wording.modules_of(run).get(name), step=since),
+        subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=since),
         evidence=tuple(
             Evidence(
                 f"series/gradient/zeros/{zeros.names[row]}",

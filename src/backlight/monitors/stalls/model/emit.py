@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backlight.findings import wording
+from backlight.findings import phrases
 from backlight.monitors.stalls.model.observation import Diagnosis, ExitReason, Observation
 from backlight.monitors.stalls.model.shared_state import RankStatus, StateSnapshot
 from backlight.records import DiagnosisKind, Evidence, Finding, Made, Severity, Subject, to_json
@@ -32,7 +32,7 @@ def as_finding(diagnosis: Diagnosis, step: int | None, evidence: Sequence[Eviden
         rule=RULE,
         monitor="stalls",
         severity=_SEVERITY.get(diagnosis.kind, Severity.ERROR),
-        title=wording.shorten(diagnosis.claim),
+        title=phrases.shorten(diagnosis.claim),
         detail=diagnosis.claim,
         subject=Subject(
             parameter=diagnosis.parameter,
