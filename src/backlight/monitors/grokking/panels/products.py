@@ -76,7 +76,7 @@ def matrix_products(source: Source) -> Drawn | NotMeasured:
         reason = source.reason("product", otherwise="No product of a matrix gradient was recorded.")
         return NotMeasured(reason)
     matrices = len({name.rpartition("/")[0] for name in names})
-    remarks = ()
+    remarks: tuple[str, ...] = ()
     if matrices > MAX_MATRICES:
         remarks = (f"{matrices} matrices were measured; the first {MAX_MATRICES} are drawn.",)
     return Drawn("lines", {"charts": charts, "small": len(charts) > 2}, (), remarks)
