@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from backlight.monitors.grokking.model.reader import TEST
 from backlight.monitors.grokking.model.verdicts import Detection, LeadLagLimits
@@ -190,6 +189,8 @@ def rank_correlation(first: Floats, second: Floats) -> float | None:
     """Return Spearman's rank correlation, ties at their mean rank; None if one does not vary."""
     if len(first) < 3 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
+    from scipy import stats  # noqa: PLC0415 - a second of import that few reports need
+
     return float(stats.spearmanr(first, second).statistic)
 
 
