@@ -66,13 +66,7 @@ def nbytes(batch: Any) -> int:
 
 
 def split(batch: Any, count: int) -> list[Any]:
-    """Split a batch into equal parts along the first dimension; a remainder is left out.
-
-    Raises
-    ------
-    ValueError
-        If it has fewer samples than parts.
-    """
+    """Split a batch into equal parts, leaving out a remainder; ValueError if it has too few samples."""
     length = samples(batch)
     if length is None or length < count:
         raise ValueError(f"a batch of {length or 0} samples cannot be split into {count} replicates")

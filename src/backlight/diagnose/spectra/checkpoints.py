@@ -29,9 +29,7 @@ class Checkpoint:
 
 
 def find_checkpoints(patterns: Sequence[str]) -> tuple[Checkpoint, ...]:
-    """Return the matching checkpoints in natural order: ``step-9.pt`` before ``step-10.pt``.
-
-    Without a pattern that is the freshly built model.
+    """Return the matching checkpoints in natural order, the freshly built model without a pattern.
 
     Raises
     ------
@@ -90,13 +88,7 @@ class Earlier:
 
 
 def read_earlier(path: Path, configuration: Mapping[str, Any]) -> Earlier:
-    """Return what a run directory holds of a measurement with the same configuration.
-
-    Raises
-    ------
-    SpectraError
-        If the run there is of something else, or was measured with another configuration.
-    """
+    """Return what a run directory holds; SpectraError if it is of something else or other options."""
     if not (path / "manifest.json").is_file():
         return Earlier()
     run = open_run(path)
@@ -129,13 +121,7 @@ def read_earlier(path: Path, configuration: Mapping[str, Any]) -> Earlier:
 
 
 def check_checkpoint(path: Path, earlier: Earlier, step: int, file: str, weights: str) -> None:
-    """Refuse a step whose weights differ from those that were measured before.
-
-    Raises
-    ------
-    SpectraError
-        If they differ.
-    """
+    """Raise SpectraError for a step whose weights differ from those that were measured before."""
     before = earlier.checkpoints.get(step)
     if before is not None and before[1] != weights:
         raise SpectraError(

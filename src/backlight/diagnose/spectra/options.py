@@ -45,26 +45,14 @@ class SpectraRequest:
         return None if self.dtype is None else DTYPES[self.dtype]
 
     def check(self) -> None:
-        """Refuse options that cannot be used.
-
-        Raises
-        ------
-        SpectraError
-            If there is one.
-        """
+        """Raise SpectraError for options that cannot be used."""
         if self.replicates < 3:
             raise SpectraError(f"--replicates {self.replicates}: at least 3 are needed, 8 or more are better")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise SpectraError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
 
     def find_device(self) -> torch.device | None:
-        """Return the device; by default CUDA where it is available, else None for that of the recipe.
-
-        Raises
-        ------
-        SpectraError
-            If the device cannot be used.
-        """
+        """Return a usable device, by default CUDA where available; None for that of the recipe."""
         name = self.device or ("cuda" if torch.cuda.is_available() else None)
         if name is None:
             return None
@@ -90,13 +78,7 @@ class SpectraProgress:
 
 
 def method_of(text: str) -> Method:
-    """Return the method of decomposing with this name.
-
-    Raises
-    ------
-    SpectraError
-        If there is none.
-    """
+    """Return the method of decomposing with this name; SpectraError if there is none."""
     for method in get_args(Method):
         if method == text:
             return method  # type: ignore[no-any-return]  # get_args is not typed

@@ -53,13 +53,7 @@ class Spectrum:
 
     @property
     def numerical_rank(self) -> int:
-        """Number of eigenvalues above the tolerance; ValueError if they may be more than those computed.
-
-        Raises
-        ------
-        ValueError
-            If only the largest eigenvalues were computed, and all of them count.
-        """
+        """Number of eigenvalues above the tolerance; ValueError if some of them were not computed."""
         count = int((self.eigenvalues > self.tolerance).sum())
         if count == len(self.eigenvalues) and not self.complete:
             raise ValueError(
@@ -82,13 +76,7 @@ class Spectrum:
 
     @property
     def effective_rank(self) -> float:
-        """Exp of the entropy of the eigenvalues over their sum (Roy and Vetterli, 2007); nan for zero.
-
-        Raises
-        ------
-        ValueError
-            If only the largest eigenvalues were computed.
-        """
+        """Exp of the entropy of the eigenvalues over their sum (Roy and Vetterli, 2007); nan for zero."""
         if not self.complete:
             raise ValueError(
                 f"the effective rank needs all {self.samples} eigenvalues, got {len(self.eigenvalues)}; "
@@ -123,13 +111,7 @@ class Spectrum:
         return n * max(0.0, total - mean) / signal if signal > 0 else math.inf
 
     def explained(self, k: int) -> float:
-        """Return the share of the k largest eigenvalues in the trace; nan for a zero matrix.
-
-        Raises
-        ------
-        ValueError
-            If k is not between 1 and the number of computed eigenvalues.
-        """
+        """Return the share of the k largest of the computed eigenvalues in the trace; nan for zero."""
         if not 1 <= k <= len(self.eigenvalues):
             raise ValueError(f"explained: k must be between 1 and {len(self.eigenvalues)}, got {k}")
         return float(self.eigenvalues[:k].sum() / self.trace) if self.trace > 0 else math.nan
@@ -246,13 +228,7 @@ def _largest(work: Tensor, top: int | None) -> NDArray[np.float64]:
 
 
 def as_matrix(gradient: Tensor) -> Tensor:
-    """Return a gradient as ``[p, q]``, output dimension first; further dimensions are inputs.
-
-    Raises
-    ------
-    ValueError
-        If it has fewer than two dimensions: the product of a vector has rank one.
-    """
+    """Return a gradient as ``[p, q]``, outputs first; ValueError for fewer than two dimensions."""
     if gradient.dim() < 2:
         raise ValueError(
             f"G G^T needs a gradient with at least two dimensions, got {list(gradient.shape)}; that of a "

@@ -203,13 +203,7 @@ BLOCK_SCALARS = 1 << 19
 
 
 def common_shape(uses: Sequence[Factors]) -> tuple[int, int, int]:
-    """Return N, rows and columns of the uses of one parameter; ValueError where they differ.
-
-    Raises
-    ------
-    ValueError
-        If the uses have different shapes.
-    """
+    """Return N, rows and columns of the uses of one parameter; ValueError where they differ."""
     shapes = {(use.samples, use.rows, use.columns) for use in uses}
     if len(shapes) != 1:
         raise ValueError(f"uses of one parameter differ in samples, rows or columns: {sorted(shapes)}")
@@ -258,13 +252,7 @@ def device_of(use: Factors) -> torch.device:
 
 
 def concatenate(by_part: Sequence[Sequence[Factors]]) -> list[Factors]:
-    """Return the uses of all samples from those of parts of the samples, in order.
-
-    Raises
-    ------
-    ValueError
-        If a parameter was used differently in the parts.
-    """
+    """Return the uses of all samples from those of parts; ValueError if the parts differ in their uses."""
     if len(by_part) == 1:
         return list(by_part[0])
     if len({tuple(type(use) for use in part) for part in by_part}) > 1:

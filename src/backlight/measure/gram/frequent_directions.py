@@ -52,13 +52,7 @@ class FrequentDirections:
         self._filled = 0
 
     def add(self, rows_nM: Tensor) -> None:
-        """Add rows ``[n, M]``, or one ``[M]``.
-
-        Raises
-        ------
-        ValueError
-            If they have another number of columns, or a value is not finite.
-        """
+        """Add finite rows ``[n, M]``, or one ``[M]``; others raise ValueError and change nothing."""
         rows = rows_nM.detach().reshape(-1, rows_nM.shape[-1]) if rows_nM.dim() else rows_nM
         if rows.dim() != 2 or rows.shape[1] != self.columns:
             raise ValueError(f"sketch: expected rows of {self.columns} numbers, got {list(rows_nM.shape)}")
@@ -99,13 +93,7 @@ class FrequentDirections:
         self._filled = self.size
 
     def merge(self, other: FrequentDirections) -> None:
-        """Add the sketch of another stream: the result is a sketch of both, with its bound.
-
-        Raises
-        ------
-        ValueError
-            If the other one has other columns.
-        """
+        """Add the sketch of another stream of the same M: the result is a sketch of both, with its bound."""
         if other.columns != self.columns:
             raise ValueError(f"sketch: cannot merge {other.columns} columns into {self.columns}")
         self._append(other._buffer[: other._filled])
@@ -135,13 +123,7 @@ class FrequentDirections:
     def from_state(
         cls, state: Mapping[str, Any], *, device: torch.device | str = "cpu"
     ) -> FrequentDirections:
-        """Return the sketch that returned ``state``, in the type of its rows.
-
-        Raises
-        ------
-        ValueError
-            If something is missing, or more rows are there than such a sketch holds.
-        """
+        """Return the sketch that returned ``state``, with the type of its rows; ValueError if incomplete."""
         missing = {"size", "rows", "shrinkage", "seen"} - state.keys()
         if missing:
             raise ValueError(

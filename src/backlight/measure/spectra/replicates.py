@@ -32,13 +32,7 @@ class ReplicateError(ValueError):
 
 
 def as_matrix(tensor: Tensor, *, layer: str = "") -> Tensor:
-    """Return a parameter or gradient as a matrix: itself, or a convolution as outputs x everything else.
-
-    Raises
-    ------
-    ReplicateError
-        If it has fewer than two dimensions.
-    """
+    """Return a tensor as a matrix, convolutions as outputs x everything else; ReplicateError for vectors."""
     if tensor.ndim < 2:
         raise ReplicateError(
             f"{named(layer)}: has shape {tuple(tensor.shape)}; singular directions need a matrix. "
@@ -147,13 +141,7 @@ class Replicates:
         return replace(self, matrices=matrices, _loader=_Loader(matrices, self.device))
 
     def refuse_zero(self) -> None:
-        """Refuse a replicate that is zero, which has no directions.
-
-        Raises
-        ------
-        ReplicateError
-            If there is one.
-        """
+        """Raise ReplicateError for a replicate that is zero, which has no directions."""
         for a, square in enumerate(self.squares):
             if square == 0:
                 raise ReplicateError(
@@ -224,7 +212,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def check_distinct(replicates: Replicates, sigma2: float) -> None:
-    """Refuse replicates of the same data: they agree perfectly, so their echo would mean nothing.
+    """Raise ReplicateError for replicates of the same data, whose echo means nothing.
 
     Two replicates are the same where their squared distance is below 1e-4 of the ``2 sigma^2 p q`` that
     noise puts between them. Only neighbours in norm are compared.

@@ -30,13 +30,7 @@ MOMENTA = ("exp_avg", "momentum_buffer")
 
 
 def select(options: SpectraOptions, table: ParameterTable) -> Selection:
-    """Select among the parameters of a table.
-
-    Raises
-    ------
-    SpectraError
-        If a pattern matches nothing, or nothing is left to measure.
-    """
+    """Select among the parameters of a table; SpectraError if nothing is left or a pattern is unmatched."""
     shapes = (
         (r.name, torch.empty(r.shape, device="meta", requires_grad=r.requires_grad)) for r in table.records
     )
@@ -44,31 +38,12 @@ def select(options: SpectraOptions, table: ParameterTable) -> Selection:
 
 
 class LayerSelection:
-    """The parameters that are captured, as the table of a scope has them.
+    """The captured parameters, from the table of a scope.
 
-    Parameters
-    ----------
-    options
-        The options of the monitor.
-    scope
-        The watched models and optimizers.
-    recorder
-        Records the layers.
-    notifier
-        Shows warnings.
-
-    Attributes
-    ----------
-    captured
-        Parameters whose gradients are captured on this rank.
-    all
-        Parameters that any rank measures, in the same order on all ranks.
-    mine
-        Names of those that this rank measures.
-    owner_of
-        Rank by name, where ranks share the work.
-    states_size
-        Bytes of the copies of weights and momenta.
+    ``captured`` are the parameters whose gradients are captured on this rank; ``all`` those that any rank
+    measures, in the same order on all ranks; ``mine`` the names of those that this rank measures;
+    ``owner_of`` their ranks by name, where ranks share the work; ``states_size`` the bytes of the copies of
+    weights and momenta.
     """
 
     def __init__(self, options: SpectraOptions, scope: Scope, recorder: Recorder, notifier: Notifier) -> None:
@@ -196,28 +171,16 @@ class LayerSelection:
         return found
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters that are captured, by name.
-
-        Raises
-        ------
-        SpectraError
-            If one of the model is sharded, captured here or not: its forward communicates, so that every rank
-            would have to run the extra passes.
-        """
+        """Return the captured parameters by name; SpectraError if any of the model is sharded."""
         held = [] if self._table is None else self._table.tensors()
         if any(local(tensor) is not tensor for tensor in held):
+            # Their forward communicates: every rank would have to run the extra passes.
             raise SpectraError("parameters are sharded; accumulate instead")
         tensors = ((target.name, self._tensor(target)) for target in self.captured)
         return {name: tensor for name, tensor in tensors if tensor is not None}
 
     def unwrapped_model(self) -> torch.nn.Module:
-        """Return the model without a wrapper that communicates.
-
-        Raises
-        ------
-        SpectraError
-            If there are several models, or a module inside communicates.
-        """
+        """Return the model without a wrapper that communicates; SpectraError if there is no such one."""
         roots = list(self._scope.models)
         if len(roots) != 1:
             raise SpectraError(f"{len(roots)} models are watched; samples belong to one")

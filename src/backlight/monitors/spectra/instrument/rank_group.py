@@ -60,10 +60,9 @@ class RankGroup:
         return box[0]
 
     def raise_first(self, problem: tuple[Any, Exception] | None) -> None:
-        """Raise the same SpectraError on every rank if any of them has a problem.
+        """Raise the same SpectraError on every rank if any of them has a problem: its position and the error.
 
-        ``problem`` is its position in the work and the error; of several the first position is raised, so
-        that the error does not depend on the number of ranks.
+        Of several the first position is raised, so that the error does not depend on the number of ranks.
 
         Raises
         ------
@@ -138,7 +137,7 @@ def launched_ranks() -> Iterator[RankGroup]:
 
 
 def new_group(timeout_s: float) -> RankGroup:
-    """Return a process group of backlight's own; all ranks call this where they enter the watch.
+    """Return a process group of backlight's own, called by all ranks where they enter the watch.
 
     Raises
     ------

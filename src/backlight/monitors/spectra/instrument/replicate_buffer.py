@@ -81,16 +81,7 @@ class CapturedStep:
 class ReplicateBuffer:
     """Copies the gradients of one backward after another, as long as whole replicates fit.
 
-    Parameters
-    ----------
-    targets
-        The parameters to capture.
-    budget
-        Bytes that all replicates together may take.
-    max_replicates
-        Most replicates to keep.
-    location
-        ``"host"`` or ``"device"``.
+    All replicates together take at most ``budget`` bytes, on the ``location`` ``"host"`` or ``"device"``.
     """
 
     def __init__(self, targets: Sequence[Target], budget: int, max_replicates: int, location: str) -> None:

@@ -38,21 +38,7 @@ _NICE = 10
 
 
 class WorkerThread:
-    """Background thread that measures captured steps.
-
-    See :class:`backlight.monitors.spectra.instrument.replicate_monitor.ReplicateMonitor`.
-
-    Parameters
-    ----------
-    options
-        The options of the monitor.
-    results
-        Records the results.
-    notifier
-        Shows warnings.
-    group
-        The ranks whose replicates are brought together; None for those of this rank only.
-    """
+    """Background thread that measures captured steps; without ``group`` only those of this rank."""
 
     def __init__(
         self, options: SpectraOptions, results: Recorder, notifier: Notifier, group: RankGroup | None
