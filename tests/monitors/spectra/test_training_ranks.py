@@ -1,4 +1,4 @@
-"""Spectra inside a training on two ranks: nothing is reduced, none waits, all say the same."""
+"""Spectra of a training run on two ranks: nothing is reduced, no rank waits, all report the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "PYTHONPATH": os.pathsep.join([str(tests), os.environ["PYTHONPATH"]]),
     }
     done = subprocess.run(
-        [*command, str(Path(__file__).with_name("ranked.py")), str(out)],
+        [*command, str(tests / "spectra" / "ranked.py"), str(out)],
         env=environment,
         capture_output=True,
         text=True,
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def seen(folder: Path, mode: str) -> list[dict[str, Any]]:
+def reports(folder: Path, mode: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{mode}-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -50,11 +50,11 @@ def measured(folder: Path, mode: str) -> set[tuple[int, str]]:
 
 def test_training_is_unchanged_on_every_rank(folder: Path) -> None:
     for mode in ("ddp", "ddp_static", "exchange", "missing", "fsdp", "fewer"):
-        assert [one["same"] for one in seen(folder, mode)] == [True, True], mode
+        assert [one["same"] for one in reports(folder, mode)] == [True, True], mode
 
 
 def test_under_ddp_each_layer_is_measured_by_one_rank_before_reduction(folder: Path) -> None:
-    one, other = seen(folder, "ddp")
+    one, other = reports(folder, "ddp")
     assert not set(one["replicates"]) & set(other["replicates"])
     assert set(one["replicates"]) | set(other["replicates"]) == MATRICES
     assert set(one["replicates"].values()) == {4}
@@ -69,21 +69,21 @@ def test_static_graphs_and_bucket_views_are_supported(folder: Path) -> None:
 
 
 def test_an_exchange_brings_the_replicates_of_all_ranks_together(folder: Path) -> None:
-    one, other = seen(folder, "exchange")
+    one, other = reports(folder, "exchange")
     assert {**one["replicates"], **other["replicates"]} == dict.fromkeys(MATRICES, 4)
     found = stored.measurements(open_run(folder / "exchange" / "run"), "head.weight")[0]
     assert (found.replicates, found["batch"]) == (4, 8)
 
 
 def test_the_same_data_on_two_ranks_are_reported(folder: Path) -> None:
-    messages = [text for result in seen(folder, "controls") for text in result["warnings"]]
+    messages = [text for result in reports(folder, "controls") for text in result["warnings"]]
     assert messages
     assert all("are the same, as if both came from the same data" in text for text in messages)
     assert not measured(folder, "controls")
 
 
 def test_a_gradient_that_one_rank_lacks_is_dropped_by_all(folder: Path) -> None:
-    one, other = (result["warnings"] for result in seen(folder, "missing"))
+    one, other = (result["warnings"] for result in reports(folder, "missing"))
     assert len(one) == 1
     assert one == other
     assert "spectra of block.up.weight are not measured" in one[0]
@@ -92,13 +92,13 @@ def test_a_gradient_that_one_rank_lacks_is_dropped_by_all(folder: Path) -> None:
 
 
 def test_no_rank_waits_for_one_that_has_ended(folder: Path) -> None:
-    waiting, _ended = seen(folder, "fewer")
+    waiting, _ended = reports(folder, "fewer")
     assert any("replicates of all ranks, from here on" in text for text in waiting["warnings"])
     assert {step for step, _ in measured(folder, "fewer")} == {0, 2}
 
 
 def test_under_fsdp2_gradients_are_captured_before_they_are_scattered(folder: Path) -> None:
-    one, other = seen(folder, "fsdp")
+    one, other = reports(folder, "fsdp")
     assert set(one["replicates"]) | set(other["replicates"]) == MATRICES
     assert set(one["replicates"].values()) == {3}
     assert one["right"]
