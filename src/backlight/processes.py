@@ -222,17 +222,12 @@ def wait_reason(pid: int, tid: int) -> str:
         name = _SYSCALLS.get(os.uname().machine, {}).get(int(number), "") if number.isdecimal() else ""
         if name:  # a call that was restarted after a signal has another number
             return _WAITS.get(name, "")
-    channel = wait_channel(pid, tid)
-    return next((m for word, m in _WAITS.items() if channel.startswith(word) or f"_{word}" in channel), "")
-
-
-def wait_channel(pid: int, tid: int) -> str:
-    """Return the kernel function in which a thread sleeps, empty where it runs or reading is denied."""
-    try:
-        channel = Path(f"/proc/{pid}/task/{tid}/wchan").read_text(encoding="ascii").strip("\0\n ")
-    except (OSError, ValueError):
-        return ""
-    return "" if channel == "0" else channel
+    with contextlib.suppress(OSError):
+        channel = (task / "wchan").read_text(encoding="ascii").strip()
+        return next(
+            (m for word, m in _WAITS.items() if channel.startswith(word) or f"_{word}" in channel), ""
+        )
+    return ""
 
 
 def children(pid: int) -> tuple[Process, ...]:

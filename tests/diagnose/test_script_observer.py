@@ -1,4 +1,4 @@
-"""Recorders of every operation are paused in forked workers, and go on in the process that forked."""
+"""Recorders of every operation are paused in forked children, and continue in the parent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def fail(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("kind", [Tape, ValueTracker])
-def test_a_worker_is_not_recorded(kind: type[Tape] | type[ValueTracker]) -> None:
+def test_forked_child_is_not_recorded(kind: type[Tape] | type[ValueTracker]) -> None:
     recorder = kind(ModuleCalls(), fail)
 
     def seen() -> int:

@@ -1,4 +1,4 @@
-"""Which parameters are expected to train, by name, and which tensors an optimizer holds instead."""
+"""Parameters that are expected to train, by name, and the lines that created them and their optimizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A parameter with the names under which living models hold it."""
+    """A parameter with its names in the living models."""
 
     name: str
     parameter: torch.Tensor
@@ -67,7 +67,7 @@ def candidates(roots: list[tuple[str, nn.Module]]) -> list[Candidate]:
 
 
 def plain_tensors(roots: list[tuple[str, nn.Module]]) -> list[tuple[str, torch.Tensor]]:
-    """Return tensors that modules hold as plain attributes and that want a gradient but are no leaves."""
+    """Return tensors that modules hold as plain attributes and that require a gradient but are no leaves."""
     found = []
     for prefix, root in roots:
         for name, module in walk(root, prefix):
@@ -79,14 +79,14 @@ def plain_tensors(roots: list[tuple[str, nn.Module]]) -> list[tuple[str, torch.T
 
 
 class RegistrationLines:
-    """Lines at which parameters were registered and optimizers made."""
+    """Lines at which parameters were registered and optimizers created."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, tuple[weakref.ref[Any], SourceLine]] = {}
         self._optimizers: dict[int, tuple[weakref.ref[Any], SourceLine]] = {}
 
     def install(self, patches: Patches) -> list[Any]:
-        """Begin to note; return the handles of the hooks."""
+        """Start recording; return the handles of the hooks."""
         from torch.optim import Optimizer  # noqa: PLC0415 - typing only above
 
         registration_lines = self._optimizers
@@ -112,13 +112,13 @@ class RegistrationLines:
 
     def of_parameter(self, parameter: Any) -> SourceLine | None:
         """Return the line that registered ``parameter``."""
-        return _still(self._parameters, parameter)
+        return _line_of(self._parameters, parameter)
 
     def of_optimizer(self, optimizer: Any) -> SourceLine | None:
-        """Return the line that made ``optimizer``."""
-        return _still(self._optimizers, optimizer)
+        """Return the line that created ``optimizer``."""
+        return _line_of(self._optimizers, optimizer)
 
 
-def _still(table: dict[int, tuple[weakref.ref[Any], SourceLine]], thing: Any) -> SourceLine | None:
+def _line_of(table: dict[int, tuple[weakref.ref[Any], SourceLine]], thing: Any) -> SourceLine | None:
     known = table.get(id(thing))
     return known[1] if known is not None and known[0]() is thing else None

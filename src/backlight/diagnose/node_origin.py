@@ -1,7 +1,7 @@
-"""Which line of the forward pass made a node of the autograd graph, by its sequence number.
+"""Origins of autograd nodes: the line of the forward pass, by the sequence number of the node.
 
-Every node takes the next number of its thread when it is made, so that the numbers taken during one
-operation belong to the line that called it.
+Every node gets the next number of its thread at creation, so the numbers of one operation belong to the line
+that called it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from backlight.user_code import SourceLine
 
 next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # not exported
-"""Return the number that the next node of this thread will take."""
+"""Return the number of the next node of this thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a node comes from: the operation, its line, and the module that was running."""
+    """Origin of a node: the operation, its line, and the running module."""
 
     operation: str
     line: SourceLine | None
@@ -38,7 +38,7 @@ class Origins:
         self._origins: list[Origin] = []
 
     def add(self, begin: int, end: int, origin: Origin) -> None:
-        """Say that the nodes ``begin`` to ``end - 1`` come from ``origin``."""
+        """Record ``origin`` for the nodes ``begin`` to ``end - 1``."""
         if end > begin:
             at = bisect_right(self._begins, begin) if self._begins and begin < self._begins[-1] else None
             if at is None:
@@ -51,12 +51,12 @@ class Origins:
                 self._origins.insert(at, origin)
 
     def of(self, number: int) -> Origin | None:
-        """Return the origin of the node with that sequence number, or None if it was not seen."""
+        """Return the origin of the node with that sequence number, None if it was not recorded."""
         at = bisect_right(self._begins, number) - 1
         return self._origins[at] if at >= 0 and number < self._ends[at] else None
 
     def trim(self, limit: int) -> None:
-        """Forget the oldest where there are more than ``limit``."""
+        """Forget the oldest half if there are more than ``limit``."""
         if len(self._begins) > limit:
             kept = slice(-limit // 2, None)
             self._begins, self._ends = self._begins[kept], self._ends[kept]

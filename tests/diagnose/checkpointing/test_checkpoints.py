@@ -23,7 +23,7 @@ from faults.injection import Fault, Train
 
 
 class _Stop(BaseException):
-    """Ends a training that has been observed for long enough."""
+    """Ends a script that has been observed for long enough."""
 
 
 def inspect(train: Train, injected: bool) -> Region:
@@ -45,7 +45,7 @@ EACH = pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 
 
 @EACH
-def test_what_is_remarked(fault: Fault) -> None:
+def test_remarks(fault: Fault) -> None:
     region = inspect(fault.train, injected=True)
     expected = fault.expected
     assert {remark.kind for remark in region.remarks} == expected["kinds"]
@@ -57,7 +57,7 @@ def test_what_is_remarked(fault: Fault) -> None:
 
 
 @EACH
-def test_the_healthy_twin_is_silent(fault: Fault) -> None:
+def test_control_is_silent(fault: Fault) -> None:
     region = inspect(fault.train, injected=False)
     assert region.remarks == []
     assert region.calls >= 2

@@ -1,4 +1,4 @@
-"""The walk of the graph: what it finds, and that a long chain survives it."""
+"""Walk of the autograd graph: nodes, edges and leaves, and a long chain that survives it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _inner(loss: torch.Tensor) -> list[object]:
     return [add, add.next_functions[1][0]]
 
 
-def test_a_leaf_as_the_root() -> None:
+def test_leaf_as_the_root() -> None:
     leaf = torch.ones((), requires_grad=True)
     assert walk([leaf]).reaches(leaf)
     assert len(walk([torch.ones(())])) == 0
@@ -57,7 +57,7 @@ def test_shares_by_line() -> None:
     assert shares == [(lines[0], 8 / 9), (lines[-1], 1 / 9)]
 
 
-def test_origins_of_numbers_that_nobody_added() -> None:
+def test_origins_of_unrecorded_numbers() -> None:
     origins = Origins()
     line = user_line()
     origins.add(4, 6, Origin("late", line))
@@ -109,7 +109,7 @@ print("released")
         ),
     ],
 )
-def test_a_chain_of_200000_nodes_is_released(arguments: tuple[str, str], first: str) -> None:
+def test_chain_of_200000_nodes_is_released(arguments: tuple[str, str], first: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHAIN, *arguments], capture_output=True, text=True, timeout=200, check=False
     )
@@ -117,7 +117,7 @@ def test_a_chain_of_200000_nodes_is_released(arguments: tuple[str, str], first: 
     assert done.stdout == f"{first}\nreleased\n"
 
 
-def test_the_walk_leaves_no_wrapper_behind() -> None:
+def test_walk_leaves_no_wrapper() -> None:
     loss = (torch.ones(2, requires_grad=True) * 2).sum()
     walk([loss])
     # A node that Python has looked at keeps its object; one that it has not makes a new one.
@@ -125,7 +125,7 @@ def test_the_walk_leaves_no_wrapper_behind() -> None:
     assert kinds == []
 
 
-def test_a_walk_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_walk_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_tensors: object) -> object:
         raise KeyError("node")
 
@@ -134,8 +134,8 @@ def test_a_walk_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         walk([torch.ones((), requires_grad=True)])
 
 
-def test_a_walk_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "TIMEOUT", 0.2)
+def test_long_walk_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "WALK_TIMEOUT_S", 0.2)
     monkeypatch.setattr(graph, "_walk", lambda _tensors: __import__("time").sleep(60))
     with pytest.raises(WalkError, match="took longer than 0 s"):
         walk([torch.ones((), requires_grad=True)])
@@ -147,7 +147,7 @@ def test_below_and_shares_of_a_graph_by_hand() -> None:
     assert found.shares(lambda number: number) == [(2, 0.5), (1, 0.5)]
 
 
-def test_another_error_is_no_overwritten_tensor() -> None:
+def test_other_errors_are_no_overwritten_tensor() -> None:
     assert find_overwritten("Trying to backward through the graph a second time", []) is None
     message = (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -156,7 +156,7 @@ def test_another_error_is_no_overwritten_tensor() -> None:
     unseen = find_overwritten(message, [])
     assert unseen is not None
     assert unseen.line is None
-    assert "the operation was not seen" in unseen.text
+    assert "the operation was not recorded" in unseen.text
 
 
 def test_calls_survive_an_exception() -> None:

@@ -26,7 +26,7 @@ from thinning import thinned
 
 
 class _Stop(BaseException):
-    """Ends a training that has been observed for long enough."""
+    """Ends a script that has been observed for long enough."""
 
 
 def observe(train: Train, injected: bool, steps: int = 2) -> tuple[MissingGradients, list[Row]]:
@@ -49,7 +49,7 @@ EACH = pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 
 
 @EACH
-def test_the_reason_and_its_line(fault: Fault) -> None:
+def test_reason_and_line(fault: Fault) -> None:
     answer, early = observe(fault.train, injected=True)
     expected = fault.expected
     found = {row.name: row for row in answer.rows}
@@ -67,7 +67,7 @@ def test_the_reason_and_its_line(fault: Fault) -> None:
 
 
 @EACH
-def test_the_healthy_twin_is_silent(fault: Fault) -> None:
+def test_control_is_silent(fault: Fault) -> None:
     answer, early = observe(fault.train, injected=False)
     assert [f"{r.name}: {r.reason.text}" for r in answer.rows] == []
     assert early == []
@@ -75,7 +75,7 @@ def test_the_healthy_twin_is_silent(fault: Fault) -> None:
     assert answer.failure is None
 
 
-def test_a_saved_tensor_changed_in_place() -> None:
+def test_saved_tensor_changed_in_place() -> None:
     answer, _ = observe(OVERWRITTEN.train, injected=True)
     assert answer.failure is not None
     assert re.search(r"of shape \(5, 8\) .* in place by add_ after tanh had used it", answer.failure.text)
@@ -84,7 +84,7 @@ def test_a_saved_tensor_changed_in_place() -> None:
     assert observe(OVERWRITTEN.train, injected=False)[0].failure is None
 
 
-def test_the_grad_of_a_computed_tensor_is_read() -> None:
+def test_read_of_the_grad_of_a_computed_tensor() -> None:
     def end() -> None:
         raise _Stop
 
@@ -102,14 +102,14 @@ def test_the_grad_of_a_computed_tensor_is_read() -> None:
     assert rows[False] == []
 
 
-def test_what_arrives_in_a_later_backward_is_taken_back() -> None:
+def test_gradient_in_a_later_backward_removes_the_reason() -> None:
     answer, early = observe(adversarial, injected=False, steps=3)
     assert {row.name for row in early} == {"Linear.weight", "Linear.bias"}
     assert answer.rows == []
 
 
 @pytest.mark.parametrize("name", thinned(CASES))
-def test_cases_stay_bit_identical_and_only_the_known_ones_are_named(
+def test_cases_stay_bit_identical_and_only_unmeasured_parameters_are_reported(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
@@ -150,7 +150,7 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_the_command_speaks_before_the_first_backward(tmp_path: Path) -> None:
+def test_command_reports_before_the_first_backward(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = command(tmp_path, "--steps", "1", "train.py", "--json")
     assert done.returncode == 0, done.stderr
@@ -165,7 +165,7 @@ def test_the_command_speaks_before_the_first_backward(tmp_path: Path) -> None:
     assert lines[4:] == ["step 1 ['--json']", summary]
 
 
-def test_the_command_in_json(tmp_path: Path) -> None:
+def test_command_in_json(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = command(tmp_path, "--json", "--fail", "train.py")
     assert done.returncode == 1, done.stderr
@@ -203,7 +203,7 @@ def test_the_example(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["why-no-grad", "nan", "checkpoints"])
-def test_a_script_that_does_not_train(
+def test_script_without_a_backward(
     name: str, text: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -223,7 +223,7 @@ def test_a_script_that_does_not_train(
     assert errors.count("\n") == 1
 
 
-def test_a_branch_cut_inside_a_reentrant_checkpoint_is_not_called_unused() -> None:
+def test_branch_cut_inside_a_reentrant_checkpoint_is_not_unused() -> None:
     def train(_injected: bool) -> None:
         first, cut, last = (torch.nn.Linear(4, 4) for _ in range(3))
         model = torch.nn.ModuleList([first, cut, last])

@@ -23,7 +23,7 @@ from thinning import thinned
 
 
 class _Stop(BaseException):
-    """Ends a training that has been observed for long enough."""
+    """Ends a script that has been observed for long enough."""
 
 
 def tracer(train: Train, injected: bool) -> NanTracer:
@@ -60,13 +60,13 @@ def test_origin(fault: Fault) -> None:
 
 
 @EACH
-def test_the_healthy_twin_is_silent(fault: Fault) -> None:
+def test_control_is_silent(fault: Fault) -> None:
     observer = tracer(fault.train, injected=False)
     assert observer.found is None
     assert observer.backwards == 4
 
 
-def test_how_it_spread() -> None:
+def test_spread_of_a_non_finite_value() -> None:
     found = tracer(FAULTS["origin_in_backward_only"].train, injected=True).found
     # Backward goes from the last layer to the first: parameters behind the origin are affected, none before.
     assert set(found.parameters) == {"first.weight", "first.bias"}
@@ -75,13 +75,13 @@ def test_how_it_spread() -> None:
     assert found.modules == ["second", "last"]
 
 
-def test_a_custom_backward_has_its_own_line() -> None:
+def test_custom_backward_has_its_own_line() -> None:
     found = tracer(FAULTS["origin_in_a_custom_backward"].train, injected=True).found
     assert "ctx.divisor" in found.backward_line.text
     assert found.line.function in {"forward", "third"}
 
 
-def test_a_scaler_that_searches_is_left_alone() -> None:
+def test_skipped_steps_of_a_searching_scaler_are_not_reported() -> None:
     skipped: list[int] = []
     observer = tracer(lambda _injected: skipped.append(scaler_searches()), injected=False)
     assert observer.found is None

@@ -1,4 +1,4 @@
-"""The example of the docs: silent when healthy, and with its lock injected a verdict with the right line."""
+"""The example of the docs: silent without its fault, and with it a diagnosis with the right line."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def findings(folder: Path) -> list[dict[str, object]]:
     return json.loads(done.stdout) if done.returncode == 0 else []
 
 
-def test_the_healthy_twin_is_silent(tmp_path: Path) -> None:
+def test_control_is_silent(tmp_path: Path) -> None:
     done = subprocess.run(command(tmp_path / "run"), capture_output=True, text=True, timeout=120, check=True)
     assert "step 10 of 10" in done.stdout
     assert "BLOCKED" not in done.stderr
     assert [f for f in findings(tmp_path / "run") if f["rule"] == "stall"] == []
 
 
-def test_the_deadlock_is_found_while_it_hangs(tmp_path: Path) -> None:
+def test_deadlock_is_diagnosed_while_it_hangs(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(tmp_path / "run", "--plant"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

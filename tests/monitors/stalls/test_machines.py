@@ -93,8 +93,8 @@ def test_rank_that_waits_for_a_rank_of_another_machine(
         assert alone[0][1] is None  # one machine alone names no rank
         assert "1 of 2 ranks are not observable from this machine, so the cause is open" in alone[0][2]
         assert there.watchdog.poll()
-    ((verdict, rank, claim),) = stalls(open_run(run))
-    assert (verdict, rank) == ("PHASE", 1)
+    ((kind, rank, claim),) = stalls(open_run(run))
+    assert (kind, rank) == ("PHASE", 1)
     assert "waiting for data" in claim
     assert claim.endswith("Waiting for it: rank 0 in all_reduce(8 float32) #4")
     assert sorted(p.name for p in (run / "attempt-000").glob("watchdog-*.db")) == [
@@ -120,8 +120,8 @@ def test_machine_without_a_diagnosis_answers_a_question_once(tmp_path: Path, run
         there.watchdog._peers._next_poll = 0.0
         there.watchdog.poll()
         assert len(open_run(run).events(peers.EVENT)) == before == 2  # a question is answered once
-    ((verdict, rank, _),) = stalls(open_run(run))
-    assert (verdict, rank) == ("PHASE", 1)
+    ((kind, rank, _),) = stalls(open_run(run))
+    assert (kind, rank) == ("PHASE", 1)
 
 
 def test_observations_of_a_machine_that_has_ended_count(tmp_path: Path, run: Path) -> None:
@@ -131,8 +131,8 @@ def test_observations_of_a_machine_that_has_ended_count(tmp_path: Path, run: Pat
         here.waits(40)
         here.state.slots[Slot.BACKWARDS] = 4
         here.watchdog.poll()
-    ((verdict, rank, claim),) = stalls(open_run(run))
-    assert (verdict, rank) == ("DEAD", 1)
+    ((kind, rank, claim),) = stalls(open_run(run))
+    assert (kind, rank) == ("DEAD", 1)
     assert "rank 1 has ended its training" in claim
 
 
@@ -148,7 +148,7 @@ def test_two_stalls_of_a_run_are_two_diagnoses(tmp_path: Path, run: Path) -> Non
             here.watchdog.poll()
             there.watchdog.poll()
     said = stalls(open_run(run))
-    assert [(verdict, rank) for verdict, rank, _ in said] == [("PHASE", 1), ("PHASE", 1)]
+    assert [(kind, rank) for kind, rank, _ in said] == [("PHASE", 1), ("PHASE", 1)]
     assert ["forward" in claim for _, _, claim in said] == [False, True]
 
 
@@ -200,6 +200,6 @@ def test_launch_over_two_machines(tmp_path: Path) -> None:
         for node in range(2)
     ]
     assert [one.wait(120) for one in started] == [0, 0]
-    ((verdict, rank, claim),) = stalls(open_run(tmp_path / "run"))
-    assert (verdict, rank) == ("PHASE", 3)
+    ((kind, rank, claim),) = stalls(open_run(tmp_path / "run"))
+    assert (kind, rank) == ("PHASE", 3)
     assert re.search(r"train\.py:8 .*Waiting for it: rank 0, 1, 2 in all_reduce", claim), claim

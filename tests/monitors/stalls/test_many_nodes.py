@@ -1,4 +1,4 @@
-"""The case that made this monitor: a first backward of a million nodes is slow, not hung, with its line.
+"""The case behind this monitor: a first backward of a million nodes is slow, not hung, with its line.
 
 Without ``--stall``: the threshold follows the run, from a floor that is lowered here so that the test ends.
 """
@@ -65,7 +65,7 @@ optimizer.step()
 
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not-reentrant"])
-def test_a_first_backward_of_a_million_nodes(how: str, tmp_path: Path) -> None:
+def test_first_backward_of_a_million_nodes(how: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     config = tmp_path / "config.toml"

@@ -1,10 +1,10 @@
-"""The walk of an autograd graph: nodes, edges, the leaves that it reaches.
+"""Walk of an autograd graph: nodes, edges, and the leaves that it reaches.
 
-A node that was once looked at from Python keeps a wrapper, and a chain of wrapped nodes is released
+A node that Python has accessed keeps a wrapper, and a chain of wrapped nodes is released
 by recursion: some tens of thousands of them overflow the stack of a process whose training would
 have run. Wrappers that outlive every tensor of the graph and are dropped root first would be safe, but
-nobody can know when the user's last tensor is gone. So the walk happens in a forked child, which
-sees the same graph at the same addresses, writes down what it found and leaves without releasing
+the end of the user's last tensor cannot be observed. So the walk happens in a forked child, which
+sees the same graph at the same addresses, writes the graph to a pipe and exits without releasing
 anything; the training process never makes a wrapper.
 """
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 K = TypeVar("K")
 
-TIMEOUT = 300.0
-"""Seconds after which a walk that has not ended is given up."""
+WALK_TIMEOUT_S = 300.0
+"""Time after which an unfinished walk is ended."""
 
 
 class WalkError(RuntimeError):
@@ -78,12 +78,11 @@ class Graph:
         return seen
 
     def shares(self, key: Callable[[int], K]) -> list[tuple[K, float]]:
-        """Return which share of the nodes comes from which ``key(sequence number)``, largest first."""
+        """Return the share of the nodes by ``key(sequence number)``, largest first."""
         counts: dict[K, int] = {}
         for number in self.sequence:
             if number >= 0:
-                place = key(number)
-                counts[place] = counts.get(place, 0) + 1
+                counts[key(number)] = counts.get(key(number), 0) + 1
         total = sum(counts.values())
         return sorted(((k, n / total) for k, n in counts.items()), key=lambda pair: -pair[1])
 
@@ -94,11 +93,13 @@ def walk(roots: Iterable[torch.Tensor]) -> Graph:
     Raises
     ------
     WalkError
-        If this system cannot fork, or the child failed or took longer than ``TIMEOUT``.
+        If this system cannot fork, or the child failed or took longer than ``WALK_TIMEOUT_S``.
     """
     tensors = [root for root in roots if root.requires_grad]
     if not hasattr(os, "fork"):
-        raise WalkError("the autograd graph is walked in a forked process, which this system has not")
+        raise WalkError(
+            "the autograd graph is walked in a forked process, which this system does not support"
+        )
     inlet, outlet = os.pipe()
     with warnings.catch_warnings():
         # The child runs nothing but the walk: threads of the parent cannot be missed by it.
@@ -113,7 +114,7 @@ def walk(roots: Iterable[torch.Tensor]) -> Graph:
         raise WalkError(f"the walk of the autograd graph ended early: {error}") from None
     finally:
         os.close(inlet)
-        with contextlib.suppress(ChildProcessError):  # somebody else waits for every child
+        with contextlib.suppress(ChildProcessError):  # the script may have reaped every child
             os.waitpid(child, 0)
     if "error" in answer:
         raise WalkError(f"the walk of the autograd graph failed: {answer['error']}")
@@ -129,13 +130,13 @@ def walk(roots: Iterable[torch.Tensor]) -> Graph:
 
 def _read(inlet: int, child: int) -> bytes:
     parts: list[bytes] = []
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + WALK_TIMEOUT_S
     with selectors.DefaultSelector() as selector:
         selector.register(inlet, selectors.EVENT_READ)
         while True:
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 os.kill(child, signal.SIGKILL)
-                raise WalkError(f"the walk of the autograd graph took longer than {TIMEOUT:.0f} s")
+                raise WalkError(f"the walk of the autograd graph took longer than {WALK_TIMEOUT_S:.0f} s")
             part = os.read(inlet, 1 << 20)
             if not part:
                 return b"".join(parts)
@@ -148,7 +149,7 @@ def _report(tensors: Sequence[torch.Tensor], outlet: int) -> None:
         gc.disable()  # a collection would run finalizers of the parent's objects here
         try:
             answer = json.dumps(_walk(tensors))
-        except Exception as error:  # noqa: BLE001 - told by the parent
+        except Exception as error:  # noqa: BLE001 - raised by the parent
             answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
         data = memoryview(answer.encode())
         while data:

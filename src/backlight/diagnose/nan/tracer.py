@@ -210,7 +210,7 @@ class NanTracer(ScriptObserver):
         self._tracker.phase = "backward"
 
     def backward_end(self) -> None:
-        """Check the gradients; after a backward that failed the loss may still tell."""
+        """Check the gradients; after a backward that failed only the loss counts."""
         self._tracker.phase = "forward"
         with self._tracker.pause():
             named = [(name, p) for name, p in self._parameters() if p.grad is not None]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from backlight.session.settings import Settings
 
 _CHECK_PERIODS = 20
-"""Periods of the stack sampler between two looks whether the watchdog process lives."""
+"""Periods of the stack sampler between two checks that the watchdog process lives."""
 
 BUCKET_BACKWARDS = 8
 """Backwards at whose begin the buckets of DDP are read: they are final after the second one that reduces."""

@@ -1,4 +1,4 @@
-"""Tracing: the lines are right, flushed when they happen, and no gradient changes."""
+"""Trace of backward: correct lines, flushed when they happen, and no gradient changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trace(kinds: tuple[str, ...], train: object) -> list[dict[str, object]]:
 
 
 def short(name: str) -> str:
-    """Take off the root's class, which stands there while other models are alive."""
+    """Take off the root's class, which is printed while other models are alive."""
     return re.sub(r"^Net(#\d+)?\.?", "", name)
 
 
@@ -44,7 +44,7 @@ def once(model: nn.Module) -> None:
     model(torch.randn(5, 4)).pow(2).mean().backward()
 
 
-def test_gradients_come_in_the_order_of_backward() -> None:
+def test_gradients_are_traced_in_the_order_of_backward() -> None:
     model = build()
     lines = [line for line in trace(("gradients",), lambda: once(model)) if line["what"] == "gradient"]
     names = [short(line["name"]) for line in lines]
@@ -56,13 +56,13 @@ def test_gradients_come_in_the_order_of_backward() -> None:
     assert "[8x4]" in lines[names.index("first.weight")]["text"]
 
 
-def test_modules_from_the_last_to_the_first() -> None:
+def test_modules_are_traced_from_the_last_to_the_first() -> None:
     model = build()
     lines = [line for line in trace(("modules",), lambda: once(model)) if line["what"] == "module"]
     assert [short(line["name"]) for line in lines] == ["last", "", "norm", "first"]
 
 
-def test_a_removed_tracer_says_nothing_more() -> None:
+def test_removed_tracer_is_silent() -> None:
     model = build()
     lines = trace(("gradients", "modules"), lambda: once(model))
     count = len(lines)
@@ -71,7 +71,7 @@ def test_a_removed_tracer_says_nothing_more() -> None:
     assert not model.first.weight._post_accumulate_grad_hooks
 
 
-def test_gradients_by_autograd_grad_show_their_modules_and_no_parameter() -> None:
+def test_autograd_grad_traces_modules_and_no_parameter() -> None:
     model = build()
 
     def train() -> None:
@@ -108,7 +108,7 @@ def test_tracing_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["plain", "checkpointing_reentrant", "copied_and_saved", "scaler_with_fused"]
 )
-def test_a_watch_that_traces_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_watch_with_trace_changes_nothing(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     alone = case.train()
     with backlight.watch(run=tmp_path / "run", every=1, trace=ALL, monitors=("health",)):
@@ -120,7 +120,7 @@ def test_a_watch_that_traces_changes_nothing(name: str, tmp_path: Path) -> None:
     assert {event.step for event in events} == set(range(case.steps))
 
 
-def test_a_long_chain_of_modules_is_not_followed_to_the_end() -> None:
+def test_long_chain_of_modules_is_traced_up_to_a_limit() -> None:
     code = (
         "import torch\nfrom backlight.monitors.stalls.instrument.backward_trace import Tracer\n"
         "cell = torch.nn.Tanh()\nx = y = torch.ones(1, requires_grad=True)\nlines = []\n"
@@ -164,7 +164,7 @@ optimizer.step()
 """
 
 
-def test_lines_and_events_are_there_when_backward_hangs(tmp_path: Path) -> None:
+def test_lines_and_events_are_stored_when_backward_hangs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(HANGING)
     process = subprocess.Popen(
         [sys.executable, "-m", "backlight", "run", "--out", "run", "train.py"],

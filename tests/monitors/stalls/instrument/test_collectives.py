@@ -94,7 +94,7 @@ def gather_there() -> None:
         (gather_here, gather_there, True),
     ],
 )
-def test_what_must_be_alike(one: Any, other: Any, alike: bool, shared_state: SharedState) -> None:
+def test_arguments_that_must_agree(one: Any, other: Any, alike: bool, shared_state: SharedState) -> None:
     one()
     other()
     first, second = calls(shared_state)
@@ -103,7 +103,7 @@ def test_what_must_be_alike(one: Any, other: Any, alike: bool, shared_state: Sha
     assert [first.number, second.number] == [1, 2]
 
 
-def test_a_call_that_raises_is_marked(shared_state: SharedState) -> None:
+def test_call_that_raises_is_marked(shared_state: SharedState) -> None:
     reduce_plainly()
     with pytest.raises(TypeError):
         dist.all_reduce("no tensor")
@@ -112,7 +112,7 @@ def test_a_call_that_raises_is_marked(shared_state: SharedState) -> None:
     assert not bad.inside
 
 
-def test_two_groups_of_the_same_ranks_are_counted_apart(shared_state: SharedState) -> None:
+def test_two_groups_of_the_same_ranks_are_counted_separately(shared_state: SharedState) -> None:
     again = dist.new_group([0])
     reduce_plainly()
     dist.all_reduce(X.clone(), group=again)
@@ -121,7 +121,7 @@ def test_two_groups_of_the_same_ranks_are_counted_apart(shared_state: SharedStat
     assert [first.number, second.number] == [1, 1]
 
 
-def test_a_receipt_between_two_ranks_takes_no_number_of_the_others(shared_state: SharedState) -> None:
+def test_recv_has_a_number_of_its_own(shared_state: SharedState) -> None:
     reduce_plainly()
     with pytest.raises((RuntimeError, ValueError)):
         dist.recv(X.clone(), src=0)

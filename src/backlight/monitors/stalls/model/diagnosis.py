@@ -358,7 +358,7 @@ def _blocked(
 
 
 def _busy_in_native_code(obs: Observation, state: StateSnapshot, known: Diagnosis, tail: str) -> Diagnosis:
-    """Diagnose a backward pass in native code: one long operation, or many of which none was seen to end."""
+    """Diagnose a backward pass in native code: one long operation, or many of which none has ended."""
     operations = [op for sample in obs.native_samples if (op := stacks.native_operation(sample)) is not None]
     named = operations[0] if len(operations) >= 2 and len(set(operations)) == 1 else None
     # Inside a custom function it may be a backward pass of its own, whose nodes are not known.

@@ -32,7 +32,7 @@ def as_finding(diagnosis: Diagnosis, step: int | None, evidence: Sequence[Eviden
         rule=RULE,
         monitor="stalls",
         severity=_SEVERITY.get(diagnosis.kind, Severity.ERROR),
-        title=phrases.shorten(diagnosis.claim),
+        title=phrases.shorten(diagnosis.claim.split("; ")[0]),
         detail=diagnosis.claim,
         subject=Subject(
             parameter=diagnosis.parameter,

@@ -71,7 +71,6 @@ class ThreadStack:
     runs_bytecode: bool | None = None
     native: tuple[Frame, ...] = ()
     holds_gil: bool | None = None
-    is_active: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,6 @@ def parse_py_spy(data: Iterable[Mapping[str, Any]], at: int = 0) -> StackSample:
                 None,
                 tuple(native),
                 item.get("owns_gil"),
-                item.get("active"),
             )
         )
     return StackSample(at, "py-spy", tuple(threads))
