@@ -70,7 +70,7 @@ def _namespace() -> str:
 def _start(pid: int) -> str:
     """Return the start in clock ticks since boot, empty where there is no process or a zombie.
 
-    Not a wall-clock time: setting the clock must not make a living writer look dead.
+    Not a wall-clock time: setting the clock must not end a living writer for readers.
     """
     found = processes.read_process(pid)
     return "" if found is None or found.is_dead else str(found.start)

@@ -88,7 +88,7 @@ class Snapshot:
                 problem = error
                 if not self.live:
                     break
-                # The writer may just have closed; if it does not let us in at all, a copy can still be made.
+                # The writer may just have closed; if it stays locked, a copy can still be made.
                 time.sleep(0.002 * i)
                 if i > _TRIES // 2 and not self._own:
                     self.live = False

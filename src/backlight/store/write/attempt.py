@@ -178,7 +178,7 @@ def _entering(path: Path) -> Iterator[list[Path]]:
     created: list[Path] = []
     try:
         for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
-            # Where another process creates the same folder at this moment, it is not ours to remove.
+            # Where another process creates the same folder at this moment, that one removes it.
             with contextlib.suppress(FileExistsError):
                 missing.mkdir()
                 created.append(missing)

@@ -230,7 +230,7 @@ class RunWriter:
         Raises
         ------
         ValueError
-            If two rows have one name: a series could not tell them apart.
+            If two rows have one name: a series could not distinguish them.
         """
         if self._pid != os.getpid():
             return 0
