@@ -36,7 +36,7 @@ def clock(training: Training, pairs: int) -> tuple[list[float], list[float]]:
         seconds = {}
         for on in (True, False) if number % 2 else (False, True):
             if on:
-                HUB.add(tracker)
+                tracker.start()
                 forwards.follow([training.model])
                 before = tracker.spent
             seconds[on] = training.step()[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import html
 import math
 from collections.abc import Mapping
@@ -102,21 +103,28 @@ def to_json(record: Any) -> Any:
     return record
 
 
-def _known(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    # Asked for once: a run of many ranks holds many thousand records.
-    names = _NAMES.get(cls)
-    if names is None:
-        names = _NAMES[cls] = frozenset(f.name for f in dataclasses.fields(cls))
-    if data.keys() <= names:
-        return dict(data)
-    return {key: value for key, value in data.items() if key in names}
+@functools.cache
+def _adapter(cls: type[Any]) -> Any:
+    # Here, since commands that read no record need not import it.
+    from pydantic import TypeAdapter  # noqa: PLC0415
+
+    return TypeAdapter(cls)
 
 
-_NAMES: dict[type[Any], frozenset[str]] = {}
+class Record:
+    """A record that is stored as JSON; keys that a newer backlight may have added are ignored."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Return the record that :func:`to_json` wrote; raise ValueError where it is none."""
+        record: Self = _adapter(cls).validate_python(data)
+        return record
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Record):
     """Where the local part of a parameter sits in the whole, without any torch type.
 
     ``offset`` and ``global_shape`` are in elements per dimension. ``replicas`` counts the ranks
@@ -129,20 +137,9 @@ class Placement:
     offset: tuple[int, ...] = ()
     replicas: int = 1
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what :func:`to_json` wrote."""
-        known = _known(cls, data)
-        for key in ("global_shape", "local_shape", "offset"):
-            if key in known:
-                known[key] = tuple(known[key])
-        if "layout" in known:
-            known["layout"] = Layout(known["layout"])
-        return cls(**known)
-
 
 @dataclass(frozen=True, slots=True)
-class ParameterRecord:
+class ParameterRecord(Record):
     """One row of a parameter table: position in the table is position on the axis of a series.
 
     ``aliases`` are further names of the same tensor (tied weights are one row). ``group`` is the
@@ -165,17 +162,6 @@ class ParameterRecord:
     placement: Placement = field(default_factory=Placement)
     gradient: Placement | None = None
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what :func:`to_json` wrote."""
-        known = _known(cls, data)
-        known["shape"] = tuple(known["shape"])
-        known["aliases"] = tuple(known.get("aliases", ()))
-        known["placement"] = Placement.from_json(known.get("placement", {}))
-        gradient = known.get("gradient")
-        known["gradient"] = None if gradient is None else Placement.from_json(gradient)
-        return cls(**known)
-
     def unsharded(self) -> ParameterRecord:
         """Return the record with the size of the whole parameter."""
         if self.placement.layout is not Layout.SHARD:
@@ -184,7 +170,7 @@ class ParameterRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(Record):
     """What a finding is about; a field is None where it does not apply or is not known."""
 
     parameter: str | None = None
@@ -195,14 +181,9 @@ class Subject:
     verdict: str | None = None
     phase: str | None = None
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what :func:`to_json` wrote."""
-        return cls(**_known(cls, data))
-
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(Record):
     """One measurement that a finding rests on.
 
     ``path`` names it inside the run: ``series/gradient/norm/<parameter>``, ``scalars/loss``,
@@ -214,14 +195,9 @@ class Evidence:
     value: float | int | str | None = None
     unit: str = "1"
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what :func:`to_json` wrote."""
-        return cls(**_known(cls, data))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Record):
     """A statement that can be wrong, with its evidence, a fix and what would refute it.
 
     ``title`` is one line of at most 80 characters, ``detail`` one to three sentences with the numbers. A rule
@@ -242,16 +218,6 @@ class Finding:
     made: Made = Made.READER
     overridden: Mapping[str, float] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what :func:`to_json` wrote."""
-        known = _known(cls, data)
-        known["severity"] = Severity(known["severity"])
-        known["made"] = Made(known.get("made", Made.READER))
-        known["subject"] = Subject.from_json(known.get("subject", {}))
-        known["evidence"] = tuple(Evidence.from_json(e) for e in known.get("evidence", ()))
-        return cls(**known)
-
     def _repr_html_(self) -> str:
         """Return what a notebook shows of one finding; a list of them is a table of the report's."""
         head = f"{self.severity.value} · {self.rule.replace('_', ' ')}"
@@ -268,7 +234,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(Record):
     """What must agree before two runs are compared.
 
     ``arguments`` are the script's arguments as consumed; ``flags`` are the switches of torch that
@@ -287,13 +253,3 @@ class Fingerprint:
     optimizers: tuple[str, ...] = ()
     flags: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what :func:`to_json` wrote."""
-        known = _known(cls, data)
-        for key in ("arguments", "optimizers"):
-            if key in known:
-                known[key] = tuple(known[key])
-        known["modules"] = tuple((str(n), str(t)) for n, t in known.get("modules", ()))
-        return cls(**known)

@@ -143,7 +143,7 @@ def tracked() -> Iterator[Callable[..., list[StepSummary]]]:
     ) -> list[StepSummary]:
         sink, forwards = Sink(), Forwards()
         tracker = StepTracker(Scope([model], [optimizer]), sink)
-        HUB.add(tracker)
+        tracker.start()
         forwards.follow([model])
         attached.extend((tracker, forwards))
         train()

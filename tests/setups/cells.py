@@ -1,4 +1,4 @@
-"""The cells of the matrix: what each monitor measures of a training in some way, against the truth.
+"""The cells of the matrix: what each monitor measures of a training in a setup, against the truth.
 
 A check trains unwatched to learn the truth, trains watched, and compares. It returns an :class:`Outcome`
 whose text is what the program itself said; a wrong number is an ``AssertionError``.
@@ -27,7 +27,7 @@ from backlight.store.read import spectra as stored
 from backlight.store.read.run import Run
 from setups import trainings
 from setups.ranks import gathered, rank, together, wait
-from setups.trainings import CLASSES, FEATURES, MATRICES, NAMES, OTHERS, STEPS, WAYS, Batch, Pauses, Way
+from setups.trainings import CLASSES, FEATURES, MATRICES, NAMES, OTHERS, SETUPS, STEPS, Batch, Pauses, Setup
 
 TESTED, IN_PART, REFUSED = "tested", "in part", "refused"
 
@@ -75,9 +75,9 @@ def silent(run: Run, said: list[str]) -> None:
 # health
 
 
-def truth_of_health(way: Way, overflow_at: int) -> list[dict[str, Any]]:
-    """Return what is true of each step: of this way, or of one process on the whole batch."""
-    alone = way if way.ranks == 1 else Way("one process", clip=way.clip)
+def truth_of_health(setup: Setup, overflow_at: int) -> list[dict[str, Any]]:
+    """Return what is true of each step: of this setup, or of one process on the whole batch."""
+    alone = setup if setup.ranks == 1 else Setup("one process", clip=setup.clip)
     model, optimizer = trainings.build(alone)
     out: list[dict[str, Any]] = []
 
@@ -112,11 +112,11 @@ GRADIENT: dict[str, Callable[[Tensor], float]] = {
 }
 
 
-def health(way: Way, folder: Path) -> Outcome:
+def health(setup: Setup, folder: Path) -> Outcome:
     """Joined statistics of gradients and updates equal those of one process; losses and clips as well."""
-    overflow_at = 1 if way.scaled else -1
-    truth = truth_of_health(way, overflow_at)
-    model, optimizer = trainings.build(way)
+    overflow_at = 1 if setup.scaled else -1
+    truth = truth_of_health(setup, overflow_at)
+    model, optimizer = trainings.build(setup)
     here: list[float] = []
 
     def seen(_moment: str, _step: int, loss: Tensor | None) -> None:
@@ -124,8 +124,8 @@ def health(way: Way, folder: Path) -> Outcome:
             here.append(loss.item())
 
     with watched(model, optimizer, folder / "run", "health", every=1, exact_updates=1) as said:
-        trainings.train(way, model, optimizer, overflow_at=overflow_at, seen=seen)
-    close = {"rel": 1e-6, "abs": 1e-9} if way.ranks == 1 else {"rel": 1e-4, "abs": 1e-6}
+        trainings.train(setup, model, optimizer, overflow_at=overflow_at, seen=seen)
+    close = {"rel": 1e-6, "abs": 1e-9} if setup.ranks == 1 else {"rel": 1e-4, "abs": 1e-6}
     run = backlight.open_run(folder / "run")
     silent(run, said)
     for column, of in GRADIENT.items():
@@ -141,13 +141,13 @@ def health(way: Way, folder: Path) -> Outcome:
         wanted = [[float(truth[number][moment][name].norm()) for name in NAMES] for number in kept]
         assert frame.values == pytest.approx(np.array(wanted), **close), column
     losses = [step["loss"] for step in truth]
-    if way.micro > 1:  # of the last microbatch alone, which the whole batch of one process is not
+    if setup.micro > 1:  # of the last microbatch alone, which the whole batch of one process is not
         losses = np.mean(gathered(here), axis=0).tolist()
     assert run.scalar("loss").values == pytest.approx(losses, nan_ok=True, rel=1e-5)
-    if way.clip:
+    if setup.clip:
         norms = [np.sqrt(sum(float(g.norm()) ** 2 for g in s["gradient"].values())) for s in truth]
         assert run.scalar("clip/norm").values == pytest.approx(norms, nan_ok=True, rel=1e-4)
-    if way.scaled:
+    if setup.scaled:
         skipped = [float(number == overflow_at) for number in range(STEPS)]
         assert list(run.scalar("scaler/skipped").values) == skipped
     return Outcome(TESTED)
@@ -156,13 +156,13 @@ def health(way: Way, folder: Path) -> Outcome:
 # stalls
 
 
-def stalls(way: Way, folder: Path) -> Outcome:
+def stalls(setup: Setup, folder: Path) -> Outcome:
     """A backward that sleeps on the last rank is told with its line, its rank and that it waits."""
-    model, optimizer = trainings.build(way)
-    asleep = rank() == way.ranks - 1
+    model, optimizer = trainings.build(setup)
+    asleep = rank() == setup.ranks - 1
     pauses = Pauses(backward=SLEEP if asleep else 0.0, step=2)
     with watched(model, optimizer, folder / "run", "stalls", stall=STALL) as said:
-        trainings.train(way, model, optimizer, pauses=pauses)
+        trainings.train(setup, model, optimizer, pauses=pauses)
     run = backlight.open_run(folder / "run")
     silent(run, said)
     found = [f for f in run.stored_findings() if f.rule == "stall"]
@@ -171,18 +171,18 @@ def stalls(way: Way, folder: Path) -> Outcome:
     lines = Path(trainings.__file__).read_text(encoding="utf-8").splitlines()
     line = next(n for n, text in enumerate(lines, 1) if text.endswith("# at: backward"))
     assert about.line == f"{trainings.__file__}:{line}", found[0].detail
-    assert (about.verdict, about.phase, about.rank, about.step) == ("BLOCKED", "backward", way.ranks - 1, 2)
+    assert (about.verdict, about.phase, about.rank, about.step) == ("BLOCKED", "backward", setup.ranks - 1, 2)
     return Outcome(TESTED)
 
 
 # grokking
 
 
-def sample_loss(way: Way) -> Callable[[nn.Module, Batch], Tensor]:
-    """Return the loss summed over samples, in the precision in which the way trains."""
+def sample_loss(setup: Setup) -> Callable[[nn.Module, Batch], Tensor]:
+    """Return the loss summed over samples, in the precision in which the setup trains."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.autocast("cpu", way.autocast, enabled=way.autocast is not None):
+        with torch.autocast("cpu", setup.autocast, enabled=setup.autocast is not None):
             logits = model(batch[0])
         return F.cross_entropy(logits.float(), batch[1], reduction="sum")
 
@@ -194,11 +194,11 @@ def probe() -> Batch:
     return torch.randn(PROBE, FEATURES, generator=draw), torch.randint(CLASSES, (PROBE,), generator=draw)
 
 
-def gram_by_hand(way: Way, state: dict[str, Tensor]) -> Tensor:
+def gram_by_hand(setup: Setup, state: dict[str, Tensor]) -> Tensor:
     """Return the Gram of per-sample gradients of a plain net, sample by sample."""
     net = trainings.net()
     net.load_state_dict(state)
-    loss = sample_loss(way)
+    loss = sample_loss(setup)
     x, y = probe()
     rows = []
     for n in range(PROBE):
@@ -208,26 +208,26 @@ def gram_by_hand(way: Way, state: dict[str, Tensor]) -> Tensor:
     return A @ A.T
 
 
-def grokking(way: Way, folder: Path) -> Outcome:
+def grokking(setup: Setup, folder: Path) -> Outcome:
     """The stored Gram equals that of a loop over samples, and stored gradients are those of backward."""
-    truth = truth_of_health(way, -1)
+    truth = truth_of_health(setup, -1)
     note = ""
-    if way.whole_only:
-        run, said = _geometry(way, folder / "without")
+    if setup.whole_only:
+        run, said = _geometry(setup, folder / "without")
         assert not [name for name in run.array_names() if name.startswith(("gram/", "agop/"))]
         assert not any(f"gradient/{name}" in run.array_names() for name in ("up.weight", "down.weight"))
         gradients, gram = _said(run, said).split(" | ")
         assert "a sharded gradient is on this rank in part only; it is not stored" in gradients
         note = f"without measures={{'gather': True}}: {gram}"
-    run, said = _geometry(way, folder / "run", **({"gather": True} if note else {}))
+    run, said = _geometry(setup, folder / "run", **({"gather": True} if note else {}))
     silent(run, said)
     steps, matrices = run.array("gram/model/matrix")
     assert list(steps) == [0, 2]
     # In low precision, samples that are taken one by one are rounded in another order.
-    close = 1e-4 if way.autocast is None else 3e-2
+    close = 1e-4 if setup.autocast is None else 3e-2
     for step, matrix in zip(steps, matrices, strict=True):
         state = {n: w.float() for n, w in truth[step]["before"].items()}
-        wanted = gram_by_hand(way, state).numpy()
+        wanted = gram_by_hand(setup, state).numpy()
         assert matrix == pytest.approx(wanted, rel=close, abs=close * float(np.abs(wanted).max()))
     for name in NAMES:
         steps, gradients = run.array(f"gradient/{name}")
@@ -238,12 +238,12 @@ def grokking(way: Way, folder: Path) -> Outcome:
     return Outcome(TESTED, note)
 
 
-def _geometry(way: Way, path: Path, **more: Any) -> tuple[Run, list[str]]:
-    model, optimizer = trainings.build(way)
+def _geometry(setup: Setup, path: Path, **more: Any) -> tuple[Run, list[str]]:
+    model, optimizer = trainings.build(setup)
     measures = {"every": 2, "gram": 1, "mean_gradient": 1, "window": 1, "vectors": 0, "agop": 1, **more}
-    samples = (sample_loss(way), probe())
+    samples = (sample_loss(setup), probe())
     with watched(model, optimizer, path, "grokking", measures=measures, samples=samples) as said:
-        trainings.train(way, model, optimizer)
+        trainings.train(setup, model, optimizer)
     return backlight.open_run(path), said
 
 
@@ -257,24 +257,24 @@ def _said(run: Run, said: list[str]) -> str:
 # spectra
 
 
-def spectra(way: Way, folder: Path) -> Outcome:
+def spectra(setup: Setup, folder: Path) -> Outcome:
     """Singular values, noise and echo of each layer are those of gradients taken one microbatch at a time."""
-    lone = way.name == "plain"
+    lone = setup.name == "plain"
     micro = 4
-    way = trainings.replace(way, micro=micro)
+    setup = trainings.replace(setup, micro=micro)
     # The same net with the same arithmetic, on this rank's data alone.
-    model = way.wrap(trainings.net(way)) if not together() else trainings.net()
-    truth = trainings.replicates(way, model, 0)
+    model = setup.wrap(trainings.net(setup)) if not together() else trainings.net()
+    truth = trainings.replicates(setup, model, 0)
     if lone:
-        way = trainings.replace(way, micro=1)
-    model, optimizer = trainings.build(way)
+        setup = trainings.replace(setup, micro=1)
+    model, optimizer = trainings.build(setup)
     settings: dict[str, Any] = {"spectra": {"timeout": 60.0}}
     if lone:
         settings["spectra"]["split"] = micro
         settings["samples"] = (_mean_loss, trainings.whole_batch(0))
         truth = [{n: g * micro for n, g in part.items()} for part in truth]
     with watched(model, optimizer, folder / "run", "spectra", every=2, **settings) as said:
-        trainings.train(way, model, optimizer)
+        trainings.train(setup, model, optimizer)
     everyone = gathered(truth)
     run = backlight.open_run(folder / "run")
     found = {(m.step, m.parameter) for m in stored.measurements(run)}
@@ -319,9 +319,9 @@ def _numbers(table: stored.Table, wanted: list[SpectralEcho]) -> str:
 PAUSES = Pauses(data=0.02, loss=0.03, backward=0.04)
 
 
-def steptime(way: Way, folder: Path) -> Outcome:
+def steptime(setup: Setup, folder: Path) -> Outcome:
     """Phases hold the sleeps that were put into them, and add up to the time of the loop."""
-    model, optimizer = trainings.build(way)
+    model, optimizer = trainings.build(setup)
     ended = []
 
     def seen(moment: str, _step: int, _loss: Tensor | None) -> None:
@@ -329,7 +329,7 @@ def steptime(way: Way, folder: Path) -> Outcome:
             ended.append(time.perf_counter())
 
     with watched(model, optimizer, folder / "run", "steptime", every=1) as said:
-        trainings.train(way, model, optimizer, pauses=PAUSES, seen=seen)
+        trainings.train(setup, model, optimizer, pauses=PAUSES, seen=seen)
     wall = gathered(ended[-1] - ended[1])[0]
     run = backlight.open_run(folder / "run")
     silent(run, said)
@@ -337,7 +337,7 @@ def steptime(way: Way, folder: Path) -> Outcome:
     for phase, pause in (("data", PAUSES.data), ("loss", PAUSES.loss), ("backward", PAUSES.backward)):
         values = phases[f"phase/{phase}"]
         assert len(values) == STEPS, (phase, values)
-        assert (values >= way.micro * pause).all(), (phase, values)
+        assert (values >= setup.micro * pause).all(), (phase, values)
     for phase in ("forward", "optimizer"):
         assert len(phases[f"phase/{phase}"]) == STEPS
         assert (phases[f"phase/{phase}"] > 0).all()
@@ -351,11 +351,11 @@ def steptime(way: Way, folder: Path) -> Outcome:
 # all of them
 
 
-def identical(way: Way, folder: Path) -> Outcome:
+def identical(setup: Setup, folder: Path) -> Outcome:
     """Weights after a training, to the bit, with all monitors on and without any."""
     ends = []
     for path in (None, folder / "run"):
-        model, optimizer = trainings.build(way, drop=0.1)
+        model, optimizer = trainings.build(setup, drop=0.1)
         run = contextlib.nullcontext([])
         if path is not None:
             monitors = "health,stalls,grokking,spectra,steptime"
@@ -367,27 +367,27 @@ def identical(way: Way, folder: Path) -> Outcome:
                 every=1,
                 exact_updates=1,
                 histogram=True,
-                samples=(sample_loss(way), probe()),
+                samples=(sample_loss(setup), probe()),
                 measures={"every": 1, "gram": 1, "agop": 1, "vectors": 1, "top_k": 2},
                 spectra={"states": ("update", "momentum"), "split": 4},
             )
         with run:
-            trainings.train(way, model, optimizer, steps=6, overflow_at=1 if way.scaled else -1)
+            trainings.train(setup, model, optimizer, steps=6, overflow_at=1 if setup.scaled else -1)
         ends.append((trainings.weights(model), torch.get_rng_state()))
     (alone, drawn), (seen, drawn_too) = ends
     same = all(torch.equal(one, other) for one, other in zip(alone, seen, strict=True))
-    assert gathered(same) == [True] * way.ranks, "watching has changed the weights"
-    assert gathered(torch.equal(drawn, drawn_too)) == [True] * way.ranks
+    assert gathered(same) == [True] * setup.ranks, "watching has changed the weights"
+    assert gathered(torch.equal(drawn, drawn_too)) == [True] * setup.ranks
     return Outcome(TESTED)
 
 
-MONITORS: dict[str, Callable[[Way, Path], Outcome]] = {
+MONITORS: dict[str, Callable[[Setup, Path], Outcome]] = {
     check.__name__: check for check in (health, stalls, grokking, spectra, steptime)
 }
 CHECKS = {**MONITORS, "identical": identical}
 
 
-def measure(monitor: str, way: str, folder: Path) -> Outcome:
+def measure(monitor: str, setup: str, folder: Path) -> Outcome:
     """Run one cell."""
     folder.mkdir(parents=True, exist_ok=True)
-    return CHECKS[monitor]({**WAYS, **OTHERS}[way], folder)
+    return CHECKS[monitor]({**SETUPS, **OTHERS}[setup], folder)

@@ -1,6 +1,6 @@
-"""The matrix of monitors and ways: what each cell must come to, and how its cells are run.
+"""The matrix of monitors and setups: what each cell must come to, and how its cells are run.
 
-python matrix.py FOLDER CELLS    under torchrun: runs cells (a JSON list of [monitor, way]) on this rank
+python matrix.py FOLDER CELLS    under torchrun: runs cells (a JSON list of [monitor, setup]) on this rank
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from setups.cells import CHECKS, IN_PART, TESTED, Outcome, measure
-from setups.trainings import OTHERS, WAYS
+from setups.trainings import OTHERS, SETUPS
 
 Cell = tuple[str, str]
-"""A monitor (or ``identical``) and a way."""
+"""A monitor (or ``identical``) and a setup."""
 
-ALL: tuple[Cell, ...] = tuple((monitor, way) for way in WAYS for monitor in CHECKS)
+ALL: tuple[Cell, ...] = tuple((monitor, setup) for setup in SETUPS for monitor in CHECKS)
 
 _IN_PART = (
     r"^up.weight: sharded: no rank has a whole gradient of it before it is reduced \| down.weight: sharded"
@@ -54,7 +54,7 @@ def launch(cells: Sequence[Cell], folder: Path) -> dict[Cell, Outcome]:
     AssertionError
         If a cell failed, with its traceback.
     """
-    (size,) = {{**WAYS, **OTHERS}[way].ranks for _, way in cells}
+    (size,) = {{**SETUPS, **OTHERS}[setup].ranks for _, setup in cells}
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     command += [__file__, str(folder), json.dumps(list(cells))]
@@ -71,7 +71,8 @@ def launch(cells: Sequence[Cell], folder: Path) -> dict[Cell, Outcome]:
     results = folder / "outcomes.json"
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1500:]
     return {
-        (monitor, way): Outcome(word, said) for monitor, way, word, said in json.loads(results.read_text())
+        (monitor, setup): Outcome(word, said)
+        for monitor, setup, word, said in json.loads(results.read_text())
     }
 
 
@@ -86,13 +87,13 @@ def main() -> None:
     folder, cells = Path(sys.argv[1]), json.loads(sys.argv[2])
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     out = []
-    for number, (monitor, way) in enumerate(cells):
+    for number, (monitor, setup) in enumerate(cells):
         try:
-            outcome = measure(monitor, way, folder / str(number))
+            outcome = measure(monitor, setup, folder / str(number))
         except BaseException:  # noqa: BLE001 - whatever it is, the others must not wait
-            print(f"{way} x {monitor} on rank {dist.get_rank()}:\n{traceback.format_exc()}", flush=True)
+            print(f"{setup} x {monitor} on rank {dist.get_rank()}:\n{traceback.format_exc()}", flush=True)
             os._exit(1)
-        out.append([monitor, way, outcome.word, outcome.said])
+        out.append([monitor, setup, outcome.word, outcome.said])
     if dist.get_rank() == 0:
         (folder / "outcomes.json").write_text(json.dumps(out))
     dist.barrier()

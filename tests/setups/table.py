@@ -21,7 +21,7 @@ sys.path.insert(0, str(TESTS))
 
 from setups.cells import CHECKS, IN_PART, MONITORS, REFUSED, TESTED, Outcome, measure  # noqa: E402 - found by now
 from setups.matrix import ALL, Cell, expected, launch  # noqa: E402 - found by now
-from setups.trainings import WAYS  # noqa: E402 - found by now
+from setups.trainings import SETUPS  # noqa: E402 - found by now
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGES = (TESTS.parent / "README.md", TESTS.parent / "docs" / "setups.md")
@@ -31,20 +31,20 @@ MARKS = {TESTED: "✓", IN_PART: "in part", REFUSED: "refused"}
 
 
 def run() -> dict[Cell, Outcome]:
-    """Run every cell, those of several ranks in one launch for each way."""
+    """Run every cell, those of several ranks in one launch for each setup."""
     import torch
 
     torch.set_num_threads(1)
     found: dict[Cell, Outcome] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for way in WAYS.values():
-            cells = [cell for cell in ALL if cell[1] == way.name]
+        for setup in SETUPS.values():
+            cells = [cell for cell in ALL if cell[1] == setup.name]
             base = Path(folder) / str(len(found))
-            if way.ranks > 1:
+            if setup.ranks > 1:
                 found |= launch(cells, base)
             else:
                 found |= {cell: measure(*cell, base / cell[0]) for cell in cells}
-            print(f"{way.name}: {', '.join(found[cell].word for cell in cells)}", flush=True)
+            print(f"{setup.name}: {', '.join(found[cell].word for cell in cells)}", flush=True)
     return found
 
 
@@ -61,8 +61,8 @@ def store(found: Mapping[Cell, Outcome]) -> None:
         if outcome.word != word or not re.search(pattern, outcome.said):
             raise SystemExit(f"{cell}: {outcome}, where the matrix says {word}: {pattern}")
     cells = [
-        {"monitor": monitor, "way": way, "word": o.word, "said": o.said}
-        for (monitor, way), o in found.items()
+        {"monitor": monitor, "setup": setup, "word": o.word, "said": o.said}
+        for (monitor, setup), o in found.items()
     ]
     versions = {
         "python": platform.python_version(),
@@ -75,7 +75,9 @@ def store(found: Mapping[Cell, Outcome]) -> None:
 def stored() -> tuple[dict[str, str], dict[Cell, Outcome]]:
     """Return versions and results as they are stored."""
     data: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return data["versions"], {(c["monitor"], c["way"]): Outcome(c["word"], c["said"]) for c in data["cells"]}
+    return data["versions"], {
+        (c["monitor"], c["setup"]): Outcome(c["word"], c["said"]) for c in data["cells"]
+    }
 
 
 def rendered(versions: Mapping[str, str], found: Mapping[Cell, Outcome]) -> str:
@@ -85,16 +87,16 @@ def rendered(versions: Mapping[str, str], found: Mapping[Cell, Outcome]) -> str:
         f"| | {' | '.join(f'`{monitor}`' for monitor in MONITORS)} | weights after training |",
         f"|---|{'---|' * len(CHECKS)}",
     ]
-    for way in WAYS:
+    for setup in SETUPS:
         cells = []
         for monitor in CHECKS:
-            outcome = found[monitor, way]
+            outcome = found[monitor, setup]
             mark = "identical" if monitor == "identical" else MARKS[outcome.word]
             if outcome.said:
                 said = re.sub(r"parameter '[\w.]+'", "a parameter", outcome.said)
                 mark += f" ({notes.setdefault(said, len(notes) + 1)})"
             cells.append(mark)
-        lines.append(f"| {way} | {' | '.join(cells)} |")
+        lines.append(f"| {setup} | {' | '.join(cells)} |")
     lines += ["", *(f"({number}) {_escaped(said)}  " for said, number in notes.items())]
     told = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "backlight")
     return "\n".join([*lines, "", f"Ranks are processes on CPUs over gloo; {told}."])

@@ -16,7 +16,7 @@ import backlight
 from backlight.store.read import spectra as stored
 from setups.truth import STEPS, Noted, backward, batches, check, net, train
 
-# A compiler warns of what it meets on its way; it is not what is tested.
+# A compiler warns of what it meets on the way; it is not what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 Fit = Callable[[], Noted]

@@ -1,7 +1,7 @@
-"""One small training, and the ways in which it is trained: the columns of the matrix.
+"""One small model and the setups in which it is trained: the columns of the matrix.
 
-A way says how the model is built and how its gradients are computed; what is trained on, and for how long,
-is the same in all. A training knows nothing of backlight.
+A setup defines how the model is built and how its gradients are computed; what is trained on, and for how
+long, is the same in all. A training knows nothing of backlight.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MATRICES = tuple(name for name, p in Net().named_parameters() if p.dim() == 2)
 
 
 @dataclass(frozen=True)
-class Way:
+class Setup:
     """How to train.
 
     ``wrap`` makes of a fresh net what is trained; ``micro`` backwards per step; ``layout`` is the number of
@@ -138,48 +138,50 @@ def sharded_and_split(net: Net) -> nn.Module:
     return sharded(split(net, mesh["layer"]), mesh["data"])  # type: ignore[arg-type]
 
 
-WAYS: dict[str, Way] = {
-    way.name: way
-    for way in (
-        Way("plain"),
-        Way("accumulation", micro=2),
-        Way("AMP fp16", autocast=torch.float16, scaled=True),
-        Way("bf16 autocast", autocast=torch.bfloat16),
-        Way("compile", wrap=compiled),
-        Way("checkpointing", reentrant=False),
-        Way("checkpointing, re-entrant", reentrant=True),
-        Way("DDP", wrap=replicated, layout=(2, 1), waiting=without_sync),
-        Way("FSDP2", wrap=sharded, layout=(2, 1)),
+SETUPS: dict[str, Setup] = {
+    setup.name: setup
+    for setup in (
+        Setup("plain"),
+        Setup("accumulation", micro=2),
+        Setup("AMP fp16", autocast=torch.float16, scaled=True),
+        Setup("bf16 autocast", autocast=torch.bfloat16),
+        Setup("compile", wrap=compiled),
+        Setup("checkpointing", reentrant=False),
+        Setup("checkpointing, re-entrant", reentrant=True),
+        Setup("DDP", wrap=replicated, layout=(2, 1), waiting=without_sync),
+        Setup("FSDP2", wrap=sharded, layout=(2, 1)),
         # torch refuses to clip plain and distributed gradients together.
-        Way("TP", wrap=split, layout=(1, 2), clip=False),
-        Way("FSDP2 x TP", wrap=sharded_and_split, layout=(2, 2), clip=False),
+        Setup("TP", wrap=split, layout=(1, 2), clip=False),
+        Setup("FSDP2 x TP", wrap=sharded_and_split, layout=(2, 2), clip=False),
     )
 }
 
-OTHERS: dict[str, Way] = {
-    way.name: way
-    for way in (
-        Way("FSDP2, offloaded", wrap=offloaded, layout=(2, 1)),
-        Way("FSDP2, bf16", wrap=mixed, layout=(2, 1)),
-        Way("FSDP2, accumulation", wrap=sharded, layout=(2, 1), micro=2),
-        Way("FSDP2, checkpointing", wrap=sharded, layout=(2, 1), reentrant=False),
-        Way("DDP, compiled", wrap=lambda net: replicated(compiled(net)), layout=(2, 1), waiting=without_sync),
-        Way("DDP, re-entrant", wrap=replicated, layout=(2, 1), reentrant=True, waiting=without_sync),
-        Way("DDP, accumulation", wrap=replicated, layout=(2, 1), micro=2, waiting=without_sync),
+OTHERS: dict[str, Setup] = {
+    setup.name: setup
+    for setup in (
+        Setup("FSDP2, offloaded", wrap=offloaded, layout=(2, 1)),
+        Setup("FSDP2, bf16", wrap=mixed, layout=(2, 1)),
+        Setup("FSDP2, accumulation", wrap=sharded, layout=(2, 1), micro=2),
+        Setup("FSDP2, checkpointing", wrap=sharded, layout=(2, 1), reentrant=False),
+        Setup(
+            "DDP, compiled", wrap=lambda net: replicated(compiled(net)), layout=(2, 1), waiting=without_sync
+        ),
+        Setup("DDP, re-entrant", wrap=replicated, layout=(2, 1), reentrant=True, waiting=without_sync),
+        Setup("DDP, accumulation", wrap=replicated, layout=(2, 1), micro=2, waiting=without_sync),
     )
 }
 """Combinations, which are no columns of the matrix."""
 
 
-def net(way: Way | None = None, drop: float = 0.0) -> Net:
+def net(setup: Setup | None = None, drop: float = 0.0) -> Net:
     """Return the same net each time."""
     torch.manual_seed(0)
-    return Net(way.reentrant if way is not None else None, drop)
+    return Net(setup.reentrant if setup is not None else None, drop)
 
 
-def build(way: Way, drop: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(setup: Setup, drop: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model as it is trained, and its optimizer."""
-    model = way.wrap(net(way, drop))
+    model = setup.wrap(net(setup, drop))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -190,26 +192,27 @@ def whole_batch(step: int) -> Batch:
     return x, torch.randint(CLASSES, (ROWS,), generator=draw)
 
 
-def share(way: Way) -> int:
+def share(setup: Setup) -> int:
     """Return which part of the data this rank reads; ranks that share a layer read the same."""
-    return dist.get_rank() // way.layout[1] if way.ranks > 1 else 0
+    return dist.get_rank() // setup.layout[1] if setup.ranks > 1 else 0
 
 
-def microbatches(way: Way, step: int, part: int | None = None) -> list[Batch]:
+def microbatches(setup: Setup, step: int, part: int | None = None) -> list[Batch]:
     """Return what one part of the ranks reads in a step."""
     x, y = whole_batch(step)
-    each = ROWS // way.layout[0] // way.micro
-    begin = (share(way) if part is None else part) * way.micro
+    each = ROWS // setup.layout[0] // setup.micro
+    begin = (share(setup) if part is None else part) * setup.micro
     return [
-        (x[at : at + each], y[at : at + each]) for at in range(begin * each, (begin + way.micro) * each, each)
+        (x[at : at + each], y[at : at + each])
+        for at in range(begin * each, (begin + setup.micro) * each, each)
     ]
 
 
 class Data(Dataset[Batch]):
     """The microbatches of a training, one after the other; ``pause`` seconds before each."""
 
-    def __init__(self, way: Way, steps: int, pause: float = 0.0) -> None:
-        self._all = [batch for step in range(steps) for batch in microbatches(way, step)]
+    def __init__(self, setup: Setup, steps: int, pause: float = 0.0) -> None:
+        self._all = [batch for step in range(steps) for batch in microbatches(setup, step)]
         self._pause = pause
 
     def __len__(self) -> int:
@@ -253,7 +256,7 @@ class Pauses:
 
 
 def train(
-    way: Way,
+    setup: Setup,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
@@ -267,43 +270,43 @@ def train(
     ``overflow_at`` is the step whose loss is infinite, which a gradient scaler skips.
     """
     pauses = pauses or Pauses()
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=way.scaled)
-    batches = iter(DataLoader(Data(way, steps, pauses.data), batch_size=None))
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=setup.scaled)
+    batches = iter(DataLoader(Data(setup, steps, pauses.data), batch_size=None))
     torch.manual_seed(7)
     for step in range(steps):
         optimizer.zero_grad()
-        for number in range(way.micro):
+        for number in range(setup.micro):
             x, y = next(batches)
             now = pauses.at(step, number)
-            last = number == way.micro - 1
-            with contextlib.nullcontext() if last else way.waiting(model):
-                with torch.autocast("cpu", way.autocast, enabled=way.autocast is not None):
+            last = number == setup.micro - 1
+            with contextlib.nullcontext() if last else setup.waiting(model):
+                with torch.autocast("cpu", setup.autocast, enabled=setup.autocast is not None):
                     logits = model(x)
                 if now.backward:
                     logits = Sleepy.apply(logits, now.backward)
                 time.sleep(now.loss)
-                loss = F.cross_entropy(logits.float(), y) / way.micro
+                loss = F.cross_entropy(logits.float(), y) / setup.micro
                 if step == overflow_at:
                     loss = loss * float("inf")
                 scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         seen("gradients", step, loss.detach())
-        if way.clip:
+        if setup.clip:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         seen("update", step, None)
 
 
-def replicates(way: Way, model: nn.Module, step: int) -> list[dict[str, Tensor]]:
+def replicates(setup: Setup, model: nn.Module, step: int) -> list[dict[str, Tensor]]:
     """Return the gradients of each microbatch of this rank alone, without any reduction."""
     out = []
-    for x, y in microbatches(way, step):
+    for x, y in microbatches(setup, step):
         model.zero_grad()
-        with torch.autocast("cpu", way.autocast, enabled=way.autocast is not None):
+        with torch.autocast("cpu", setup.autocast, enabled=setup.autocast is not None):
             logits = model(x)
-        scale = SCALE if way.scaled else 1.0
-        (scale * F.cross_entropy(logits.float(), y) / way.micro).backward()
+        scale = SCALE if setup.scaled else 1.0
+        (scale * F.cross_entropy(logits.float(), y) / setup.micro).backward()
         out.append({n: p.grad / scale for n, p in named(model) if p.grad is not None})
     model.zero_grad()
     return out

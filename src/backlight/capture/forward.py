@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from backlight.capture.hub import HUB, Forwards, Listener, parameters_of
@@ -60,11 +60,12 @@ class ScopeForwards(Listener):
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
         self._forwards = Forwards()
-        self._table: object = scope.table
 
     def start(self, on_error: Callable[[Exception], None]) -> None:
         """Attach to what is known before any step; ``on_error`` is called if this fails later."""
         HUB.add(self, on_error)
+        self._on_error = on_error
+        self._scope.on_change.append(self._on_change)
         if self._scope.models:
             self._forwards.follow(self._scope.models)
             return
@@ -77,6 +78,8 @@ class ScopeForwards(Listener):
     def stop(self) -> None:
         """Remove all hooks."""
         HUB.remove(self)
+        if self._on_change in self._scope.on_change:
+            self._scope.on_change.remove(self._on_change)
         self._forwards.leave()
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -88,12 +91,13 @@ class ScopeForwards(Listener):
                 found = _held_by(optimizer)
             self._forwards.follow(found)
 
-    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
-        """Look again where the parameters are others, or are known for the first time."""
-        if self._scope.table is not self._table:
-            self._table = self._scope.table
-            held = {id(tensor) for tensor in self._scope.table.tensors()}
+    def _on_change(self) -> None:
+        held = {id(tensor) for tensor in self._scope.table.tensors()}
+        try:
             self._forwards.follow(self._scope.models or holding(HUB.seen.roots(), held))
+        except Exception as error:  # noqa: BLE001 - called by whatever refreshes the table
+            self.stop()
+            self._on_error(error)
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Module]:

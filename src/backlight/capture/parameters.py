@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +208,13 @@ class Scope:
         Models to watch; empty for every model of the process.
     optimizers:
         Optimizers to watch; empty for every one that holds a parameter of ``models``, or for all.
+
+    Attributes
+    ----------
+    table:
+        The parameter table as of the last :meth:`refresh`.
+    on_change:
+        Called, in order, when the table is a new one.
     """
 
     def __init__(
@@ -221,6 +228,7 @@ class Scope:
         self._orphan_rows: list[int] = []
         self._prefixes = Prefixes()
         self.table = ParameterTable((), ())
+        self.on_change: list[Callable[[], None]] = []
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers of the scope that exist now, in a stable order."""
@@ -245,6 +253,9 @@ class Scope:
         self._changes, self._groups = HUB.seen.changes, self._signature()
         changed = table.records != self.table.records or table.rows != self.table.rows
         self.table = table
+        if changed:
+            for call in self.on_change:
+                call()
         self._orphan_rows = [
             row for row, record in enumerate(table.records) if record.requires_grad and not record.group
         ]

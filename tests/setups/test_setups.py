@@ -1,4 +1,4 @@
-"""Every monitor in every way of training: measured as it is, or told why not; and the training unchanged."""
+"""Every monitor in every training setup: measured or refused with a reason; training is unchanged."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from setups.cells import TESTED, Outcome, measure
 from setups.matrix import ALL, Cell, expected, launch
-from setups.trainings import OTHERS, WAYS
+from setups.trainings import OTHERS, SETUPS
 
-ALONE = {cell for cell in ALL if WAYS[cell[1]].ranks == 1}
+ALONE = {cell for cell in ALL if SETUPS[cell[1]].ranks == 1}
 DIAGONAL: tuple[Cell, ...] = (
     ("steptime", "plain"),
     ("spectra", "accumulation"),
@@ -56,9 +56,9 @@ def test_a_diagonal_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.alone
-@pytest.mark.parametrize("way", [way.name for way in WAYS.values() if way.ranks > 1])
-def test_several_ranks(way: str, tmp_path: Path) -> None:
-    cells = [cell for cell in ALL if cell[1] == way]
+@pytest.mark.parametrize("setup", [setup.name for setup in SETUPS.values() if setup.ranks > 1])
+def test_several_ranks(setup: str, tmp_path: Path) -> None:
+    cells = [cell for cell in ALL if cell[1] == setup]
     found = launch(cells, tmp_path)
     assert list(found) == cells
     for cell, outcome in found.items():
