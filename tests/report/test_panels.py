@@ -119,7 +119,7 @@ def test_the_reason_of_one_parameter_is_not_that_of_the_series(tmp_path: Path) -
     assert Source(run).reason("gradient", otherwise="unknown") == "unknown"
 
 
-def test_steps_that_stand_out_are_named_with_the_phase_that_grew(tmp_path: Path) -> None:
+def test_outlier_steps_are_listed_with_the_phase_that_grew(tmp_path: Path) -> None:
     path = tmp_path / "run"
     writer = RunWriter.create(path, monitors=("steptime",))
     for step in range(40):
@@ -130,7 +130,7 @@ def test_steps_that_stand_out_are_named_with_the_phase_that_grew(tmp_path: Path)
         )
     writer.close()
     result = drawn(Source(open_run(path)), "phases")
-    assert "1 step stands out of the usual 6 ms: step 23 (56 ms: data +50 ms)." in result.remarks
+    assert "1 step is an outlier against a median of 6 ms: step 23 (56 ms: data +50 ms)." in result.remarks
     shares = {phase["label"]: phase["share"] for phase in result.data["phases"]}
     # The cold first step has a second of "other" and no say in the shares.
     assert shares == {"forward": percent(4 / 6), "data": percent(1 / 6), "other": percent(1 / 6)}

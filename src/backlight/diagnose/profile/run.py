@@ -171,7 +171,12 @@ def _step_fields(summary: StepProfile) -> dict[str, Any]:
         "step": None
         if step is None
         else StepMilliseconds(
-            *(1e3 * value for value in (step.median, step.low, step.high, step.p95, step.mad)), step.count
+            median_ms=1e3 * step.median,
+            low_ms=1e3 * step.low,
+            high_ms=1e3 * step.high,
+            p95_ms=1e3 * step.p95,
+            mad_ms=1e3 * step.mad,
+            steps=step.count,
         ),
     }
 
