@@ -70,7 +70,7 @@ def phases(source: Source) -> Drawn | NotMeasured:
         "slowest": np.maximum.reduceat(total, starts),
     }
     remarks = [
-        "Shares are medians over steps, normalised to a sum of one: a slow step has no more weight than another."
+        "Shares are medians over steps, normalised to one: a slow step has no more weight than another."
     ]
     if not buckets.exact:
         remarks.append("The stack shows means over ranges of steps; the line the slowest step in each.")
