@@ -13,17 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-class TwoLinear(nn.Module):
-    """Two linear layers of one width without an activation, [N, width] to [N, width]."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-
 class NormedMlp(nn.Module):
     """Two linear layers with a LayerNorm between them, [N, 4] to [N, 3]."""
 
