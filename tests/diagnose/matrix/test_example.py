@@ -25,9 +25,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MatrixReport]:
     folder = tmp_path_factory.mktemp("example")
     (folder / "train.py").write_bytes((EXAMPLES / "train.py").read_bytes())
     plan = folder / "recompute.toml"
-    # The watchdog reports sooner than the time limit of the plan requires.
+    # The watchdog reports early; the limit leaves time for imports on a busy machine.
     text = (EXAMPLES / "recompute.toml").read_text()
-    text = text.replace("time_limit = 15.0", "time_limit = 12.0")
+    text = text.replace("time_limit = 15.0", "time_limit = 45.0")
     plan.write_text(text.replace("[base]\n", '[base]\nrun_options = ["--stall", "1.5"]\n'))
     return folder / "out", execute(prepare(plan), folder / "out")
 

@@ -1,16 +1,13 @@
-"""``backlight checkpoints``: every activation-checkpointed region, inspected."""
+"""``backlight checkpoints``: inspect activation checkpointing."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from backlight.cli.app import command
 from backlight.cli.options import Json, Module, Script
-
-if TYPE_CHECKING:
-    from backlight.diagnose.checkpointing.observer import CheckpointObserver
 
 
 @command("checkpoints", "Diagnose", script=True)
@@ -35,6 +32,7 @@ def checkpoints(
         If the script ended before anything could be looked at.
     """
     from backlight.cli.console import Page, print_json
+    from backlight.cli.render.checkpoints import print_regions, regions_as_json
     from backlight.diagnose.checkpointing.observer import CheckpointObserver
     from backlight.launch.observe import end_script, explain
     from backlight.launch.script import check
@@ -48,58 +46,7 @@ def checkpoints(
             "loss.backward() and is not stopped before"
         )
     if as_json:
-        print_json(_as_json(observer, script, code))
+        print_json(regions_as_json(observer, script, code))
     else:
-        _print(Page(), observer, code)
+        print_regions(Page(), observer, code)
     return int(fail and any(region.remarks for region in observer.regions))
-
-
-def _print(page: Any, observer: CheckpointObserver, code: int) -> None:
-    from backlight.cli.console import source_line
-
-    regions = observer.regions
-    looked = f"{observer.steps} steps, {observer.backwards} backwards"
-    if not regions:
-        page.say("no checkpointed region", f" ({looked})")
-    else:
-        noun = "region" if len(regions) == 1 else "regions"
-        page.say((f"{len(regions)} checkpointed {noun}", "bold"), f" ({looked})")
-    for region in regions:
-        page.say(
-            (region.function, "bold"), f"  {region.mode}, {region.calls} calls, ",
-            f"{region.recomputations} recomputations  {source_line(region.line)}",
-        )  # fmt: skip
-        for remark in region.remarks:
-            where = source_line(remark.line) if remark.line != region.line else ""
-            page.say("  ", (f"{remark.kind}: ", "yellow"), remark.text, f"  {where}" if where else "")
-    for note in observer.notes:
-        page.say(("note: ", "dim"), note)
-    if code:
-        page.say(("note: ", "dim"), f"the script ended with exit code {code}")
-
-
-def _as_json(observer: CheckpointObserver, script: str, code: int) -> dict[str, Any]:
-    from backlight.cli.console import line_json
-
-    return {
-        "script": script,
-        "exit_code": code,
-        "steps": observer.steps,
-        "backwards": observer.backwards,
-        "regions": [
-            {
-                "function": region.function,
-                "reentrant": region.reentrant is not False,
-                "mode": region.mode,
-                "preserve_rng_state": region.preserves,
-                "place": line_json(region.line),
-                "calls": region.calls,
-                "recomputations": region.recomputations,
-                "remarks": [
-                    {"kind": r.kind, "text": r.text, "place": line_json(r.line)} for r in region.remarks
-                ],
-            }
-            for region in observer.regions
-        ],
-        "notes": observer.notes,
-    }

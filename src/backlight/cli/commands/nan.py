@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from backlight.cli.app import command
 from backlight.cli.options import Json, Module, Script
-
-if TYPE_CHECKING:
-    from backlight.diagnose.nan.tracer import NanOrigin, NanTracer
-
-SHOWN = 8
-"""Names of a list that are printed; --json has them all."""
 
 
 @command("nan", "Diagnose", script=True)
@@ -38,6 +32,7 @@ def nan(
         If the script ended before anything could be looked at.
     """
     from backlight.cli.console import Page, print_json
+    from backlight.cli.render.nan import origin_as_json, print_origin
     from backlight.diagnose.nan.tracer import NanTracer
     from backlight.launch.observe import end_script, explain
     from backlight.launch.script import check
@@ -51,100 +46,7 @@ def nan(
             "loss.backward() and is not stopped before"
         )
     if as_json:
-        print_json(_as_json(tracer, script, code))
+        print_json(origin_as_json(tracer, script, code))
     else:
-        _print(Page(), tracer, code)
+        print_origin(Page(), tracer, code)
     return int(fail and tracer.found is not None)
-
-
-def _print(page: Any, tracer: NanTracer, code: int) -> None:
-    from backlight.cli.console import source_line
-
-    found = tracer.found
-    looked = f"{tracer.operations} operations, {tracer.backwards} backwards, {tracer.steps + 1} steps"
-    if found is None:
-        page.say("no loss, gradient or parameter was other than finite", f" ({looked})")
-    else:
-        where = f" of {found.module}" if found.module else ""
-        page.say(
-            (f"{found.value} at step {found.step}, in {found.phase}: ", "bold red"), _origin(found), where
-        )
-        if found.operation:
-            page.say("  line: ", (source_line(found.line) or "not known (no frame of the script)", "bold"))
-        if found.backward_line is not None:
-            page.say("  in backward: ", source_line(found.backward_line))
-        if found.constant is not None:
-            page.say("  made of the infinity put in at: ", source_line(found.constant))
-        page.say("  noticed in: ", found.symptom)
-        if found.modules:
-            page.say("  then spread over: ", _some(found.modules))
-        if found.parameters:
-            page.say("  parameters, in this order: ", _some(found.parameters))
-        for note in found.notes:
-            page.say("  ", note)
-    if tracer.skipped_steps:
-        page.say(
-            ("note: ", "dim"), f"{tracer.skipped_steps} steps skipped by the gradient scaler are left out"
-        )
-    if found is None:
-        for spot, count in list(tracer.vanished.items())[:SHOWN]:
-            page.say(
-                ("note: ", "dim"), f"{count} times an infinity or NaN that reached none of these: {spot}"
-            )
-    for note in tracer.notes:
-        page.say(("note: ", "dim"), note)
-    if code:
-        page.say(("note: ", "dim"), f"the script ended with exit code {code}")
-
-
-def _origin(found: NanOrigin) -> str:
-    shape = "x".join(map(str, found.shape)) or "scalar"
-    if not found.operation:
-        return "no operation of this process made the gradients so: they came from another rank"
-    if found.is_input:
-        what = f"the parameter {found.parameter}" if found.parameter else f"a tensor [{shape}] {found.dtype}"
-        return f"{what} was not finite before; {found.operation} used it first"
-    node = f" in {found.node}" if found.node else ""
-    return f"produced by {found.operation}{node}, output [{shape}] {found.dtype}"
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
-
-
-def _as_json(tracer: NanTracer, script: str, code: int) -> dict[str, Any]:
-    from backlight.cli.console import line_json
-
-    found = tracer.found
-    return {
-        "script": script,
-        "exit_code": code,
-        "steps": tracer.steps + 1,
-        "backwards": tracer.backwards,
-        "operations": tracer.operations,
-        "skipped_by_scaler": tracer.skipped_steps,
-        "found": None
-        if found is None
-        else {
-            "step": found.step,
-            "phase": found.phase,
-            "value": found.value,
-            "is_input": found.is_input,
-            "operation": found.operation,
-            "node": found.node,
-            "module": found.module,
-            "parameter": found.parameter,
-            "shape": list(found.shape),
-            "dtype": found.dtype,
-            "place": line_json(found.line),
-            "backward": line_json(found.backward_line),
-            "constant": line_json(found.constant),
-            "symptom": found.symptom,
-            "modules": found.modules,
-            "parameters": found.parameters,
-            "notes": found.notes,
-        },
-        "vanished": tracer.vanished,
-        "notes": tracer.notes,
-    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,7 +10,7 @@ from backlight.cli.app import command
 from backlight.cli.options import Json, Module, Script
 
 if TYPE_CHECKING:
-    from backlight.diagnose.missing_gradients.reasons import MissingGradients, Row
+    from backlight.diagnose.missing_gradients.reasons import Row
     from backlight.user_code import SourceLine
 
 
@@ -36,6 +36,7 @@ def why_no_grad(
         If the script ended without a backward.
     """
     from backlight.cli.console import Page, print_json
+    from backlight.cli.render.why_no_grad import missing_as_json, print_missing, print_row
     from backlight.diagnose.missing_gradients.observer import MissingGradientObserver
     from backlight.launch.observe import end_script, explain
     from backlight.launch.script import check
@@ -48,7 +49,7 @@ def why_no_grad(
         if rows and not as_json:
             page.say((f"before the first backward ({line or 'line not known'}):", "bold"))
             for row in rows:
-                _print_row(page, row)
+                print_row(page, row)
                 printed[row.name] = row.reason.text if row.reason else ""
 
     observer = MissingGradientObserver(steps, end_script, early)
@@ -60,76 +61,7 @@ def why_no_grad(
             "loss.backward() and is not stopped before"
         )
     if as_json:
-        print_json(_as_json(answer, script, code))
+        print_json(missing_as_json(answer, script, code))
     else:
-        _print(page, answer, code, printed)
+        print_missing(page, answer, code, printed)
     return int(fail and bool(answer.rows or answer.failure))
-
-
-def _print_row(page: Any, row: Row) -> None:
-    from backlight.cli.console import source_line
-
-    reason = row.reason
-    if reason is not None:
-        shape = "x".join(map(str, row.shape)) or "scalar"
-        where = source_line(reason.line)
-        page.say(
-            "  ", (row.name, "bold"), f" [{shape}]  ", (reason.text, "yellow"), f"  {where}" if where else ""
-        )
-
-
-def _print(page: Any, answer: MissingGradients, code: int, printed: dict[str, str]) -> None:
-    """Print what is new since the rows ``printed`` before the first backward, and the total."""
-    from backlight.cli.console import source_line
-
-    watched = f"{answer.watched} parameters, {answer.steps} steps, {answer.backwards} backwards"
-    fresh = [row for row in answer.rows if row.reason and printed.get(row.name) != row.reason.text]
-    cleared = sorted(set(printed) - {row.name for row in answer.rows})
-    if fresh:
-        page.say(("since then:" if printed else "found:", "bold"))
-        for row in fresh:
-            _print_row(page, row)
-    for name in cleared:
-        page.say("  ", (name, "bold"), "  got a gradient later")
-    if answer.failure is not None:
-        page.say(("backward failed: ", "red"), answer.failure.text, f"  {source_line(answer.failure.line)}")
-    if answer.rows:
-        noun = "parameter is" if len(answer.rows) == 1 else "parameters are"
-        page.say((f"{len(answer.rows)} {noun} not trained", "bold"), f" ({watched})")
-    elif answer.failure is None:
-        page.say("every parameter gets a gradient and is in an optimizer", f" ({watched})")
-    for note in answer.notes:
-        page.say(("note: ", "dim"), note)
-    if code:
-        page.say(("note: ", "dim"), f"the script ended with exit code {code}")
-
-
-def _as_json(answer: MissingGradients, script: str, code: int) -> dict[str, Any]:
-    from backlight.cli.console import line_json
-
-    failure = answer.failure
-    return {
-        "script": script,
-        "exit_code": code,
-        "parameters": answer.watched,
-        "steps": answer.steps,
-        "backwards": answer.backwards,
-        "nodes": answer.nodes,
-        "not_trained": [
-            {
-                "parameter": row.name,
-                "aliases": list(row.aliases),
-                "shape": list(row.shape),
-                "cause": row.reason.cause.value,
-                "text": row.reason.text,
-                "place": line_json(row.reason.line),
-                "found": row.when,
-            }
-            for row in answer.rows
-            if row.reason is not None
-        ],
-        "failure": None
-        if failure is None
-        else {"text": failure.text, "place": line_json(failure.line), "saved": line_json(failure.saved)},
-        "notes": answer.notes,
-    }
