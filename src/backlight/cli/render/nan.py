@@ -21,7 +21,9 @@ def print_origin(page: Page, tracer: NanTracer, code: int) -> None:
         page.say("no loss, gradient or parameter was other than finite", f" ({looked})")
     else:
         where = f" of {found.module}" if found.module else ""
-        page.say((f"{found.value} at step {found.step}, in {found.phase}: ", "bold red"), _origin(found), where)
+        page.say(
+            (f"{found.value} at step {found.step}, in {found.phase}: ", "bold red"), _origin(found), where
+        )
         if found.operation:
             page.say("  line: ", (source_line(found.line) or "not known (no frame of the script)", "bold"))
         if found.backward_line is not None:
