@@ -104,7 +104,7 @@ def to_json(record: Any) -> Any:
 
 
 @functools.cache
-def _adapter(cls: type[Any]) -> Any:
+def _adapter(cls: Any) -> Any:
     # Here, since commands that read no record need not import it.
     from pydantic import TypeAdapter  # noqa: PLC0415
 
@@ -119,7 +119,8 @@ class Record:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Return the record that :func:`to_json` wrote; raise ValueError where it is none."""
-        record: Self = _adapter(cls).validate_python(data)
+        kind: Any = cls
+        record: Self = _adapter(kind).validate_python(data)
         return record
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import inspect
 import sys
 import threading
 import warnings
@@ -139,9 +138,10 @@ class Registry(Generic[T]):
             return
         for name in _module_names(self.modules):
             module = importlib.import_module(name)
-            for entry in vars(module).values():
+            found: list[Any] = list(vars(module).values())
+            for entry in found:
                 # Imported base classes have no name of their own, or another module.
-                if inspect.isclass(entry) and entry.__module__ == name and self._holds_class(entry):
+                if self._holds_class(entry) and entry.__module__ == name:
                     self.add(entry.name, entry)
         # Set before plug-ins load, so that one that looks into the registry sees backlight's entries.
         self._discovered = True
@@ -149,8 +149,10 @@ class Registry(Generic[T]):
         for point in sorted(points, key=lambda p: (p.name, p.value)):
             self._plug_ins.append(self._load(point))
 
-    def _holds_class(self, entry: type[Any]) -> bool:
-        return self.holds is not object and issubclass(entry, self.holds) and "name" in vars(entry)
+    def _holds_class(self, entry: Any) -> bool:
+        if self.holds is object or not isinstance(entry, type):
+            return False
+        return issubclass(entry, self.holds) and "name" in vars(entry)
 
     def _load(self, point: importlib.metadata.EntryPoint) -> PlugIn:
         """Load a plug-in; one that cannot be used is named in one warning and left out."""

@@ -66,6 +66,7 @@ class Watch:
         self._depth = 0
         self._abandoned = False
         self._notifier = Notifier(self.path)
+        self._error: BaseException | None = None
         self._writer: RunWriter | None = None
         self._published: dict[str, tuple[int, float]] = {}
         # Everything that can be refused is refused here, before anything is attached or written.
@@ -128,8 +129,7 @@ class Watch:
     def _attach(self, writer: RunWriter, monitors: MonitorSet, stack: contextlib.ExitStack) -> None:
         """Compose the parts of a watch; they are taken apart in reverse order."""
         settings, notifier = self.settings, self._notifier
-        self._pid = os.getpid()
-        self._error: BaseException | None = None
+        self._pid, self._error = os.getpid(), None
         self._alarmed = -1
         self._published.clear()
         self._monitors, self._sampling = monitors, Sampling(settings.every)

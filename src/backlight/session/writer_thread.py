@@ -53,7 +53,11 @@ class ResultQueue:
 
     def write(self, writer: RunWriter) -> None:
         """Hand everything over to ``writer``, in order."""
-        methods = {"scalars": writer.scalars, "array": writer.array, "event": writer.event}
+        methods: dict[str, Callable[..., Any]] = {
+            "scalars": writer.scalars,
+            "array": writer.array,
+            "event": writer.event,
+        }
         while self.held:
             method, arguments, named = self.held.popleft()
             methods[method](*arguments, **named)
