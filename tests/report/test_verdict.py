@@ -36,7 +36,7 @@ def test_no_findings_is_not_a_clean_bill(tmp_path: Path) -> None:
     said = outcome(Source(write_run(tmp_path / "run", plan)))
     assert (said.tone, said.headline) == ("clear", "No findings")
     assert "48 of 51 parameters" in said.detail
-    assert "Nothing is said about what was not measured" in said.detail
+    assert "Only recorded data was checked" in said.detail
     gaps = {(gap.what, gap.reason): gap.names for gap in said.unmeasured}
     assert gaps["2 parameters", "frozen"] == ("blocks.0.ln_2.weight", "blocks.0.mlp.up.weight")
     assert gaps["1 parameter", "unused in forward"] == ("blocks.2.attn.out.bias",)
@@ -119,3 +119,12 @@ def test_a_part_that_was_joined_lacks_nobody(tmp_path: Path, joined: bool) -> No
         writer.close()
     said = outcome(Source(open_run(tmp_path / "run")))
     assert [gap.what for gap in said.unmeasured] == ([] if joined else [OTHERS])
+
+
+def test_performance_hints_do_not_change_the_headline(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=5))
+    hint = finding("embed.weight", 3, rule="data_bound", monitor="steptime")
+    alone = outcome(Source(run, (hint,)))
+    assert (alone.tone, alone.headline) == ("clear", "No findings")
+    assert alone.detail.endswith("1 performance hint.")
+    assert outcome(Source(run, (hint, finding("embed.weight", 3)))).headline == "1 error"

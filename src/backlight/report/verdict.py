@@ -1,7 +1,7 @@
-"""What is said first: the verdict over a run, how its process ended, and what was not measured.
+"""The summary of a run: its headline, how its process ended, and what was not measured.
 
-The words are the same on the page, in Markdown and in the terminal. Without findings the verdict says
-what was measured; it never says that a run is healthy.
+The text is the same on the page, in Markdown and in the terminal. Without findings it states what was
+measured; it never states that a run is healthy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from backlight.records import OTHERS, Finding, RunStatus, Severity
 from backlight.report.source import APART, Source
 from backlight.text import count, duration, listed, number, visible, with_unit
 
+PERFORMANCE = "steptime"
+"""The monitor whose findings are hints on performance."""
+
 STATUS = {
     RunStatus.RUNNING: "still running when this was written",
     RunStatus.FINISHED: "",
@@ -22,7 +25,7 @@ STATUS = {
     RunStatus.KILLED: "the process ended without closing the run",
     RunStatus.UNKNOWN: "it is not known how the process ended",
 }
-"""What the word of a status does not say by itself."""
+"""What is added to a status."""
 
 
 PARTED = " \N{MIDDLE DOT} "
@@ -63,8 +66,10 @@ def tally(findings: Sequence[Finding]) -> str:
 
 
 def outcome(source: Source) -> Outcome:
-    """Evaluate a run by its findings and by what was measured of it."""
-    findings = by_severity(source.findings)
+    """Return the summary of a run: its findings, and what was measured."""
+    # Performance hints never change the headline, except of a run that measured nothing but time.
+    hints = [] if _timed_alone(source) else [f for f in source.findings if f.monitor == PERFORMANCE]
+    findings = by_severity([f for f in source.findings if f not in hints])
     steps = len(source.coverage.steps)
     seen = int(source.coverage.measured.sum())
     amount = len(source.parameters)
@@ -79,25 +84,27 @@ def outcome(source: Source) -> Outcome:
         of = f"all {amount:,}" if seen == amount else f"{seen:,} of {amount:,}"
         detail = f"Gradients of {of} parameters were measured at {count(steps, 'step')}."
         if not findings:
-            detail += " Nothing is said about what was not measured."
+            detail += " Only recorded data was checked."
     elif len(source.geometry_steps):
         detail = f"The geometry of gradients was measured at {count(len(source.geometry_steps), 'step')}."
         if not findings:
-            detail += " Nothing is said about what was not measured."
+            detail += " Only recorded data was checked."
     elif len(source.spectra.steps):
         measured = source.spectra
         detail = f"Spectra of {count(len(measured.layers), 'layer')} over replicates were measured at "
         detail += f"{count(len(measured.steps), 'step')}."
         if not findings:
-            detail += " Nothing is said about what was not measured."
+            detail += " Only recorded data was checked."
     elif _timed_alone(source):
         detail = f"The times of {count(len(source.step_times), 'step')} were measured."
         if not findings:
-            detail += " Nothing is said about what was not measured."
+            detail += " Only recorded data was checked."
     else:
         detail = source.reason("gradient", otherwise="No gradient was recorded.")
         if not findings:
             detail += " Nothing can be said about the gradients of this run."
+    if hints:
+        detail += f" {count(len(hints), 'performance hint')}."
     return Outcome(tone, headline, detail, status_line(source), _losses(source), _unmeasured(source))
 
 

@@ -39,6 +39,12 @@ const jump = (place, text, kind) =>
     ? el("a", { href: `#panel-${place.panel}`, class: kind, onclick: (event) => (event.preventDefault(), goTo(place)) }, text)
     : el("span", { class: kind }, text);
 
+// What stands between backticks is code; an unpaired backtick, as of a hostile name, leaves the text as it is.
+const prose = (text) => {
+  const parts = text.split("`");
+  return parts.length % 2 ? parts.map((part, i) => (i % 2 ? el("code", {}, part) : part)) : text;
+};
+
 const findingCard = (finding) => {
   const best = finding.evidence.find(({ place }) => place)?.place ?? null;
   const evidence = finding.evidence.map(({ path, step, value, place }) =>
@@ -61,15 +67,15 @@ const findingCard = (finding) => {
       el("span", { class: "rule" }, finding.rule.replaceAll("_", " ")),
       el("span", { class: "made" }, finding.made === "live" ? "found while training" : "found on reading"),
     ),
-    el("h3", {}, jump(best, finding.title, "title")),
-    el("p", { class: "detail" }, finding.detail),
+    el("h3", {}, jump(best, prose(finding.title), "title")),
+    el("p", { class: "what" }, prose(finding.detail)),
     el("p", { class: "where" }, finding.where.map(({ label, value }) => el("span", {}, el("i", {}, label), " ", el("b", {}, value)))),
     el(
       "dl",
       {},
       evidence.length ? [el("dt", {}, "Evidence"), el("dd", {}, el("ul", { class: "evidence" }, evidence))] : null,
-      [el("dt", {}, "Fix"), el("dd", {}, finding.fix)],
-      [el("dt", {}, "Refuted if"), el("dd", {}, finding.refuted)],
+      [el("dt", {}, "Fix"), el("dd", {}, prose(finding.fix))],
+      [el("dt", {}, "Refuted if"), el("dd", {}, prose(finding.refuted))],
       finding.overridden.length ? [el("dt", {}, "Overridden"), el("dd", {}, finding.overridden.map((text) => el("code", {}, text)))] : null,
     ),
   );

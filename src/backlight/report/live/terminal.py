@@ -215,7 +215,7 @@ def _share(shares: NDArray[np.float64] | None, row: int) -> str:
 def _findings(source: Source, _width: int) -> list[RenderableType]:
     found = by_severity(source.findings)
     if not found:
-        return [Text("No findings. Nothing is said about what was not measured.", "green")]
+        return [Text("No findings. Only recorded data was checked.", "green")]
     lines: list[RenderableType] = [Text(f"Findings: {tally(found)}", "bold")]
     named = _distinct(found)
     for finding in named[:FINDINGS]:
