@@ -128,3 +128,11 @@ def test_performance_hints_do_not_change_the_headline(tmp_path: Path) -> None:
     assert (alone.tone, alone.headline) == ("clear", "No findings")
     assert alone.detail.endswith("1 performance hint.")
     assert outcome(Source(run, (hint, finding("embed.weight", 3)))).headline == "1 error"
+
+
+def test_a_cheaper_tier_is_listed_as_not_measured(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
+    writer.event(3, "degradation", {"from": "full factors", "to": "Gram", "reason": "1.2 GB are free"})
+    writer.close()
+    (item,) = outcome(Source(open_run(tmp_path / "run"))).unmeasured
+    assert (item.what, item.reason) == ("full factors", "1.2 GB are free; recorded instead: Gram.")

@@ -168,6 +168,11 @@ def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
             continue  # said by a part that has been joined since
         reason = visible(event.payload.get("reason", "no reason was noted"))
         told.setdefault((what, reason), Unmeasured(what, reason))
+    for event in source.run.events("degradation"):  # a run took a cheaper tier of what it records
+        what = visible(event.payload.get("from") or "what was requested")
+        reason = visible(event.payload.get("reason", "no reason was noted")).rstrip(".")
+        left = f"{reason}; recorded instead: {visible(event.payload.get('to', 'a cheaper tier'))}."
+        told.setdefault((what, left), Unmeasured(what, left))
     return (*listed_here, *told.values())
 
 
