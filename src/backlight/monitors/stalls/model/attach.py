@@ -134,7 +134,8 @@ def diagnose_unwatched(
         now = f", now in {operation}" if operation else ""
         words = f"backward computes in native code{now}; whether nodes finish is not observable from outside"
     else:
-        words = f"it computes{at} in every sample; an endless loop and a long call look alike from outside"
+        words = f"it computes{at} in every sample; "
+        words += "an endless loop and a long call are not distinguishable from outside"
     return Diagnosis(
         kind,
         phase,
