@@ -71,7 +71,7 @@ def _still(run: Run, records: dict[str, ParameterRecord], limits: NoUpdateLimits
     known = [records.get(name) for name in update.names]
     rates = {group: _rates(run, group, update.steps) for group in {p.group for p in known if p}}
     half_P = np.array([p is not None and p.dtype in _HALF for p in known], dtype=bool)
-    some_S = (update.measured & (update.values > 0)).any(axis=1)
+    some_S = np.asarray(np.any(update.measured & (update.values > 0), axis=1), dtype=np.bool_)
 
     def marks(rows: slice, columns: Integers) -> tuple[Bools, Bools]:
         at_u, at_g = np.ix_(rows_u[rows], columns), np.ix_(rows_g[rows], columns)

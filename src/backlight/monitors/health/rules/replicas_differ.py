@@ -82,7 +82,7 @@ def _within_rounding(local_RSP: NDArray[np.float64]) -> Bools:
     median_S = finite_median(np.where(np.isfinite(high_SP) & (high_SP > 0), high_SP, np.nan))
     with np.errstate(invalid="ignore"):
         close = high_SP - low_SP < ROUNDING_SHARE * median_S[:, None]
-    return close & finite.all(axis=0)
+    return np.asarray(close & finite.all(axis=0), dtype=np.bool_)
 
 
 def _finding(

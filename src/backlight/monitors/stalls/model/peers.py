@@ -150,8 +150,7 @@ class Peers:
         if asked is None or asked.get("host") == self._writer.host:
             return None
         at = asked.get("at")
-        is_new = isinstance(at, (int, float)) and at > self._answered_at and time.time() - at <= JOIN_WINDOW_S
-        if not is_new:
+        if not isinstance(at, (int, float)) or at <= self._answered_at or time.time() - at > JOIN_WINDOW_S:
             return None
         self._answered_at = float(at)
         return float(asked.get("allowed") or 0.0)
