@@ -1,7 +1,7 @@
 """What the site needs beyond its pages: example programs as pages, and a gallery made while it is built.
 
 mkdocs calls the functions below by their names. Pictures come from runs that are made now, by the
-commands that stand beside them; a command that fails fails the build.
+commands next to them; a command that fails makes the build fail.
 """
 
 from __future__ import annotations

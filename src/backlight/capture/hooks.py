@@ -1,6 +1,6 @@
 """Hooks on torch that report to the hub: backward, clipping, gradient scaling, data loading, optimizer steps.
 
-Each ``install_…`` function replaces attributes of torch for as long as somebody listens. What is not
+Each ``install_…`` function replaces attributes of torch for as long as a listener is installed. What is not
 captured: a script that imported ``backward`` or ``grad`` by name before watching began, transforms of
 ``torch.func``, and sources of data other than torch's DataLoader.
 """
@@ -36,7 +36,7 @@ _AHEAD = "accelerate.data_loader"
 class Patches:
     """Attributes that were replaced, and how to put them back.
 
-    A replacement that somebody else has wrapped since cannot be taken out without losing theirs:
+    A replacement that third-party code has wrapped since cannot be taken out without losing theirs:
     it stays, and its wrapper must then pass every call straight through.
     """
 

@@ -157,7 +157,7 @@ def named_parameters(root: nn.Module, prefix: str = "") -> Iterator[NamedParamet
 
 
 class Prefixes:
-    """Names of root modules: a lone root needs none, further ones are told apart by class and number.
+    """Names of root modules: a lone root needs none, further ones are numbered by class.
 
     A root keeps its name, so that parameters do not change theirs when another model joins.
     """

@@ -160,12 +160,12 @@ def metric_panel(
         return NotMeasured(source.reason(*subjects, otherwise=otherwise))
     if source.learning is not None and source.learning.control is None and not source.learning.is_control:
         remarks.append("No matched control was found next to this run.")
-    told = []
+    drawn_facts = []
     for name, label in facts:
         scalar = measured(source.run, name, source.attempt)
         if scalar is not None:
-            told.append(Fact(label, f"{number(scalar.values[0])} to {number(scalar.values[-1])}"))
-    return Drawn("lines", {"charts": charts}, tuple(told), tuple(remarks))
+            drawn_facts.append(Fact(label, f"{number(scalar.values[0])} to {number(scalar.values[-1])}"))
+    return Drawn("lines", {"charts": charts}, tuple(drawn_facts), tuple(remarks))
 
 
 def spectrum_lines(

@@ -58,8 +58,8 @@ def content(page: OverlayPage) -> dict[str, Any]:
         version = importlib.metadata.version("backlight")
     except importlib.metadata.PackageNotFoundError:
         version = "(not installed)"
-    told = compared(page.title, len(page.runs), f"By {page.across}.", monitors=("grokking",))
-    return {**told, "panels": panels, "precision": "0 %", "version": version}
+    state = compared(page.title, len(page.runs), f"By {page.across}.", monitors=("grokking",))
+    return {**state, "panels": panels, "precision": "0 %", "version": version}
 
 
 def compared(name: str, runs: int, detail: str, monitors: Sequence[str] = ()) -> dict[str, Any]:

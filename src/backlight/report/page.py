@@ -123,7 +123,7 @@ def _writable(panel: Panel, result: Drawn | NotMeasured) -> Drawn | NotMeasured:
     """Return ``result``, or why it is no data that a page can hold: a panel may have drawn anything."""
     try:
         script_json(panel_data(panel, result))
-    except Exception as error:  # noqa: BLE001 - of what somebody else's panel drew
+    except Exception as error:  # noqa: BLE001 - a third-party panel may raise anything
         return _warned(failed(panel, error))
     return result
 
@@ -260,11 +260,11 @@ def _unmeasured(
 ) -> list[dict[str, Any]]:
     """Return what was not measured, panels without data among it; what has one reason stands together."""
     gaps: dict[str, dict[str, Any]] = {}
-    told: list[tuple[str, str | None, str, tuple[str, ...]]] = [
+    rows: list[tuple[str, str | None, str, tuple[str, ...]]] = [
         (item.what, None, item.reason, item.names) for item in said.unmeasured
     ]
-    told += [(p.title, p.name, visible(r.reason), ()) for p, r in drawn if isinstance(r, NotMeasured)]
-    for what, panel, reason, names in told:
+    rows += [(p.title, p.name, visible(r.reason), ()) for p, r in drawn if isinstance(r, NotMeasured)]
+    for what, panel, reason, names in rows:
         key = reason.rstrip(".").casefold() if not names else f"{what} {reason}"
         gap = gaps.setdefault(key, {"what": [], "reason": reason, "names": names})
         if panel is not None and any(known["text"].casefold() == what.casefold() for known in gap["what"]):

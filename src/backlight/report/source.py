@@ -137,10 +137,10 @@ class Source:
     @cached_property
     def unmeasured_parameters(self) -> dict[str, list[str]]:
         """Names of the parameters that never had a measured gradient, by the reason why."""
-        told: dict[str, str] = {}
+        recorded: dict[str, str] = {}
         for event in self.run.events("unmeasured"):
             for name in event.payload.get("parameters") or ():
-                told.setdefault(str(name), str(event.payload.get("reason", "")))
+                recorded.setdefault(str(name), str(event.payload.get("reason", "")))
         known = self.coverage
         reasons: dict[str, list[str]] = {}
         for record, measured, apart in zip(self.parameters, known.measured, known.apart, strict=True):
@@ -148,6 +148,6 @@ class Source:
                 otherwise = "no gradient at any recorded step"
                 if apart:
                     otherwise = APART
-                reason = record.unmeasured or told.get(record.name) or otherwise
+                reason = record.unmeasured or recorded.get(record.name) or otherwise
                 reasons.setdefault(reason, []).append(record.name)
         return reasons

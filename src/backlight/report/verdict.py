@@ -159,7 +159,7 @@ def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
         at = f"{most:,}" if fewest == most else f"up to {most:,}"
         what = f"{count(len(lacking), 'parameter')} at {at} of {count(len(known.steps), 'step')}"
         listed_here.append(Unmeasured(what, APART, tuple(visible(name) for name, _ in lacking)))
-    told: dict[tuple[str, str], Unmeasured] = {}
+    found: dict[tuple[str, str], Unmeasured] = {}
     for event in source.run.events("unmeasured"):
         if event.payload.get("parameters"):
             continue  # those parameters are listed above, if they never were measured
@@ -167,13 +167,13 @@ def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
         if what == OTHERS and _whole(source):
             continue  # said by a part that has been joined since
         reason = visible(event.payload.get("reason", "no reason was noted"))
-        told.setdefault((what, reason), Unmeasured(what, reason))
+        found.setdefault((what, reason), Unmeasured(what, reason))
     for event in source.run.events("degradation"):  # a run took a cheaper tier of what it records
         what = visible(event.payload.get("from") or "what was requested")
         reason = visible(event.payload.get("reason", "no reason was noted")).rstrip(".")
         left = f"{reason}; recorded instead: {visible(event.payload.get('to', 'a cheaper tier'))}."
-        told.setdefault((what, left), Unmeasured(what, left))
-    return (*listed_here, *told.values())
+        found.setdefault((what, left), Unmeasured(what, left))
+    return (*listed_here, *found.values())
 
 
 def _whole(source: Source) -> bool:

@@ -191,10 +191,10 @@ const legendOf = (spec, toggle) => {
     entries.forEach(({ value }, i) => {
       const place = here ? null : idxs[i + 1];
       const line = spec.lines[i];
-      const told = (of) => (of.odd.includes(place) ? "NaN or Inf" : number((of.says ?? of.values)[place], of.digits ?? 6));
+      const label = (of) => (of.odd.includes(place) ? "NaN or Inf" : number((of.says ?? of.values)[place], of.digits ?? 6));
       const none = place === null || place === undefined;
       const bottom = line.style === "edge" ? bottoms.get(line.downTo) : null;
-      value.textContent = none ? "" : bottom ? `${told(bottom)} to ${told(line)}` : told(line);
+      value.textContent = none ? "" : bottom ? `${label(bottom)} to ${label(line)}` : label(line);
     });
   };
   // As high as it gets when it is full, so that nothing below moves while the pointer does.

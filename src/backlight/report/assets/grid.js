@@ -402,10 +402,10 @@ class Grid {
     this.cursor = cell && cell.bucket !== null ? cell : null;
     this.tip.hidden = !cell || Boolean(this.drag?.moved);
     if (cell) {
-      const told = cell.bucket === null ? { title: this.label(cell.row), rows: [["step " + number(Math.floor(cell.step)), "nothing recorded"]] } : this.describe(cell.row, cell.bucket);
+      const tip = cell.bucket === null ? { title: this.label(cell.row), rows: [["step " + number(Math.floor(cell.step)), "nothing recorded"]] } : this.describe(cell.row, cell.bucket);
       this.tip.replaceChildren(
-        el("strong", {}, told.title),
-        el("dl", {}, told.rows.map(([label, value]) => [el("dt", {}, label), el("dd", {}, value)])),
+        el("strong", {}, tip.title),
+        el("dl", {}, tip.rows.map(([label, value]) => [el("dt", {}, label), el("dd", {}, value)])),
       );
       placeTip(this.tip, x, y);
     }

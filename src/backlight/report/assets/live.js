@@ -5,7 +5,7 @@ const CALM = 160; // ms without scrolling before anything is drawn
 const LONGEST = 400; // ms for which scrolling holds a drawing back
 const RETRY = [1000, 2000, 4000, 8000, 15000]; // ms until the server is asked again once it is silent
 
-const shown = new Map(); // panels by name: { told, section, body, facts, remark, stamp, version, renew, near }
+const shown = new Map(); // panels by name: { entry, section, body, facts, remark, stamp, version, renew, near }
 const cards = new Map(); // findings that are on the page, by what they say
 const page = { scrolled: 0, silent: 0, over: false, version: -1, table: "", busy: false, drawn: 0 };
 
@@ -25,8 +25,8 @@ view.rest = () => pause(0);
 const panelUrl = (name, options) => `panel/${encodeURIComponent(name)}?${new URLSearchParams(options)}`;
 
 // The steps that are looked at closely, where the whole run is drawn more coarsely than it was recorded.
-const closely = ({ told, coarse }) =>
-  told.name === "parameters" && coarse && view.zoomed ? { from: Math.max(0, Math.floor(view.range[0])), to: Math.ceil(view.range[1]) } : {};
+const closely = ({ entry, coarse }) =>
+  entry.name === "parameters" && coarse && view.zoomed ? { from: Math.max(0, Math.floor(view.range[0])), to: Math.ceil(view.range[1]) } : {};
 
 // A column of the heat map that the page does not hold yet.
 report.column = async (name) => {
@@ -92,7 +92,7 @@ const words = (part, content) => {
 // Bring one panel to the newest version of the run, if it has news.
 const refresh = async (part) => {
   const { version } = page;
-  const answer = await fetch(panelUrl(part.told.name, { have: part.stamp, column: view.column ?? "", ...closely(part) }), { cache: "no-store" });
+  const answer = await fetch(panelUrl(part.entry.name, { have: part.stamp, column: view.column ?? "", ...closely(part) }), { cache: "no-store" });
   if (answer.status === 200) {
     const content = JSON.parse(await answer.text());
     part.stamp = answer.headers.get("x-stamp");
@@ -151,16 +151,16 @@ view.sleeps = (owner) => {
   return Boolean(name) && shown.get(name)?.near === false;
 };
 
-const livePart = (told) => {
-  const { section, body } = panelPart(told);
-  section.dataset.panel = told.name;
+const livePart = (entry) => {
+  const { section, body } = panelPart(entry);
+  section.dataset.panel = entry.name;
   body.classList.add("awaited");
   const facts = el("dl", { class: "facts" });
   section.querySelector("header").append(facts);
   const remark = el("p", { class: "remark", hidden: true });
   section.append(remark);
-  const part = { told, section, body, facts, remark, stamp: "", version: -1, renew: undefined, near: false };
-  shown.set(told.name, part);
+  const part = { entry, section, body, facts, remark, stamp: "", version: -1, renew: undefined, near: false };
+  shown.set(entry.name, part);
   near.observe(section);
   return part;
 };
@@ -188,7 +188,7 @@ const tellFindings = () => {
     const key = `${finding.severity} ${finding.rule}`;
     rules.set(key, [...(rules.get(key) ?? []), finding]);
   }
-  const first = cards.size === 0 && !page.told;
+  const first = cards.size === 0 && !page.entry;
   const kept = new Set(report.findings.map((finding) => JSON.stringify(finding)));
   const boxes = [...rules].map(([key, alikes]) => {
     const nodes = alikes.map((finding) => {
@@ -221,7 +221,7 @@ const tellFindings = () => {
   for (const says of cards.keys()) if (!kept.has(says)) cards.delete(says);
   slots.findings.replaceChildren(...boxes);
   slots.findings.hidden = !boxes.length;
-  page.told = true;
+  page.entry = true;
 };
 
 const changed = (what, value) => {
@@ -277,8 +277,8 @@ const apply = (head) => {
         shown.delete(name);
       }
       let last = null;
-      for (const told of drawn) {
-        const { section } = shown.get(told.name) ?? livePart(told);
+      for (const entry of drawn) {
+        const { section } = shown.get(entry.name) ?? livePart(entry);
         if (last ? last.nextSibling !== section : slots.panels.firstChild !== section) last ? last.after(section) : slots.panels.prepend(section);
         last = section;
       }

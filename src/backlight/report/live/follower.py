@@ -1,4 +1,4 @@
-"""A run that is followed while it is written: read again where something came, rendered where somebody looks.
+"""A live run, read again when it grows and rendered when a page requests it.
 
 One thread reads, evaluates and scores, and rests after that, altogether while no one looks; another one
 reduces the series of all parameters where that takes long. What the screen shows is rendered when it is
@@ -136,7 +136,7 @@ class Followed:
             thread.join(timeout=2)
 
     def touch(self) -> None:
-        """Say that somebody looks."""
+        """Record that a page is open."""
         self._asked = time.monotonic()
         self._wanted.set()
 
@@ -147,7 +147,7 @@ class Followed:
         if files == self._files and not self._may_have_died(now):
             return False
         self._looked = now
-        # Without the lock: whoever asks meanwhile gets what was read before.
+        # Without the lock: a request in the meantime gets what was read before.
         stand, source = self._read()
         if files == self._files and stand == self.stand:
             return False
@@ -186,11 +186,11 @@ class Followed:
         """Show new findings at once: of a long run there is more to read."""
         if self.source is None or findings == tuple(self.source.findings):
             return
-        told = dataclasses.replace(self.source, findings=findings)
+        state = dataclasses.replace(self.source, findings=findings)
         for name in READ_ONCE & self.source.__dict__.keys():  # of the same run, so not read again
-            setattr(told, name, getattr(self.source, name))
+            setattr(state, name, getattr(self.source, name))
         with self._lock:
-            self.source = told
+            self.source = state
             self.version += 1
 
     def _keep_frames(self, source: Source) -> None:
@@ -230,7 +230,7 @@ class Followed:
         self._frames = (frames, source.parameters, now, now - begun)
 
     def _undrawn(self, source: Source | None) -> list[tuple[Panel, Drawn | NotMeasured]]:
-        """Render what had nothing to show so far; what is drawn already waits until somebody asks."""
+        """Render panels that had no data so far; panels already drawn wait for a request."""
         if source is None:
             return []
         known = {name: one.result for name, one in list(self._rendered.items())}
@@ -242,7 +242,7 @@ class Followed:
         with self._lock:
             if self._head is not None and self._head[0] == self.version:
                 return self._head[1]
-            told: dict[str, Any] = {
+            state: dict[str, Any] = {
                 "news": self.version,
                 "stand": {
                     "word": self.stand.word.value,
@@ -252,12 +252,12 @@ class Followed:
             }
             if self.source is not None and self.stand.word is not Standing.WAITING:
                 try:
-                    told |= self._shown(self.source)
+                    state |= self._shown(self.source)
                 except Exception as error:  # noqa: BLE001 - an answer that says so, instead of none
                     detail = f"Showing it failed: {_told(error)}"
-                    told["stand"] |= {"word": Standing.UNREADABLE.value, "detail": detail}
-            self._head = (self.version, told)
-            return told
+                    state["stand"] |= {"word": Standing.UNREADABLE.value, "detail": detail}
+            self._head = (self.version, state)
+            return state
 
     def _shown(self, source: Source) -> dict[str, Any]:
         """Return what the page shows of a run that was read."""
@@ -266,12 +266,12 @@ class Followed:
             for panel in in_order()
             if (known := self._rendered[panel.name]) and belongs(panel, known.result, source)
         ]
-        told = head(source, drawn)
-        words = told["verdict"]["status"].split(verdict.PARTED)
-        told["verdict"]["status"] = verdict.PARTED.join(w for w in words if w != WRITTEN)
-        told["panels"] = [_announced(panel, result) for panel, result in drawn]
-        told["table"] = hashlib.sha256(script_json(told["parameters"]).encode("ascii")).hexdigest()[:20]
-        return told
+        state = head(source, drawn)
+        words = state["verdict"]["status"].split(verdict.PARTED)
+        state["verdict"]["status"] = verdict.PARTED.join(w for w in words if w != WRITTEN)
+        state["panels"] = [_announced(panel, result) for panel, result in drawn]
+        state["table"] = hashlib.sha256(script_json(state["parameters"]).encode("ascii")).hexdigest()[:20]
+        return state
 
     def panel(
         self, name: str, *, have: str = "", column: str = "", between: tuple[int, int] | None = None
@@ -300,7 +300,7 @@ class Followed:
             if content.get("kind") == "parameters":
                 content["data"] = {**_one_column(content["data"], column), "window": closely}
             text = script_json(content)
-        except Exception as error:  # noqa: BLE001 - of what somebody else's panel drew
+        except Exception as error:  # noqa: BLE001 - a third-party panel may raise anything
             said = failed(known.panel, error)
             text = script_json(panel_data(known.panel, said))
             with self._lock:

@@ -39,7 +39,7 @@ class Several:
         return sum(run.version for run in self._runs)
 
     def touch(self) -> None:
-        """Say to each run that somebody looks."""
+        """Record for each run that a page is open."""
         for run in self._runs:
             run.touch()
 
@@ -48,16 +48,16 @@ class Several:
         version = self.version
         panels = self._panels(version)
         stand = self._stand()
-        told: dict[str, Any] = {
+        state: dict[str, Any] = {
             "news": version,
             "stand": {"word": stand.word.value, "detail": stand.detail, "over": stand.over},
         }
         if not panels:
-            return told
+            return state
         findings = sum(len(source.findings) for _, _, source in self._read())
         detail = f"{count(findings, 'finding')} in all; each run has a page of its own above."
         shown = [{key: panel[key] for key in ("name", "title", "note", "kind")} for panel in panels.values()]
-        return told | compared(self.name, len(self._runs), detail) | {"table": "", "panels": shown}
+        return state | compared(self.name, len(self._runs), detail) | {"table": "", "panels": shown}
 
     def panel(
         self, name: str, *, have: str = "", column: str = "", between: tuple[int, int] | None = None

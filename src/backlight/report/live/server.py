@@ -143,7 +143,7 @@ class Subject(Protocol):
         """Return a number that grows with every news."""
 
     def touch(self) -> None:
-        """Hear that somebody looks."""
+        """Record that a page is open."""
 
     def head(self) -> dict[str, Any]:
         """Return everything that the page shows next to the data of its panels."""
@@ -257,10 +257,10 @@ class LiveServer:
             await asyncio.sleep(BEAT)
         if subject.version == after:
             return Response(status_code=204)
-        told = await run_in_threadpool(subject.head)
-        if told.get("table") == request.query_params.get("table", ""):
-            told = {key: value for key, value in told.items() if key != "parameters"}
-        return Response(await run_in_threadpool(script_json, told), media_type="application/json")
+        state = await run_in_threadpool(subject.head)
+        if state.get("table") == request.query_params.get("table", ""):
+            state = {key: value for key, value in state.items() if key != "parameters"}
+        return Response(await run_in_threadpool(script_json, state), media_type="application/json")
 
     async def _panel(self, request: Request) -> Response:
         subject = self._subjects.get(request.path_params["subject"])

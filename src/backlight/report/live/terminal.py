@@ -31,7 +31,7 @@ WORST = 5
 """Parameters that are named."""
 
 WIDE = 64
-"""Columns from which on the share of zeros has monitor as well."""
+"""Columns from which on the share of zeros has space as well."""
 
 SLIM = 44
 """Columns below which lines of a course and medians have none."""
@@ -65,8 +65,8 @@ def frame(name: str, stand: Stand, source: Source | None, width: int) -> Rendera
     parts: list[RenderableType] = [head]
     if source is None or source.run.last_step() < 0:
         return Group(*parts, Text(stand.detail, "dim"))
-    told = [_unharmed(section, source, width) for section in (_status, _phases, _worst, _findings)]
-    parts += [line for lines in told if lines for line in (*lines, Text())][:-1]
+    shown = [_unharmed(section, source, width) for section in (_status, _phases, _worst, _findings)]
+    parts += [line for lines in shown if lines for line in (*lines, Text())][:-1]
     if stand.word is not Standing.LIVE:
         parts += [Text(), Text(stand.detail, "dim")]
     return Group(*parts)
@@ -116,22 +116,22 @@ def _status(source: Source, width: int) -> list[RenderableType]:
     slim = width < SLIM
     if not slim:
         table.add_column(no_wrap=True, overflow="crop", style="blue")
-    monitor = 0 if slim else min(60, width - 34)
+    available = 0 if slim else min(60, width - 34)
     rows = [("step", number(steps - 1), "" if slim else _speed(source))]
     if slim:
         rows.append(("speed", _speed(source).split(" (", maxsplit=1)[0], ""))
-    told = number(float(loss.values[-1])) if len(loss.values) else "not measured"
-    rows.append(("loss", told, sparkline(loss.values, monitor)))
+    shown = number(float(loss.values[-1])) if len(loss.values) else "not measured"
+    rows.append(("loss", shown, sparkline(loss.values, available)))
     rates = [(name, source.scalar(name)) for name in source.scalar_names("lr")]
     values = {float(rate.values[-1]) for _, rate in rates if len(rate.values)}
-    told = ", ".join(number(value) for value in sorted(values)[:3]) if values else "not measured"
-    rows.append(("learning rate", told, ""))
-    told = number(float(norm.values[-1])) if len(norm.values) else "not measured"
-    rows.append(("total norm", told, sparkline(norm.values, monitor)))
+    shown = ", ".join(number(value) for value in sorted(values)[:3]) if values else "not measured"
+    rows.append(("learning rate", shown, ""))
+    shown = number(float(norm.values[-1])) if len(norm.values) else "not measured"
+    rows.append(("total norm", shown, sparkline(norm.values, available)))
     if source.health is not None and len(source.health[1]):
         known = source.health[1][~np.isnan(source.health[1])]
-        told = number(float(known[-1]), 3) if len(known) else "not measured"
-        rows.append(("health", told, sparkline(source.health[1], monitor)))
+        shown = number(float(known[-1]), 3) if len(known) else "not measured"
+        rows.append(("health", shown, sparkline(source.health[1], available)))
     for row in rows:
         table.add_row(*row[: 2 if slim else 3])
     return [table]
@@ -186,8 +186,8 @@ def _worst(source: Source, width: int) -> list[RenderableType]:
     order = np.argsort(-rank, kind="stable")[:WORST]
     wide, slim = width >= WIDE, width < SLIM
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, expand=False)
-    monitor = max(8, width - (44 if wide else 22 if slim else 32))
-    table.add_column("furthest from their median", no_wrap=True, overflow="ellipsis", max_width=monitor)
+    available = max(8, width - (44 if wide else 22 if slim else 32))
+    table.add_column("furthest from their median", no_wrap=True, overflow="ellipsis", max_width=available)
     columns = ["rms now", *([] if slim else ["median"]), *(["zeros"] if wide else []), "NaN, Inf"]
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)

@@ -253,13 +253,13 @@ def _chart(axes: Axes, chart: Chart, view: View, tones: Mapping[str, str]) -> No
 
 
 def _figures(axes: Axes, view: View) -> None:
-    told = (
+    entries = (
         ("replicates", "replicates"), ("samples in each", "batch"), ("noise level", "noise_sigma"),
         ("noise edge", "edge"), ("signal share", "signal_share"), ("noise scale", "noise_scale"),
         ("identifiable directions", "identifiable"), ("stable rank, gradient", "stable_rank_gradient"),
         ("stable rank, weight", "stable_rank_weight"),
     )  # fmt: skip
-    for row, (label, name) in enumerate(told):
+    for row, (label, name) in enumerate(entries):
         value = view.figure(name)
         at = 0.95 - row * 0.115
         axes.text(0.05, at, label, va="top")

@@ -67,7 +67,7 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
                     files += _save(panel, added, figure, folder, formats)
             except OSError:
                 raise  # a full disk is not the panel's
-            except Exception as error:  # noqa: BLE001 - of what somebody else's panel drew
+            except Exception as error:  # noqa: BLE001 - a third-party panel may raise anything
                 warn(f"backlight: {failed(panel, error).reason}", PanelWarning)
     return Written(tuple(files), tuple(words_only))
 

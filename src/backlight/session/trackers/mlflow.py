@@ -48,11 +48,11 @@ class _Run:
     def findings(self, findings: Sequence[Finding], step: int) -> None:
         """Tag the run with each rule and its findings."""
         del step
-        told: dict[str, str] = {}
+        known: dict[str, str] = {}
         for finding in findings:
             line = f"{finding.severity}: {finding.title}"
-            told[finding.rule] = f"{told[finding.rule]}\n{line}" if finding.rule in told else line
-        for rule, lines in told.items():
+            known[finding.rule] = f"{known[finding.rule]}\n{line}" if finding.rule in known else line
+        for rule, lines in known.items():
             self._client.set_tag(self._id, f"{PREFIX}findings/{rule}", lines[:_TAG])
 
     def close(self, *, failed: bool) -> None:

@@ -195,11 +195,11 @@ KINDS.spectra = async (host, { fields, values, numbers, layers }) => {
     const readout = el("output", { for: "spectra-step" });
     const slider = el("input", { type: "range", id: "spectra-step", min: "0", step: "1", oninput: () => (stop(), show(Number(slider.value))) });
     const play = el("button", { type: "button", class: "quiet", id: "spectra-play", onclick: () => (timer === null ? start() : stop()) }, "Play");
-    const told = el("dl", { class: "facts", id: "spectra-figures" });
+    const readouts = el("dl", { class: "facts", id: "spectra-figures" });
     const box = el("div", { class: "small-charts" });
     host.append(
       el("div", { class: "controls" }, el("label", { for: "spectra-layer" }, "Layer ", choice), el("div", { class: "slider" }, el("label", { for: "spectra-step" }, "Step"), slider, readout), play),
-      told,
+      readouts,
       box,
     );
     const charts = SPECTRA_CHARTS.map((kind) => new SpectraChart(box, kind));
@@ -225,7 +225,7 @@ KINDS.spectra = async (host, { fields, values, numbers, layers }) => {
       slider.value = String(step);
       readout.textContent = `step ${number(layer.steps[step])}`;
       slider.setAttribute("aria-valuetext", readout.textContent);
-      told.replaceChildren(
+      readouts.replaceChildren(
         ...SPECTRA_FIGURES.map(([name, label]) => el("div", {}, el("dt", {}, label), el("dd", {}, Number.isNaN(figures[name]) ? "not measured" : number(figures[name], 3)))),
       );
       for (const chart of charts) chart.show(layer, step, figures);

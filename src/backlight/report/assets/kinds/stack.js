@@ -37,11 +37,11 @@ KINDS.stack = async (host, data) => {
       spec.left.top = full.checked ? null : 2 * usual;
       plot.setData(plot.data, true);
     } });
-    const told = el("span", {});
-    const slow = el("div", { class: "controls" }, el("label", { for: "slow-steps", class: "check" }, full, told));
+    const note = el("span", {});
+    const slow = el("div", { class: "controls" }, el("label", { for: "slow-steps", class: "check" }, full, note));
     const tell = () => {
       slow.hidden = !plot || most <= 4 * usual;
-      told.textContent = ` Show the slow steps in full: up to ${number(most, 3)} ms, beyond the top of the chart`;
+      note.textContent = ` Show the slow steps in full: up to ${number(most, 3)} ms, beyond the top of the chart`;
     };
     tell();
     host.prepend(slow);
