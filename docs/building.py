@@ -133,7 +133,7 @@ def limits_table(rule: str, named: str = "") -> str:
         monitor = cls.monitor
     else:
         cls, monitor = RULES[rule].limits or Limits, RULES[rule].monitor
-        names = [f.name for f in dataclasses.fields(cls)] or list(RULES[rule].thresholds)
+        names = [f.name for f in dataclasses.fields(cls)]
     known = declared(monitor)
     rows = [f"Threshold in `[thresholds.{monitor}]` | Default | Reason | Source", "---|---|---|---"]
     for name in names:

@@ -256,7 +256,6 @@ class Rule:
     version: int
     evaluate: Callable[[Any, Any], Iterable[Finding]]
     limits: type[Any] | None = None
-    thresholds: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     restates: bool = False
 
@@ -276,7 +275,6 @@ def rule(
     monitor: str,
     version: int = 1,
     limits: type[Any] | None = None,
-    thresholds: tuple[str, ...] = (),
     needs: tuple[str, ...] = (),
     restates: bool = False,
 ) -> Callable[[Callable[[Any, Any], Iterable[Finding]]], Callable[[Any, Any], Iterable[Finding]]]:
@@ -285,7 +283,7 @@ def rule(
     def decorate(
         evaluate: Callable[[Any, Any], Iterable[Finding]],
     ) -> Callable[[Any, Any], Iterable[Finding]]:
-        RULES.add(name, Rule(name, monitor, version, evaluate, limits, thresholds, needs, restates))
+        RULES.add(name, Rule(name, monitor, version, evaluate, limits, needs, restates))
         return evaluate
 
     return decorate

@@ -7,10 +7,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from backlight.findings.limits import Limits, merge_overrides, whole_class, with_overrides
+from backlight.findings.limits import Limits, merge_overrides, with_overrides
 from backlight.findings.phrases import shorten
 from backlight.records import Finding, Made
-from backlight.registry import DISPLAYS, RULES, Rule, warn
+from backlight.registry import DISPLAYS, RULES, warn
 from backlight.store.export.arrow import to_pandas, to_polars
 from backlight.store.export.tables import findings_table
 from backlight.store.read.run import Frame, Run
@@ -82,8 +82,8 @@ def evaluate_rules(
             overrides_of[rule.monitor] = merge_overrides(
                 rule.monitor, run.overrides.get(rule.monitor), given.get(rule.monitor)
             )
-        limits = with_overrides(_class_of(rule), overrides_of[rule.monitor])
-        changed = _changed(rule, limits)
+        limits = with_overrides(rule.limits or Limits, overrides_of[rule.monitor])
+        changed = limits.changed()
         try:
             for finding in rule.evaluate(remembered, limits):
                 findings.append(
@@ -145,17 +145,6 @@ def in_order(findings: Iterable[Finding]) -> Findings:
         )
 
     return Findings(sorted(findings, key=place))
-
-
-def _class_of(rule: Rule) -> type[Limits]:
-    """Return the limits of a rule; one that only names its thresholds takes those of its whole monitor."""
-    return rule.limits or whole_class(rule.monitor) or Limits
-
-
-def _changed(rule: Rule, limits: Limits) -> dict[str, float]:
-    """Return those limits of a rule that differ from the default."""
-    changed = limits.changed()
-    return changed if rule.limits else {name: changed[name] for name in rule.thresholds if name in changed}
 
 
 def _subject(finding: Finding) -> tuple[str, str | None, str | None]:

@@ -86,14 +86,6 @@ def declared(monitor: str) -> dict[str, dataclasses.Field[Any]]:
     return fields
 
 
-def whole_class(monitor: str) -> type[Limits] | None:
-    """Return the class ``Thresholds`` of a monitor that declares all limits in one, None where rules do."""
-    declared(monitor)
-    return next(
-        (c for (_, name), c in _CLASSES.items() if name == "Thresholds" and c.monitor == monitor), None
-    )
-
-
 def merge_overrides(
     monitor: str, recorded: Mapping[str, Any] | None = None, given: Mapping[str, Any] | None = None
 ) -> dict[str, float]:

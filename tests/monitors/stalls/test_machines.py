@@ -19,7 +19,7 @@ from backlight.monitors.stalls.model import peers, runtime_dir
 from backlight.monitors.stalls.model.observation import Observation
 from backlight.monitors.stalls.model.peers import HostObservation, join, pack, unpack
 from backlight.monitors.stalls.model.shared_state import PHASES, RankStatus, SharedState, Slot
-from backlight.monitors.stalls.model.thresholds import Thresholds
+from backlight.monitors.stalls.model.timeouts import StallLimits
 from backlight.monitors.stalls.model.watchdog import Watchdog
 from backlight.records import Phase
 from backlight.store.read.run import Run, open_run
@@ -51,7 +51,7 @@ class Machine:
         runtime_dir.write_document(
             runtime_dir.document_path(self.directory, rank, "groups"), {str(GROUP): [0, 1]}
         )
-        self.watchdog = Watchdog(self.directory, run, run / "attempt-000", Thresholds(), host=f"node-{rank}")
+        self.watchdog = Watchdog(self.directory, run, run / "attempt-000", StallLimits(), host=f"node-{rank}")
 
     def waits(self, seconds: float, text: bytes = b"all_reduce(8 float32) #4") -> None:
         self.state.slots[Slot.DISTRIBUTED] = 1

@@ -30,7 +30,7 @@ from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.observation import describe_exception
 from backlight.monitors.stalls.model.shared_state import RankStatus, SharedState
 from backlight.monitors.stalls.model.stacks import DUMP_SIGNAL
-from backlight.monitors.stalls.model.thresholds import Thresholds
+from backlight.monitors.stalls.model.timeouts import StallLimits
 from backlight.store.write.watchdog import host_name
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class StallMonitor(Monitor):
         self._sampler = StackSampler(
             self.heartbeat,
             shared_state.path,
-            Thresholds().override(self._thresholds),
+            StallLimits().override(self._thresholds),
             self._document("stacks"),
             self._document("graph"),
             self._chores,

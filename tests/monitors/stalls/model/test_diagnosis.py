@@ -13,10 +13,10 @@ from backlight.monitors.stalls.model.graph_samples import GraphBuild
 from backlight.monitors.stalls.model.observation import Observation
 from backlight.monitors.stalls.model.shared_state import Collective, RankStatus, StateSnapshot
 from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack, native_operation
-from backlight.monitors.stalls.model.thresholds import Thresholds, is_suspicious, timeout_of
+from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious, timeout_of
 from backlight.records import DiagnosisKind, Phase
 
-LIMITS = Thresholds()
+LIMITS = StallLimits()
 S = 10**9
 MAIN = 7
 ENGINE = Frame("/lib/torch/autograd/graph.py", 979, "_engine_run_backward")

@@ -20,7 +20,7 @@ from typing import Any
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.model.runtime_dir import write_document
 from backlight.monitors.stalls.model.shared_state import PHASES, Slot, StateSnapshot, read_state
-from backlight.monitors.stalls.model.thresholds import Thresholds, is_suspicious
+from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious
 from backlight.records import Phase
 from backlight.user_code import is_user_code
 
@@ -72,7 +72,7 @@ class StackSampler:
         self,
         heartbeat: Heartbeat,
         path: Path,
-        limits: Thresholds,
+        limits: StallLimits,
         stacks: Path,
         graph_build: Path,
         every_period: Callable[[], None],

@@ -19,7 +19,7 @@ from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagn
 from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.monitors.stalls.model.shared_state import read_state
 from backlight.monitors.stalls.model.stacks import StackSample, ThreadStack
-from backlight.monitors.stalls.model.thresholds import Thresholds
+from backlight.monitors.stalls.model.timeouts import StallLimits
 from backlight.records import DiagnosisKind, Phase
 
 DURATION_S = 2.0
@@ -179,7 +179,7 @@ def _find_state(pid: int) -> tuple[Path, int] | None:
 
 def _attach_watched(pid: int, directory: Path, rank: int, duration_s: float, *, native: bool) -> Attached:
     """Diagnose a watched process as its watchdog does, with the duration as the timeout."""
-    limits = Thresholds()
+    limits = StallLimits()
     observer = RankObserver(directory, rank, limits)
     request = directory / f"sample-{os.getpid()}"
     try:

@@ -17,7 +17,7 @@ from backlight.monitors.stalls.model.graph_samples import find_largest_share
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis, Observation, in_phase
 from backlight.monitors.stalls.model.shared_state import StateSnapshot
 from backlight.monitors.stalls.model.stacks import Frame, ThreadStack
-from backlight.monitors.stalls.model.thresholds import EXEMPT_PHASES, Thresholds, timeout_of
+from backlight.monitors.stalls.model.timeouts import EXEMPT_PHASES, StallLimits, timeout_of
 from backlight.records import DiagnosisKind, Phase
 
 MIN_HEARTBEATS = 3
@@ -53,7 +53,7 @@ class StackSummary:
         return self.threads[-1] if self.threads else None
 
 
-def diagnose(obs: Observation, limits: Thresholds, timeout_s: float | None = None) -> Diagnosis | None:
+def diagnose(obs: Observation, limits: StallLimits, timeout_s: float | None = None) -> Diagnosis | None:
     """Return the diagnosis of a rank, None where there is nothing to report.
 
     Parameters
@@ -61,7 +61,7 @@ def diagnose(obs: Observation, limits: Thresholds, timeout_s: float | None = Non
     obs:
         The observation.
     limits:
-        Thresholds of the monitor.
+        StallLimits of the monitor.
     timeout_s:
         Timeout to apply in place of the rank's own, where other ranks wait for it.
     """
@@ -114,7 +114,7 @@ def is_steady(obs: Observation, since: int) -> bool:
     return obs.state.silence_s <= max(PAUSE_FACTOR * longest / 1e9, MIN_PAUSE_S)
 
 
-def summarize_stacks(obs: Observation, limits: Thresholds) -> StackSummary:
+def summarize_stacks(obs: Observation, limits: StallLimits) -> StackSummary:
     """Summarise the samples of the current phase: the working thread in each, and what stays the same."""
     state = obs.state
     ident = state.working_ident if state is not None else 0
@@ -251,7 +251,7 @@ def _in_collective(obs: Observation, state: StateSnapshot, summary: StackSummary
 
 
 def _outside_backward(
-    obs: Observation, state: StateSnapshot, summary: StackSummary, limits: Thresholds
+    obs: Observation, state: StateSnapshot, summary: StackSummary, limits: StallLimits
 ) -> Diagnosis:
     phase, frame = state.phase, summary.frame
     if phase in {Phase.OTHER, Phase.FORWARD, Phase.LOSS} and summary.thread is not None:
@@ -283,7 +283,7 @@ def _outside_backward(
 
 
 def _in_backward(
-    obs: Observation, state: StateSnapshot, summary: StackSummary, limits: Thresholds
+    obs: Observation, state: StateSnapshot, summary: StackSummary, limits: StallLimits
 ) -> Diagnosis:
     tail = "; ".join([*_cpu_words(obs), f"{state.silence_s:.0f} s", *_parameter_words(obs)])
     frame = None if summary.native else summary.frame
@@ -392,13 +392,13 @@ def _used_cpu(obs: Observation) -> float | None:
     return obs.thread_cpu if obs.thread_cpu is not None else obs.cpu
 
 
-def _is_idle(obs: Observation, limits: Thresholds) -> bool:
+def _is_idle(obs: Observation, limits: StallLimits) -> bool:
     used = _used_cpu(obs)
     starved = obs.scheduled is not None and obs.scheduled > STARVED
     return used is not None and used <= limits.idle and not starved and (obs.cpu is None or obs.cpu <= 1.0)
 
 
-def _is_busy(obs: Observation, limits: Thresholds) -> bool:
+def _is_busy(obs: Observation, limits: StallLimits) -> bool:
     used = _used_cpu(obs)
     if used is None:
         return False
@@ -408,7 +408,7 @@ def _is_busy(obs: Observation, limits: Thresholds) -> bool:
     return used >= limits.busy or (used > limits.idle and (often or queues))
 
 
-def _competes_for_gil(obs: Observation, limits: Thresholds) -> bool:
+def _competes_for_gil(obs: Observation, limits: StallLimits) -> bool:
     """Return whether a thread that seems to wait for a lock wakes all the time while its process computes."""
     is_busy = obs.cpu is not None and obs.cpu >= limits.busy
     wakes = obs.slices_per_s is not None and obs.slices_per_s >= COMPETES_PER_S

@@ -27,7 +27,7 @@ from backlight.monitors.stalls.model.observation import (
 )
 from backlight.monitors.stalls.model.shared_state import RankStatus, StateSnapshot, read_state
 from backlight.monitors.stalls.model.stacks import StackSample
-from backlight.monitors.stalls.model.thresholds import Thresholds, is_suspicious, timeout_of
+from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious, timeout_of
 from backlight.processes import Thread
 from backlight.records import Phase
 
@@ -52,7 +52,7 @@ RESUME_CHECKS = 10
 class RankObserver:
     """One watched process of this machine."""
 
-    def __init__(self, directory: Path, rank: int, limits: Thresholds) -> None:
+    def __init__(self, directory: Path, rank: int, limits: StallLimits) -> None:
         self.rank = rank
         self.pidfd = -1
         self.state: StateSnapshot | None = None

@@ -29,7 +29,7 @@ from backlight.monitors.stalls.model.rank_diagnosis import (
 )
 from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.monitors.stalls.model.stacks import is_compiling
-from backlight.monitors.stalls.model.thresholds import EXEMPT_PHASES, Thresholds
+from backlight.monitors.stalls.model.timeouts import EXEMPT_PHASES, StallLimits
 from backlight.records import DiagnosisKind
 from backlight.store.write.watchdog import WatchdogWriter
 
@@ -78,7 +78,7 @@ class Watchdog:
         directory: Path,
         run: Path,
         attempt_directory: Path,
-        limits: Thresholds,
+        limits: StallLimits,
         step_offset: int = 0,
         host: str = "",
     ) -> None:
@@ -340,7 +340,7 @@ def main(arguments: list[str]) -> None:
     try:
         runtime_dir.write_document(Path(directory) / runtime_dir.WATCHDOG, {"pid": os.getpid()})
         os.close(writing)
-        thresholds = Thresholds().override(json.loads(limits))
+        thresholds = StallLimits().override(json.loads(limits))
         Watchdog(Path(directory), Path(run), Path(attempt_directory), thresholds, int(step_offset)).run()
     except Exception as error:  # noqa: BLE001 - no traceback of backlight on the user's terminal
         if isinstance(error, FileNotFoundError) and not Path(directory).exists():

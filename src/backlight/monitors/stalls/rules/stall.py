@@ -16,14 +16,14 @@ from backlight.monitors.stalls.model.peers import (
     unpack,
 )
 from backlight.monitors.stalls.model.rank_diagnosis import UNOBSERVED, diagnose_ranks
-from backlight.monitors.stalls.model.thresholds import Thresholds
+from backlight.monitors.stalls.model.timeouts import StallLimits
 from backlight.records import Evidence, Finding
 from backlight.registry import rule
 from backlight.store.read.run import Event, Run
 
 
-@rule(RULE, monitor="stalls", version=2, restates=True)
-def stall(run: Run, limits: Thresholds) -> Iterator[Finding]:
+@rule(RULE, monitor="stalls", version=2, limits=StallLimits, restates=True)
+def stall(run: Run, limits: StallLimits) -> Iterator[Finding]:
     """Report each stored diagnosis once; those that one machine left open are replaced by the joint one."""
     joint = list(_joint_findings(run))
     replaced = {(finding.subject.verdict, finding.subject.rank) for finding in joint}

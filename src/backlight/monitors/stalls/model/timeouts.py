@@ -1,9 +1,8 @@
-"""Thresholds of the stalls monitor, and the timeouts of phases that follow from them. No torch."""
+"""Limits of the stalls monitor and the timeouts of phases that follow from them. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.stalls.model.shared_state import StateSnapshot
@@ -16,13 +15,8 @@ _COMPUTING = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
 
 
 @dataclass(frozen=True)
-class Thresholds(Limits):
-    """Every number with which a diagnosis compares; times are in seconds.
-
-    ``metadata`` of each field holds its ``reason`` and the bounds of an override.
-    """
-
-    monitor: ClassVar[str] = "stalls"
+class StallLimits(Limits, monitor="stalls"):
+    """Limits of the rule ``stall`` and of every diagnosis behind it; times are in seconds."""
 
     times_typical: float = limit(
         10.0, "a phase that takes ten times its moving mean has changed its behaviour", low=1.0
@@ -42,7 +36,7 @@ class Thresholds(Limits):
     window: float = limit(0.6, "seconds that the stack samples must span", low=0.1)
 
 
-def timeout_of(state: StateSnapshot, limits: Thresholds) -> float | None:
+def timeout_of(state: StateSnapshot, limits: StallLimits) -> float | None:
     """Return the seconds without a heartbeat after which a phase is diagnosed, None where it has no timeout.
 
     Backward, clipping, the optimizer and collectives always have one, from the first on. Data, forward and
@@ -67,7 +61,7 @@ def timeout_of(state: StateSnapshot, limits: Thresholds) -> float | None:
     return max(floor, usual)
 
 
-def is_suspicious(state: StateSnapshot, limits: Thresholds) -> bool:
+def is_suspicious(state: StateSnapshot, limits: StallLimits) -> bool:
     """Return whether the timeout is so near that stack samples are worth their cost."""
     timeout_s = timeout_of(state, limits)
     if timeout_s is None:
