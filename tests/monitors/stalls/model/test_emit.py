@@ -75,7 +75,7 @@ def test_dead_process_did_not_move(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-def test_an_interrupted_hang_is_told_as_that(tmp_path: Path) -> None:
+def test_an_interrupted_hang_is_reported_as_interrupted(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import time, torch\n"
@@ -107,16 +107,16 @@ def test_an_interrupted_hang_is_told_as_that(tmp_path: Path) -> None:
     assert "BLOCKED" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     said = process.stderr.read()
-    process.wait(20)
+    process.wait(60)
     process.stderr.close()
     assert "moves again" not in said
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not (found := open_run(tmp_path / "run").events(ENDED)) and time.monotonic() < deadline:
         time.sleep(0.1)
     (event,) = found
     assert event.payload["rank"] == 0
     assert event.payload["how"] in {
         "left its training by KeyboardInterrupt",
-        "ended that backward by an exception",  # where the sidecar looked in between
+        "ended that backward by an exception",  # where the watchdog process looked in between
     }
     assert open_run(tmp_path / "run").events(RESUMED) == ()

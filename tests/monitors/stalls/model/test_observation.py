@@ -187,5 +187,5 @@ def test_bucket_is_named_in_a_real_launch(tmp_path: Path) -> None:
     (found,) = [f for f in open_run(tmp_path / "run").stored_findings() if f.rule == "stall"]
     assert found.subject.rank == 1
     assert re.search(
-        r"Waiting for it: rank 0 in the reduction of bucket 1 of 2 \(1\.(bias|weight)", found.claim
-    ), found.claim
+        r"Waiting for it: rank 0 in the reduction of bucket 1 of 2 \(1\.(bias|weight)", found.detail
+    ), found.detail

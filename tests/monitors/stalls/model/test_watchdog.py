@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -96,16 +96,26 @@ def test_killed_watchdog_is_reported_and_training_continues(
     tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "_CHECK_PERIODS", 1)
+    known: list[int] = []
+    monkeypatch.setattr(processes, "allow_tracing", known.append)
     plain = train(30)
+
+    def train_until(is_reached: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not is_reached():
+            assert time.monotonic() < deadline
+            train(1, 0.05)
+
     with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         pid = watchdog_pid(directory)
-        train(1, 0.5)  # for the sampler thread to read its pid
+        train_until(lambda: known)
+        assert known == [pid]
         os.kill(pid, signal.SIGKILL)
-        train(1, 1.0)
+        train_until(lambda: open_run(tmp_path / "run").events("unmeasured"))
         watched = train(30)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
     (event,) = open_run(tmp_path / "run").events("unmeasured")
-    assert "the watchdog has ended" in event.payload["reason"]
+    assert "the watchdog process has ended" in event.payload["reason"]
     assert not list(directory.iterdir())
 
 
