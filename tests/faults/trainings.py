@@ -145,8 +145,9 @@ class Short(torch.autograd.Function):
 class Net(nn.Module):
     """Two layers with a place for a fault between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: int) -> None:
         super().__init__()
+        self.nodes = nodes
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, fault: str = "") -> torch.Tensor:
@@ -164,11 +165,11 @@ class Net(nn.Module):
         if fault == "compile":
             h = torch.compile(deep)(h)
         if fault == "nodes":
-            for _ in range(int(NODES)):
+            for _ in range(self.nodes):
                 h = h * 1.0
         if fault == "checkpointed":
             for _ in range(20):
-                h = checkpoint(many, h, int(NODES / 40), use_reentrant=True)
+                h = checkpoint(many, h, self.nodes // 40, use_reentrant=True)
         if fault == "nested":
             h = nested(h, 70)
         h = Faulty.apply(h, BACKWARD.get(fault))
@@ -266,22 +267,22 @@ def rate() -> float:
     return 2e8 / (now() - begin)
 
 
-def node_count() -> float:
+def node_count() -> int:
     x = torch.ones(2, 8, requires_grad=True)
     begin = now()
     many(x, 3000).sum().backward()
-    return SECONDS * 3000 / (now() - begin) * 2
+    return int(SECONDS * 3000 / (now() - begin) * 2)
 
 
 RATE = rate() if "gil_spin" in FAULTS else 0.0
-NODES = node_count() if {"nodes", "checkpointed"} & set(FAULTS) else 0.0
 
 
 def main() -> None:
-    model = Net()
+    # Only a running one observes how a process ends. Before the first backward the wait has no timeout.
+    wait_for_watchdog()
+    model = Net(node_count() if {"nodes", "checkpointed"} & set(FAULTS) else 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     workers = 1 if {"data", "worker_stopped", "worker_killed"} & set(FAULTS) else 0
-    wait_for_watchdog()  # only a running one observes how a process ends
     loader = DataLoader(Data(), batch_size=None, num_workers=workers, prefetch_factor=1 if workers else None)
     for step, x in enumerate(loader):
         fault, begin = fault_of(step), now()
