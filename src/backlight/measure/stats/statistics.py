@@ -16,8 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure.stats.compiled import COMPILE_TRIGGER, DTYPES, KERNELS, PARALLEL_SCALARS, Kernel
-from backlight.measure.stats.kernels import max_by, narrow, non_finite, root_sum_squares_by, wide
+from backlight.measure.stats.kernels import (
+    COMPILE_TRIGGER,
+    DTYPES,
+    KERNELS,
+    PARALLEL_SCALARS,
+    Kernel,
+    max_by,
+    narrow,
+    non_finite,
+    root_sum_squares_by,
+    wide,
+)
 from backlight.measure.stats.packing import (
     SMALL,
     Owned,

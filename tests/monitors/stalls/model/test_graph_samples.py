@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from backlight.monitors.stalls.instrument.backward_position import BackwardPosition
+from backlight.monitors.stalls.instrument.heartbeat import BackwardPosition
 from backlight.monitors.stalls.instrument.stack_sampler import user_frames
 from backlight.monitors.stalls.model import graph_samples
 from backlight.monitors.stalls.model.graph_samples import (
