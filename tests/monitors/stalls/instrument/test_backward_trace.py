@@ -37,7 +37,7 @@ def trace(kinds: tuple[str, ...], train: object) -> list[dict[str, object]]:
 
 def short(name: str) -> str:
     """Take off the root's class, which is printed while other models are alive."""
-    return re.sub(r"^Net(#\d+)?\.?", "", name)
+    return re.sub(r"^NormedMlp(#\d+)?\.?", "", name)
 
 
 def once(model: nn.Module) -> None:
