@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,8 @@ def test_one_long_column_is_folded_and_no_name_is_broken(
 ) -> None:
     lines = printed(sick, "select rule, severity, detail from findings", capsys, monkeypatch)
     assert lines[0].split() == ["rule", "severity", "detail"]
-    assert lines[1].startswith("non_finite  error     Gradients hold NaN")
+    assert re.match(r"non_finite  error     \S", lines[1])
+    assert len(lines) > 2, "the detail is folded"
     assert max(map(len, lines)) <= 80
 
 

@@ -119,8 +119,8 @@ class Settings:
                 raise ValueError(f"{name}={value}: expected {least} or more")
         if self.reduce and (self.every is None or "health" not in self.monitors):
             raise ValueError(
-                f"reduce=True with every={self.every} and monitors={self.monitors}: expect every=N (without "
-                "it each rank chooses its own steps) and the monitor health, which measures the norms"
+                f"reduce=True with every={self.every} and monitors={self.monitors}: expected every=N, without "
+                "which each rank chooses its own steps, and the monitor health, which measures norms"
             )
         if not self.monitors:
             raise ValueError("monitors is empty: name at least one monitor")
