@@ -119,7 +119,7 @@ class Settings:
                 raise ValueError(f"{name}={value}: expected {least} or more")
         if self.reduce and (self.every is None or "health" not in self.monitors):
             raise ValueError(
-                f"reduce=True with every={self.every} and monitors={self.monitors}: expected every=N, without "
+                f"reduce=True, every={self.every}, monitors={self.monitors}: expected every=N, without "
                 "which each rank chooses its own steps, and the monitor health, which measures norms"
             )
         if not self.monitors:
