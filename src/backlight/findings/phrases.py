@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from backlight.records import Evidence
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TITLE_CHARACTERS = 80
+NAME_CHARACTERS = 40
+"""Length of two parameter names above which a title names one of them only."""
+
 EVIDENCE_ROWS = 5
 """Parameters that the evidence of one finding lists; the detail gives the number."""
 
@@ -27,9 +30,9 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def share(part: int, whole: int) -> str:
-    """Write ``3 of 12 (25 %)``."""
-    return f"{part} of {whole} ({100 * part / max(whole, 1):.0f} %)"
+def share(part: int, whole: int, nouns: str) -> str:
+    """Write ``3 of 12 parameters (25 %)``."""
+    return f"{part} of {whole} {nouns} ({100 * part / max(whole, 1):.0f} %)"
 
 
 def plural(count: int, noun: str) -> str:
@@ -37,9 +40,18 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def others(count: int, noun: str = "parameter") -> str:
-    """Write what follows the worst of several: empty, `` and 1 more parameter``, `` and 4 more ...``."""
-    return f" and {plural(count, 'more ' + noun)}" if count > 0 else ""
+def parameters(names: Sequence[str], count: int) -> str:
+    """Write ``count`` parameters as a title does: one, two, or two "and 3 more"."""
+    shown = names[:2] if sum(map(len, names[:2])) <= NAME_CHARACTERS else names[:1]
+    quoted = [f"`{name}`" for name in shown]
+    if count > len(shown):
+        return f"{', '.join(quoted)} and {count - len(shown)} more"
+    return " and ".join(quoted)
+
+
+def gradient_of(names: Sequence[str], count: int) -> str:
+    """Write ``The gradient of `a``` or ``The gradients of `a` and `b```; the verb follows ``count``."""
+    return f"The gradient{'s' if count > 1 else ''} of {parameters(names, count)}"
 
 
 def series(column: str, parameter: str, step: int | None, value: float, unit: str = "gradient") -> Evidence:

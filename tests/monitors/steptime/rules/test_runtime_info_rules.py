@@ -16,7 +16,7 @@ def test_threads_of_all_ranks_against_cores(stored: Any, evaluated: Any) -> None
         "threads 16, workers 2",
         "cores 16, local ranks 8",
     ]
-    assert "OMP_NUM_THREADS=1 " in found.fix
+    assert "OMP_NUM_THREADS=1`" in found.fix
     assert not evaluated(stored(runtime_info=facts | {"threads": 1, "workers": 1}), "thread_oversubscription")
     assert not evaluated(
         stored(runtime_info={"cores": 4, "threads": 4, "local_ranks": 1, "workers": 0}),

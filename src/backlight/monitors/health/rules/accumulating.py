@@ -139,18 +139,18 @@ def _finding(run: Run, growth: _Growth) -> Finding:
         )
     return Finding(
         severity=Severity.ERROR,
-        title="Gradients accumulate over steps, as if they were never set to zero",
+        title="Gradients accumulate across steps, as if they were never zeroed",
         detail=(
             f"The total norm rises from {phrases.number(norms[0])} at step {int(steps[0])} to "
             f"{phrases.number(norms[-1])} at step {int(steps[-1])}, as the number of steps to the power "
-            f"{growth.power:.2f} (R² {growth.explained:.3f}), and so does the norm of "
-            f"{phrases.share(growth.growing, growth.whole)} of the parameters{per_step}."
+            f"{growth.power:.2f} (R² {growth.explained:.3f}). The norm grows in "
+            f"{phrases.share(growth.growing, growth.whole, 'parameters')}{per_step}."
         ),
         subject=Subject(step=int(steps[0])),
         evidence=tuple(evidence),
         fix=("Call `optimizer.zero_grad()` once per optimizer step, before backward, for every optimizer."),
         refuted_if=(
-            "zero_grad() runs at every step, or the gradient of a single batch, computed from cleared "
+            "`zero_grad()` runs at every step, or the gradient of a single batch, computed from cleared "
             "gradients at the same weights, has the recorded norm."
         ),
     )

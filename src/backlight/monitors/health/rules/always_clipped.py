@@ -64,25 +64,23 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
     limit = str(evidence[-1].value) if evidence[-1].path.endswith("limit") else "the clip norm"
     yield Finding(
         severity=Severity.WARNING if hard else Severity.INFO,
-        title=f"Clipping is active at {100 * float(active.mean()):.0f} % of the steps",
+        title=f"Clipping is active in {100 * float(active.mean()):.0f} % of the steps",
         detail=(
-            f"{phrases.share(int(active.sum()), len(steps))} of the steps from step {int(steps[0])} on are "
+            f"{phrases.share(int(active.sum()), len(steps), 'steps')} from step {int(steps[0])} on are "
             f"clipped, with a median factor of {phrases.number(median)}. "
             + (
-                f"Gradients are shortened more than {phrases.number(1 / limits.clipped_hard)} times: the "
-                "clip "
-                "norm alone sets their length."
+                f"Clipping shrinks gradients more than {phrases.number(1 / limits.clipped_hard)}-fold: the "
+                "clip norm alone sets their length."
                 if hard
-                else "The clip norm acts as a part of the learning rate."
+                else "The clip norm acts as part of the learning rate."
             )
         ),
         subject=Subject(step=int(steps[0])),
         evidence=tuple(evidence),
         fix=(
-            f"Set the clip norm (now {limit}) near the usual total norm, so that it catches only "
-            "exceptions, or "
-            "reduce the norm: average the loss over the batch, call `scaler.unscale_(optimizer)` before "
-            "clipping."
+            f"Set the clip norm (now {limit}) near the usual total norm, so that it catches only outliers, "
+            "or reduce the norm: average the loss over the batch, or call `scaler.unscale_(optimizer)` "
+            "before clipping."
         ),
         refuted_if="clipping every step is intended, as in normalised or differentially private SGD.",
     )

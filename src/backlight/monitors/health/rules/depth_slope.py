@@ -110,22 +110,19 @@ def depth_slope(run: Run, limits: DepthLimits) -> Iterator[Finding]:
             f"The gradient {'shrinks' if shrinks else 'grows'} {phrases.number(total)}-fold towards the input"
         ),
         detail=(
-            f"Per block the rms changes by a factor of {phrases.number(float(np.exp(abs(line.slope))))} "
-            "over the "
-            f"{len(ladder.columns)} weights {ladder.title}: from {phrases.number(medians[-1])} in `{last}` "
-            "to "
-            f"{phrases.number(medians[0])} in `{first}` (R² {line.explained:.2f}; "
-            f"{100 * line.agreement:.0f} % of "
-            f"the steps agree). {phrases.share(len(found), evaluated)} of the comparable stacks are affected."
+            f"The rms changes by a factor of {phrases.number(float(np.exp(abs(line.slope))))} per block over "
+            f"the {len(ladder.columns)} weights `{ladder.title}`: from {phrases.number(medians[-1])} in "
+            f"`{last}` to {phrases.number(medians[0])} in `{first}` (R² {line.explained:.2f}; "
+            f"{100 * line.agreement:.0f} % of the steps agree). Affected: "
+            f"{phrases.share(len(found), evaluated, 'comparable stacks')}."
         ),
         subject=Subject(
             parameter=weak, module=phrases.modules_of(run).get(weak), step=int(frame.steps[rows[0]])
         ),
         evidence=tuple(evidence),
         fix=(
-            "Use an initialisation that keeps variance (He for ReLU, Xavier for tanh), residual "
-            "connections, or "
-            "a normalisation before every block."
+            "Use an initialisation that preserves variance (He for ReLU, Xavier for tanh), residual "
+            "connections, or a normalisation before every block."
             if shrinks
             else "Use a smaller initial scale of the blocks, a normalisation before every block, or residual "
             "branches scaled by 1/sqrt(depth)."

@@ -109,9 +109,12 @@ def _of_parameters(
     )
     return Finding(
         severity=Severity.ERROR if to_the_end else Severity.WARNING,
-        title=f"The gradient of `{name}`{phrases.others(len(begins) - 1)} explodes from step {begin} on",
+        title=(
+            f"{phrases.gradient_of([frame.names[c] for c in order], len(begins))} "
+            f"explode{'s' if len(begins) == 1 else ''} from step {begin} on"
+        ),
         detail=(
-            f"Its rms reaches {phrases.number(frame.values[row, worst])} at step {step}, "
+            f"The rms of `{name}` reaches {phrases.number(frame.values[row, worst])} at step {step}, "
             f"{phrases.number(ratios_SP[row, worst])} times its running median of "
             f"{phrases.number(medians_SP[row, worst])}, "
             + ("and stays there up to the last finite step." if to_the_end else "and falls back later.")
@@ -123,9 +126,8 @@ def _of_parameters(
             "`torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`."
         ),
         refuted_if=(
-            f"`{name}` was hardly used before (an expert, a branch, an embedding), so that its later size "
-            "is the "
-            "ordinary one."
+            f"`{name}` was hardly used before (an expert, a branch, an embedding), so its later size is "
+            "normal."
         ),
     )
 
@@ -151,9 +153,8 @@ def _of_total(run: Run, frame: Frame, limits: ExplodingLimits) -> Iterator[Findi
                 f"It is {phrases.number(norms_S[row])} at step {step}, "
                 f"{phrases.number(norms_S[row] / clips_S[row])} times the clip norm of "
                 f"{phrases.number(clips_S[row])} and {phrases.number(norms_S[row] / medians_S[row])} times "
-                "its "
-                f"running median, at {phrases.plural(len(stretch), 'recorded step')}. Clipping hides it from "
-                "the weights."
+                f"its running median, at {phrases.plural(len(stretch), 'recorded step')}. Clipping hides it "
+                "from the weights."
             ),
             subject=Subject(step=begin),
             evidence=(

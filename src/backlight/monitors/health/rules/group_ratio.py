@@ -76,11 +76,11 @@ def _finding(
         severity=Severity.WARNING,
         title=f"Group {small[0]!r} hardly learns next to group {(b if small[0] == a else a)!r}",
         detail=(
-            f"The rms of group {a!r} ({phrases.plural(len(one.names), 'parameter')}) is "
-            f"{phrases.number(median)} "
-            f"times that of {b!r} ({phrases.plural(len(other.names), 'parameter')}), median of the last "
-            f"{len(rows)} recorded steps; at {outside} of them the ratio is outside "
-            f"{limits.group_ratio_low:g} to {limits.group_ratio_high:g}."
+            f"The gradient rms of group {a!r} ({phrases.plural(len(one.names), 'parameter')}) is "
+            f"{phrases.number(median)} times that of {b!r} "
+            f"({phrases.plural(len(other.names), 'parameter')}), the median over the last {len(rows)} "
+            f"recorded steps. At {outside} of them the ratio is outside {limits.group_ratio_low:g} to "
+            f"{limits.group_ratio_high:g}."
         ),
         subject=Subject(module=f"{a}/{b}", step=step),
         evidence=(
@@ -89,13 +89,12 @@ def _finding(
             phrases.series("gradient/norm", member, step, float(norm.values[norm.steps == step, column][0])),
         ),
         fix=(
-            f"Compare the update-to-weight ratios of both groups. If {small[0]!r} also moves less, give it "
-            "its own "
-            "learning rate, or find what attenuates the path to it."
+            f"Compare the update-to-weight ratios of the two groups. If {small[0]!r} also moves less, give "
+            "it its own learning rate, or find what attenuates the path to it."
         ),
         refuted_if=(
-            "the update-to-weight ratios are equal (Adam rescales gradients), or one group learns slowly "
-            "by design."
+            "the update-to-weight ratios are equal (Adam rescales gradients), or one group learns slowly by "
+            "design."
         ),
     )
 

@@ -38,8 +38,8 @@ class UpdateLimits(Limits, monitor="health"):
     )
     update_ratio_once: float = limit(
         1.0,
-        "median of that ratio over the weight matrices in any one step, also the first: the step is as "
-        "long as the weight; Adam at its usual rates stays below 0.2",
+        "median of that ratio over the weight matrices in any one step, also the first: the step is as long "
+        "as the weight; Adam at its usual rates stays below 0.2",
     )
     update_steps: int = limit(20, "last recorded steps at which the ratio is evaluated", low=1)
     update_share: float = limit(
@@ -143,13 +143,13 @@ def _lasting(
     return Finding(
         severity=Severity.WARNING,
         title=(
-            f"Updates of `{record.name}`{phrases.others(len(found) - 1)} are {phrases.number(found[worst])} "
-            "of the weight"
+            f"Updates of {phrases.parameters([records[c].name for c in order], len(found))} are "
+            f"{phrases.number(found[worst])} of the weight"
         ),
         detail=(
-            f"In the last {limits.update_steps} recorded steps the median update-to-weight ratio is "
-            f"{phrases.number(found[worst])}{stated}; about 0.001 is usual. "
-            f"{phrases.share(len(found), evaluated)} of the weight matrices are affected."
+            f"The median update-to-weight ratio of `{record.name}` over the last {limits.update_steps} "
+            f"recorded steps is {phrases.number(found[worst])}{stated}; about 0.001 is usual. Affected: "
+            f"{phrases.share(len(found), evaluated, 'weight matrices')}."
         ),
         subject=Subject(parameter=record.name, module=record.module or None, step=step),
         evidence=(
@@ -159,10 +159,10 @@ def _lasting(
             ),
             *evidence,
         ),
-        fix="Divide the learning rate by ten in a short run, and compare the loss after as many steps.",
+        fix="Divide the learning rate by ten in a short run and compare the loss at the same step.",
         refuted_if=(
-            "the loss falls faster than with a tenth of the learning rate, or the weight is small by design "
-            "(strong weight decay, an adapter that starts at zero)."
+            "the loss falls faster at this rate than at a tenth of the learning rate, or the weight is small "
+            "by design (strong weight decay, an adapter that starts at zero)."
         ),
     )
 
@@ -182,9 +182,9 @@ def _once(run: Run, frame: Frame, columns: list[int], medians_S: np.ndarray, row
         ),
         detail=(
             f"The median over {len(present)} weight matrices is "
-            f"{phrases.number(float(medians_S[row]))}{stated}, "
-            f"the largest {phrases.number(float(frame.values[row, order[0]]))} in `{record.name}`. The "
-            f"initialisation is lost.{often}"
+            f"{phrases.number(float(medians_S[row]))}{stated}, the largest "
+            f"{phrases.number(float(frame.values[row, order[0]]))} in `{record.name}`. The initialisation is "
+            f"lost.{often}"
         ),
         subject=Subject(parameter=record.name, module=record.module or None, step=step),
         evidence=(

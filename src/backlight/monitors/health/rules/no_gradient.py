@@ -25,30 +25,29 @@ class _Reason:
 
 _FROZEN = _Reason(
     Severity.INFO,
-    "they are frozen (requires_grad is False)",
+    "`requires_grad` is False",
     "If they should train, call `requires_grad_(True)` before the optimizer is created.",
     "requires_grad",
 )
 _OUTSIDE = _Reason(
     Severity.WARNING,
-    "they are in no watched optimizer, and no gradient reached them",
+    "not in any watched optimizer, and no gradient reached them",
     "Create the optimizer after the last module was added, and compare its parameter groups with "
     "`model.named_parameters()`.",
     "group",
 )
 _FOREIGN = _Reason(
     Severity.WARNING,
-    "an optimizer holds them, but no module does: the optimizer has other tensors than the model",
+    "held by an optimizer, but part of no module of the model",
     "Create the optimizer after the model is final and on its device: a module that was replaced, copied or "
     "rebuilt later has new parameters.",
     "group",
 )
 _UNUSED = _Reason(
     Severity.WARNING,
-    "trainable and in an optimizer, but not used in forward, or cut from the loss by detach, no_grad, "
-    ".data or "
-    "an integer cast",
-    "Run `backlight why-no-grad SCRIPT`: it names the reason and the line of code for each of them.",
+    "trainable and in an optimizer, but not used in forward, or cut from the loss by detach, no_grad, .data "
+    "or an integer cast",
+    "Run `backlight why-no-grad SCRIPT`: it names the reason and the source line for each parameter.",
     "group",
 )
 
@@ -86,18 +85,17 @@ def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
             continue
         order = phrases.loudest(group, lambda p: p.numel)
         worst, mine = order[0], sum(p.numel for p in group)
+        named = phrases.parameters([p.name for p in order], len(group))
         yield Finding(
             severity=reason.severity,
             title=(
-                f"`{worst.name}`{phrases.others(len(group) - 1)} "
-                + ("is frozen" if len(group) == 1 else "are frozen")
+                f"{named} {'is' if len(group) == 1 else 'are'} frozen"
                 if reason is _FROZEN
-                else f"`{worst.name}`{phrases.others(len(group) - 1)} never received a gradient"
+                else f"{named} never received a gradient"
             ),
             detail=(
-                f"No gradient in {len(rows)} recorded steps ({first} to {last}): {reason.words}. This "
-                "concerns "
-                f"{phrases.share(len(group), len(records))} of the parameters and "
+                f"No gradient in {len(rows)} recorded steps ({first} to {last}): {reason.words}. Affected: "
+                f"{phrases.share(len(group), len(records), 'parameters')}, "
                 f"{100 * mine / max(weights, 1):.2g} % of the weights."
             ),
             subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
@@ -107,7 +105,7 @@ def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
                 *(_seen_without(run, worst.name) if reason.path == "group" else ()),
             ),
             fix=reason.fix,
-            refuted_if=f"a step, perhaps one that was not recorded, gives `{worst.name}` a gradient.",
+            refuted_if=f"a step, possibly an unrecorded one, gives `{worst.name}` a gradient.",
         )
 
 

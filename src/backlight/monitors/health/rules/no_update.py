@@ -122,16 +122,15 @@ def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
     column = frame.names.index(worst.name)
     last = int(np.flatnonzero(frame.measured[:, column])[-1])
     first = int(frame.steps[np.flatnonzero(frame.measured[:, column])[0]])
+    named = phrases.parameters([p.name for p in order], len(group))
     return Finding(
         severity=Severity.WARNING,
-        title=(
-            f"`{worst.name}`{phrases.others(len(group) - 1)} {'is' if len(group) == 1 else 'are'} "
-            "not in any optimizer"
-        ),
+        title=f"{named} {'is' if len(group) == 1 else 'are'} not in any optimizer",
         detail=(
-            f"{phrases.share(len(group), whole)} of the parameters receive gradients but belong to no "
-            "watched "
-            "optimizer, so they are never updated."
+            f"{named} "
+            f"{'receives gradients but belongs' if len(group) == 1 else 'receive gradients but belong'} to "
+            f"no watched optimizer, so {'it is' if len(group) == 1 else 'they are'} never updated. Affected: "
+            f"{phrases.share(len(group), whole, 'parameters')}."
         ),
         subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
         evidence=(
@@ -141,10 +140,9 @@ def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
             *(Evidence(f"parameters/group/{p.name}", None, "none", "1") for p in order),
         ),
         fix=(
-            "Create the optimizer after the model is final and on its device: "
-            "`optimizer = torch.optim.AdamW(model.parameters())`. A module that was replaced, copied or "
-            "rebuilt "
-            "later has other tensors."
+            "Create the optimizer after the model is final and on its device: `optimizer = "
+            "torch.optim.AdamW(model.parameters())`. A module that is replaced, copied or rebuilt later has "
+            "new parameters."
         ),
         refuted_if="an optimizer that is not watched, or the script itself, updates these weights.",
     )
@@ -174,33 +172,31 @@ def _standing(
     elif worst.dtype in _HALF:
         cause = (
             f"The learning rate {stated}; the weight is {worst.dtype}, which rounds away a step below half "
-            "the "
-            "spacing of its values"
+            "the spacing of its values"
         )
         check = (
             "Keep the weights in fp32 (autocast, or a master copy in the optimizer), or raise the learning "
             "rate."
         )
     else:
-        cause = f"The learning rate {stated}, so something else keeps the weight"
+        cause = f"The learning rate {stated}" + ("; a rate of 0 is not the cause" if len(at_last) else "")
         check = (
             "Compare the `id()` of the parameters in the optimizer with those of the model. The optimizer "
-            "may "
-            "hold a copy, the weights may be restored after each step, or the rate may be below the "
+            "may hold a copy, the weights may be restored after each step, or the rate may be below the "
             "spacing of fp32."
         )
+    named = phrases.parameters([p.name for p in order], len(group))
     who = (
-        "No weight moves"
+        "No weight is updated"
         if everything and len(group) == len(streaks)
-        else f"`{worst.name}`{phrases.others(len(group) - 1)} {'does' if len(group) == 1 else 'do'} not move"
+        else f"{named} {'is' if len(group) == 1 else 'are'} not updated"
     )
     return Finding(
         severity=Severity.ERROR if everything else Severity.WARNING,
-        title=f"{who}, although the gradient is not zero",
+        title=f"{who} despite a non-zero gradient",
         detail=(
-            f"The update is exactly 0 at the last {streaks[worst.name]} recorded steps, while the gradient "
-            "norm is "
-            f"{phrases.number(float(finite_median(grads)))} (median). {cause}."
+            f"The update of `{worst.name}` is exactly 0 in the last {streaks[worst.name]} recorded steps, "
+            f"while its median gradient norm is {phrases.number(float(finite_median(grads)))}. {cause}."
         ),
         subject=Subject(parameter=worst.name, module=worst.module or None, step=last),
         evidence=(
@@ -209,8 +205,7 @@ def _standing(
         ),
         fix=check,
         refuted_if=(
-            f"`{worst.name}` differs between two checkpoints of these steps: then only the sampled values "
-            "did not "
-            "change."
+            f"`{worst.name}` differs between two checkpoints of these steps (only the sampled values did not "
+            "change)."
         ),
     )

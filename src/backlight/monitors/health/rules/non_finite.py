@@ -39,8 +39,7 @@ def non_finite(run: Run, limits: Limits) -> Iterator[Finding]:
             severity=Severity.ERROR,
             title=f"The loss is {phrases.number(value)} from step {bad_loss[0]} on",
             detail=(
-                f"It is not finite at {phrases.share(len(bad_loss), len(loss.steps))} of the recorded "
-                "steps; no "
+                f"It is not finite at {phrases.share(len(bad_loss), len(loss.steps), 'recorded steps')}; no "
                 "recorded gradient holds NaN or Inf."
             ),
             subject=Subject(step=bad_loss[0]),
@@ -98,21 +97,18 @@ def _in_gradients(
         severity=Severity.ERROR,
         title=f"Gradients are NaN or Inf from step {step} on, first in `{name}`",
         detail=(
-            f"{phrases.share(len(ill), len(measured))} of the measured parameters are affected at step "
-            f"{step} (last "
-            f"finite recorded step: {before}); nearest to the loss is `{name}` with {nan} NaN and {inf} "
-            "Inf among "
-            f"{size} values. {_loss_words(loss, step, evidence)} {later} of the {after} later recorded "
-            "steps are "
-            f"not finite either.{' ' if who else ''}{who}"
+            f"At step {step}, NaN or Inf are in "
+            f"{phrases.share(len(ill), len(measured), 'measured parameters')}; the last finite recorded step "
+            f"is {before}. Nearest to the loss is `{name}` with {nan} NaN and {inf} Inf among {size} values. "
+            f"{_loss_words(loss, step, evidence)} {later} of the {after} later recorded steps are not finite "
+            f"either.{' ' if who else ''}{who}"
         ),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=step, rank=rank),
         evidence=tuple(evidence),
         fix=_fix(step),
         refuted_if=(
-            "the same batch and weights give finite gradients when run again; or the modules run in "
-            "another order "
-            f"than they are defined, so that `{name}` need not be the first."
+            "the same batch and weights give finite gradients when run again; or the modules run in another "
+            f"order than they are defined, so that `{name}` need not be the first."
         ),
     )
 
@@ -140,7 +136,6 @@ def _loss_words(loss: Scalar, step: int, evidence: list[Evidence]) -> str:
 def _fix(step: int) -> str:
     return (
         f"Run `backlight nan SCRIPT` up to step {step}: it names the operation and the line that made the "
-        "first "
-        "NaN or Inf, such as a division by zero, a log or root of 0, an overflow in half precision or a "
-        "bad batch."
+        "first NaN or Inf, such as a division by zero, a log or root of 0, an overflow in half precision or "
+        "a bad batch."
     )

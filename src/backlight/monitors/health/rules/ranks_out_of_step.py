@@ -30,12 +30,9 @@ def ranks_out_of_step(run: Run, limits: RankLimits) -> Iterator[Finding]:
         title=f"{who} {'is' if one else 'are'} out of step with the others from step {found.step} on",
         detail=(
             f"{who} had run {counts} backward passes at the end of step {found.step}, the others "
-            f"{found.common}: "
-            f"{'it' if one else 'they'} skipped or added an optimizer step, or accumulated differently. In "
-            "the "
-            f"{phrases.plural(found.steps, 'recorded step')} since, equal step numbers are different "
-            "steps, so "
-            "replicas drift apart."
+            f"{found.common}: {'it' if one else 'they'} skipped or added an optimizer step, or accumulated "
+            f"differently. In the {phrases.plural(found.steps, 'recorded step')} since, equal step numbers "
+            "mean different steps, so the replicas drift apart."
         ),
         subject=Subject(step=found.step, rank=found.ranks[0] if one else None),
         evidence=tuple(
@@ -43,9 +40,8 @@ def ranks_out_of_step(run: Run, limits: RankLimits) -> Iterator[Finding]:
             for rank in (*found.ranks[:4], *others[:2])
         ),
         fix=(
-            "Find the condition around `optimizer.step()` that each rank decides alone (its loss, its "
-            "shard, an "
-            "empty batch), and reduce it over all ranks first."
+            "Find the condition around `optimizer.step()` that each rank decides alone (its loss, its shard, "
+            "an empty batch), and reduce it over all ranks first."
         ),
         refuted_if="the ranks accumulate different numbers of microbatches per step by design.",
     )

@@ -106,9 +106,9 @@ def _finding(
             "outside `no_sync()`."
         )
     elif series == "gradient":
-        cause = "The others agree: these parameters are left out of the reduction."
+        cause = "The other gradients agree, so these parameters are left out of the reduction."
         check = (
-            "Create DDP after all parameters exist and require gradients; check what DDP was asked to ignore."
+            "Create DDP after all parameters exist and require gradients; check which parameters DDP ignores."
         )
     else:
         cause = (
@@ -123,10 +123,9 @@ def _finding(
         severity=Severity.WARNING if everything else Severity.ERROR,
         title=f"Replicated {what} differ between ranks from step {first} on",
         detail=(
-            f"{phrases.share(len(columns), known)} of the parameters differ, at "
-            f"{phrases.plural(steps, 'recorded step')}; most of all `{worst.name}` at step {worst.step}: "
-            "norm "
-            f"{said}. {cause}"
+            f"{phrases.share(len(columns), known, 'parameters')} differ in "
+            f"{phrases.plural(steps, 'recorded step')}. The largest difference is in `{worst.name}` at step "
+            f"{worst.step}: norm {said}. {cause}"
         ),
         subject=Subject(parameter=worst.name, module=phrases.modules_of(run).get(worst.name), step=first),
         evidence=tuple(
@@ -134,7 +133,7 @@ def _finding(
             for r, v in list(worst.by_rank.items())[: phrases.EVIDENCE_ROWS]
         ),
         fix=check,
-        refuted_if="the ranks train apart by design, or are averaged only now and then (local SGD).",
+        refuted_if="the ranks diverge by design between averaging steps (local SGD).",
     )
 
 

@@ -21,8 +21,8 @@ class ScalerLimits(Limits, monitor="health"):
 
     skips_calibration: int = limit(
         50,
-        "first steps in which skipping is the search for a scale: from 2^16 it takes at most 17 skips, "
-        "from 2^32 33",
+        "first steps in which skipping is the search for a scale: from 2^16 it takes at most 17 skips, from "
+        "2^32 33",
         source="torch.amp.GradScaler: init_scale 65536, halved at each skip",
         low=0,
     )
@@ -76,16 +76,15 @@ def scaler_skips(run: Run, limits: ScalerLimits) -> Iterator[Finding]:
             severity=Severity.WARNING,
             title=f"The gradient scaler skips {100 * float(later.mean()):.0f} % of the steps",
             detail=(
-                f"{phrases.share(int(later.sum()), len(later))} of the recorded steps after the "
-                "calibration of the "
-                f"scale (from step {int(steps[start])} on) were skipped; one in 2000 is "
+                f"{phrases.share(int(later.sum()), len(later), 'recorded steps')} were skipped after the "
+                f"scale was calibrated (from step {int(steps[start])} on); one in 2000 is "
                 f"usual{_scale_words(scale.values)}."
             ),
             subject=Subject(step=int(steps[places[0]])),
             evidence=_evidence(steps[places], scale.steps, scale.values),
             fix=(
                 "Clip after `scaler.unscale_(optimizer)`, use bfloat16, or a longer `growth_interval`: the "
-                "gradients overflow fp16 again and again."
+                "gradients repeatedly overflow fp16."
             ),
             refuted_if="growth_interval is short by design, so that each growth costs a skip.",
         )

@@ -50,8 +50,8 @@ class SpikeLimits(StretchLimits):
     )
     spike_deviations: float = limit(
         10.0,
-        "robust standard deviations (1.4826 times the median absolute deviation) above the median; "
-        "gradient noise has heavy tails, so that the 3 of a normal distribution would cry daily",
+        "robust standard deviations (1.4826 times the median absolute deviation) above the median; gradient "
+        "noise has heavy tails, so that the 3 of a normal distribution would cry daily",
         source="Hampel 1974 for median and MAD; the factor is chosen",
         low=1.0,
     )
@@ -159,8 +159,8 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
         step, median = int(leap.steps[row]), float(leap.medians[row])
         times = f"{phrases.number(leap.values[row] / median)} times " if median > 0 else "above "
         parts.append(
-            f"the {word} is {phrases.number(leap.values[row])} at step {step}, {times}its median of "
-            f"{phrases.number(median)} before ({phrases.number(leap.deviations[row])} robust deviations)"
+            f"the {word} is {phrases.number(leap.values[row])} at step {step}, {times}its earlier median of "
+            f"{phrases.number(median)} ({phrases.number(leap.deviations[row])} robust deviations)"
         )
         evidence.append(
             phrases.total_norm(run, step, leap.values[row])
@@ -183,21 +183,19 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
     alone = [leap.name for leap, _ in one.peaks] == ["total_norm"]
     return Finding(
         severity=Severity.INFO if alone and one.height < limits.spike_norm_hard else Severity.WARNING,
-        title=f"Spike of the {titled} at step {one.step}",
+        title=f"Spike in the {titled} at step {one.step}",
         detail=f"{claim[0].upper()}{claim[1:]}.{lasting}{carried}{rank}",
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name or ""), step=one.step),
         evidence=tuple(evidence),
         fix=(
             f"Inspect the batch of step {one.step}"
             + (f" (batch index {int(batch.values[place[0]])})" if len(place) else "")
-            + ": if other seeds spike there as well, it is the data. Otherwise lower the learning rate "
-            "or clip "
-            "the gradient norm."
+            + ": if other seeds spike there too, the data is the cause. Otherwise lower the learning rate "
+            "or clip the gradient norm."
         ),
         refuted_if=(
-            "the norm and the loss rise steadily before the step: then the run diverges; or the same batch "
-            "gives "
-            "ordinary values with earlier weights."
+            "the norm and the loss rise steadily before the step (the run diverges), or the same batch gives "
+            "normal values with earlier weights."
         ),
     )
 

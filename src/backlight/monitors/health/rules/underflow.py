@@ -23,8 +23,8 @@ class UnderflowLimits(Limits, monitor="health"):
     underflow_zero_share: float = limit(0.1, "share of values of a gradient that are exactly zero", high=1.0)
     underflow_magnitude: float = limit(
         2.0**-20,
-        "rms of the other values, times the loss scale: normally distributed values of which a tenth "
-        "rounds to zero have four times the smallest subnormal, heavy tails four times more",
+        "rms of the other values, times the loss scale: normally distributed values of which a tenth rounds "
+        "to zero have four times the smallest subnormal, heavy tails four times more",
         source="IEEE 754 binary16: smallest normal number 2^-14, smallest subnormal 2^-24",
     )
     underflow_window: int = limit(20, "last recorded steps that the medians are taken over", low=1)
@@ -94,18 +94,20 @@ def underflow(run: Run, limits: UnderflowLimits) -> Iterator[Finding]:
         evidence.append(phrases.scalar("scaler/scale", step, float(scale_S[last])))
     yield Finding(
         severity=Severity.WARNING,
-        title=f"The gradient of `{name}`{phrases.others(len(found) - 1)} underflows in fp16",
+        title=(
+            f"{phrases.gradient_of([norm.names[c] for c in order], len(found))} "
+            f"underflow{'s' if len(found) == 1 else ''} in fp16"
+        ),
         detail=(
-            f"{100 * share:.0f} % of its values are exactly zero, and the rms of the others{under} is "
-            f"{phrases.number(magnitude)}: fp16 rounds what is below 3e-08 to zero. "
-            f"{phrases.share(len(found), evaluated)} of the half-precision matrices are affected."
+            f"{100 * share:.0f} % of the values of `{name}` are exactly zero, and the rms of the "
+            f"others{under} is {phrases.number(magnitude)}: fp16 rounds values below 3e-08 to zero. "
+            f"Affected: {phrases.share(len(found), evaluated, 'half-precision matrices')}."
         ),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=step),
         evidence=tuple(evidence),
         fix=(
-            "Scale the loss (`torch.amp.GradScaler`; raise `init_scale` or lower `growth_interval` if "
-            "there is "
-            "one), or use bfloat16."
+            "Scale the loss (`torch.amp.GradScaler`; raise `init_scale` or lower `growth_interval` if there "
+            "is one), or use bfloat16."
         ),
         refuted_if="the share of zeros is the same in fp32 or at a larger scale.",
     )

@@ -85,28 +85,27 @@ def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
                 "gradient/rms", frame.names[row], int(frame.steps[last]), float(frame.values[last, row])
             )
         )
+    names = [name, *(frame.names[row] for row in rows if row != worst)]
     first = int(frame.steps[_first(frame, measured_SP, worst, limits)])
     yield Finding(
         severity=severity,
-        title=f"The gradient of `{name}`{phrases.others(count - 1)} vanishes",
+        title=f"{phrases.gradient_of(names, count)} vanish{'es' if count == 1 else ''}",
         detail=(
-            f"Its rms is {phrases.number(size)}, {phrases.number(size / usual)} times the median over "
-            "parameters, "
-            f"in the last {limits.vanishing_window} recorded steps and first at step {first}. "
-            f"{phrases.share(count, whole)} of the measured parameters are affected{remark}."
+            f"The rms of `{name}` is {phrases.number(size)} over the last {limits.vanishing_window} recorded "
+            f"steps, {phrases.number(size / usual)} times the median over parameters; it first vanished at "
+            f"step {first}. Affected: {phrases.share(count, whole, 'measured parameters')}{remark}."
         ),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=first),
         evidence=tuple(evidence),
         fix=(
-            f"Follow the gradient over depth in the report, from the loss down to `{name}`. Where it "
-            "falls, look for "
-            "saturated activations, a missing residual connection or normalisation, or a small initial scale."
+            f"Follow the gradient over depth in the report, from the loss down to `{name}`. Where it drops, "
+            "look for saturated activations, a missing residual connection or normalisation, or a small "
+            "initial scale."
         ),
         refuted_if=(
             f"the rms of `{name}` rises above {limits.vanishing_rms:g} or {limits.vanishing_relative:g} "
-            "times the "
-            "median, or the weight moves like the others (series update/ratio): Adam rescales small "
-            "gradients."
+            "times the median, or the weight moves like the others (series `update/ratio`): Adam rescales "
+            "small gradients."
         ),
     )
 

@@ -56,20 +56,19 @@ def zero_gradient(run: Run, limits: ZeroLimits) -> Iterator[Finding]:
     # exactly zero with some kernels and rounding error with others.
     shapes = {p.name: p.shape for p in run.parameters()}
     vectors = all(len(shapes[zeros.names[i]]) < 2 for i in found)
-    history = "it was alive before" if alive_before else "it was never alive while recorded"
+    history = "earlier it was not" if alive_before else "no recorded step had another value"
     yield Finding(
         severity=Severity.ERROR if everything else Severity.INFO if vectors else Severity.WARNING,
         title=(
             "Every gradient is exactly zero"
             if everything
-            else f"The gradient of `{name}`{phrases.others(len(found) - 1)} is exactly zero"
+            else f"{phrases.gradient_of([zeros.names[i] for i in order], len(found))} "
+            f"{'is' if len(found) == 1 else 'are'} exactly zero"
         ),
         detail=(
-            f"{whole if everything else len(found)} of {phrases.plural(whole, 'measured parameter')} "
-            "(largest: "
-            f"`{name}`, {scalars[worst]} values) have a zero gradient in the last {int(streaks_P[worst])} "
-            "recorded "
-            f"steps, since step {since}; {history}."
+            f"Every value of the gradient of `{name}` ({scalars[worst]} values) is zero in the last "
+            f"{int(streaks_P[worst])} recorded steps, since step {since}; {history}. Affected: "
+            f"{phrases.share(len(found), whole, 'measured parameters')}."
         ),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=since),
         evidence=tuple(
@@ -82,12 +81,12 @@ def zero_gradient(run: Run, limits: ZeroLimits) -> Iterator[Finding]:
             for row in order
         ),
         fix=(
-            "Check that the loss depends on the output: a margin that is met, a constant target, a mask that "
-            "hides everything."
+            "Check that the loss depends on the output: a margin that is met, a constant target, or a mask "
+            "that hides everything."
             if everything
-            else f"Look at the activations behind `{name}`: a ReLU that is never positive, a multiplication "
-            "by zero "
-            "(a mask, a gate, an output layer that stays at zero), an expert without tokens."
+            else f"Check the activations that follow `{name}`: a ReLU that is never positive, a "
+            "multiplication by zero (a mask, a gate, an output layer that stays at zero), or an expert "
+            "without tokens."
         ),
         refuted_if=f"a recorded step shows a non-zero gradient of `{name}`.",
     )

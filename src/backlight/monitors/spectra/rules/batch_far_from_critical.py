@@ -28,8 +28,8 @@ class BatchFarFromCriticalLimits(Limits, monitor="spectra"):
 
     batch_factor: float = limit(
         10.0,
-        "a batch this many times larger or smaller than the noise scale is far from it: at ten times, "
-        "nine tenths of the gain of a larger batch are gone, or most of each step is noise",
+        "a batch this many times larger or smaller than the noise scale is far from it: at ten times, nine "
+        "tenths of the gain of a larger batch are gone, or most of each step is noise",
         source="McCandlish et al., arXiv:1812.06162, section 2.2: the gain of a batch is B / (B + B_simple)",
         low=1.0,
     )
@@ -64,25 +64,25 @@ def batch_far_from_critical(run: Run, limits: BatchFarFromCriticalLimits) -> Ite
     compared = (
         f"shows no signal in the median of {len(known)} layers"
         if math.isinf(median)
-        else f"is {short(ratio)} times the noise scale, {short(median)} samples in the median of "
-        f"{len(known)} layers"
+        else f"is {short(ratio)} times the noise scale ({short(median)} samples, median of {len(known)} "
+        "layers)"
     )
     yield Finding(
         severity=Severity.INFO,
         title=f"The batch of {short(batch)} samples is far {'above' if large else 'below'} the noise scale",
         detail=f"{measured} {compared}: "
         + (
-            "most of the gain of a batch of this size is gone, and samples are spent on a gradient that is "
-            "known well enough."
+            "a smaller batch would give nearly the same gradient with fewer samples."
             if large
             else "nearly all of each step is noise."
         ),
         subject=Subject(step=step),
         evidence=evidence(shown, "noise_scale", "samples"),
         fix=(
-            "Compare a run with a smaller batch (and more steps) at equal samples: little should be lost."
+            "Compare with a run of a smaller batch and more steps at equal samples: the loss should be about "
+            "equal."
             if large
-            else "Compare a run with a larger batch, or more accumulation, at an equal number of steps."
+            else "Compare with a run of a larger batch, or more accumulation, at an equal number of steps."
         ),
         refuted_if=(
             "the noise scale at neighbouring steps is within the factor, or the comparison shows otherwise: "

@@ -37,9 +37,9 @@ def below_noise(run: Run, limits: Limits) -> Iterator[Finding]:
         severity=Severity.WARNING if len(hits) * 2 > len(histories) else Severity.INFO,
         title=f"No gradient direction exceeds the noise in {len(hits)} of {len(histories)} layers",
         detail=(
-            f"No direction of the gradient of {name}{layers} exceeds the noise of one replicate "
-            f"({short(first.at['batch'])} samples) at step {first.at.step}, since step "
-            f"{history.measured[start].step}; the share of signal in its squared norm is "
+            f"No direction of the gradient of `{name}`{layers} exceeds the noise of one replicate "
+            f"({short(first.at['batch'])} samples) at step {first.at.step}, and none has since step "
+            f"{history.measured[start].step}. The signal share of its squared norm is "
             f"{short(first.at['signal_share'])}."
         ),
         subject=Subject(parameter=name, module=first.layer.layer or None, step=first.at.step),
@@ -49,10 +49,10 @@ def below_noise(run: Run, limits: Limits) -> Iterator[Finding]:
         ),
         fix=(
             "Measure with larger replicates (more samples in each) and check whether directions appear; "
-            "compare the signal share, which counts what is spread over many weak directions."
+            "compare the signal share, which includes signal spread over many weak directions."
         ),
         refuted_if=(
             "replicates of the same size, more of them or with other data, show an identifiable direction of "
-            f"{name}, or an echo above its null."
+            f"`{name}`, or an echo above its null."
         ),
     )

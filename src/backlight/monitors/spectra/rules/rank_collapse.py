@@ -54,7 +54,7 @@ def rank_collapse(run: Run, limits: RankCollapseLimits) -> Iterator[Finding]:
         severity=Severity.WARNING,
         title=f"The update of `{name}` collapsed to stable rank {short(first.value)}",
         detail=(
-            f"The update of {name}{other_layers(len(hits), len(histories))} has stable rank "
+            f"The update of `{name}`{other_layers(len(hits), len(histories))} has stable rank "
             f"{short(first.value)} at step {first.at.step}; it was up to {short(before[name])} before. "
             "Nearly all of the update is one direction."
         ),
@@ -62,9 +62,9 @@ def rank_collapse(run: Run, limits: RankCollapseLimits) -> Iterator[Finding]:
         evidence=evidence(shown, "stable_rank_update"),
         fix=(
             "Compare the stable ranks of gradient and momentum: if the gradient collapsed too, inspect the "
-            "batch (one token or class in all samples); if not, the state of the optimizer."
+            "batch (one token or class in all samples); if not, inspect the state of the optimizer."
         ),
-        refuted_if=f"updates of {name} at the steps around have a stable rank above {short(first.limit)}.",
+        refuted_if=(f"updates of `{name}` at nearby steps have a stable rank above {short(first.limit)}."),
     )
 
 

@@ -52,8 +52,8 @@ def copy_heavy(run: Run, limits: CopyHeavyLimits) -> Iterator[Finding]:
             detail=(
                 f"{what.capitalize()}{layout} from {source} to {target} take {percent(share)} of a step "
                 f"({ms(spent)}, {count(round(calls), 'call')}) at "
-                f"{line or 'a line that is not in the trace'}. "
-                f"Expected gain: at most {percent(share)} of a step."
+                f"{line or 'a line that is not in the trace'}. Expected gain: at most {percent(share)} of a "
+                "step."
             ),
             subject=Subject(line=line or None),
             evidence=(
@@ -61,9 +61,8 @@ def copy_heavy(run: Run, limits: CopyHeavyLimits) -> Iterator[Finding]:
                 profile.evidence(f"copies/{where}/milliseconds", spent, "ms"),
             ),
             fix=(
-                "Cast once outside of the loop, keep one type through the block (autocast, or weights in "
-                "that "
-                "type), drop unneeded .contiguous() and .clone() calls, and copy from pinned memory."
+                "Cast once outside the loop, keep one dtype through the block (autocast, or weights in that "
+                "dtype), drop unneeded `.contiguous()` and `.clone()` calls, and copy from pinned memory."
             ),
             refuted_if="the same step without that line, checked for equal results, is not faster.",
         )

@@ -26,8 +26,8 @@ def cuda_graphs_skipped(run: Run, limits: Limits) -> Iterator[Finding]:
         severity=Severity.WARNING,
         title=f"CUDA graphs were skipped for {count(skips, 'graph')}",
         detail=(
-            f"CUDA graphs were requested and skipped for {count(skips, 'graph')}: {why}. "
-            "Expected gain: the time in which the GPU waits for launches, see launch_bound."
+            f"CUDA graphs were requested but skipped for {count(skips, 'graph')}: {why}. Expected gain: the "
+            "time the GPU waits for launches (see `launch_bound`)."
         ),
         subject=Subject(),
         evidence=(
@@ -35,9 +35,8 @@ def cuda_graphs_skipped(run: Run, limits: Limits) -> Iterator[Finding]:
             *(info_evidence(info, reason) for reason in reasons),
         ),
         fix=(
-            "Remove the cause: CPU tensors inside the graph, inputs that are changed in place, dynamic "
-            "shapes. "
-            "TORCH_LOGS=cudagraphs prints each skip with its stack."
+            "Remove the cause: CPU tensors inside the graph, inputs that are modified in place, dynamic "
+            "shapes. `TORCH_LOGS=cudagraphs` prints each skip with its stack."
         ),
         refuted_if="the skipped graphs are not part of a steady step.",
     )

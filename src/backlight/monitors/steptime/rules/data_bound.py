@@ -56,8 +56,7 @@ def data_bound(run: Run, limits: DataBoundLimits) -> Iterator[Finding]:
         title = f"Waiting for data takes {percent(share)} of a step"
         detail = (
             f"{wait}. Whether the step would be faster without the wait is not measured: there is no "
-            "control. "
-            f"Expected gain: at most {percent(share)} of a step."
+            f"control. Expected gain: at most {percent(share)} of a step."
         )
         fix = (
             "Run `backlight profile --confirm` on the same script: it repeats the steps with a cached batch."
@@ -71,8 +70,7 @@ def data_bound(run: Run, limits: DataBoundLimits) -> Iterator[Finding]:
         title = f"The step is bound by data loading: {percent(saved)} shorter with a cached batch"
         detail = (
             f"{wait}, and with a cached batch a step is {percent(saved)} shorter: data loading is the "
-            "bottleneck. "
-            f"Expected gain: {percent(min(saved, share))} of a step."
+            f"bottleneck. Expected gain: {percent(min(saved, share))} of a step."
         )
         fix = (
             "Raise num_workers and prefetch_factor, set persistent_workers, or decode the data ahead of "

@@ -33,16 +33,15 @@ def exposed_communication(run: Run, limits: ExposedCommunicationLimits) -> Itera
         severity=Severity.WARNING,
         title=f"Communication is exposed for {percent(share)} of a step",
         detail=(
-            f"For {percent(share)} of a step the device communicates and computes nothing. "
-            f"Expected gain: at most {percent(share)} of a step."
+            f"For {percent(share)} of a step the device communicates without computing. Expected gain: at "
+            f"most {percent(share)} of a step."
         ),
         subject=Subject(),
         evidence=(profile.evidence("exposed_communication", share, "of a step"),),
         fix=(
             "Start reductions during backward (DDP buckets, FSDP prefetch), reduce every few steps with "
-            "accumulation under no_sync(), or send fewer bits. First check for a late rank: its peers then "
-            "wait, "
-            "which is not communication (`backlight trace` on all ranks)."
+            "accumulation under `no_sync()`, or send fewer bits. First check for a late rank: its peers then "
+            "wait, which is not communication (`backlight trace` on all ranks)."
         ),
-        refuted_if="the collectives wait for a late rank, and take their usual time once it has arrived.",
+        refuted_if="the collectives wait for a late rank and take their usual time once it arrives.",
     )

@@ -39,19 +39,16 @@ def graph_breaks(run: Run, limits: GraphBreaksLimits) -> Iterator[Finding]:
         title=f"torch.compile has {count(breaks, 'graph break')}",
         detail=(
             f"{count(breaks, 'graph break')} split the compiled code into "
-            f"{compiled.get('graphs', 'several')} "
-            f"graphs: {'; '.join(most)}{more}. Expected gain: not known before it is tried; the code between "
-            "the "
-            "graphs runs uncompiled, and nothing is fused across a break."
+            f"{compiled.get('graphs', 'several')} graphs: {'; '.join(most)}{more}. Expected gain: unknown "
+            "until tried; code between the graphs runs uncompiled, and nothing is fused across a break."
         ),
         subject=Subject(line=_line(most[0])),
         evidence=tuple(info_evidence(info, f"{reasons[why]} x {why}") for why in most),
         fix=(
-            "Compile with fullgraph=True: the error names the line. TORCH_LOGS=graph_breaks prints each "
-            "break "
-            "with its stack."
+            "Compile with `fullgraph=True`: the error names the line. `TORCH_LOGS=graph_breaks` prints each "
+            "break with its stack."
         ),
-        refuted_if="the breaks are outside of the step (logging, saving), or fullgraph is not faster.",
+        refuted_if="the breaks are outside the step (logging, saving), or `fullgraph=True` is not faster.",
     )
 
 

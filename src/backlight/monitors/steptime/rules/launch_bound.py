@@ -48,8 +48,8 @@ def launch_bound(run: Run, limits: LaunchBoundLimits) -> Iterator[Finding]:
         title=f"The GPU is idle for {percent(idle)} of the step, mostly launch-bound",
         detail=(
             f"The GPU is idle for {percent(idle)} of the step; {percent(host)} of the idle time is "
-            "launch-bound "
-            f"(mostly {main.replace('_', ' ')}). Expected gain: at most {percent(idle * host)} of a step."
+            f"launch-bound (mostly {main.replace('_', ' ')}). Expected gain: at most {percent(idle * host)} "
+            "of a step."
         ),
         subject=Subject(),
         evidence=(
@@ -57,7 +57,8 @@ def launch_bound(run: Run, limits: LaunchBoundLimits) -> Iterator[Finding]:
             profile.evidence(f"device/causes/{main}", causes.get(main, 0.0), "of the idle time"),
         ),
         fix=(
-            f"{attempt}or a larger batch; remove calls that wait for the device (.item(), print of a tensor)."
+            f"{attempt}or a larger batch; remove calls that wait for the device (`.item()`, printing a "
+            "tensor)."
         ),
-        refuted_if="twice the batch takes about twice as long: then the device was the limit.",
+        refuted_if="doubling the batch doubles the step time: the device is then the limit.",
     )

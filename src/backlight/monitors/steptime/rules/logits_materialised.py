@@ -44,8 +44,7 @@ def logits_materialised(run: Run, limits: LogitsMaterialisedLimits) -> Iterator[
         detail=(
             f"Logits of shape {' x '.join(map(str, shape))} in {logits['dtype']} and their fp32 copy take "
             f"{size(taken)}, {percent(share)} of the peak of {size(peak)}. Expected gain: up to "
-            f"{size(taken)} of "
-            "memory, which a chunked loss does not hold."
+            f"{size(taken)} of memory with a chunked loss."
         ),
         subject=Subject(),
         evidence=(
@@ -54,8 +53,8 @@ def logits_materialised(run: Run, limits: LogitsMaterialisedLimits) -> Iterator[
         ),
         fix=(
             "Compute the loss over chunks of tokens, or with a fused linear cross entropy, so that the "
-            "logits of "
-            "all tokens never exist at once; `backlight memory` shows the live tensors before and after."
+            "logits of all tokens never exist at once; `backlight memory` shows the live tensors before and "
+            "after."
         ),
-        refuted_if="the peak of memory lies elsewhere in the step and does not fall with chunks.",
+        refuted_if="the memory peak is elsewhere in the step and does not fall with a chunked loss.",
     )

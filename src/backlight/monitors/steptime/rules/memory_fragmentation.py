@@ -43,12 +43,11 @@ def memory_fragmentation(run: Run, limits: MemoryFragmentationLimits) -> Iterato
     )
     yield Finding(
         severity=Severity.WARNING if retries else Severity.INFO,
-        title=f"{size(lost)} of GPU memory are lost to fragmentation",
+        title=f"{size(lost)} of GPU memory is lost to fragmentation",
         detail=(
             f"At its peak the allocator had reserved {size(reserved)} and {size(used)} were in use: "
-            f"{size(lost)} "
-            f"({percent(lost / reserved)}) were free between blocks.{retried} "
-            f"Expected gain: up to {size(lost)} of memory."
+            f"{size(lost)} ({percent(lost / reserved)}) were free between blocks.{retried} Expected gain: up "
+            f"to {size(lost)} of memory."
         ),
         subject=Subject(rank=info.rank),
         evidence=(
@@ -56,9 +55,8 @@ def memory_fragmentation(run: Run, limits: MemoryFragmentationLimits) -> Iterato
             info_evidence(info, used, "bytes in use"),
         ),
         fix=(
-            "Set PYTORCH_ALLOC_CONF=expandable_segments:True, or pad batches to a few lengths: changing "
-            "shapes "
-            "leave holes."
+            "Set `PYTORCH_ALLOC_CONF=expandable_segments:True`, or pad batches to a few lengths: changing "
+            "shapes leave holes."
         ),
-        refuted_if="with expandable segments the reserved memory stays the same.",
+        refuted_if="reserved memory stays the same with expandable segments.",
     )

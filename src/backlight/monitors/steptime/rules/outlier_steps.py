@@ -92,10 +92,8 @@ def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
             title=f"{count(len(members), 'step')} of {len(total)} are outliers, due to {name}",
             detail=(
                 f"{count(len(members), 'step')} of {len(total)} take up to {longest / median:.1f} times the "
-                "median "
-                f"of {ms(1e3 * median)} (step {step}: {ms(1e3 * longest)}); the extra time is spent in "
-                f"{name}. "
-                f"Expected gain: at most {percent(lost)} of the time."
+                f"median of {ms(1e3 * median)} (step {step}: {ms(1e3 * longest)}); the extra time is spent "
+                f"in {name}. Expected gain: at most {percent(lost)} of the time."
             ),
             subject=Subject(step=step, phase=None if is_collection else cause),
             evidence=tuple(evidence),
@@ -103,7 +101,7 @@ def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
                 cause,
                 "Check what the script does at these steps, and which other processes used the machine.",
             ),
-            refuted_if="a repeated run has its outliers at other steps, or none: the machine was busy.",
+            refuted_if="a repeated run has outliers at other steps or none (the machine was busy).",
         )
 
 

@@ -45,16 +45,15 @@ def recompilations(run: Run, limits: RecompilationsLimits) -> Iterator[Finding]:
             title=f"`{row.get('function')}` was recompiled {count(times, 'time')}",
             detail=(
                 f"`{row.get('function')}` was compiled {count(times, 'time')} beyond the first{cost}: "
-                f"{reason}. "
-                f"Expected gain: {gain}, and the steps that ran uncompiled after the limit of recompilations."
+                f"{reason}. Expected gain: {gain}, and the steps that ran uncompiled after the recompilation "
+                "limit."
             ),
             subject=Subject(line=str(row.get("line") or "") or None),
             evidence=(info_evidence(info, times, "compilations beyond the first"),),
             fix=(
-                "Mark the changing dimension (torch._dynamo.mark_dynamic), compile with dynamic=True, pad "
-                "batches "
-                "to a few lengths, or keep changing numbers out of the compiled code. TORCH_LOGS=recompiles "
-                "prints each guard that failed."
+                "Mark the changing dimension (`torch._dynamo.mark_dynamic`), compile with `dynamic=True`, "
+                "pad batches to a few lengths, or keep changing numbers out of the compiled code. "
+                "`TORCH_LOGS=recompiles` prints each guard that failed."
             ),
-            refuted_if="all of them happened in the first steps and none in the steady ones.",
+            refuted_if="all recompilations happened in the first steps.",
         )

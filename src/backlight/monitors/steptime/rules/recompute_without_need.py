@@ -47,11 +47,10 @@ def recompute_without_need(run: Run, limits: RecomputeWithoutNeedLimits) -> Iter
     share = percent(spent / step)
     yield Finding(
         severity=Severity.INFO,
-        title=f"Checkpointing takes {share} of a step, and memory is free",
+        title=f"Checkpointing takes {share} of a step although memory is free",
         detail=(
             f"Recomputed forwards take {ms(spent)}, {share} of a step, in {count(len(outer), 'module')} "
-            "(most in "
-            f"`{worst}`), while the peak memory is {size(peak)} of {size(capacity)} "
+            f"(most in `{worst}`), while the peak memory is {size(peak)} of {size(capacity)} "
             f"({percent(peak / capacity)}). Expected gain: at most {share} of a step."
         ),
         subject=Subject(module=worst or None, phase=Phase.BACKWARD),
@@ -60,7 +59,7 @@ def recompute_without_need(run: Run, limits: RecomputeWithoutNeedLimits) -> Iter
             profile.evidence("memory/peak", peak, "bytes"),
             profile.evidence("memory/capacity", capacity, "bytes"),
         ),
-        fix="Checkpoint fewer blocks, or none; `backlight memory RECIPE --fake` predicts the peak without.",
+        fix="Checkpoint fewer blocks, or none; `backlight memory RECIPE --fake` predicts the peak.",
         refuted_if="the run without checkpointing does not fit, or takes as long.",
     )
 

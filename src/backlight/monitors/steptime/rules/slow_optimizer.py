@@ -59,16 +59,16 @@ def slow_optimizer(run: Run, limits: SlowOptimizerLimits) -> Iterator[Finding]:
         title=f"The optimizer takes {percent(share)} of a step: {kind} is not fused",
         detail=(
             f"The optimizer takes {percent(share)} of a steady step, and {kind} updates its "
-            f"{count(tensors, 'tensor')} one by one: neither fused nor foreach is in use. "
-            f"Expected gain: most of {percent(share)} of a step."
+            f"{count(tensors, 'tensor')} one by one: neither fused nor foreach is in use. Expected gain: "
+            f"most of {percent(share)} of a step."
         ),
         subject=Subject(phase=Phase.OPTIMIZER),
         evidence=(
             phase_evidence(table, Phase.OPTIMIZER),
             info_evidence(info, f"{kind}: fused off, foreach off"),
         ),
-        fix=f"Use {kind}(..., {option}) and compare: `backlight compare --ab` on both commands.",
-        refuted_if=f"the same run with {option} spends as long in the optimizer.",
+        fix=f"Use `{kind}(..., {option})` and compare: `backlight compare --ab` on both commands.",
+        refuted_if=f"the same run with `{option}` spends as long in the optimizer.",
     )
 
 

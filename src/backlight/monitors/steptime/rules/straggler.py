@@ -55,11 +55,10 @@ def straggler(run: Run, limits: StragglerLimits) -> Iterator[Finding]:
     phase = name.replace("_", " ")
     yield Finding(
         severity=Severity.WARNING,
-        title=f"Rank {late} is a straggler: {percent(excess)} of a step longer in {phase}",
+        title=f"Rank {late} is a straggler: {percent(excess)} of a step slower, in {phase}",
         detail=(
-            f"Rank {late} works {percent(excess)} of a step longer than the others, mostly in {phase}, and "
-            "they "
-            f"wait for it. Expected gain: at most {percent(excess)} of a step."
+            f"Rank {late} works {percent(excess)} of a step longer than the other ranks, mostly in {phase}, "
+            f"and they wait for it. Expected gain: at most {percent(excess)} of a step."
         ),
         subject=Subject(rank=late, phase=name),
         evidence=tuple(
@@ -70,10 +69,9 @@ def straggler(run: Run, limits: StragglerLimits) -> Iterator[Finding]:
         ),
         fix=(
             "Check that rank: its share of the data, its machine (clock, temperature, other jobs), its "
-            "loader. "
-            "`backlight trace` on all ranks shows which collectives wait."
+            "loader. `backlight trace` on all ranks shows which collectives wait."
         ),
-        refuted_if="with the ranks exchanged between machines, or with equal batches, another rank is late.",
+        refuted_if="another rank is late after ranks swap machines, or with equal batches.",
     )
 
 

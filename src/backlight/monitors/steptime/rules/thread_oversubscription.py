@@ -38,17 +38,15 @@ def thread_oversubscription(run: Run, limits: ThreadOversubscriptionLimits) -> I
         title=f"{count(wanted, 'thread')} share {count(cores, 'core')}",
         detail=(
             f"{count(wanted, 'thread')} share {count(cores, 'core')}: {count(ranks, 'rank')} on this "
-            "machine, each "
-            f"with {count(threads, 'thread')} of torch and {count(workers, 'loader worker')}. Waiting "
-            "threads spin "
-            "and take cores from working ones. Expected gain: not known before it is tried; on a CPU often a "
-            "multiple."
+            f"machine, each with {count(threads, 'thread')} of torch and {count(workers, 'loader worker')}. "
+            "Waiting threads spin and take cores from working ones. Expected gain: unknown until tried, "
+            "often several-fold on a CPU."
         ),
         subject=Subject(rank=info.rank),
         evidence=(
             info_evidence(info, f"threads {threads}, workers {workers}"),
             info_evidence(info, f"cores {cores}, local ranks {ranks}"),
         ),
-        fix=f"Set OMP_NUM_THREADS={better} (or torch.set_num_threads({better})) and compare both runs.",
+        fix=f"Set `OMP_NUM_THREADS={better}` (or `torch.set_num_threads({better})`) and compare both runs.",
         refuted_if=f"the same run with {count(better, 'thread')} is not faster.",
     )
