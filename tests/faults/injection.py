@@ -46,7 +46,7 @@ def registrar(table: dict[str, Fault]) -> Callable[..., Callable[[Train], Train]
 def wait_for_watchdog(timeout_s: float = 60.0) -> None:
     """Wait until the watchdog process of this rank runs: on a busy machine its start takes seconds."""
     from backlight.monitors.stalls.model import runtime_dir
-    from backlight.monitors.stalls.model.shared_state import read_state
+    from backlight.monitors.stalls.model.shared_state import RankStatus, read_state
 
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -54,7 +54,8 @@ def wait_for_watchdog(timeout_s: float = 60.0) -> None:
             states = [
                 read_state(runtime_dir.state_path(directory, r)) for r in runtime_dir.ranks_in(directory)
             ]
-            is_own = any(state is not None and state.pid == os.getpid() for state in states)
+            running = [s for s in states if s is not None and s.status is RankStatus.RUNNING]
+            is_own = any(state.pid == os.getpid() for state in running)
             if is_own and runtime_dir.watchdog_pid(directory):
                 time.sleep(0.5)  # until it has opened the process
                 return

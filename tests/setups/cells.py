@@ -25,6 +25,7 @@ import backlight
 from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
 from backlight.store.read import spectra as stored
 from backlight.store.read.run import Run
+from faults.injection import wait_for_watchdog
 from setups import trainings
 from setups.ranks import gathered, rank, together, wait
 from setups.trainings import CLASSES, FEATURES, MATRICES, NAMES, OTHERS, SETUPS, STEPS, Batch, Pauses, Setup
@@ -157,11 +158,12 @@ def health(setup: Setup, folder: Path) -> Outcome:
 
 
 def stalls(setup: Setup, folder: Path) -> Outcome:
-    """A backward that sleeps on the last rank is told with its line, its rank and that it waits."""
+    """A backward that sleeps on the last rank is reported with its line, its rank and that it waits."""
     model, optimizer = trainings.build(setup)
     asleep = rank() == setup.ranks - 1
     pauses = Pauses(backward=SLEEP if asleep else 0.0, step=2)
     with watched(model, optimizer, folder / "run", "stalls", stall=STALL) as said:
+        wait_for_watchdog()
         trainings.train(setup, model, optimizer, pauses=pauses)
     run = backlight.open_run(folder / "run")
     silent(run, said)
