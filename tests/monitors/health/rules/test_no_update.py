@@ -117,3 +117,17 @@ def test_a_rate_of_zero_is_found_however_small_the_gradient(synthetic: Any, judg
     rates = {"lr/0/0": [0.0] * 30, "lr/0/1": [0.1] * 30}
     (finding,) = judged(synthetic(rms, update=still, records=records, scalars=rates), "no_update")
     assert finding.subject.parameter == "a"
+
+
+def test_a_replaced_module_is_one_finding_with_the_evidence_of_both_sides(
+    synthetic: Any, judged: Any
+) -> None:
+    stale = [parameter(f"optimizer0.group0.parameter{i}", module="", module_type="") for i in (1, 2)]
+    records = {"a": parameter("a"), "head": parameter("head", group="")}
+    run = synthetic({"a": [1e-2] * 6, "head": [1e-2] * 6}, records=records, extra=stale)
+    assert not judged(run, "no_gradient")
+    (finding,) = judged(run, "no_update")
+    assert (finding.severity, finding.subject.parameter) == (Severity.WARNING, "head")
+    paths = {e.path for e in finding.evidence}
+    assert {"parameters/group/head", f"parameters/group/{stale[0].name}"} <= paths
+    assert {f"series/gradient/measured/{p.name}" for p in stale} <= paths

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.findings import phrases
-from backlight.findings.limits import Limits, limit
+from backlight.monitors.health.model.membership import (
+    MembershipLimits,
+    first_missing,
+    is_stale,
+    without_optimizer,
+)
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -52,17 +56,8 @@ _UNUSED = _Reason(
 )
 
 
-@dataclass(frozen=True)
-class NoGradientLimits(Limits, monitor="health"):
-    """Limits of the rule ``no_gradient``."""
-
-    no_gradient_steps: int = limit(
-        5, "recorded steps before a parameter without any gradient is called unused", low=1
-    )
-
-
-@rule("no_gradient", monitor="health", limits=NoGradientLimits, needs=("gradient",))
-def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
+@rule("no_gradient", monitor="health", limits=MembershipLimits, needs=("gradient",))
+def no_gradient(run: Run, limits: MembershipLimits) -> Iterator[Finding]:
     """Find parameters without any measured gradient, one finding per reason."""
     frame = run.frame("gradient", "norm")
     rows = np.flatnonzero(frame.measured.any(axis=1))
@@ -83,6 +78,8 @@ def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     for reason, group in by_reason.items():
         if reason is not _FROZEN and len(rows) < limits.no_gradient_steps:
             continue
+        if reason is _FOREIGN and without_optimizer(run, limits.no_gradient_steps):
+            continue  # one cause, one finding: no_update reports both sides of it
         order = phrases.loudest(group, lambda p: p.numel)
         worst, mine = order[0], sum(p.numel for p in group)
         named = phrases.parameters([p.name for p in order], len(group))
@@ -102,7 +99,7 @@ def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
             evidence=(
                 *(Evidence(f"series/gradient/measured/{p.name}", last, 0, "1") for p in order),
                 Evidence(f"parameters/{reason.path}/{worst.name}", None, _shown(worst, reason), "1"),
-                *(_seen_without(run, worst.name) if reason.path == "group" else ()),
+                *(first_missing(run, worst.name) if reason.path == "group" else ()),
             ),
             fix=reason.fix,
             refuted_if=f"a step, possibly an unrecorded one, gives `{worst.name}` a gradient.",
@@ -118,14 +115,6 @@ def _told(run: Run) -> dict[str, str]:
     return told
 
 
-def _seen_without(run: Run, name: str) -> list[Evidence]:
-    """Return the event that says when an optimizer first stepped without a gradient of ``name``."""
-    for event in run.events("no_grad_at_step"):
-        if name in (event.payload.get("parameters") or ()):
-            return [Evidence("events/no_grad_at_step", event.step, name, "parameter")]
-    return []
-
-
 def _reason(record: ParameterRecord, told: dict[str, str], held: bool) -> _Reason:
     if record.unmeasured == "frozen" or not record.requires_grad:
         return _FROZEN
@@ -139,9 +128,7 @@ def _reason(record: ParameterRecord, told: dict[str, str], held: bool) -> _Reaso
         )
     if held and not record.group:
         return _OUTSIDE
-    if re.fullmatch(
-        r"optimizer\d+\.group\d+\.parameter\d+", record.name
-    ):  # as capture names what no module holds
+    if is_stale(record):
         return _FOREIGN
     return _UNUSED if record.group else _ALONE
 

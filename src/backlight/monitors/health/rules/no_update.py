@@ -11,6 +11,12 @@ from numpy.typing import NDArray
 from backlight.findings import phrases
 from backlight.findings.limits import limit
 from backlight.monitors.health.model.history import Bools, Integers, at_steps, ending_streaks, finite_median
+from backlight.monitors.health.model.membership import (
+    MembershipLimits,
+    stale_evidence,
+    stale_parameters,
+    without_optimizer,
+)
 from backlight.monitors.health.model.score import RmsLimits, skipped_steps
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
@@ -26,7 +32,7 @@ FP32_SPACING = 2.0**-23
 
 
 @dataclass(frozen=True)
-class NoUpdateLimits(RmsLimits):
+class NoUpdateLimits(RmsLimits, MembershipLimits):
     """Limits of the rule ``no_update``."""
 
     no_update_window: int = limit(
@@ -40,12 +46,14 @@ class NoUpdateLimits(RmsLimits):
 def no_update(run: Run, limits: NoUpdateLimits) -> Iterator[Finding]:
     """Find weights that did not change up to the end, one finding per cause: no optimizer, rate 0, other."""
     records = {p.name: p for p in run.parameters()}
-    without = _without_optimizer(run, records, limits.no_update_window)
+    stale = stale_parameters(run)
+    # An optimizer with parameters of no module confirms the cause, so that fewer steps suffice.
+    without = without_optimizer(run, limits.no_gradient_steps if stale else limits.no_update_window)
     streaks = {n: k for n, k in _still(run, records, limits).items() if records[n] not in without}
     still = [records[name] for name, streak in streaks.items() if streak >= limits.no_update_window]
     moved = len(streaks) - len(still)
     if without:
-        yield _outside(run, without, len(records))
+        yield _outside(run, without, stale, len(records))
     zero_rate = [p for p in still if _last_rate(run, p) == 0.0]
     for group, at_zero in ((zero_rate, True), ([p for p in still if p not in zero_rate], False)):
         if group:
@@ -97,25 +105,12 @@ def _rates(run: Run, group: str, steps: Integers) -> NDArray[np.float64]:
     return at_steps(steps, rate.steps, rate.values)
 
 
-def _without_optimizer(run: Run, records: dict[str, ParameterRecord], window: int) -> list[ParameterRecord]:
-    """Return trainable parameters with gradients that no watched optimizer holds, while it holds others."""
-    if not any(p.group for p in records.values()):
-        return []
-    outside = [p for p in records.values() if not p.group and p.requires_grad]
-    if not outside:
-        return []
-    frame = run.frame("gradient", "norm")
-    columns = [frame.names.index(p.name) for p in outside]
-    counts = np.sum(frame.measured[:, columns] & (frame.values[:, columns] > 0), axis=0)
-    return [p for p, count in zip(outside, counts, strict=True) if count >= window]
-
-
 def _last_rate(run: Run, record: ParameterRecord) -> float | None:
     rate = run.scalar(f"lr/{record.group}")
     return float(rate.values[-1]) if len(rate.values) else None
 
 
-def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
+def _outside(run: Run, group: list[ParameterRecord], stale: list[ParameterRecord], whole: int) -> Finding:
     order = phrases.loudest(group, lambda p: p.numel)
     worst = order[0]
     frame = run.frame("gradient", "norm")
@@ -123,6 +118,12 @@ def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
     last = int(np.flatnonzero(frame.measured[:, column])[-1])
     first = int(frame.steps[np.flatnonzero(frame.measured[:, column])[0]])
     named = phrases.parameters([p.name for p in order], len(group))
+    held = (
+        f" An optimizer holds {phrases.plural(len(stale), 'parameter')} that no module of the model holds "
+        "and that never received a gradient, as when a module is replaced after the optimizer was created."
+        if stale
+        else ""
+    )
     return Finding(
         severity=Severity.WARNING,
         title=f"{named} {'is' if len(group) == 1 else 'are'} not in any optimizer",
@@ -130,7 +131,7 @@ def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
             f"{named} "
             f"{'receives gradients but belongs' if len(group) == 1 else 'receive gradients but belong'} to "
             f"no watched optimizer, so {'it is' if len(group) == 1 else 'they are'} never updated. Affected: "
-            f"{phrases.share(len(group), whole, 'parameters')}."
+            f"{phrases.share(len(group), whole, 'parameters')}.{held}"
         ),
         subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
         evidence=(
@@ -138,6 +139,7 @@ def _outside(run: Run, group: list[ParameterRecord], whole: int) -> Finding:
                 "gradient/norm", worst.name, int(frame.steps[last]), float(frame.values[last, column])
             ),
             *(Evidence(f"parameters/group/{p.name}", None, "none", "1") for p in order),
+            *(stale_evidence(run, stale) if stale else ()),
         ),
         fix=(
             "Create the optimizer after the model is final and on its device: `optimizer = "
