@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 import backlight
 
@@ -80,6 +84,69 @@ def test_every_module_imports() -> None:
     for module in pkgutil.walk_packages([str(SOURCE)], "backlight."):
         if not module.name.endswith("__main__") and module.name not in left_out:
             importlib.import_module(module.name)
+
+
+DEVICE_MODULES = {"cuda", "accelerator", "xpu", "mps"}
+
+
+def device_modules(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines that use a device module of torch."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name("torch"), attr=name):
+                names = [f"torch.{name}"]
+            case ast.Import(aliases):
+                names = [alias.name for alias in aliases]
+            case ast.ImportFrom(module, aliases, 0):
+                names = [f"{module}.{alias.name}" for alias in aliases]
+            case _:
+                continue
+        for name in names:
+            package, *below = name.split(".")
+            if package == "torch" and DEVICE_MODULES & set(below[:1]):
+                yield node.lineno
+
+
+def launcher_variables(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines that name an environment variable of a launcher, as one reads it."""
+    named = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|SLURM_\w+")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and named.fullmatch(node.value):
+            yield node.lineno
+
+
+@pytest.mark.parametrize(
+    ("owner", "uses"), [("devices.py", device_modules), ("distributed.py", launcher_variables)]
+)
+def test_one_module_uses_devices_and_one_reads_launcher_variables(
+    owner: str, uses: Callable[[ast.AST], Iterator[int]]
+) -> None:
+    found = {
+        f"{path.relative_to(SOURCE)}:{line}"
+        for path in SOURCE.rglob("*.py")
+        for line in uses(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert {place for place in found if not place.startswith(f"{owner}:")} == set()
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("uses", "code", "count"),
+    [
+        (device_modules, "torch.cuda.Event()", 1),
+        (device_modules, "import torch.cuda as cuda", 1),
+        (device_modules, "from torch import mps, nn", 1),
+        (device_modules, "from torch.cuda import Event", 1),
+        (device_modules, "def f(stream: torch.xpu.Stream): torch.accelerator.current_stream()", 2),
+        (device_modules, "from torch import nn; torch.backends.cuda.matmul; torch.device('cuda')", 0),
+        (launcher_variables, "os.environ['LOCAL_RANK']; os.environ.get('SLURM_PROCID')", 2),
+        (launcher_variables, "'srun --export=SLURM_JOB_ID'; Slot.RANK; 'rank'", 0),
+    ],
+)
+def test_what_the_rules_on_owners_find(
+    uses: Callable[[ast.AST], Iterator[int]], code: str, count: int
+) -> None:
+    assert len(list(uses(ast.parse(code)))) == count
 
 
 def test_the_public_surface() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import backlight
 from backlight.cli.doctor import examine
-from backlight.distributed import World, launch_id, rank_and_size, world
+from backlight.distributed import World, launch_id, rank_and_size, slurm_restarts, world
 from backlight.store.write.attempt import default_path, job_of
 from backlight.store.write.writer import RunWriter
 from cases import build, loop
@@ -48,6 +48,8 @@ def test_what_launchers_say() -> None:
         {"RANK": "", "WORLD_SIZE": ""},
         {"RANK": "0", "WORLD_SIZE": "9" * 30},
         {"RANK": "1.0", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "abc"},
+        {"WORLD_SIZE": "abc"},
         {"RANK": "٣", "WORLD_SIZE": "8"},
     ],
 )
@@ -55,6 +57,14 @@ def test_nonsense_is_one_process(given: dict[str, str]) -> None:
     found = world(given)
     assert (found.rank, found.size) == (0, 1)
     assert "expected whole numbers with 0 <= RANK < WORLD_SIZE" in found.problem
+
+
+@pytest.mark.parametrize(("given", "expected"), [("2", 2), ("0", 0), ("", None), ("abc", None), ("-1", None)])
+def test_restarts_of_slurm_are_none_for_nonsense(
+    given: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", given)
+    assert slurm_restarts() == expected
 
 
 def test_a_restart_belongs_to_its_job(monkeypatch: pytest.MonkeyPatch) -> None:

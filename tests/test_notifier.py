@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import backlight
 from backlight.notifier import Notifier
 
 
@@ -27,6 +28,14 @@ def test_what_a_thread_of_ours_tells_names_the_line_that_watches(tmp_path: Path)
         thread.start()
         thread.join()
     assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("package", ["other", "backlight_extras"])
+def test_a_warning_names_the_package_installed_next_to_backlight(package: str, tmp_path: Path) -> None:
+    caller = str(Path(backlight.__file__).parents[1] / package / "train.py")
+    with pytest.warns(RuntimeWarning, match="backlight: it is full") as caught:
+        exec(compile("notifier.warn('disk', 'it is full')", caller, "exec"), {"notifier": Notifier(tmp_path)})
+    assert caught[0].filename == caller
 
 
 def test_a_filter_that_makes_errors_of_warnings_ends_nothing(

@@ -1,4 +1,7 @@
-"""Accelerators: availability, names, memory, random state, streams and events."""
+"""Accelerators: availability, names, memory, random state, streams and events.
+
+The only user of torch.cuda, torch.accelerator, torch.xpu and torch.mps.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,11 @@ class DeviceMemory:
 def is_available() -> bool:
     """Return whether there is an accelerator."""
     return torch.cuda.is_available()
+
+
+def is_in_use() -> bool:
+    """Return whether an accelerator is initialised, without initialising it."""
+    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
 
 
 def count() -> int:
@@ -58,9 +66,29 @@ def memory() -> DeviceMemory | None:
     return DeviceMemory(
         peak_allocated=int(stats.get("allocated_bytes.all.peak", 0)),
         peak_reserved=int(stats.get("reserved_bytes.all.peak", 0)),
-        capacity=int(torch.cuda.get_device_properties(device).total_memory),
+        capacity=capacity(),
         retries=int(stats.get("num_alloc_retries", 0)),
     )
+
+
+def allocator_statistics() -> dict[str, Any]:
+    """Return the statistics of the current device's allocator under torch's names; empty without any."""
+    return dict(torch.cuda.memory_stats())
+
+
+def capacity() -> int:
+    """Return the bytes of memory of the current device."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+def peak_allocated(device: torch.device | None = None) -> int:
+    """Return the most bytes that were allocated at once on a device; None for the current one."""
+    return int(torch.cuda.max_memory_allocated(device))
+
+
+def reset_peak_memory() -> None:
+    """Count the peaks of the current device's memory from now on."""
+    torch.cuda.reset_peak_memory_stats()
 
 
 def free_memory(device: torch.device) -> int:
@@ -84,7 +112,35 @@ def set_random_states(devices: Sequence[torch.device], states: Sequence[torch.Te
         torch.cuda.set_rng_state(state, device)
 
 
+def accelerator_random_states() -> list[torch.Tensor]:
+    """Return the random state of every accelerator, initialising them; empty where there is none."""
+    return list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else []
+
+
+def set_accelerator_random_states(states: Sequence[torch.Tensor]) -> None:
+    """Restore :func:`accelerator_random_states`; nothing where the number of accelerators differs."""
+    if states and torch.cuda.device_count() == len(states):
+        torch.cuda.set_rng_state_all(states)
+
+
 # Streams and events
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream in which an accelerator works now."""
+    return torch.cuda.current_stream(device)
+
+
+def side_stream(device: str | torch.device) -> torch.cuda.Stream:
+    """Return a new stream of an accelerator."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work on ``stream``; None changes nothing."""
+    with torch.cuda.stream(stream):
+        yield
 
 
 @contextlib.contextmanager
@@ -92,8 +148,20 @@ def own_streams(devices: Iterable[str]) -> Iterator[None]:
     """Work on a new stream of each accelerator among ``devices``."""
     with contextlib.ExitStack() as stack:
         for device in sorted({device for device in devices if device.startswith("cuda")}):
-            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]  # torch's
+            stack.enter_context(on_stream(side_stream(device)))
         yield
+
+
+def record_event(device: torch.device) -> torch.Event:
+    """Return an event behind the work of the current stream of ``device``."""
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def timing_event() -> torch.cuda.Event:
+    """Return a new event that measures time; it is not recorded yet."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
 
 
 def record_events(devices: Iterable[str]) -> list[Any]:

@@ -1,6 +1,6 @@
 """Rank, world size and launch of this process. No torch.
 
-The only reader of RANK, WORLD_SIZE, LOCAL_RANK and SLURM_*.
+The only reader of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and SLURM_*.
 
 torchrun and most launchers set ``RANK`` and ``WORLD_SIZE``; srun sets variables of its own for a script that
 derives its rank from them later. Nonsense does not stop a training run: such a process is watched as a single
@@ -67,6 +67,11 @@ def local_rank() -> int:
     """Return the number of this process among those of its machine, by the launcher's variables."""
     found = _local_rank(os.environ)
     return rank_and_size()[0] if found is None else found
+
+
+def slurm_restarts() -> int | None:
+    """Return how often Slurm has requeued this job, None where its variable holds no number."""
+    return _number(os.environ.get("SLURM_RESTART_COUNT"))
 
 
 def launch_id() -> str | None:

@@ -6,6 +6,7 @@ Whatever breaks in backlight, training goes on; what is lost is reported and rec
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import warnings
@@ -17,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from backlight.store.write.writer import RunWriter
 
-_OURS = (str(Path(__file__).parent.parent), contextlib.__file__, threading.__file__)
+_BACKLIGHT = str(Path(__file__).parent) + os.sep
 
-_COMMANDS = str(Path(__file__).parent.parent / "cli")
+# Not a folder above: in an installation, that holds every other package, such as typer's.
+_SKIPPED = (_BACKLIGHT, contextlib.__file__, threading.__file__)
+
+_COMMANDS = _BACKLIGHT + "cli" + os.sep
 
 _SHOWN: dict[Any, Any] = {}
 """Warnings that Python's filters have shown in this process."""
@@ -32,7 +36,7 @@ def _calling() -> Line | None:
     """Return the line that called backlight, None where a thread or a command of backlight did."""
     frame: FrameType | None = sys._getframe(1)
     torch = getattr(sys.modules.get("torch"), "__file__", None)  # hooks are called from within it
-    passed = (*_OURS, str(Path(torch).parent)) if torch else _OURS
+    passed = (*_SKIPPED, str(Path(torch).parent) + os.sep) if torch else _SKIPPED
     while frame is not None and frame.f_code.co_filename.startswith(passed):
         # Below our commands there is no script: it has not begun, or is over.
         frame = None if frame.f_code.co_filename.startswith(_COMMANDS) else frame.f_back

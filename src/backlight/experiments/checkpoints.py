@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from backlight import devices
 from backlight.store.platform import atomic_json
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def training_state(task: Task) -> dict[str, Any]:
         "extra": dict(task.extra_state()),
         "random": {
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "cuda": devices.accelerator_random_states(),
             "python": random.getstate(),
             "numpy": (name, np.asarray(keys).tolist(), position, has_gauss, cached),
         },
@@ -87,8 +88,7 @@ def restore(task: Task, state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"the checkpoint does not fit this experiment: {error}") from error
     saved = state["random"]
     torch.set_rng_state(saved["torch"])
-    if saved["cuda"] and torch.cuda.device_count() == len(saved["cuda"]):
-        torch.cuda.set_rng_state_all(saved["cuda"])
+    devices.set_accelerator_random_states(saved["cuda"])
     random.setstate(saved["python"])
     name, keys, *rest = saved["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight.distributed import JOB_SEPARATOR
+from backlight.distributed import JOB_SEPARATOR, slurm_restarts
 from backlight.text import assignments
 
 _OWN = ("cluster", "nodes", "nproc_per_node", "max_restarts", "setup", "time", "timeout_min", "name")
@@ -335,14 +335,16 @@ class NodeJob:
 
         here = submitit.JobEnvironment()
         number = int("".join(filter(str.isdigit, here.job_id)) or 0)
-        starts = os.environ.get("SLURM_RESTART_COUNT", str(self.starts))
+        restarts = slurm_restarts()
         line = torchrun(
             self.job,
             identifier=here.job_id,
             endpoint=f"{here.hostnames[0] if here.num_nodes > 1 else 'localhost'}:{_port(number)}",
             is_host=str(int(here.node == 0)),
         )
-        identifier = f"{here.cluster}-{here.job_id}{JOB_SEPARATOR}{starts}"
+        identifier = (
+            f"{here.cluster}-{here.job_id}{JOB_SEPARATOR}{self.starts if restarts is None else restarts}"
+        )
         process = subprocess.Popen(line, env={**os.environ, "BACKLIGHT_RUN_ID": identifier})
         try:
             code = process.wait()

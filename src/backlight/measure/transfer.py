@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backlight import devices
+
 Arrays = tuple[NDArray[np.float64], NDArray[np.int64]]
 """float64 ``[P, F]`` and int64 ``[P, I]``: a row per tensor, a column per number."""
 
@@ -67,9 +69,7 @@ def start_copy(table: Tensor) -> AsyncCopy:
     host.copy_(table, non_blocking=pinned)
     if not pinned:
         return AsyncCopy(host)
-    event = torch.Event(table.device)
-    event.record(torch.accelerator.current_stream(table.device))
-    return AsyncCopy(host, event, table)
+    return AsyncCopy(host, devices.record_event(table.device), table)
 
 
 @dataclass

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from backlight import devices
 from backlight.capture.calls import NO_COMPUTATION, operation_name, tensors_in, written_in_place
 from backlight.diagnose.script_observer import Pausable
 from backlight.user_code import SourceLine, user_line
@@ -43,9 +44,8 @@ def checksum(tensor: Tensor) -> float:
 def random_state() -> str:
     """Return a digest of the random states that checkpointing restores."""
     digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
-    cuda: Any = torch.cuda
-    if cuda.is_available() and cuda.is_initialized():
-        for state in cuda.get_rng_state_all():
+    if devices.is_in_use():
+        for state in devices.accelerator_random_states():
             digest.update(state.numpy().tobytes())
     return digest.hexdigest()
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from backlight import devices
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.steps import StepSummary
 from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter
@@ -114,8 +115,8 @@ class MemoryObserver(StepObserver):
         self.recorder = Recorder(self.trained.models, self.counter, _main_device(self.trained.models))
         self.logits = LogitsTracker(self.recorder)
         self.counter.on_softmax = self.logits.on_softmax
-        if _uses_cuda():
-            torch.cuda.reset_peak_memory_stats()
+        if devices.is_in_use():
+            devices.reset_peak_memory()
         self.recorder.__enter__()
         self._recording = True
         for optimizer in self.scope.optimizers():
@@ -191,9 +192,9 @@ class _PhaseListener(Listener):
 
 def read_allocator() -> AllocatorStatistics | None:
     """Return the statistics of the current device's caching allocator; None where CUDA is not in use."""
-    if not _uses_cuda():
+    if not devices.is_in_use():
         return None
-    stats = torch.cuda.memory_stats()
+    stats = devices.allocator_statistics()
     return AllocatorStatistics(
         allocated_peak=int(stats.get("allocated_bytes.all.peak", 0)),
         reserved_peak=int(stats.get("reserved_bytes.all.peak", 0)),
@@ -201,10 +202,6 @@ def read_allocator() -> AllocatorStatistics | None:
         retries=int(stats.get("num_alloc_retries", 0)),
         failures=int(stats.get("num_ooms", 0)),
     )
-
-
-def _uses_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's is untyped
 
 
 def _main_device(models: Sequence[nn.Module]) -> str:

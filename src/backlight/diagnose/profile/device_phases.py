@@ -2,8 +2,7 @@
 
 Nothing waits inside a step: an event is recorded at each boundary of phases, and the times between events are
 read once the device has passed the last event of a step, at the end of a later step or of the script. The
-time
-between two events includes idle time of the stream.
+time between two events includes idle time of the stream.
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Protocol
 
-import torch
-
-from backlight.devices import is_capturing_graph
+from backlight.devices import is_capturing_graph, timing_event
 from backlight.diagnose.profile.ranges import PhaseRanges
 from backlight.records import Phase
 
@@ -39,10 +36,6 @@ class DeviceEvent(Protocol):
         """Return milliseconds from this event to a later one."""
 
 
-def _event() -> DeviceEvent:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # as torch has it
-
-
 class DevicePhases(PhaseRanges):
     """Marks phases in the current stream; ``make`` creates an event.
 
@@ -50,7 +43,7 @@ class DevicePhases(PhaseRanges):
     not passed before too many others were pending.
     """
 
-    def __init__(self, make: Callable[[], DeviceEvent] = _event) -> None:
+    def __init__(self, make: Callable[[], DeviceEvent] = timing_event) -> None:
         super().__init__()
         self._make = make
         self._spare: list[DeviceEvent] = []

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from backlight import devices
 from backlight.capture.fingerprint import take_fingerprint
@@ -253,8 +252,7 @@ def _device_phases(observed: Observed, warmup: int) -> dict[str, float] | None:
 
 def _peak_memory() -> PeakMemory:
     if devices.is_available():
-        whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        return PeakMemory(torch.cuda.max_memory_allocated(), int(whole), "device")
+        return PeakMemory(devices.peak_allocated(), devices.capacity(), "device")
     # Kilobytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -84,7 +84,7 @@ def measure(recipe: Recipe, steps: int) -> dict[str, Any]:
         "low_ms": found.step.low * 1e3,
         "high_ms": found.step.high * 1e3,
         "phases": {name: phase.median_ms for name, phase in found.phases.items()},
-        "memory": int(torch.cuda.max_memory_allocated(device)) if device is not None else None,
+        "memory": devices.peak_allocated(device) if device is not None else None,
         "message": found.steady.trouble,
     }
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import torch
 
+from backlight import devices
 from backlight.distributed import world
 from backlight.measure.spectra.decomposition import Method
 from backlight.monitors.spectra.instrument.rank_group import CHUNK_BYTES
@@ -53,14 +54,14 @@ class SpectraRequest:
 
     def find_device(self) -> torch.device | None:
         """Return a usable device, by default CUDA where available; None for that of the recipe."""
-        name = self.device or ("cuda" if torch.cuda.is_available() else None)
+        name = self.device or ("cuda" if devices.is_available() else None)
         if name is None:
             return None
         try:
             device = torch.device(name)
             if name == "cuda":
                 local = world().local_rank
-                device = torch.device("cuda", local % max(1, torch.cuda.device_count()))
+                device = torch.device("cuda", local % max(1, devices.count()))
             torch.empty(1, device=device)
         except (RuntimeError, AssertionError) as error:
             first = str(error).strip().splitlines()[0]

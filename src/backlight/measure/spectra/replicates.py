@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from backlight import devices
 from backlight.measure.stats.kernels import promoted
 
 BUDGET_BYTES = 256 * 2**20
@@ -282,7 +282,7 @@ class _Loader:
         self._matrices = matrices
         self._device = device
         needs_copy = device.type == "cuda" and matrices[0].device.type == "cpu"
-        self._stream = torch.cuda.Stream(device) if needs_copy else None  # type: ignore[no-untyped-call]  # torch's
+        self._stream = devices.side_stream(device) if needs_copy else None
         self._ahead: dict[tuple[int, ...], Tensor] = {}
 
     def each(self, order: Sequence[int] | None = None) -> Iterator[tuple[int, Tensor]]:
@@ -301,7 +301,7 @@ class _Loader:
         moved = self._ahead.pop(indices, None)
         if moved is None:
             moved = self._send(indices)
-        here = torch.cuda.current_stream(self._device)
+        here = devices.current_stream(self._device)
         here.wait_stream(self._stream)
         moved.record_stream(here)  # its memory must not be reused while this stream still reads it
         self.forget()
@@ -315,11 +315,5 @@ class _Loader:
 
     def _send(self, indices: tuple[int, ...]) -> Tensor:
         staged = torch.stack([self._matrices[a] for a in indices]).pin_memory()
-        with _on(self._stream):
+        with devices.on_stream(self._stream):
             return staged.to(self._device, non_blocking=True)
-
-
-@contextmanager
-def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    with torch.cuda.stream(stream):
-        yield

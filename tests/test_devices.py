@@ -1,0 +1,40 @@
+"""Accelerators on a host that has none: nothing is measured, and nothing fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backlight import devices
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has an accelerator")
+
+
+def test_a_host_without_accelerator_has_nothing_in_use() -> None:
+    assert not devices.is_available()
+    assert not devices.is_in_use()
+    assert not devices.is_capturing_graph()
+    assert devices.count() == 0
+    assert devices.memory() is None
+    assert devices.record_events(["cpu"]) == []
+    devices.synchronize()
+
+
+def test_random_states_of_other_accelerators_are_not_restored() -> None:
+    assert devices.accelerator_random_states() == []
+    before = torch.get_rng_state()
+    devices.set_accelerator_random_states([])
+    devices.set_accelerator_random_states([torch.zeros(16, dtype=torch.uint8)])  # saved where there was one
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_random_state_of_the_host_is_restored() -> None:
+    states = devices.random_states([])
+    first = torch.rand(3)
+    devices.set_random_states([], states)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_no_stream_changes_nothing() -> None:
+    with devices.on_stream(None), devices.own_streams(["cpu"]):
+        assert torch.ones(2).sum() == 2
