@@ -1,4 +1,4 @@
-"""What a panel is: one file in ``report/panels`` that turns series of a stored run into data to draw.
+"""What a panel is: a function that turns series of a stored run into data to draw.
 
 A panel names the paths of the run that it shows, so that the evidence of a finding leads to it. It
 returns either what to draw, or why there is nothing: a panel never draws an empty chart.
@@ -84,7 +84,10 @@ class Panel:
 
 
 PANELS: Registry[Panel] = Registry(
-    "panel", modules=("report/panels/*.py", "monitors/*/panels/*.py"), group="backlight.panels", holds=Panel
+    "panel",
+    modules=("report/run_panels.py", "monitors/*/panels.py", "monitors/*/panels/*.py"),
+    group="backlight.panels",
+    holds=Panel,
 )
 
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits
-from backlight.monitors.health.model.rank_divergence import SHOWN, blamed
 from backlight.monitors.health.model.score import skipped_steps, total_norms
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
@@ -16,6 +15,9 @@ from backlight.store.read.run import Frame, Run, Scalar
 
 HISTORY = 3
 """Recorded total norms before the event that the evidence shows."""
+
+MAX_RANKS = 16
+"""Ranks that are read one by one, at most: of a thousand, the first suffice."""
 
 
 @rule("non_finite", monitor="health", needs=())
@@ -61,7 +63,7 @@ def _first_ill(run: Run, skipped: Set[int]) -> tuple[Frame, np.ndarray, int | No
 
     found = look(None)
     # What ranks do not agree on is not in the joined gradients: there they are asked one by one.
-    ranks = run.attempts[-1].ranks[:SHOWN] if run.attempts and found[0].incomplete().any() else ()
+    ranks = run.attempts[-1].ranks[:MAX_RANKS] if run.attempts and found[0].incomplete().any() else ()
     ill = [one for one in (found, *map(look, ranks)) if one[1].any()]
     return min(ill, key=lambda one: int(one[0].steps[np.flatnonzero(one[1].any(axis=1))[0]]), default=found)
 
@@ -91,7 +93,7 @@ def _in_gradients(
         for i in ill[:-1][::-1][: phrases.EVIDENCE_ROWS - 1]
     ]
     evidence += _before(run, frame, row)
-    rank, who, proof = blamed(run, step)
+    rank, who, proof = _origin_rank(run, step)
     evidence += proof
     return Finding(
         severity=Severity.ERROR,
@@ -111,6 +113,50 @@ def _in_gradients(
             f"order than they are defined, so that `{name}` need not be the first."
         ),
     )
+
+
+def _origin_rank(run: Run, step: int) -> tuple[int | None, str, tuple[Evidence, ...]]:
+    """Return the rank from which values that are not finite came at a step, in words, and the evidence.
+
+    Nothing where one process trained, or where all ranks had them and no loss says who was first.
+    """
+    ranks = run.attempts[-1].ranks[:MAX_RANKS] if run.attempts else ()
+    if len(ranks) < 2:
+        return None, "", ()
+    bad = {rank: count for rank in ranks if (count := _non_finite_count(run, rank, step))}
+    if bad and len(bad) < len(ranks):
+        text = ", ".join(f"{rank} ({count})" for rank, count in bad.items())
+        paths = tuple(
+            Evidence(f"series/gradient/non_finite, rank {rank}", step, count) for rank, count in bad.items()
+        )
+        who = f"Only {'rank' if len(bad) == 1 else 'ranks'} {text} of {len(ranks)} held such values."
+        return (next(iter(bad)) if len(bad) == 1 else None), who, paths
+    loss = run.spread("loss")
+    row = np.flatnonzero(loss.steps == step)
+    if not len(row):
+        return None, "", ()
+    ill = [
+        (rank, float(loss.values[row[0], r]))
+        for r, rank in enumerate(loss.ranks)
+        if loss.logged[row[0], r] and not np.isfinite(loss.values[row[0], r])
+    ]
+    if not ill or len(ill) == int(loss.logged[row[0]].sum()):
+        return None, "", ()
+    names = ", ".join(str(rank) for rank, _ in ill)
+    who = (
+        f"Only the loss of {'rank' if len(ill) == 1 else 'ranks'} {names} of {len(loss.ranks)} was not "
+        "finite: its batch brought it in, and the reduction of the gradients took it to all ranks."
+    )
+    found = tuple(
+        Evidence(f"scalars/loss, rank {rank}", step, phrases.plain(value), "loss") for rank, value in ill
+    )
+    return (ill[0][0] if len(ill) == 1 else None), who, found
+
+
+def _non_finite_count(run: Run, rank: int, step: int) -> int:
+    frame = run.frame("gradient", "non_finite", rank=rank)
+    row = np.flatnonzero(frame.steps == step)
+    return int(frame.values[row[0]][frame.measured[row[0]]].sum()) if len(row) else 0
 
 
 def _before(run: Run, frame: Frame, row: int) -> list[Evidence]:

@@ -1,21 +1,111 @@
-"""Rule ``replicas_differ``: ranks that hold the same parameter have other gradients or other weights."""
+"""Rules on ranks: a rank out of step with the others, replicas that differ."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings import phrases
+from backlight.findings.limits import Limits, limit
 from backlight.monitors.health.model.history import finite_median
-from backlight.monitors.health.model.rank_divergence import SHOWN, RankLimits, out_of_step
 from backlight.monitors.health.model.score import ROUNDING_SHARE
 from backlight.records import Evidence, Finding, Layout, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.frames import placement
 from backlight.store.read.run import Frame, Run
+
+MAX_RANKS = 16
+"""Ranks that are read one by one, at most: of a thousand, the first suffice."""
+
+
+@dataclass(frozen=True)
+class OutOfStep:
+    """Ranks whose steps are not those of the others from ``step`` on.
+
+    ``seen`` is how many backward passes each rank had seen by then; ``common`` is what most had.
+    """
+
+    step: int
+    ranks: tuple[int, ...]
+    seen: dict[int, int]
+    common: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class RankLimits(Limits, monitor="health"):
+    """How long ranks must differ."""
+
+    apart_steps: int = limit(
+        2,
+        "recorded steps at which ranks must be apart: what is different once may be a step that one of them "
+        "was just writing",
+        low=1,
+    )
+
+
+def out_of_step(run: Run) -> OutOfStep | None:
+    """Return from where on ranks that began together were at other places at the same count of steps.
+
+    Ranks that differ from their first step on, such as those of some pipelines, say nothing by it.
+    """
+    places = run.spread("backwards_seen", attempt=run.attempts[-1].index) if run.attempts else None
+    if places is None or len(places.ranks) < 2:
+        return None
+    whole = places.logged.all(axis=1)
+    seen_SR, steps = places.values[whole], places.steps[whole]
+    differ = (seen_SR != seen_SR[:, :1]).any(axis=1)
+    if not len(steps) or differ[0] or not differ.any():
+        return None
+    row = int(np.flatnonzero(differ)[0])
+    counts = seen_SR[row].astype(int).tolist()
+    # Where there is no majority: who has seen more backward passes took fewer steps.
+    common = max(Counter(counts).items(), key=lambda item: (item[1], -item[0]))[0]
+    ranks = tuple(r for r, count in zip(places.ranks, counts, strict=True) if count != common)
+    seen = dict(zip(places.ranks, counts, strict=True))
+    return OutOfStep(int(steps[row]), ranks, seen, int(common), int(differ.sum()))
+
+
+@rule(
+    "ranks_out_of_step",
+    monitor="health",
+    limits=RankLimits,
+)
+def ranks_out_of_step(run: Run, limits: RankLimits) -> Iterator[Finding]:
+    """Find ranks that have seen another number of backward passes at the same count of optimizer steps."""
+    found = out_of_step(run)
+    if found is None or found.steps < limits.apart_steps:
+        return
+    one = len(found.ranks) == 1
+    who = f"{'Rank' if one else 'Ranks'} {', '.join(map(str, found.ranks[:8]))}"
+    counts = ", ".join(str(found.seen[rank]) for rank in found.ranks[:8])
+    others = [rank for rank in found.seen if rank not in found.ranks]
+    yield Finding(
+        severity=Severity.ERROR,
+        title=f"{who} {'is' if one else 'are'} out of step with the others from step {found.step} on",
+        detail=(
+            f"{who} had run {counts} backward passes at the end of step {found.step}, the others "
+            f"{found.common}: {'it' if one else 'they'} skipped or added an optimizer step, or accumulated "
+            f"differently. In the {phrases.plural(found.steps, 'recorded step')} since, equal step numbers "
+            "mean different steps, so the replicas drift apart."
+        ),
+        subject=Subject(step=found.step, rank=found.ranks[0] if one else None),
+        evidence=tuple(
+            Evidence(f"scalars/backwards_seen, rank {rank}", found.step, found.seen[rank], "1")
+            for rank in (*found.ranks[:4], *others[:2])
+        ),
+        fix=(
+            "Find the condition around `optimizer.step()` that each rank decides alone (its loss, its shard, "
+            "an empty batch), and reduce it over all ranks first."
+        ),
+        refuted_if="the ranks accumulate different numbers of microbatches per step by design.",
+    )
+
 
 Bools = NDArray[np.bool_]
 
@@ -62,7 +152,7 @@ def _replicated(run: Run, frame: Frame, series: str) -> Bools:
 
 def _local(run: Run, frame: Frame, series: str, column: str) -> NDArray[np.float64]:
     """Return what each rank measured on its own, NaN where it did not."""
-    ranks, attempt = run.attempts[-1].ranks[:SHOWN], run.attempts[-1].index
+    ranks, attempt = run.attempts[-1].ranks[:MAX_RANKS], run.attempts[-1].index
     local_RSP = np.full((len(ranks), *frame.values.shape), np.nan)
     for i, rank in enumerate(ranks):
         local = run.frame(series, column, attempt=attempt, rank=rank)
@@ -138,7 +228,7 @@ def _finding(
 
 
 def _worst(run: Run, apart_SP: Bools, found: NDArray[np.float64], frame: Frame, series: str) -> _Worst:
-    ranks = run.attempts[-1].ranks[:SHOWN]
+    ranks = run.attempts[-1].ranks[:MAX_RANKS]
     attempt = run.attempts[-1].index
     finite = np.isfinite(found)
     high = np.where(finite, found, -np.inf).max(axis=0)
