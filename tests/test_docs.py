@@ -38,7 +38,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_rule_of_the_readme_works(tmp_path: Path) -> None:
     snippet = re.search(
-        r"```python\n(# src/backlight/health/rules/silent\.py.*?)```",
+        r"```python\n(# src/backlight/monitors/health/rules/silent\.py.*?)```",
         (ROOT / "README.md").read_text(),
         re.DOTALL,
     )
