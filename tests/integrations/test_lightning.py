@@ -67,7 +67,7 @@ def test_accumulation_clipping_validation_and_metrics_are_recorded_and_the_weigh
     assert {"unused.weight", "unused.bias"} == set(run.events("no_grad_at_step")[0].payload["parameters"])
     assert "no_gradient" in [finding.rule for finding in callback.findings]
     said = capsys.readouterr().err
-    assert said.count("unused.weight and 1 more parameter never had a gradient") == 1
+    assert said.count("`unused.weight` and `unused.bias` never received a gradient") == 1
     assert "next: backlight report" in said
 
 

@@ -123,7 +123,7 @@ def test_every_panel_with_data_is_drawn(show: Open, page: Path) -> None:
         "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
         "let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n; })"
     )
-    assert len(charts) == 13
+    assert len(charts) == 11
     assert min(charts) > 500
     narrow = driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     assert narrow
@@ -174,7 +174,7 @@ def test_evidence_chooses_its_column_and_a_scalar_its_chart(show: Open, page: Pa
     wait(driver, lambda _: column.get_attribute("value") == "non_finite")
     driver.execute_script("scrollTo(0, 0)")
     driver.find_element(By.LINK_TEXT, "scalars/clip/factor").click()
-    section = driver.find_element(By.ID, "panel-clipping")
+    section = driver.find_element(By.ID, "panel-total_norm")
     wait(
         driver,
         lambda d: 0 <= d.execute_script("return arguments[0].getBoundingClientRect().top", section) < 300,
@@ -440,7 +440,7 @@ def test_a_run_on_grokking_shows_its_times_and_its_control(show: Open, tmp_path:
         "Learning curves",
         "Verdict on grokking",
         "Progress measures",
-        "What goes with the test accuracy",
+        "Correlation with the test accuracy",
         "Spectrum over time",
     ]
     legend = driver.find_element(By.CSS_SELECTOR, "#panel-learning_curves .legend").text
@@ -472,7 +472,7 @@ def test_runs_over_each_other_are_one_page(show: Open, tmp_path: Path) -> None:
     ]
     target = write_overlay(as_page(overlay(runs, align=True)), tmp_path / "page.html")
     driver = show(target)
-    assert driver.find_element(By.ID, "headline").text == "2 runs over each other"
+    assert driver.find_element(By.ID, "headline").text == "2 runs overlaid"
     charts = driver.find_elements(By.CSS_SELECTOR, ".uplot")
     assert len(charts) > 15
     legend = driver.find_element(By.CSS_SELECTOR, "#panel-learning .legend").text

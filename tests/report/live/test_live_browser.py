@@ -242,7 +242,7 @@ def test_several_runs_and_the_page_of_each(look: Look, tmp_path: Path) -> None:
         run.steps(20)
     driver = look([run.path for run in runs])
     until_version(driver)
-    assert driver.find_element(By.TAG_NAME, "h1").text == "2 runs over each other"
+    assert driver.find_element(By.TAG_NAME, "h1").text == "2 runs overlaid"
     legend = "#panel-loss .legend-name"
     wait(
         driver,
