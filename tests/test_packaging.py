@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 READER = {
     *("numpy", "numpy.libs", "h5py", "h5py.libs", "pyarrow", "pydantic", "pydantic_core", "annotated_types"),
     *("typing_inspection", "typing_extensions.py", "rich", "markdown_it", "mdurl", "pygments"),
-    *("typer", "shellingham", "click", "annotated_doc", "scipy", "scipy.libs"),
+    *("typer", "shellingham", "click", "annotated_doc", "scipy", "scipy.libs", "filelock", "psutil"),
 }
 
 

@@ -119,8 +119,14 @@ class Record:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Return the record that :func:`to_json` wrote; raise ValueError where it is none."""
+        from pydantic import ValidationError  # noqa: PLC0415 - as in _adapter
+
         kind: Any = cls
-        record: Self = _adapter(kind).validate_python(data)
+        try:
+            record: Self = _adapter(kind).validate_python(data)
+        except ValidationError as error:  # its own text has several lines
+            problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+            raise ValueError(f"{cls.__name__}: {'; '.join(problems)}") from None
         return record
 
 

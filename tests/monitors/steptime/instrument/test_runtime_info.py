@@ -74,7 +74,7 @@ def test_pauses_are_kept_until_they_are_told(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_collection_of_many_objects_is_blamed_for_its_step(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ballast = [{"a": [i]} for i in range(200_000)]
+    ballast = [{"a": [i]} for i in range(800_000)]
     gc.disable()
     try:
         with backlight.watch(model, optimizer, run=tmp_path / "run", monitors=("steptime",), every=1):
