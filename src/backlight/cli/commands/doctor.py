@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from rich.table import Table
+from rich.text import Text
 
 from backlight.cli.app import command
 from backlight.cli.console import make_console
@@ -32,7 +33,7 @@ def doctor(
         for column in ("", "what", "found", "what it means"):
             table.add_column(column, overflow="fold")
         for check in checks:
-            colour = _COLOURS[check.state]
-            table.add_row(f"[{colour}]{check.state}[/]", check.what, check.found, check.meaning)
+            state = Text(check.state, style=_COLOURS[check.state])
+            table.add_row(state, check.what, check.found, check.meaning)
         make_console().print(table)
     return int(any(check.state == "missing" and check.required for check in checks))
