@@ -77,7 +77,7 @@ def test_a_reader_without_torch(wheel: Path, tmp_path: Path) -> None:
     assert (tmp_path / "page.html").stat().st_size > 50_000
     done = call("doctor")
     assert done.returncode == 1
-    assert "runs can be read, not made" in " ".join(done.stdout.split())
+    assert "runs can be read, not recorded" in " ".join(done.stdout.split())
     (tmp_path / "train.py").write_text("")
     done = call("run", "train.py")
     assert done.returncode == 2
