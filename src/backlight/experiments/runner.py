@@ -25,10 +25,11 @@ from backlight.experiments.config import (
 from backlight.experiments.data.split import derived_seed
 from backlight.experiments.experiment import Task
 from backlight.experiments.loop import Loop, Pace, learning_phase
+from backlight.monitor import Recorder
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
 from backlight.monitors.grokking.model.disk_guard import DiskGuard, degradation
-from backlight.monitors.grokking.model.measures import TIERS, Recorder, at_tier
+from backlight.monitors.grokking.model.measures import TIERS, at_tier
 from backlight.records import RunStatus, to_json
 from backlight.store.errors import RunExistsError
 from backlight.store.format.hdf5_pieces import Filters

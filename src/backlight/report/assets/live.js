@@ -44,7 +44,7 @@ const keepingPlace = (change) => {
   return result;
 };
 
-// What somebody did to a panel that is drawn anew: scrolled, opened, chosen, hidden.
+// What the user did to a panel that is drawn anew: scrolled, opened, chosen, hidden.
 const remembered = (body) => ({
   scrolls: [...body.querySelectorAll(".scroll")].map(({ scrollTop, scrollLeft }) => [scrollTop, scrollLeft]),
   open: new Set([...body.querySelectorAll("details[open] > summary")].map(({ textContent }) => textContent)),

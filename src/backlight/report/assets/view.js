@@ -53,7 +53,7 @@ const view = {
 
   // Everything with a step axis says how far it reaches, before anything is drawn.
   reaches(first, last) {
-    const kept = this.known && this.zoomed ? this.range : null; // a live page grows while somebody looks closely
+    const kept = this.known && this.zoomed ? this.range : null; // a live page grows while the user is zoomed in
     if (!this.known) [this.full, this.known] = [[first, last], true];
     else this.full = [Math.min(this.full[0], first), Math.max(this.full[1], last)];
     if (this.full[0] === this.full[1]) this.full = [this.full[0] - 0.5, this.full[1] + 0.5];

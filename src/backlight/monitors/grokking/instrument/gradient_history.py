@@ -14,7 +14,7 @@ from torch import Tensor
 from backlight.measure.gram.frequent_directions import FrequentDirections
 
 if TYPE_CHECKING:
-    from backlight.monitors.grokking.model.measures import Recorder
+    from backlight.monitor import Recorder
 
 _TYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -15,8 +15,9 @@ from backlight.monitors.grokking.instrument.gram.gram import gram
 from backlight.monitors.grokking.model.measures import finite
 
 if TYPE_CHECKING:
+    from backlight.monitor import Recorder
     from backlight.monitors.grokking.instrument.gram.result import Gram
-    from backlight.monitors.grokking.model.measures import Measures, Recorder
+    from backlight.monitors.grokking.model.measures import Measures
 
 
 class Probe:

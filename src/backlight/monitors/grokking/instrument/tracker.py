@@ -26,8 +26,9 @@ from backlight.monitors.grokking.instrument.gradient_history import (
 from backlight.monitors.grokking.model.measures import finite
 
 if TYPE_CHECKING:
+    from backlight.monitor import Recorder
     from backlight.monitors.grokking.instrument.probe_batch import Probe
-    from backlight.monitors.grokking.model.measures import Measures, Recorder
+    from backlight.monitors.grokking.model.measures import Measures
 
 
 class Tracker:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from backlight.monitors.grokking.model.measures import TIERS, Measures, Recorder, at_tier, left_out
+from backlight.monitor import Recorder
+from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier, left_out
 
 
 def free_bytes(path: Path) -> int:

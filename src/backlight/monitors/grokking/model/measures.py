@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
 
 from backlight.store.format.hdf5_pieces import COMPRESSIONS
 
@@ -165,25 +164,3 @@ def left_out(before: Measures, after: Measures) -> tuple[str, ...]:
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that have a value: one that is undefined (a zero matrix) is left out, not NaN."""
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
-
-
-class Recorder(Protocol):
-    """Takes what is measured; :class:`backlight.store.write.writer.RunWriter` is one."""
-
-    def scalars(self, step: int, values: Mapping[str, float], source: str = "backlight") -> None:
-        """Record scalars of one step."""
-
-    def array(
-        self,
-        name: str,
-        step: int,
-        values: Any,
-        *,
-        dims: tuple[str, ...] = (),
-        unit: str = "1",
-        encoding: str = "plain",
-    ) -> None:
-        """Record one array."""
-
-    def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
-        """Record an event."""
