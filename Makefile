@@ -16,11 +16,11 @@ ALONE := tests/diagnose/matrix tests/faults tests/monitors/stalls tests/report/l
 demo: $(VENV)/.demo  ## install, train a small transformer on real text, show findings and report
 	$(BIN)/backlight demo
 
-test: lint  ## lint, types, import contracts, and every mechanism at least once
+test: $(VENV)/.dev  ## every mechanism at least once; `make lint` checks style, types and import contracts
 	$(TESTS) $(PARALLEL) -m "not full and not alone"
 	$(TESTS) -m "alone and not full" $(ALONE)
 
-test-full: lint  ## the whole matrices and fault suites as well
+test-full: $(VENV)/.dev  ## the whole matrices and fault suites as well
 	$(TESTS) $(PARALLEL) -m "not alone"
 	$(TESTS) -m "alone" $(ALONE)
 
