@@ -30,8 +30,9 @@ _POLL_S = 0.05
 
 
 def run_in_own_session(
-    command: Sequence[str], *, limit: float, stdout: int, stderr: int
-) -> subprocess.CompletedProcess[str]:
+    command: Sequence[str], *, limit: float | None, stdout: int, stderr: int,
+    directory: str | None = None, environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run a command without input; on a timeout or an interrupt, nothing that it started survives.
 
     Parameters
@@ -39,9 +40,11 @@ def run_in_own_session(
     command:
         Program and arguments.
     limit:
-        Seconds that it may take.
+        Seconds that it may take; None for any number.
     stdout, stderr:
         As for :class:`subprocess.Popen`; what is piped is read as text.
+    directory, environment:
+        Where it runs and its variables; those of this process by default.
 
     Raises
     ------
@@ -51,7 +54,8 @@ def run_in_own_session(
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True, errors="replace",
-        start_new_session=True, env={**os.environ, MARK: mark},
+        start_new_session=True, cwd=directory,
+        env={**(os.environ if environment is None else environment), MARK: mark},
     )  # fmt: skip
     try:
         output, errors = process.communicate(timeout=limit)

@@ -27,6 +27,7 @@ from torch.utils.data import dataloader
 from backlight.capture.hooks import Patches
 from backlight.diagnose.profile.optimizations import OFF
 from backlight.distributed import world
+from backlight.launch.subprocess import run_in_own_session
 from backlight.monitors.steptime.model.step_comparison import interleave
 from backlight.monitors.steptime.model.step_times import paired_difference
 
@@ -164,13 +165,10 @@ def _run(profile: Profile, options: ProfileOptions, suspicion: Suspicion, *, mod
     command = [sys.executable, "-m", "backlight", "profile", "--json", "--traced", "0"]
     command += ["--steps", str(options.steps), *(["-m"] if module else []), profile.result.script]
     control = json.dumps({"name": suspicion.name, "line": suspicion.line, "on": on})
-    done = subprocess.run(
-        [*command, *profile.result.arguments],
-        env={**os.environ, VARIABLE: control},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_in_own_session(
+        [*command, *profile.result.arguments], limit=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        environment={**os.environ, VARIABLE: control},
+    )  # fmt: skip
     last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
     try:
         answer = json.loads(done.stdout)
