@@ -29,7 +29,7 @@ from backlight.diagnose.profile.ranges import LineRanges, ModuleRanges, PhaseRan
 
 def clock(training: Training, pairs: int) -> tuple[list[float], list[float]]:
     """Return ratios of steps with the clock to steps without, and the shares that its hooks took."""
-    tracker = StepTracker(Scope([training.model], [training.optimizer]), StepSummaries(lambda _summary: None))
+    tracker = StepTracker(Scope([training.model], [training.optimizer]), StepSummaries(lambda _step: None))
     forwards = Forwards()
     ratios, shares = [], []
     for number in range(pairs + 4):
@@ -61,10 +61,14 @@ def traced(training: Training, repeats: int, *, ranges: bool, lines: bool, **opt
     for _ in range(repeats):
         plain = training.step()[0]
         modules, phases, line = ModuleRanges(), PhaseRanges(), LineRanges()
+        tracker = StepTracker(
+            Scope([training.model], [training.optimizer]), StepSummaries(lambda _summary: None)
+        )
         with profiler.profile(activities=[profiler.ProfilerActivity.CPU], **options):
             training.step()  # pays for the start
             if ranges:
                 modules.follow([training.model])
+                tracker.start()
                 HUB.add(phases)
             if lines:
                 line.begin()
@@ -72,6 +76,7 @@ def traced(training: Training, repeats: int, *, ranges: bool, lines: bool, **opt
             training.step()
             seconds = time.perf_counter() - begin
             line.end()
+            tracker.finish()
             HUB.remove(phases)
             phases.close()
             modules.leave()

@@ -59,7 +59,12 @@ MOVES: dict[str, tuple[dict[str, float], float]] = {
     ),
     # A closure: the optimizer keeps what is in none of the phases inside it.
     "+optimizer 1 +forward 2 -forward 1 +backward 3 -backward 1 -optimizer": (
-        {"optimizer": 3, "forward": 2, "backward": 3},
+        {"optimizer": 2, "forward": 2, "loss": 1, "backward": 3},
+        8,
+    ),
+    # A model inside another: its end is not that of the outer forward.
+    "+forward 1 +forward 2 -forward 3 -forward 1 +backward 1 -backward": (
+        {"forward": 6, "loss": 1, "backward": 1},
         8,
     ),
     "+data 1 -data -data 1 -clip": ({"data": 1}, 2),
@@ -74,6 +79,17 @@ def test_moves_give_phases(times: Times, moves: str, expected: tuple[dict[str, f
     phases, seconds = clock.take()
     assert phases == pytest.approx(expected[0])
     assert seconds == expected[1]
+
+
+def test_each_change_is_reported_once(times: Times) -> None:
+    changes: list[str] = []
+    clock = PhaseClock(changes.append)
+    played(clock, times, "+data -data +forward +forward -forward -forward +backward -backward")
+    played(clock, times, "+optimizer +forward -forward +backward -backward -optimizer -clip")
+    assert changes == [
+        "data", "other", "forward", "loss", "backward", "other",
+        "optimizer", "forward", "loss", "backward", "optimizer", "other",
+    ]  # fmt: skip
 
 
 def test_a_step_begins_where_the_last_one_ended(times: Times) -> None:

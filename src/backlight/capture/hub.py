@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from backlight.capture import hooks, modules
+from backlight.records import Phase
 
 
 class Listener:
@@ -34,6 +35,9 @@ class Listener:
     """
 
     spent = 0.0
+
+    def phase_changed(self, phase: Phase) -> None:
+        """The process enters ``phase``; reported by a :class:`backlight.capture.steps.StepTracker`."""
 
     def forward_begin(self) -> None:
         """An outermost module that is followed is called; see :mod:`backlight.capture.forward`."""
@@ -249,9 +253,9 @@ class Hub:
 
     def emit(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method ``event`` of every listener; one that raises is removed, and its error reported."""
-        if self.own_passes:
-            return
         receivers = self._receivers.get(event)
+        if self.own_passes or receivers == ():
+            return
         if receivers is None:
             # Only those that do something at this event.
             nothing = getattr(Listener, event)

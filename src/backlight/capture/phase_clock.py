@@ -1,55 +1,61 @@
-"""Host time per phase of a step: every moment belongs to one phase, so the phases add up to the step."""
+"""The phase that a training process is in, and the host time of each phase of a step."""
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Callable
 
 from backlight.records import Phase
 
-_AFTER = "after forward"
-"""What follows a forward is loss only if a backward comes; until then it is kept apart."""
-
 
 class PhaseClock:
-    """Accounts time to the innermost phase that is open; reads a clock and nothing else.
+    """The only state machine of phases: accounts time to the innermost open one, and reports each change.
 
-    Phases nest as calls do (an optimizer's closure runs a forward and a backward): the inner one takes
-    its time from the outer.
+    Phases nest as calls do (an optimizer's closure runs a forward and a backward): the inner one takes its
+    time from the outer. What follows a forward is reported as loss at once, and accounted as loss only if a
+    backward comes. ``on_change`` is called with each new phase.
 
     Attributes
     ----------
+    phase:
+        The current phase.
     separated:
         Whether the open step has had a forward of its own; without one, forward and loss are in
         what lies between the other phases.
     """
 
-    def __init__(self) -> None:
-        self._open: list[str] = []
-        self._rest: str = Phase.OTHER
-        self._since = time.perf_counter()
-        self._began = self._since
-        self._times: dict[str, float] = {}
+    def __init__(self, on_change: Callable[[Phase], None] | None = None) -> None:
+        self._on_change = on_change
+        self._open: list[Phase] = []
+        self._is_after_forward = False
+        self._after_forward = 0.0
+        self._times: defaultdict[str, float] = defaultdict(float)
+        self._began = self._since = time.perf_counter()
+        self.phase = Phase.OTHER
         self.separated = False
 
     def enter(self, phase: Phase) -> None:
         """Open ``phase`` inside the one that is open."""
         self._account()
-        if phase is Phase.BACKWARD:
-            self._settle(Phase.LOSS)
-        elif phase is not Phase.FORWARD:
-            self._settle(Phase.OTHER)
+        if self._after_forward and phase is not Phase.FORWARD:
+            self._settle(Phase.LOSS if phase is Phase.BACKWARD else self._enclosing())
+        self._is_after_forward = False
         self._open.append(phase)
+        self._change()
 
     def leave(self, phase: Phase) -> None:
-        """Close ``phase`` and what was left open inside it; one that is not open is let be."""
+        """Close ``phase`` and everything left open inside it; without effect where it is not open."""
         if phase not in self._open:
             return
         self._account()
-        while self._open.pop() != phase:
+        if self._after_forward and phase is not Phase.FORWARD:
+            self._settle(self._enclosing())
+        while self._open.pop() is not phase:
             pass
-        if phase is Phase.FORWARD:
-            self.separated = True
-            self._rest = _AFTER
+        self._is_after_forward = phase is Phase.FORWARD and phase not in self._open
+        self.separated = self.separated or self._is_after_forward
+        self._change()
 
     def inside(self, phase: Phase) -> bool:
         """Return whether ``phase`` is open."""
@@ -61,22 +67,35 @@ class PhaseClock:
         What no hook separates is not among the phases: it is the rest of the whole.
         """
         self._account()
-        self._settle(Phase.OTHER)
-        times, self._times = self._times, {}
-        seconds = self._since - self._began
-        self._began = self._since
-        self.separated = False
+        if self._after_forward:
+            self._settle(self._enclosing())
+        self._is_after_forward = False
+        self._change()
+        times, self._times = dict(self._times), defaultdict(float)
         times.pop(Phase.OTHER, None)
+        seconds, self._began = self._since - self._began, self._since
+        self.separated = False
         return times, seconds
+
+    def _enclosing(self) -> Phase:
+        return self._open[-1] if self._open else Phase.OTHER
 
     def _account(self) -> None:
         now = time.perf_counter()
-        phase = self._open[-1] if self._open else self._rest
-        self._times[phase] = self._times.get(phase, 0.0) + now - self._since
+        if self._is_after_forward:
+            self._after_forward += now - self._since
+        else:
+            self._times[self.phase] += now - self._since
         self._since = now
 
     def _settle(self, phase: Phase) -> None:
-        after = self._times.pop(_AFTER, None)
-        if after is not None:
-            self._times[phase] = self._times.get(phase, 0.0) + after
-        self._rest = Phase.OTHER
+        """Account the time after forwards to ``phase``."""
+        self._times[phase] += self._after_forward
+        self._after_forward = 0.0
+
+    def _change(self) -> None:
+        phase = Phase.LOSS if self._is_after_forward else self._enclosing()
+        if phase is not self.phase:
+            self.phase = phase
+            if self._on_change is not None:
+                self._on_change(phase)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,7 +133,7 @@ class StepTracker(Listener):
         self._versions: dict[int, int] = {}
         self._refreshed = False
         self._unscaled_loss: tuple[int, torch.Tensor] | None = None
-        self._clock = PhaseClock()
+        self._clock = PhaseClock(partial(HUB.emit, "phase_changed"))
         self.backwards = 0
 
     @property
@@ -214,6 +215,8 @@ class StepTracker(Listener):
 
     def forward_end(self) -> None:
         """Account for what follows as the loss, if a backward comes."""
+        if self._clock.inside(Phase.BACKWARD):
+            return
         self._clock.leave(Phase.FORWARD if self._clock.inside(Phase.FORWARD) else Phase.EVALUATION)
 
     def scaled(self, loss: torch.Tensor, result: torch.Tensor) -> None:
@@ -296,13 +299,13 @@ class StepTracker(Listener):
         """Collect what is left of this optimizer's gradients, and note its learning rates."""
         if not self.in_step:
             self.check_limit()  # no backward did it before
-        if not self._scope.holds(optimizer):
-            return
-        if id(optimizer) in self._stepped and not HUB.backward_depth:
-            self._close()  # no captured backward in between: gradients by autograd.grad, for instance
-        self._inside.append(id(optimizer))
+        is_watched = self._scope.holds(optimizer)
+        if is_watched:
+            if id(optimizer) in self._stepped and not HUB.backward_depth:
+                self._close()  # no captured backward in between: gradients by autograd.grad, for instance
+            self._inside.append(id(optimizer))
         self._clock.enter(Phase.OPTIMIZER)
-        if not self._recording:
+        if not (is_watched and self._recording):
             return
         self._refresh()
         number = self._scope.number(optimizer)
@@ -325,12 +328,12 @@ class StepTracker(Listener):
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure the update that was taken."""
+        self._clock.leave(Phase.OPTIMIZER)
         if not self._scope.holds(optimizer):
             return
         if id(optimizer) in self._inside:
             self._inside.remove(id(optimizer))
         self._stepped.add(id(optimizer))
-        self._clock.leave(Phase.OPTIMIZER)
         if self._recording:
             self._sink.update_ends()
         if not self._scaling and not HUB.backward_depth and self._scope.alone():

@@ -8,7 +8,10 @@ from torch import nn
 
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
+from backlight.capture.parameters import Scope
+from backlight.capture.steps import StepSummaries, StepTracker
 from backlight.diagnose.profile.device_phases import MAX_PENDING_STEPS, DevicePhases
+from backlight.records import Phase
 
 
 class Stream:
@@ -44,23 +47,15 @@ class Event:
         return (end_event.at - self.at) * 1e3
 
 
+STEP = {"data": 1.0, "forward": 2.0, "loss": 3.0, "backward": 4.0, "other": 5.0}
+
+
 def play(phases: DevicePhases, stream: Stream) -> None:
     """One step: data 1 s, forward 2, loss 3, backward 4, rest 5."""
-    phases.batch_begin(0)
-    stream.now += 1
-    phases.batch(0, 0.0)
-    phases.forward_begin()
-    stream.now += 2
-    phases.forward_end()
-    stream.now += 3
-    phases.backward_begin(())
-    stream.now += 4
-    phases.backward_end()
-    stream.now += 5
+    for phase, seconds in STEP.items():
+        phases.phase_changed(Phase(phase))
+        stream.now += seconds
     phases.end_step()
-
-
-STEP = {"data": 1.0, "forward": 2.0, "loss": 3.0, "backward": 4.0, "other": 5.0}
 
 
 def test_phases_are_read_when_the_device_has_passed_them() -> None:
@@ -104,6 +99,8 @@ def test_a_long_backward_on_a_device_is_in_backward() -> None:
     model = nn.Linear(512, 512, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     phases, forwards = DevicePhases(), Forwards()
+    tracker = StepTracker(Scope([model], [optimizer]), StepSummaries(lambda _summary: None))
+    tracker.start()
     HUB.add(phases)
     forwards.follow([model])
     cycles = 50_000_000
@@ -123,6 +120,7 @@ def test_a_long_backward_on_a_device_is_in_backward() -> None:
         Sleep.apply(model(x)).sum().backward()
         optimizer.step()
         phases.end_step()
+    tracker.finish()
     HUB.remove(phases)
     forwards.leave()
     phases.finish()

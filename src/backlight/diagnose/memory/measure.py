@@ -140,51 +140,16 @@ class MemoryObserver(StepObserver):
 
 
 class _PhaseListener(Listener):
-    """Reports phases to the observer."""
+    """Reports phases and optimizers to the observer."""
 
     def __init__(self, observer: MemoryObserver) -> None:
         self._observer = observer
-        self._backward = False
 
-    def batch_begin(self, source: int) -> None:
-        self._observer.begin_phase(Phase.DATA)
-
-    def batch(self, index: int, seconds: float) -> None:
-        self._observer.begin_phase(Phase.OTHER)
-
-    def batch_missing(self) -> None:
-        self._observer.begin_phase(Phase.OTHER)
-
-    def forward_begin(self) -> None:
-        if not self._backward:
-            self._observer.begin_phase(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
-
-    def forward_end(self) -> None:
-        if not self._backward:
-            self._observer.begin_phase(Phase.LOSS if torch.is_grad_enabled() else Phase.OTHER)
-
-    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
-        self._backward = True
-        self._observer.begin_phase(Phase.BACKWARD)
-
-    def backward_end(self) -> None:
-        self._backward = False
-        self._observer.begin_phase(Phase.OTHER)
-
-    def clip_begin(
-        self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
-    ) -> None:
-        self._observer.begin_phase(Phase.CLIP)
-
-    def clip_end(self) -> None:
-        self._observer.begin_phase(Phase.OTHER)
-
-    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        self._observer.begin_phase(Phase.OPTIMIZER)
+    def phase_changed(self, phase: Phase) -> None:
+        self._observer.begin_phase(phase)
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         self._observer.register_optimizer(optimizer)
-        self._observer.begin_phase(Phase.OTHER)
 
     def dropped(self, error: Exception) -> None:
         self._observer.trouble.append(f"following the phases stopped after {type(error).__name__}: {error}")

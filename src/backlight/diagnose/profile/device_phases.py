@@ -12,8 +12,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Protocol
 
+from backlight.capture.hub import Listener
 from backlight.devices import is_capturing_graph, timing_event
-from backlight.diagnose.profile.ranges import PhaseRanges
 from backlight.records import Phase
 
 MAX_PENDING_STEPS = 64
@@ -36,7 +36,7 @@ class DeviceEvent(Protocol):
         """Return milliseconds from this event to a later one."""
 
 
-class DevicePhases(PhaseRanges):
+class DevicePhases(Listener):
     """Marks phases in the current stream; ``make`` creates an event.
 
     ``steps`` are seconds by phase of each step, in order; ``dropped_steps`` counts steps whose events were
@@ -44,13 +44,19 @@ class DevicePhases(PhaseRanges):
     """
 
     def __init__(self, make: Callable[[], DeviceEvent] = timing_event) -> None:
-        super().__init__()
         self._make = make
+        self._phase = Phase.OTHER
         self._spare: list[DeviceEvent] = []
         self._marks: list[tuple[str, DeviceEvent]] = []
         self._pending: deque[list[tuple[str, DeviceEvent]]] = deque()
         self.steps: list[dict[str, float]] = []
         self.dropped_steps = 0
+
+    def phase_changed(self, phase: Phase) -> None:
+        """Mark the boundary, from the end of the first step on."""
+        self._phase = phase
+        if self._marks:
+            self._mark()
 
     def end_step(self) -> None:
         """End the step: read the steps that have passed, without waiting."""
@@ -78,7 +84,7 @@ class DevicePhases(PhaseRanges):
             return
         event = self._spare.pop() if self._spare else self._make()
         event.record()
-        self._marks.append((self._open[-1][0] if self._open else Phase.OTHER, event))
+        self._marks.append((self._phase, event))
 
     def _read(self, marks: list[tuple[str, DeviceEvent]]) -> None:
         times: dict[str, float] = {}
@@ -89,19 +95,3 @@ class DevicePhases(PhaseRanges):
 
     def _free(self, marks: list[tuple[str, DeviceEvent]]) -> None:
         self._spare += [event for _, event in marks[:-1]]
-
-    def _enter(self, phase: str) -> None:
-        self._open.append((phase, None))
-        if self._marks:
-            self._mark()
-
-    def _leave(self, phase: str) -> None:
-        if self._inside(phase):
-            while self._open.pop()[0] != phase:
-                pass
-            if self._marks:
-                self._mark()
-
-    def close(self) -> None:
-        """Close the open phases."""
-        self._open.clear()

@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,106 +20,27 @@ from backlight.capture.modules import Prefixes, inner
 from backlight.records import Phase
 from backlight.trace.copies import LINE
 from backlight.trace.module_times import MODULE, PHASE
+from backlight.user_code import user_line
 
 
 class PhaseRanges(Listener):
-    """Writes the phases of a step into the active profile.
-
-    What follows a forward is called loss, whether or not a backward comes.
-    """
+    """Writes the phases of a step into the active profile."""
 
     def __init__(self) -> None:
-        self._open: list[tuple[str, Any]] = []
+        self._range: Any = None
 
-    def batch_begin(self, source: int) -> None:
-        """Begin to wait for data."""
-        self._end_loss()
-        self._enter(Phase.DATA)
-
-    def batch(self, index: int, seconds: float) -> None:
-        """End with a batch."""
-        self._leave(Phase.DATA)
-
-    def batch_missing(self) -> None:
-        """End without a batch."""
-        self._leave(Phase.DATA)
-
-    def forward_begin(self) -> None:
-        """Begin the forward of an outermost module."""
-        if not self._inside(Phase.BACKWARD):
-            self._end_loss()
-            self._enter(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
-
-    def forward_end(self) -> None:
-        """End the forward of an outermost module."""
-        if self._inside(Phase.EVALUATION):
-            self._leave(Phase.EVALUATION)
-        elif self._inside(Phase.FORWARD):
-            self._leave(Phase.FORWARD)
-            if not self._open:
-                self._enter(Phase.LOSS)
-
-    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
-        """Begin backward."""
-        self._end_loss()
-        self._enter(Phase.BACKWARD)
-
-    def backward_end(self) -> None:
-        """End backward."""
-        self._leave(Phase.BACKWARD)
-
-    def norm_begin(self) -> None:
-        """Begin the total norm, the first part of clipping."""
-        self._end_loss()
-        self._enter(Phase.CLIP)
-
-    def norm_end(self) -> None:
-        """End the total norm."""
-        self._leave(Phase.CLIP)
-
-    def clip_begin(
-        self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
-    ) -> None:
-        """Begin clipping."""
-        self._end_loss()
-        self._enter(Phase.CLIP)
-
-    def clip_end(self) -> None:
-        """End clipping."""
-        self._leave(Phase.CLIP)
-
-    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """Begin the optimizer."""
-        self._end_loss()
-        self._enter(Phase.OPTIMIZER)
-
-    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
-        """End the optimizer."""
-        self._leave(Phase.OPTIMIZER)
+    def phase_changed(self, phase: Phase) -> None:
+        """End the range of the phase before, and begin that of ``phase``; what is in no phase has none."""
+        self.close()
+        if phase is not Phase.OTHER:
+            self._range = torch.profiler.record_function(PHASE + phase)
+            self._range.__enter__()
 
     def close(self) -> None:
-        """Close the open ranges."""
-        while self._open:
-            self._open.pop()[1].__exit__(None, None, None)
-
-    def _inside(self, phase: str) -> bool:
-        return any(name == phase for name, _ in self._open)
-
-    def _end_loss(self) -> None:
-        self._leave(Phase.LOSS)
-
-    def _enter(self, phase: str) -> None:
-        opened = torch.profiler.record_function(PHASE + phase)
-        opened.__enter__()  # type: ignore[no-untyped-call]  # as torch has it
-        self._open.append((phase, opened))
-
-    def _leave(self, phase: str) -> None:
-        if self._inside(phase):
-            while True:
-                name, opened = self._open.pop()
-                opened.__exit__(None, None, None)
-                if name == phase:
-                    break
+        """End the open range."""
+        opened, self._range = self._range, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
 
 
 class ModuleRanges:
@@ -210,13 +130,6 @@ def has_compiled() -> bool:
     return bool(counters is not None and counters["frames"]["ok"])
 
 
-_LIBRARY = tuple(
-    str(Path(module.__file__).parent) + "/"
-    for module in (torch, sys.modules["backlight"])
-    if module.__file__ is not None
-)
-
-
 class LineRanges:
     """Writes the source line of every torch call into the active profile, for one traced step.
 
@@ -267,15 +180,7 @@ class _LineMode(TorchFunctionMode):
         # Reading an attribute is no operation; the operations of backward have lines of their own.
         if not self.on or name in {"__get__", "backward"}:
             return func(*args, **(kwargs or {}))
-        with torch.profiler.record_function(LINE + _line()):
+        line = user_line(sys._getframe(1))
+        place = f"{line.path}:{line.number} ({line.function})" if line is not None else name
+        with torch.profiler.record_function(LINE + place):
             return func(*args, **(kwargs or {}))
-
-
-def _line() -> str:
-    frame = sys._getframe(2)
-    first = frame
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
-        frame = frame.f_back
-    if frame.f_code.co_filename.startswith(_LIBRARY):
-        frame = first
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

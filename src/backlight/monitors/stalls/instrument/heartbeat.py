@@ -185,9 +185,7 @@ def _number(node: Any) -> int:
 
 
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
-_DATA, _FORWARD, _BACKWARD = _NUMBER[Phase.DATA], _NUMBER[Phase.FORWARD], _NUMBER[Phase.BACKWARD]
-_CLIP, _OPTIMIZER, _OTHER = _NUMBER[Phase.CLIP], _NUMBER[Phase.OPTIMIZER], _NUMBER[Phase.OTHER]
-_LOSS = _NUMBER[Phase.LOSS]
+_DATA, _BACKWARD, _OTHER = _NUMBER[Phase.DATA], _NUMBER[Phase.BACKWARD], _NUMBER[Phase.OTHER]
 _EVALUATION, _CHECKPOINT = _NUMBER[Phase.EVALUATION], _NUMBER[Phase.CHECKPOINT]
 
 # Plain numbers for what runs hundreds of times in a step: looking a member up costs as much as the store.
@@ -231,7 +229,7 @@ class Heartbeat(Listener):
         self._source = 0
         self._expected = 0
         self._before = _OTHER
-        self._depth = 0
+        self._began = 0
         self._zeros = b""
 
     def attach(self) -> None:
@@ -264,53 +262,35 @@ class Heartbeat(Listener):
         slots[Slot.PROGRESS] += 1
         slots[Slot.HEARTBEAT] = now
 
+    def phase_changed(self, phase: Phase) -> None:
+        """Follow the phase clock; between evaluating forwards, data and all else are evaluation."""
+        is_evaluating = self._slots[Slot.PHASE] == _EVALUATION
+        if phase is Phase.BACKWARD:
+            self._prepare_backward()
+        elif phase in {Phase.FORWARD, Phase.EVALUATION}:
+            self._slots[Slot.FORWARDS] += 1
+        self._enter(_EVALUATION if is_evaluating and phase in {Phase.DATA, Phase.OTHER} else _NUMBER[phase])
+
     def batch_begin(self, source: int) -> None:
-        """Waiting for data begins; only the training data ends an evaluation."""
+        """Only a wait for the training data ends an evaluation."""
         self._source = source
-        if self._slots[Slot.PHASE] != _EVALUATION or source == self._training_data:
+        if self._slots[Slot.PHASE] == _EVALUATION and source == self._training_data:
             self._enter(_DATA)
 
     def batch(self, index: int, seconds: float) -> None:
         """A batch has been loaded."""
         self._slots[Slot.BATCHES] += 1
-        self._enter(_EVALUATION if self._slots[Slot.PHASE] == _EVALUATION else _OTHER)
-
-    def forward_begin(self) -> None:
-        """The outermost module is called; without gradients that is an evaluation."""
-        if self._slots[Slot.PHASE] == _BACKWARD:
-            return  # recomputation
-        self._depth += 1
-        if self._depth == 1:
-            self._slots[Slot.FORWARDS] += 1
-            self._enter(_FORWARD if torch.is_grad_enabled() else _EVALUATION)
-
-    def forward_end(self) -> None:
-        """The outermost module has returned; what follows is the loss, or the next evaluation."""
-        self._depth = max(self._depth - 1, 0)
-        if not self._depth and self._slots[Slot.PHASE] != _BACKWARD:
-            self._enter(_LOSS if self._slots[Slot.PHASE] == _FORWARD else self._slots[Slot.PHASE])
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Backward begins: count its nodes."""
-        self._training_data = self._source
-        self._depth = 0
-        self._follow_parameters()
-        if self._on_buckets is not None and not self._on_buckets():
-            self._on_buckets = None
-        slots = self._slots
-        slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.NODE_SINCE] = 0
-        slots[Slot.EXPECTED] = self._expected
-        self.shared_state.rows[: len(self._zeros)] = self._zeros
-        slots[Slot.BACKWARD_IDENT] = threading.get_ident()
-        self._enter(_BACKWARD)
+        self._began = _now()
         self.position.begin(roots)
 
     def backward_end(self) -> None:
         """Backward has returned or raised."""
-        self.position.end((_now() - self._slots[Slot.PHASE_SINCE]) / 1e9)
+        self.position.end((_now() - self._began) / 1e9)
         self._slots[Slot.BACKWARDS] += 1
         self._slots[Slot.NODE_SINCE] = 0
-        self._enter(_OTHER)
 
     def backward_raised(self, error: BaseException) -> None:
         """Backward ends with an exception, which is no progress."""
@@ -327,42 +307,31 @@ class Heartbeat(Listener):
         slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.NODE_SINCE] = slots[Slot.EXPECTED] = 0
         slots[Slot.BACKWARD_IDENT] = threading.get_ident()
         self._enter(_BACKWARD)
+        self._began = _now()
         self.position.begin(roots)
 
     def grad_end(self) -> None:
         """It has returned; the graph may continue to grow, as for a gradient penalty."""
-        self.position.end((_now() - self._slots[Slot.PHASE_SINCE]) / 1e9, keeps=True)
+        self.position.end((_now() - self._began) / 1e9, keeps=True)
         self._slots[Slot.NODE_SINCE] = 0
         self._enter(self._before)
-
-    def norm_begin(self) -> None:
-        """Clipping computes the norm, which may wait for other ranks."""
-        self._enter(_CLIP)
-
-    def norm_end(self) -> None:
-        """The norm has been computed."""
-        self._enter(_OTHER)
-
-    def clip_begin(
-        self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
-    ) -> None:
-        """Clipping begins."""
-        self._enter(_CLIP)
-
-    def clip_end(self) -> None:
-        """Clipping has returned."""
-        self._enter(_OTHER)
-
-    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """The optimizer begins."""
-        self._enter(_OPTIMIZER)
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has returned: a step is complete."""
         self._slots[Slot.STEP] += 1
-        self._enter(_OTHER)
 
     # Inside backward
+
+    def _prepare_backward(self) -> None:
+        self._training_data = self._source
+        self._follow_parameters()
+        if self._on_buckets is not None and not self._on_buckets():
+            self._on_buckets = None
+        slots = self._slots
+        slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.NODE_SINCE] = 0
+        slots[Slot.EXPECTED] = self._expected
+        self.shared_state.rows[: len(self._zeros)] = self._zeros
+        slots[Slot.BACKWARD_IDENT] = threading.get_ident()
 
     def _follow_parameters(self) -> None:
         if not self._scope.table.records:
