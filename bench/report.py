@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "report"))
 from synthetic import Plan, finding, health_of, write_run
 
 from backlight.report.frames import COLUMNS
-from backlight.report.page import write_report
+from backlight.report.page import render_page, write_page
 from backlight.report.source import Source
 from backlight.store.read.run import open_run
 
@@ -89,7 +89,7 @@ def main() -> None:
             start = time.perf_counter()
             run = open_run(path)
             names = [parameter.name for parameter in run.parameters()]
-            write_report(run, [finding(names[5], broken)], target, health=health)
+            write_page(render_page(Source(run, [finding(names[5], broken)], health)), target)
             seconds.append(time.perf_counter() - start)
         frames = Source(run).frames
         high = frames.extremes["rms"].high[:, 9]

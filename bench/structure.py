@@ -87,7 +87,8 @@ def one_step(run: Path, steps: int = 6) -> tuple[Executed, Path]:
 def one_report(run: Path, page: Path) -> tuple[Executed, int]:
     """Render a report; return what it executed, and how many SQLite connections it opened."""
     from backlight.findings.evaluate import findings_of
-    from backlight.report.page import write_report
+    from backlight.report.page import render_page, write_page
+    from backlight.report.source import Source
     from backlight.store.read.run import open_run
 
     connections = 0
@@ -102,7 +103,7 @@ def one_report(run: Path, page: Path) -> tuple[Executed, int]:
     try:
         with Executed(everywhere=True) as executed:
             opened = open_run(run)
-            write_report(opened, findings_of(opened), page)
+            write_page(render_page(Source(opened, findings_of(opened))), page)
     finally:
         sqlite3.connect = connect
     return executed, connections

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from backlight.records import (
     Severity,
     Subject,
 )
+from backlight.report.page import render_page, write_page
+from backlight.report.source import Source
 from backlight.store.format.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.watchdog import WatchdogWriter
@@ -127,6 +129,7 @@ class Plan:
     stalled: bool = False
     attempts: int = 1
     overrides: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
     seed: int = 1
 
 
@@ -194,6 +197,7 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
             *(("spectra",) if plan.spectra else ()),
         ),
         overrides=plan.overrides,
+        groups=plan.groups,
         step_offset=first,
     )
     writer.fingerprint(fingerprint(table))
@@ -379,6 +383,13 @@ def finding(parameter: str, step: int, **more: Any) -> Finding:
         "made": Made.LIVE,
     }
     return Finding(**{**fields, **more})
+
+
+def write_report(
+    run: Run, findings: Sequence[Finding], target: Path, health: tuple[Any, Any] | None = None
+) -> Path:
+    """Write the page of a run."""
+    return write_page(render_page(Source(run, tuple(findings), health)), target)
 
 
 def health_of(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

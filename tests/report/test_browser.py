@@ -13,14 +13,14 @@ from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from synthetic import Plan, finding, health_of, write_run
+from synthetic import Plan, finding, health_of, write_report, write_run
 
 from backlight.analysis.overlay import as_page, overlay
 from backlight.analysis.report import source_of
 from backlight.records import Evidence, Finding, Made, Severity
 from backlight.report import page as pages
 from backlight.report.overlay import write_overlay
-from backlight.report.page import render_page, write_page, write_report
+from backlight.report.page import render_page, write_page
 from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
 from backlight.report.source import Source
 from backlight.store.read.run import Run

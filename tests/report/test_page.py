@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import Plan, finding, health_of, write_run
+from synthetic import Plan, finding, health_of, write_report, write_run
 
 from backlight.cli.app import main
 from backlight.report import page as pages
-from backlight.report.page import render_page, write_report
+from backlight.report.page import render_page
 from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
 from backlight.report.source import Source
 
@@ -164,19 +164,11 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     assert [file.name for file in target.parent.iterdir()] == ["report.html"]
 
 
-def test_an_attempt_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_the_run_is_only_read_and_its_restart_marked(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=6, attempts=2))
-    with pytest.raises(ValueError, match=r"there is no attempt 5; the run has 0, 1"):
-        write_report(run, [], tmp_path / "report.html", attempt=5)
-    model = model_of(render_page(Source(run, attempt=1)))
-    assert model["attempts"] == []
-    assert model_of(render_page(Source(run)))["attempts"] == [3]
-
-
-def test_the_run_is_only_read(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", Plan(steps=6))
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
-    write_report(run, [], tmp_path / "report.html")
+    text = write_report(run, [], tmp_path / "report.html").read_text()
+    assert model_of(text)["attempts"] == [3]
     after = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
     assert before == after
 
@@ -188,11 +180,13 @@ def test_a_report_needs_no_torch(tmp_path: Path) -> None:
         "sys.modules['torch'] = None\n"
         "from pathlib import Path\n"
         "from backlight.store.read.run import open_run\n"
-        "from backlight.report.page import write_report\n"
+        "from backlight.report.page import render_page, write_page\n"
+        "from backlight.report.source import Source\n"
         "from backlight.report.markdown import render_markdown\n"
         "from backlight.report import terminal\n"
         "run = open_run(sys.argv[1])\n"
-        "print(write_report(run, [], Path(sys.argv[2])).stat().st_size, len(render_markdown(run, [])))\n"
+        "page = write_page(render_page(Source(run)), Path(sys.argv[2]))\n"
+        "print(page.stat().st_size, len(render_markdown(run, [])))\n"
     )
     arguments = [sys.executable, "-c", program, str(tmp_path / "run"), str(tmp_path / "report.html")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)

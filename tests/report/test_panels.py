@@ -10,7 +10,6 @@ from packed import unpack
 from synthetic import Plan, health_of, records, write_run
 
 from backlight.report.encoding import PRECISION
-from backlight.report.grokking_verdict import Followed, Learning, Row
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.source import Source
 from backlight.store.read.run import open_run
@@ -31,6 +30,7 @@ FULL = Plan(
     dead_row=25,
     vanishing_rows=(3,),
     unmeasured={7: "frozen"},
+    groups={"lower": "blocks.0", "upper": "blocks.1"},
 )
 ALONE = [panel for panel in in_order() if not panel.several]
 """Panels of a run of one process; those of several ranks are drawn by tests/ranks."""
@@ -41,19 +41,7 @@ ALWAYS = {"events", "fingerprint", "health", "optimizer"}
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Source:
     run = write_run(tmp_path_factory.mktemp("full") / "run", FULL)
-    frame = run.frame("gradient", "rms")
-    halves = {"lower": frame.values[:, ::2].mean(axis=1), "upper": frame.values[:, 1::2].mean(axis=1)}
-    groups = {name: (frame.steps, values) for name, values in halves.items()}
-    learning = Learning(
-        verdict="grokking",
-        claim="Delayed generalisation.",
-        memorised=(28, 30),
-        generalised=(70, 72),
-        conditions=(Row("delay", "at least 2", "2.3", True),),
-        swept=(12, 12),
-        following=(Followed("agop/trace", -0.9, 4, None, (0.1, None), "no claim"),),
-    )
-    return Source(run, health=health_of(run), groups=groups, learning=learning)
+    return Source(run, health=health_of(run))
 
 
 @pytest.fixture(scope="module")
@@ -276,13 +264,6 @@ def test_the_fingerprint_lists_overridden_thresholds_and_the_cost(tmp_path: Path
     assert rows["threshold health.vanishing_rms"] == "1e-9 (overridden)"
     assert rows["time in backlight"].endswith("of the run")
     assert not [name for name in rows if name.startswith("threshold") and "spike" in name]
-
-
-def test_one_attempt_alone(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", Plan(steps=60, attempts=2))
-    assert Source(run).frames.steps["gradient"].tolist() == list(range(60))
-    assert Source(run, attempt=1).frames.steps["gradient"].tolist() == list(range(30, 60))
-    assert len(Source(run, attempt=0).frames.buckets) == 30
 
 
 def test_a_long_run_is_reduced_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,7 @@ def test_cells_that_were_not_measured_are_not_drawn_as_values(full: Source) -> N
 
 def test_both_times_are_marked(tmp_path: Path) -> None:
     from backlight.analysis.report import source_of
+    from backlight.monitors.grokking.panels.learning import analysis_of
 
     source = source_of(write_grokking_run(tmp_path / "run", Grok(steps=1500, geometry=False)))
     panel, result = next((p, r) for p, r in rendered(source) if p.name == "learning_curves")
@@ -99,8 +100,10 @@ def test_both_times_are_marked(tmp_path: Path) -> None:
     marks = [text.get_text() for text in figure.axes[0].texts]
     assert marks == ["t_m", "t_g"]
     spans = [patch.get_x() for patch in figure.axes[0].patches]  # type: ignore[attr-defined] # rectangles
-    assert source.learning is not None
-    assert spans == [source.learning.memorised[0], source.learning.generalised[0]]  # type: ignore[index] # it groks
+    found = analysis_of(source)
+    assert found is not None
+    times = (found.detection.memorised, found.detection.generalised)
+    assert spans == [time.after for time in times if time is not None]
 
 
 def test_a_name_is_text_and_never_markup(tmp_path: Path) -> None:

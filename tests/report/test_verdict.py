@@ -60,7 +60,6 @@ def test_a_killed_run_says_so_with_its_attempts_and_losses(tmp_path: Path) -> No
     assert "2 attempts (restarted at step 20)" in said.status
     assert said.losses
     assert "attempt 1" in said.losses[0]
-    assert "attempt 1 of 2" in outcome(Source(run, attempt=0)).status
 
 
 @pytest.mark.parametrize(("every", "said"), [(1, ()), (2, ("1 parameter at 3 of 6 steps",))])

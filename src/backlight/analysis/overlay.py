@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.analysis.grokking import limits_of
+from backlight.monitors.grokking.model.analysis import limits_of
 from backlight.monitors.grokking.model.curves import DetectionError
 from backlight.monitors.grokking.model.lead_lag import measures_of
 from backlight.monitors.grokking.model.reader import TEST, TRAIN, Stated, detect_run, stated

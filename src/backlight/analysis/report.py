@@ -7,18 +7,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from backlight.analysis.grokking import analyse_if_possible
 from backlight.findings.evaluate import findings_of
-from backlight.measure.spectra.shrinkage import muon
-from backlight.monitors.grokking.model.curves import Interval
-from backlight.monitors.grokking.model.verdicts import Detection
-from backlight.monitors.health.model.groups import GroupError, group_rms
 from backlight.monitors.health.model.score import health_series
 from backlight.records import Finding, to_json
-from backlight.report.grokking_verdict import Followed, Learning, Row
 from backlight.report.markdown import render_markdown
 from backlight.report.page import render_page, write_page
 from backlight.report.plots.writer import Written, write_animations, write_plots
@@ -87,62 +78,7 @@ def source_of(run: Run, findings: Sequence[Finding] | None = None) -> Source:
         run,
         tuple(findings_of(run) if findings is None else findings),
         (health.steps, health.score) if len(health.steps) else None,
-        groups=_groups(run),
-        learning=learning_of(run),
-        muon=muon,
     )
-
-
-def learning_of(run: Run) -> Learning | None:
-    """Return the verdict on grokking with its control, for the report; None where there is none."""
-    found = analyse_if_possible(run) if "grokking" in run.monitors else None
-    if found is None:
-        return None
-    detection, theirs = found.detection, found.control_detection
-    return Learning(
-        verdict=_verdict(detection),
-        claim=detection.claim,
-        memorised=_between(detection.memorised),
-        generalised=_between(detection.generalised),
-        conditions=[Row(c.name, c.expected, c.got, c.held) for c in detection.conditions],
-        swept=(sum(p.grokking for p in detection.sweep), len(detection.sweep)) if detection.sweep else None,
-        notes=detection.notes,
-        control=found.control,
-        control_verdict=_verdict(theirs) if theirs else "",
-        control_claim=theirs.claim if theirs else "",
-        is_control=bool(found.facts.control),
-        following=[
-            Followed(
-                f.measure,
-                f.correlation,
-                f.lead_steps if f.lead_logs else 0,
-                f.control,
-                f.levels,
-                f.conclusion,
-            )
-            for f in found.following
-        ],
-        changes=found.changes,
-    )
-
-
-def _verdict(detection: Detection) -> str:
-    return "grokking, strong" if detection.strong else detection.verdict.value
-
-
-def _between(interval: Interval | None) -> tuple[int, int] | None:
-    return None if interval is None else (interval.after, interval.by)
-
-
-def _groups(run: Run) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
-    found = {}
-    for name, pattern in run.groups.items():
-        try:
-            rms = group_rms(run, pattern)
-        except GroupError:
-            continue  # recorded by the session, as an event
-        found[name] = (rms.steps, rms.values)
-    return found
 
 
 def write_markdown(path: Path, target: Path) -> Path:

@@ -108,9 +108,7 @@ class Collected:
 
 def collected(source: Source) -> Collected:
     """Read the text evidence of a run; a file that is not text is left out."""
-    paths = [p for p in source.run.evidence() if p.endswith(".txt")]
-    if source.attempt is not None:
-        paths = [p for p in paths if p.startswith(f"attempt-{source.attempt:03d}/")]
+    paths = source.evidence(".txt")
     files = []
     for path in paths[:MOST]:
         try:
@@ -122,7 +120,7 @@ def collected(source: Source) -> Collected:
     missing: dict[tuple[str, str], None] = {}
     for event in source.run.events("stall"):
         reasons = event.payload.get("not_collected")
-        if source.attempt not in {None, event.attempt} or not isinstance(reasons, dict):
+        if not isinstance(reasons, dict):
             continue
         for rank, why in reasons.items():
             for reason in why if isinstance(why, list) else [why]:

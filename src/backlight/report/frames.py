@@ -184,19 +184,19 @@ class ParameterFrames:
 
 
 def read_frames(
-    run: Run, parameters: tuple[ParameterRecord, ...], attempt: int | None, cells: int | None = None
+    run: Run, parameters: tuple[ParameterRecord, ...], cells: int | None = None
 ) -> ParameterFrames:
     """Read every column of :data:`COLUMNS` once and reduce it; one frame is in memory at a time.
 
     A column is reduced to ``cells`` (parameters x buckets) at most, by default :data:`CELLS`.
     """
     present = [series for series in ("gradient", "update") if run.has(series)]
-    every = [_steps(run, series, attempt) for series in present]
+    every = [run.series_steps(series) for series in present]
     steps = np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)
     amount = len(parameters)
     most = min(MOST_BUCKETS, max(FEWEST_BUCKETS, (CELLS if cells is None else cells) // max(1, amount)))
     frames = ParameterFrames(cut(steps, most))
-    for shown, at, values, measured in _columns(run, parameters, attempt, present):
+    for shown, at, values, measured in _columns(run, parameters, present):
         frames.steps.setdefault(shown.series, at)
         frames.extremes[shown.name] = extremes(values, measured, at, frames.buckets)
         values[~measured] = np.nan
@@ -204,22 +204,15 @@ def read_frames(
     return frames
 
 
-def _steps(run: Run, series: str, attempt: int | None) -> NDArray[np.int64]:
-    if attempt is None:
-        return run.series_steps(series)
-    column = next(shown.column for shown in COLUMNS if shown.series == series)
-    return run.frame(series, column, attempt=attempt).steps
-
-
 def _columns(
-    run: Run, parameters: tuple[ParameterRecord, ...], attempt: int | None, present: list[str]
+    run: Run, parameters: tuple[ParameterRecord, ...], present: list[str]
 ) -> Iterator[tuple[Shown, NDArray[np.int64], Floats, NDArray[np.bool_]]]:
     """Yield each column that was recorded, its rows in the order of ``parameters``."""
     row = {record.name: index for index, record in enumerate(parameters)}
     for shown in COLUMNS:
         if shown.series not in present:
             continue
-        frame = run.frame(shown.series, shown.column, attempt=attempt)
+        frame = run.frame(shown.series, shown.column)
         if not len(frame.steps):
             continue
         values = frame.values.astype(np.float64)

@@ -13,16 +13,11 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from backlight.records import Finding
 from backlight.registry import warn
 from backlight.report import verdict
 from backlight.report.encoding import PRECISION, script_json
 from backlight.report.evidence_links import Place, place_of
-from backlight.report.geometry import figures_of
-from backlight.report.grokking_verdict import Learning
 from backlight.report.panel import (
     Drawn,
     Failed,
@@ -34,9 +29,7 @@ from backlight.report.panel import (
     shown,
 )
 from backlight.report.source import Source
-from backlight.report.spectra import figures_of as spectra_figures
-from backlight.store.read.run import Run
-from backlight.text import duration, number, score, visible
+from backlight.text import number, visible
 
 ASSETS = files("backlight.report") / "assets"
 VENDOR = files("backlight.report") / "vendor"
@@ -49,48 +42,6 @@ UNDRAWN = (
     "<code>backlight findings RUN</code> prints the findings."
 )
 """What the page says in a browser without scripts."""
-
-
-def write_report(
-    run: Run,
-    findings: Sequence[Finding],
-    target: Path,
-    *,
-    health: tuple[NDArray[np.int64], NDArray[np.float64]] | None = None,
-    attempt: int | None = None,
-    groups: Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]] | None = None,
-    learning: Learning | None = None,
-) -> Path:
-    """Write the report of ``run`` to ``target`` and return its path.
-
-    Parameters
-    ----------
-    run:
-        The stored run; it is only read.
-    findings:
-        Findings to show, made live or by rules that the caller evaluated.
-    target:
-        The HTML file; a file that is there is replaced as a whole, or not at all.
-    health:
-        Steps ``[S]`` and health score ``[S]``, NaN where it was not measured; None where the caller has
-        none.
-    attempt:
-        Index of the attempt to show; None shows all, joined by their global steps.
-    groups:
-        Steps ``[S]`` and rms ``[S]`` of each named group of parameters, NaN where it was not measured.
-    learning:
-        The verdict on grokking with its control; None where the caller has none.
-
-    Raises
-    ------
-    ValueError
-        If the run has no attempt with that index.
-    """
-    if attempt is not None and attempt not in {a.index for a in run.attempts}:
-        known = ", ".join(str(a.index) for a in run.attempts) or "none"
-        raise ValueError(f"{run.path}: there is no attempt {attempt}; the run has {known}")
-    source = Source(run, tuple(findings), health, attempt, groups or {}, learning)
-    return write_page(render_page(source), target)
 
 
 def write_page(text: str, target: Path) -> Path:
@@ -215,10 +166,13 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
             "status": said.status,
             "losses": said.losses,
             "unmeasured": _unmeasured(said, drawn, source),
-            "figures": _figures(source),
+            "figures": [
+                {"label": label, "value": value, "note": note}
+                for label, value, note in verdict.summary_of(source).figures(source)
+            ],
         },
         "findings": [_finding(f, whole, with_data, rows) for f in verdict.by_severity(source.findings)],
-        "attempts": [a.step_offset for a in source.run.attempts[1:] if source.attempt is None],
+        "attempts": [a.step_offset for a in source.run.attempts[1:]],
         "parameters": [
             {
                 "name": visible(record.name),
@@ -295,44 +249,6 @@ def panel_data(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
     }
 
 
-def _figures(source: Source) -> list[dict[str, str]]:
-    """Return the handful of numbers under the verdict; what was not measured says so."""
-    if source.learning is not None and not source.run.has("gradient"):
-        return figures_of(source.learning, source)
-    if source.spectra.layers and not source.run.has("gradient"):
-        return spectra_figures(source.spectra)
-    if source.run.monitors == ("steptime",) and len(source.step_times):
-        return _time_figures(source.step_times)
-    frames = source.frames
-    gradient = source.coverage.steps
-    span = f"{number(int(gradient[0]))} to {number(int(gradient[-1]))}" if len(gradient) else ""
-    broken = frames.stats.get("non_finite_sum", np.empty(0))
-    odd = int((np.nan_to_num(broken) > 0).sum())
-    worst = "not measured"
-    if source.health is not None and not np.isnan(source.health[1]).all():
-        worst = score(float(np.nanmin(source.health[1])))
-    loss = source.scalar("loss")
-    return [
-        {"label": "steps recorded", "value": number(len(gradient)), "note": span},
-        {
-            "label": "parameters measured",
-            "value": number(int(source.coverage.measured.sum())),
-            "note": f"of {number(len(source.parameters))}",
-        },
-        {"label": "lowest health", "value": worst, "note": "1 is the best, 0 the worst"},
-        {
-            "label": "with NaN or Inf",
-            "value": number(odd) if len(broken) else "not measured",
-            "note": "parameters",
-        },
-        {
-            "label": "last loss",
-            "value": number(float(loss.values[-1])) if len(loss.values) else "not measured",
-            "note": f"at step {number(int(loss.steps[-1]))}" if len(loss.steps) else "",
-        },
-    ]
-
-
 def _rows(source: Source) -> dict[str, int]:
     rows = {alias: row for row, record in enumerate(source.parameters) for alias in record.aliases}
     return rows | {record.name: row for row, record in enumerate(source.parameters)}
@@ -395,13 +311,3 @@ def _read(file: Traversable) -> str:
 def _hash(content: str) -> str:
     digest = hashlib.sha256(content.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
-
-
-def _time_figures(seconds: np.ndarray) -> list[dict[str, str]]:
-    """Return the handful of numbers of a run that measured times alone."""
-    return [
-        {"label": "steps", "value": number(len(seconds)), "note": "the cold first one included"},
-        {"label": "median step", "value": duration(float(np.median(seconds))), "note": ""},
-        {"label": "95th percentile", "value": duration(float(np.quantile(seconds, 0.95))), "note": ""},
-        {"label": "first step", "value": duration(float(seconds[0])), "note": ""},
-    ]

@@ -7,10 +7,10 @@ returns either what to draw, or why there is nothing: a panel never draws an emp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from backlight.registry import PlugIn, Registry
+from backlight.registry import Registry
 from backlight.text import visible
 
 if TYPE_CHECKING:
@@ -54,6 +54,19 @@ class Failed(NotMeasured):
     """
 
 
+Figures = Sequence[tuple[str, str, str]]
+"""The few numbers under the verdict: label, value and note."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What was measured in a run, as one sentence, and the numbers that matter most."""
+
+    detail: str
+    figures: Callable[[Source], Figures]
+    measured: bool = True
+
+
 class PanelWarning(UserWarning):
     """A panel that could not be drawn: its place says why, and the others are drawn."""
 
@@ -66,7 +79,8 @@ class Panel:
     A path belongs to the panel with the longest matching beginning, in whole segments. ``monitor`` is the
     monitor whose measurements it shows, empty for what every run has: without data, a panel of a monitor that
     did not watch is left out, since one line says so for all of them; and so is one that is about
-    ``several`` ranks, where there is one process.
+    ``several`` ranks, where there is one process. ``summary`` returns the summary of a run in which this
+    monitor measured what matters most; the first one that does, in the order of the page, is the run's.
     """
 
     name: str
@@ -77,6 +91,7 @@ class Panel:
     note: str = ""
     monitor: str = ""
     several: bool = False
+    summary: Callable[[Source], Summary | None] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.render):
@@ -92,33 +107,22 @@ PANELS: Registry[Panel] = Registry(
 
 
 def panel(
-    name: str,
-    *,
-    title: str,
-    order: int,
-    series: Sequence[str],
-    note: str = "",
-    monitor: str = "",
-    several: bool = False,
+    name: str, *, title: str, order: int, series: Sequence[str], **more: Any
 ) -> Callable[[Callable[[Source], Drawn | NotMeasured]], Callable[[Source], Drawn | NotMeasured]]:
     """Register the decorated function as a panel; see :class:`Panel`."""
 
     def decorate(
         render: Callable[[Source], Drawn | NotMeasured],
     ) -> Callable[[Source], Drawn | NotMeasured]:
-        PANELS.add(name, Panel(name, title, order, tuple(series), render, note, monitor, several))
+        PANELS.add(name, Panel(name, title, order, tuple(series), render, **more))
         return render
 
     return decorate
 
 
 def in_order() -> list[Panel]:
-    """Return every panel in the order of the page; one of a plug-in that raises shows why it has nothing."""
-    panels = [
-        entry if (plug_in := PANELS.origin(name)) is None else _guarded(entry, plug_in)
-        for name, entry in PANELS.items()
-    ]
-    return sorted(panels, key=lambda entry: (entry.order, entry.name))
+    """Return every panel in the order of the page."""
+    return sorted((entry for _, entry in PANELS.items()), key=lambda entry: (entry.order, entry.name))
 
 
 def shown(panel: Panel, source: Source) -> Drawn | NotMeasured:
@@ -134,25 +138,11 @@ def shown(panel: Panel, source: Source) -> Drawn | NotMeasured:
 
 def failed(panel: Panel, error: Exception) -> Failed:
     """Return what stands in the place of a panel that raised ``error``."""
-    return Failed(not_drawn(panel.name, f"{type(error).__name__}: {error}"))
+    plug_in = PANELS.origin(panel.name)
+    of = f"{plug_in.name!r} of {plug_in.distribution} {plug_in.version}: " if plug_in else ""
+    return Failed(not_drawn(panel.name, f"{of}{type(error).__name__}: {error}"))
 
 
 def not_drawn(name: str, why: str) -> str:
     """Return the sentence that stands in the place of a panel; ``why`` may hold anything."""
     return visible(f"Panel {name!r} could not be drawn: {why.rstrip('.')}.")
-
-
-def _guarded(panel: Panel, plug_in: PlugIn) -> Panel:
-    def render(source: Source) -> Drawn | NotMeasured:
-        try:
-            result: Any = panel.render(source)
-        except Exception as error:  # noqa: BLE001 - third-party code must not take the page
-            said = f"{type(error).__name__}: {error}"
-        else:
-            if isinstance(result, (Drawn, NotMeasured)):
-                return result
-            said = f"it gave {type(result).__name__}, expected Drawn or NotMeasured"
-        of = f"the plug-in {plug_in.name!r} of {plug_in.distribution} {plug_in.version}"
-        return Failed(not_drawn(panel.name, f"{of} failed: {said}"))
-
-    return replace(panel, render=render)

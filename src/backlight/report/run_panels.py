@@ -59,11 +59,7 @@ ELSEWHERE = {"unmeasured", "config", "spectra", "spectra_left_out", "spectra_mea
 @panel("events", title="Events", order=120, series=("events",))
 def events(source: Source) -> Drawn:
     """List the events of the run; equal events in a row are one line with how often they came."""
-    found = [
-        event
-        for event in source.run.events()
-        if event.kind not in ELSEWHERE and source.attempt in {None, event.attempt}
-    ]
+    found = [event for event in source.run.events() if event.kind not in ELSEWHERE]
     if not found:
         return Drawn("words", {"text": "None was noted: no warning, no exception, no change of parameters."})
     rows: list[dict[str, Any]] = []
@@ -104,9 +100,8 @@ def _value(value: Any) -> str:
     note="What must agree before runs are compared, overridden thresholds, and the cost of watching.",
 )
 def fingerprint(source: Source) -> Drawn | NotMeasured:
-    """List the fingerprint of the lowest rank of the attempt shown, and the tree of modules."""
-    attempt = -1 if source.attempt is None else source.attempt
-    stored = source.run.fingerprint(attempt)
+    """List the fingerprint of the lowest rank of the newest attempt, and the tree of modules."""
+    stored = source.run.fingerprint()
     if stored is None:
         return NotMeasured("No fingerprint was stored: the process ended before its first step.")
     rows: list[tuple[str, str]] = [

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backlight.records import Finding, ParameterRecord
 from backlight.report.frames import ParameterFrames, read_frames
-from backlight.report.grokking_verdict import Learning
-from backlight.report.spectra import Curve, Spectra, read_spectra
 from backlight.store.read.run import Run, Scalar
 
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Steps [S] and values [S]; NaN where a step was not measured."""
 
-GEOMETRY = ("gram/", "window/", "agop/", "product/", "gradient/")
-"""Beginnings of the scalars that describe the geometry of gradients."""
-
+T = TypeVar("T")
 
 APART = "ranks measured gradients that do not make up a whole"
 """Why a gradient that ranks measured is not known."""
@@ -40,34 +37,29 @@ class Coverage:
 
 @dataclass
 class Source:
-    """A run as the report sees it.
+    """A run as the report sees it, all attempts joined.
 
-    ``health`` is the score over steps, which the caller computes by the rules of its monitor.
-    ``groups`` is the rms over steps of each named
-    group, all at the same steps. ``learning`` is the verdict on grokking, with its control. ``muon`` is
-    the curve by which Muon maps singular values. ``attempt`` limits everything to one attempt. ``cells`` are
-    those that a heat map may have, None for as many as a written report has.
+    ``health`` is the score over steps, which the caller computes by the rules of its monitor. ``cells`` are
+    those that a heat map may have, None for as many as a written report has. ``kept`` is what panels read
+    through :meth:`once`.
     """
 
     run: Run
     findings: Sequence[Finding] = ()
     health: Series | None = None
-    attempt: int | None = None
-    groups: Mapping[str, Series] = field(default_factory=dict)
-    learning: Learning | None = None
-    muon: Curve | None = None
     cells: int | None = None
+    kept: dict[Callable[[Any], Any], Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, read: Callable[[Source], T]) -> T:
+        """Return what ``read`` returns of this source; it is called once, for all panels of a monitor."""
+        if read not in self.kept:
+            self.kept[read] = read(self)
+        value: T = self.kept[read]
+        return value
 
     def watched(self, monitor: str) -> bool:
         """Return whether ``monitor`` watched; a run that names no monitors is taken to have had all."""
         return not monitor or not self.run.monitors or monitor in self.run.monitors
-
-    @cached_property
-    def geometry_steps(self) -> NDArray[np.int64]:
-        """Steps at which anything of the gradients' geometry was recorded."""
-        names = [n for n in self.run.scalar_names("backlight") if n.startswith(GEOMETRY)]
-        steps = [self.scalar(name).steps for name in names]
-        return np.unique(np.concatenate(steps)) if steps else np.empty(0, np.int64)
 
     @cached_property
     def step_times(self) -> NDArray[np.float64]:
@@ -82,11 +74,6 @@ class Source:
         return seconds
 
     @cached_property
-    def spectra(self) -> Spectra:
-        """The spectra of the layers, without their tables."""
-        return read_spectra(self.run, self.attempt)
-
-    @cached_property
     def parameters(self) -> tuple[ParameterRecord, ...]:
         """The parameters of the run in model order."""
         return self.run.parameters()
@@ -94,7 +81,7 @@ class Source:
     @cached_property
     def frames(self) -> ParameterFrames:
         """Everything that the page shows per parameter, read once and reduced."""
-        return read_frames(self.run, self.parameters, self.attempt, self.cells)
+        return read_frames(self.run, self.parameters, self.cells)
 
     @cached_property
     def coverage(self) -> Coverage:
@@ -103,7 +90,7 @@ class Source:
         nothing = Coverage(np.empty(0, np.int64), none, none.astype(np.int64))
         if not self.run.has("gradient"):
             return nothing
-        frame = self.run.frame("gradient", "measured", attempt=self.attempt)
+        frame = self.run.frame("gradient", "measured")
         seen = {name for i, name in enumerate(frame.names) if frame.measured[:, i].any()}
         ever = np.array([record.name in seen for record in self.parameters], np.bool_)
         apart = dict(zip(frame.names, frame.incomplete().sum(axis=0).tolist(), strict=True))
@@ -111,8 +98,8 @@ class Source:
         return Coverage(frame.steps, ever, split)
 
     def scalar(self, name: str, source: str = "backlight") -> Scalar:
-        """Return a scalar of this attempt, or of all of them joined; empty where never logged."""
-        return self.run.scalar(name, source=source, attempt=self.attempt)
+        """Return a scalar; empty where it was never logged."""
+        return self.run.scalar(name, source=source)
 
     def scalar_names(self, beginning: str) -> list[str]:
         """Return the names of backlight's own scalars below ``beginning/``, sorted."""
@@ -134,6 +121,10 @@ class Source:
                     return reason[0].upper() + reason[1:] + ("" if reason[-1] in ".!?" else ".")
         return otherwise
 
+    def evidence(self, ending: str) -> list[str]:
+        """Return the paths of the evidence files with that ending."""
+        return [path for path in self.run.evidence() if path.endswith(ending)]
+
     @cached_property
     def unmeasured_parameters(self) -> dict[str, list[str]]:
         """Names of the parameters that never had a measured gradient, by the reason why."""
@@ -145,9 +136,7 @@ class Source:
         reasons: dict[str, list[str]] = {}
         for record, measured, apart in zip(self.parameters, known.measured, known.apart, strict=True):
             if not measured:
-                otherwise = "no gradient at any recorded step"
-                if apart:
-                    otherwise = APART
+                otherwise = APART if apart else "no gradient at any recorded step"
                 reason = record.unmeasured or recorded.get(record.name) or otherwise
                 reasons.setdefault(reason, []).append(record.name)
         return reasons

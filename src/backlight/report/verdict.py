@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backlight.records import OTHERS, Finding, RunStatus, Severity
+from backlight.report.panel import Summary, in_order
 from backlight.report.source import APART, Source
 from backlight.text import count, duration, listed, number, visible, with_unit
 
@@ -65,57 +66,36 @@ def tally(findings: Sequence[Finding]) -> str:
     return ", ".join(count(amounts[severity], word) for severity, word in words.items() if amounts[severity])
 
 
+def summary_of(source: Source) -> Summary:
+    """Return the first summary, in the order of the page, of a monitor that measured something."""
+    found = [one for panel in in_order() if panel.summary is not None and (one := panel.summary(source))]
+    return next((one for one in found if one.measured), found[0])
+
+
 def outcome(source: Source) -> Outcome:
     """Return the summary of a run: its findings, and what was measured."""
     # Performance hints never change the headline, except of a run that measured nothing but time.
-    hints = [] if _timed_alone(source) else [f for f in source.findings if f.monitor == PERFORMANCE]
+    alone = source.run.monitors == (PERFORMANCE,)
+    hints = [] if alone else [f for f in source.findings if f.monitor == PERFORMANCE]
     findings = by_severity([f for f in source.findings if f not in hints])
-    steps = len(source.coverage.steps)
-    seen = int(source.coverage.measured.sum())
-    amount = len(source.parameters)
+    summary = summary_of(source)
+    detail = summary.detail
     if findings:
-        tone = findings[0].severity.value
-        headline = tally(findings)
-    elif seen or len(source.geometry_steps) or len(source.spectra.steps) or _timed_alone(source):
+        tone, headline = findings[0].severity.value, tally(findings)
+    elif summary.measured:
         tone, headline = "clear", "No findings"
+        detail += " Only recorded data was checked."
     else:
         tone, headline = "unmeasured", "Nothing was measured"
-    if seen:
-        of = f"all {amount:,}" if seen == amount else f"{seen:,} of {amount:,}"
-        detail = f"Gradients of {of} parameters were measured at {count(steps, 'step')}."
-        if not findings:
-            detail += " Only recorded data was checked."
-    elif len(source.geometry_steps):
-        detail = f"The geometry of gradients was measured at {count(len(source.geometry_steps), 'step')}."
-        if not findings:
-            detail += " Only recorded data was checked."
-    elif len(source.spectra.steps):
-        measured = source.spectra
-        detail = f"Spectra of {count(len(measured.layers), 'layer')} over replicates were measured at "
-        detail += f"{count(len(measured.steps), 'step')}."
-        if not findings:
-            detail += " Only recorded data was checked."
-    elif _timed_alone(source):
-        detail = f"The times of {count(len(source.step_times), 'step')} were measured."
-        if not findings:
-            detail += " Only recorded data was checked."
-    else:
-        detail = source.reason("gradient", otherwise="No gradient was recorded.")
-        if not findings:
-            detail += " Nothing can be said about the gradients of this run."
+        detail += " Nothing can be said about the gradients of this run."
     if hints:
         detail += f" {count(len(hints), 'performance hint')}."
     return Outcome(tone, headline, detail, status_line(source), _losses(source), _unmeasured(source))
 
 
-def _timed_alone(source: Source) -> bool:
-    """Return whether the run is one of step times: health was not asked for, and so is not missing."""
-    return source.run.monitors == ("steptime",) and len(source.step_times) > 0
-
-
 def status_line(source: Source) -> str:
     """Return what belongs behind the word of the status: how the process ended, attempts, ranks, times."""
-    attempts = [a for a in source.run.attempts if source.attempt in {None, a.index}]
+    attempts = source.run.attempts
     if not attempts:
         return STATUS[RunStatus.UNKNOWN]
     last = attempts[-1]
@@ -123,8 +103,6 @@ def status_line(source: Source) -> str:
     if len(attempts) > 1:
         offsets = listed([number(a.step_offset) for a in attempts[1:]])
         parts.append(f"{len(attempts)} attempts (restarted at step {offsets})")
-    elif len(source.run.attempts) > 1:
-        parts.append(f"attempt {last.index + 1} of {len(source.run.attempts)}")
     if last.world_size > 1:
         held = len(last.ranks)
         whole = count(last.world_size, "process", "processes")

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from backlight.analysis.grokking import GrokkingAnalysis
 from backlight.analysis.overlay import Overlaid, value_at
+from backlight.monitors.grokking.model.analysis import GrokkingAnalysis
 from backlight.monitors.grokking.model.lead_lag import LeadLag
 from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.text import number, visible

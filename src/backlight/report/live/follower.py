@@ -189,6 +189,7 @@ class Followed:
         state = dataclasses.replace(self.source, findings=findings)
         for name in READ_ONCE & self.source.__dict__.keys():  # of the same run, so not read again
             setattr(state, name, getattr(self.source, name))
+        state.kept = self.source.kept
         with self._lock:
             self.source = state
             self.version += 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from backlight.analysis.grokking import analyse, analyse_if_possible
+from backlight.monitors.grokking.model.analysis import analyse, analyse_if_possible
 from backlight.monitors.grokking.model.curves import change_points
 from backlight.monitors.grokking.model.lead_lag import MIN_LOGS, lead_lags, rank_correlation
 from backlight.monitors.grokking.model.reader import detect_run

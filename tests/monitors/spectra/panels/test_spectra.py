@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.spectra.shrinkage import muon
+from backlight.monitors.spectra.panels import explorer as shared
+from backlight.monitors.spectra.panels.explorer import FIELDS, explorer, frobenius, spectra_of, thinned
 from backlight.records import Evidence
-from backlight.report import spectra as shared
 from backlight.report.evidence_links import place_of
 from backlight.report.page import model
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.source import Source
-from backlight.report.spectra import FIELDS, explorer, frobenius, read_spectra, thinned
 from backlight.store.read.spectra import table
 from backlight.text import visible
 from report.synthetic import finding
@@ -29,7 +28,7 @@ NAMES = ("spectra", "spectra_layers", "spectra_signal", "spectra_ranks")
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     plan = Injected(steps=(0, 100, 200, 300), update_ranks=(4.0, 3.0, 2.0, 1.9))
-    return Source(write_spectra_run(tmp_path_factory.mktemp("spectra") / "run", plan), muon=muon)
+    return Source(write_spectra_run(tmp_path_factory.mktemp("spectra") / "run", plan))
 
 
 def drawn(source: Source, name: str) -> Drawn:
@@ -46,7 +45,7 @@ def test_layers_are_sorted_by_their_share_of_signal(source: Source) -> None:
     rows = drawn(source, "spectra_layers").data["rows"]
     shares = [float(row[3]) for row in rows]
     assert shares == sorted(shares, reverse=True)
-    assert [row[0] for row in rows] == [layer.parameter for layer in source.spectra.layers]
+    assert [row[0] for row in rows] == [layer.parameter for layer in spectra_of(source).layers]
     assert rows[-1][0] == HEAD
     assert rows[-1][2] == "300"
 
@@ -77,10 +76,6 @@ def test_the_curve_of_muon_equals_its_iteration(source: Source) -> None:
     for _ in range(5):
         x = 3.4445 * x - 4.7750 * x**3 + 2.0315 * x**5
     np.testing.assert_allclose(field(layer, "muon", 0), x, rtol=1e-4)
-    without = PANELS["spectra"].render(Source(source.run))
-    assert isinstance(without, Drawn)
-    assert np.isnan(field(without.data["layers"][0], "muon", 0)).all()
-    assert "Muon's curve is not available." in without.remarks
 
 
 def test_gaps_are_in_units_of_the_noise(source: Source) -> None:
@@ -101,12 +96,12 @@ def test_numbers_over_steps_have_a_line_per_layer(source: Source) -> None:
 
 
 def test_thinned_tables_have_a_remark(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert explorer(source.spectra, muon)[1] == []
+    assert explorer(spectra_of(source))[1] == []
     monkeypatch.setattr(shared, "NUMBERS", 3 * 20 * 32 * 2)
     monkeypatch.setattr(shared, "DIRECTIONS", 16)
     monkeypatch.setattr(shared, "LAYERS", 2)
-    data, remarks = explorer(source.spectra, muon)
-    assert [one["name"] for one in data["layers"]] == [o.parameter for o in source.spectra.layers[:2]]
+    data, remarks = explorer(spectra_of(source))
+    assert [one["name"] for one in data["layers"]] == [o.parameter for o in spectra_of(source).layers[:2]]
     first = data["layers"][0]
     assert first["steps"][0] == 0
     assert first["steps"][-1] == 300
@@ -116,7 +111,7 @@ def test_thinned_tables_have_a_remark(source: Source, monkeypatch: pytest.Monkey
     assert len(remarks) == 2
     assert remarks[0].startswith("3 layers were measured; the 2 with the largest share")
     monkeypatch.setattr(shared, "NUMBERS", 1)
-    data, remarks = explorer(source.spectra, muon)
+    data, remarks = explorer(spectra_of(source))
     assert data["layers"][0]["steps"].tolist() == [0, 300]
     assert "Of up to 4 measured steps 2 are shown, evenly spread." in remarks
 
@@ -144,7 +139,7 @@ def test_a_run_without_spectra_has_no_panel(tmp_path: Path) -> None:
 
 def test_noise_alone_has_a_page(tmp_path: Path) -> None:
     plan = Injected(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
-    noise = Source(write_spectra_run(tmp_path / "run", plan), muon=muon)
+    noise = Source(write_spectra_run(tmp_path / "run", plan))
     layer = drawn(noise, "spectra").data["layers"][0]
     assert np.isnan(field(layer, "echo", 0)).all()
     assert np.isnan(layer["spectrum"]).all()
@@ -152,11 +147,10 @@ def test_noise_alone_has_a_page(tmp_path: Path) -> None:
     assert row[5] == "0"
 
 
-def test_an_attempt_has_its_own_steps(tmp_path: Path) -> None:
+def test_attempts_are_joined(tmp_path: Path) -> None:
     write_spectra_run(tmp_path / "run", Injected(steps=(0, 10)))
     run = write_spectra_run(tmp_path / "run", Injected(steps=(10, 20)))
-    assert read_spectra(run).steps.tolist() == [0, 10, 20]
-    assert read_spectra(run, 1).steps.tolist() == [10, 20]
+    assert spectra_of(Source(run)).steps.tolist() == [0, 10, 20]
 
 
 def test_evidence_leads_to_its_layer() -> None:

@@ -33,8 +33,8 @@ def detect(
     A control is found among the given runs and in directories next to each. Exit code 2 if a run cannot be
     evaluated; the others are.
     """
-    from backlight.analysis.grokking import analyse, neighbours
     from backlight.cli.render.grok import print_examined
+    from backlight.monitors.grokking.model.analysis import analyse, neighbours
     from backlight.monitors.grokking.model.curves import DetectionError
     from backlight.store.read.run import open_run
 

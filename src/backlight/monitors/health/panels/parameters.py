@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.monitors.health.model.groups import GroupError, group_rms, ratio
 from backlight.report.charts import Axis, Line, chart
 from backlight.report.encoding import Packed, pack, pack_log, pack_share
 from backlight.report.frames import COLUMNS, SPREAD, Buckets, ParameterFrames, Shown, cut
@@ -118,17 +120,20 @@ MAX_LINES = 8
 )
 def groups(source: Source) -> Drawn | NotMeasured:
     """Draw one line per group, and one per pair for the ratio of the first to the second."""
-    if not source.groups:
+    groups = {}
+    for name, pattern in source.run.groups.items():
+        with contextlib.suppress(GroupError):  # recorded by the session, as an event
+            groups[name] = group_rms(source.run, pattern)
+    if not groups:
         reason = source.reason("group", otherwise="No group was named: backlight run --group NAME=PATTERN.")
         return NotMeasured(reason)
-    lines = [Line(name, steps, values, gaps=True) for name, (steps, values) in source.groups.items()]
+    lines = [Line(name, rms.steps, rms.values, gaps=True) for name, rms in groups.items()]
     charts = [chart(lines[:MAX_LINES], Axis("rms (gradient)", log=True))]
     ratios, facts = [], []
-    for (one, (steps, first)), (other, (_, second)) in itertools.combinations(source.groups.items(), 2):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.divide(first, second)
-        ratios.append(Line(f"{one} / {other}", steps, ratio, gaps=True))
-        finite = ratio[np.isfinite(ratio)]
+    for (one, first), (other, second) in itertools.combinations(groups.items(), 2):
+        values = ratio(first.values, second.values)
+        ratios.append(Line(f"{one} / {other}", first.steps, values, gaps=True))
+        finite = values[np.isfinite(values)]
         if finite.size:
             facts.append(Fact(f"median {one} / {other}", number(float(np.median(finite)))))
     if ratios:
@@ -181,9 +186,9 @@ def exponents(source: Source) -> Drawn | NotMeasured:
     row = {record.name: index for index, record in enumerate(source.parameters)}
     fine: NDArray[np.float64] | None = None
     for place in range(HISTOGRAM_BINS):
-        frame = run.frame("histogram", f"b{place:02d}", attempt=source.attempt)
+        frame = run.frame("histogram", f"b{place:02d}")
         if not len(frame.steps):
-            return NotMeasured("No histogram was recorded in this attempt.")
+            return NotMeasured("No histogram was recorded.")
         if fine is None:
             buckets, coarse = _ranges(frame.steps, len(frame.names))
             fine = np.zeros((HISTOGRAM_BINS, len(buckets)))

@@ -8,10 +8,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.report.charts import Axis, Line, chart, spans_decades
-from backlight.report.panel import Drawn, Fact, NotMeasured, panel
+from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
 from backlight.store.read.run import Scalar, Spread
 from backlight.text import count, number, percent, score
+
+
+def summary(source: Source) -> Summary:
+    """Return the summary of the gradients, also where none was measured."""
+    steps, seen, amount = (
+        len(source.coverage.steps),
+        int(source.coverage.measured.sum()),
+        len(source.parameters),
+    )
+    if not seen:
+        return Summary(source.reason("gradient", otherwise="No gradient was recorded."), _figures, False)
+    of = f"all {amount:,}" if seen == amount else f"{seen:,} of {amount:,}"
+    return Summary(f"Gradients of {of} parameters were measured at {count(steps, 'step')}.", _figures)
+
+
+def _figures(source: Source) -> Figures:
+    steps, loss = source.coverage.steps, source.scalar("loss")
+    span = f"{number(int(steps[0]))} to {number(int(steps[-1]))}" if len(steps) else ""
+    broken = source.frames.stats.get("non_finite_sum", np.empty(0))
+    odd = number(int((np.nan_to_num(broken) > 0).sum())) if len(broken) else "not measured"
+    worst = "not measured"
+    if source.health is not None and not np.isnan(source.health[1]).all():
+        worst = score(float(np.nanmin(source.health[1])))
+    last, at = ("not measured", "")
+    if len(loss.steps):
+        last, at = number(float(loss.values[-1])), f"at step {number(int(loss.steps[-1]))}"
+    of = f"of {number(len(source.parameters))}"
+    return (
+        ("steps recorded", number(len(steps)), span),
+        ("parameters measured", number(int(source.coverage.measured.sum())), of),
+        ("lowest health", worst, "1 is the best, 0 the worst"),
+        ("with NaN or Inf", odd, "parameters"),
+        ("last loss", last, at),
+    )
 
 
 @panel(
@@ -21,6 +55,7 @@ from backlight.text import count, number, percent, score
     series=("scalars/loss", "scalars/health", "health"),
     note="Health is 1 where no parameter vanishes or explodes, and 0 where a gradient holds NaN or Inf.",
     monitor="health",
+    summary=summary,
 )
 def health(source: Source) -> Drawn | NotMeasured:
     """Draw the health score that the caller computed and the recorded loss."""

@@ -32,9 +32,7 @@ class Accounted:
 
 def account_of(source: Source) -> Accounted | str:
     """Return the newest account of a run, or why there is none."""
-    paths = [p for p in source.run.evidence() if p.endswith(f"/{NAME}")]
-    if source.attempt is not None:
-        paths = [p for p in paths if p.startswith(f"attempt-{source.attempt:03d}/")]
+    paths = source.evidence(f"/{NAME}")
     if not paths:
         return _NONE
     path = sorted(paths)[-1]

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.report.frames import cut
-from backlight.report.panel import Drawn, Fact, NotMeasured, panel
+from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
-from backlight.text import duration, percent, visible
+from backlight.text import count, duration, number, percent, visible
 
 FEW = 10
 """Steps below which none is called an outlier."""
@@ -23,6 +23,23 @@ RANGES = 1500
 """Ranges of steps in the stacked chart; a stack of means adds up, a stack of maxima would not."""
 
 
+def summary(source: Source) -> Summary | None:
+    """Return the summary of a run that measured times alone: health was not requested, and is not missing."""
+    if source.run.monitors != ("steptime",) or not len(source.step_times):
+        return None
+    return Summary(f"The times of {count(len(source.step_times), 'step')} were measured.", _figures)
+
+
+def _figures(source: Source) -> Figures:
+    seconds = source.step_times
+    return (
+        ("steps", number(len(seconds)), "the cold first one included"),
+        ("median step", duration(float(np.median(seconds))), ""),
+        ("95th percentile", duration(float(np.quantile(seconds, 0.95))), ""),
+        ("first step", duration(float(seconds[0])), ""),
+    )
+
+
 @panel(
     "phases",
     title="Time per step",
@@ -30,6 +47,7 @@ RANGES = 1500
     series=("scalars/phase", "scalars/time"),
     note="Time of each phase of a step, stacked.",
     monitor="steptime",
+    summary=summary,
 )
 def phases(source: Source) -> Drawn | NotMeasured:
     """Draw the phases as a stack of means per range of steps, and the slowest step of each range."""

@@ -31,9 +31,7 @@ class Figures:
 
 def profile_of(source: Source) -> dict[str, Any] | None:
     """Return the last profile of a run; None where there is none that can be read."""
-    paths = [p for p in source.run.evidence() if p.endswith(f"/{NAME}")]
-    if source.attempt is not None:
-        paths = [p for p in paths if p.startswith(f"attempt-{source.attempt:03d}/")]
+    paths = source.evidence(f"/{NAME}")
     for path in reversed(paths):
         try:
             found = json.loads(source.run.read_evidence(path))

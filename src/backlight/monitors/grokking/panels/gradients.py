@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+from backlight.monitors.grokking.panels.learning import (
+    analysis_of,
+    between,
+    lines_of,
+    measured,
+    metric_panel,
+    scaled,
+    spans,
+    spectrum_lines,
+    summary,
+    verdict_of,
+)
 from backlight.report.charts import Axis, Line, chart
-from backlight.report.geometry import between, lines_of, measured, metric_panel, scaled, spans, spectrum_lines
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
 from backlight.text import listed, number, visible
@@ -25,12 +36,13 @@ _NOT_WATCHED = "The grokking monitor was not active; logged values are listed un
     series=("user/train_accuracy", "user/test_accuracy", "user/train_loss", "user/test_loss"),
     note="Each time lies between two logs: after the first of them, at the second at the latest.",
     monitor="grokking",
+    summary=summary,
 )
 def learning_curves(source: Source) -> Drawn | NotMeasured:
     """Draw accuracies and losses; dashed lines are the control's."""
     if "grokking" not in source.run.monitors:
         return NotMeasured(_NOT_WATCHED)
-    learning, marked = source.learning, spans(source.learning, named=True)
+    learning, marked = analysis_of(source), spans(source, named=True)
     accuracies, losses = lines_of(source, ACCURACIES, "user"), lines_of(source, LOSSES, "user")
     charts = []
     if accuracies:
@@ -42,9 +54,10 @@ def learning_curves(source: Source) -> Drawn | NotMeasured:
         return NotMeasured("No accuracy was logged: watch.log(train_accuracy=..., test_accuracy=...).")
     if learning is None:
         return Drawn("lines", {"charts": charts}, (), ("There is no verdict: see the findings.",))
-    facts = [Fact("verdict", learning.verdict)]
-    facts += [Fact("memorised in steps", between(learning.memorised))]
-    facts += [Fact("generalised in steps", between(learning.generalised))]
+    detection = learning.detection
+    facts = [Fact("verdict", verdict_of(detection))]
+    facts += [Fact("memorised in steps", between(detection.memorised))]
+    facts += [Fact("generalised in steps", between(detection.generalised))]
     remarks = []
     if learning.changes:
         shown = listed([number(step) for step in learning.changes], 6)
@@ -53,7 +66,7 @@ def learning_curves(source: Source) -> Drawn | NotMeasured:
         remarks.append(
             f"Dashed: the control {visible(learning.control.path.name)}, the same with random labels."
         )
-    elif not learning.is_control:
+    elif not learning.facts.control:
         remarks.append("No matched control was found next to this run.")
     return Drawn("lines", {"charts": charts}, tuple(facts), tuple(remarks))
 
@@ -67,31 +80,30 @@ def learning_curves(source: Source) -> Drawn | NotMeasured:
 )
 def grokking(source: Source) -> Drawn | NotMeasured:
     """List the conditions, the sweep and the verdict on the control."""
-    learning = source.learning
+    learning = analysis_of(source)
     if learning is None:
         return NotMeasured(
             "The verdict needs train_accuracy and test_accuracy as shares of samples; none were logged."
         )
-    rows = [("verdict", f"{learning.verdict}. {learning.claim}")]
+    detection, theirs = learning.detection, learning.control_detection
+    rows = [("verdict", f"{verdict_of(detection)}. {detection.claim}")]
     rows += [
-        (row.name, f"{_HELD[row.held]}: {row.got}, expected {row.expected}") for row in learning.conditions
+        (row.name, f"{_HELD[row.held]}: {row.got}, expected {row.expected}") for row in detection.conditions
     ]
     facts = []
-    if learning.swept is not None:
-        held, whole = learning.swept
-        rows.append(
-            ("sweep", f"grokking at {held} of {whole} lines, training accuracy and way to the plateau")
-        )
-        facts.append(Fact("lines of the sweep", f"{held} of {whole}"))
-    if learning.control is not None:
-        rows.append(("control", f"{learning.control_verdict}. {learning.control_claim}"))
-    elif learning.is_control:
+    if detection.sweep:
+        lines = f"{sum(point.grokking for point in detection.sweep)} of {len(detection.sweep)}"
+        rows.append(("sweep", f"grokking at {lines} lines, training accuracy and way to the plateau"))
+        facts.append(Fact("lines of the sweep", lines))
+    if theirs is not None:
+        rows.append(("control", f"{verdict_of(theirs)}. {theirs.claim}"))
+    elif learning.facts.control:
         rows.append(("control", "This run is a control itself: its labels are random."))
     else:
         rows.append(
             ("control", "None was found, so no measure of this run can be called a signal of grokking.")
         )
-    remarks = tuple(f"{visible(note)}." for note in learning.notes)
+    remarks = tuple(f"{visible(note)}." for note in detection.notes)
     return Drawn("table", {"rows": [(k, visible(v)) for k, v in rows], "tree": []}, tuple(facts), remarks)
 
 
@@ -108,7 +120,7 @@ def progress(source: Source) -> Drawn | NotMeasured:
     if "grokking" not in source.run.monitors:
         return NotMeasured(_NOT_WATCHED)
     names = [name for name in source.run.scalar_names("user") if name.startswith("progress/")]
-    accuracy = measured(source.run, "test_accuracy", source.attempt, "user")
+    accuracy = measured(source.run, "test_accuracy", "user")
     charts = []
     for name in names[:MAX_PROGRESS_CHARTS]:
         title = visible(name.removeprefix("progress/")).replace("_", " ")
@@ -120,7 +132,7 @@ def progress(source: Source) -> Drawn | NotMeasured:
             right = Axis("test accuracy", low=0.0, high=1.0)
             behind = Line("test accuracy", accuracy.steps, accuracy.values, axis="right", tone="eighth")
             lines.append(behind)
-        charts.append(chart(lines, left, right, title=title, spans=spans(source.learning)))
+        charts.append(chart(lines, left, right, title=title, spans=spans(source)))
     if not charts:
         return NotMeasured("No progress measure was logged: watch.log(**{'progress/name': value}).")
     remarks = (
@@ -143,14 +155,14 @@ def progress(source: Source) -> Drawn | NotMeasured:
 )
 def correlations(source: Source) -> Drawn | NotMeasured:
     """List the measures, the strongest first, with the control's numbers next to them."""
-    learning = source.learning
+    learning = analysis_of(source)
     if learning is None or not learning.following:
         return NotMeasured("No measure was recorded at steps with a test accuracy.")
     rows = [
         [
             visible(row.measure.removeprefix("gram/model/").removeprefix("progress/")),
             _signed(row.correlation),
-            f"{row.lead:+,}" if row.lead else "0",
+            f"{row.lead_steps:+,}" if row.lead_logs and row.lead_steps else "0",
             _signed(row.control),
             *("" if level is None else number(level, 3) for level in row.levels),
             visible(row.conclusion),
@@ -190,11 +202,11 @@ def gram_spectrum(source: Source) -> Drawn | NotMeasured:
     """Draw eigenvalues of chosen ranks over steps on a logarithmic axis."""
     charts, facts = [], []
     for name, title in SPECTRA:
-        steps, spectra = source.run.array(name, attempt=source.attempt)
+        steps, spectra = source.run.array(name)
         lines = spectrum_lines(steps, spectra, RANKS)
         if lines:
             axis = Axis("eigenvalue", log=True)
-            charts.append(chart(lines, axis, title=title, spans=spans(source.learning)))
+            charts.append(chart(lines, axis, title=title, spans=spans(source)))
             facts.append(Fact("eigenvalues stored", number(max(len(s.ravel()) for s in spectra))))
     if not charts:
         reason = source.reason("gram", "gram/model", otherwise=NO_GRAM)
@@ -353,11 +365,11 @@ def matrix_products(source: Source) -> Drawn | NotMeasured:
         if metric not in by_metric:
             continue
         lines = by_metric[metric]
-        scalar = measured(source.run, name, source.attempt)
+        scalar = measured(source.run, name)
         if scalar is not None and len(lines) < MAX_MATRICES:
             lines.append(Line(visible(parameter), scalar.steps, scalar.values))
     charts = [
-        chart(lines, scaled(lines, ""), title=visible(metric).replace("_", " "), spans=spans(source.learning))
+        chart(lines, scaled(lines, ""), title=visible(metric).replace("_", " "), spans=spans(source))
         for metric, lines in by_metric.items()
         if lines
     ]
@@ -374,13 +386,13 @@ def matrix_products(source: Source) -> Drawn | NotMeasured:
 def _metrics_and_spectrum(
     source: Source, name: str, ranks: tuple[int, ...], otherwise: str
 ) -> Drawn | NotMeasured:
-    marked, charts = spans(source.learning), []
+    marked, charts = spans(source), []
     for metric in source.scalar_names(name):
         title = visible(metric.removeprefix(f"{name}/")).replace("_", " ")
         lines = lines_of(source, ((metric, title),))
         if lines:
             charts.append(chart(lines, scaled(lines, ""), title=title, spans=marked))
-    steps, spectra = source.run.array(f"{name}/eigenvalues", attempt=source.attempt)
+    steps, spectra = source.run.array(f"{name}/eigenvalues")
     lines = spectrum_lines(steps, spectra, ranks)
     if lines:
         charts.append(chart(lines, Axis("eigenvalue", log=True), title="Spectrum", spans=marked))

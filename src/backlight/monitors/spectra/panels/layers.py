@@ -5,10 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from backlight.monitors.spectra.panels.explorer import (
+    explorer,
+    lines_over_steps,
+    shape_of,
+    spectra_of,
+    summary,
+)
 from backlight.report.charts import Axis, chart
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.report.spectra import explorer, lines_over_steps, shape_of
 from backlight.store.format.spectra import Measurement
 from backlight.text import count, number, visible
 
@@ -79,7 +85,7 @@ FEW_REPLICATES = 8
 )
 def spectra_layers(source: Source) -> Drawn | NotMeasured:
     """List the layers, the one with the largest share of signal first."""
-    found = source.spectra
+    found = spectra_of(source)
     if not found.layers:
         return NotMeasured(source.reason("spectra", otherwise="No spectra were recorded."))
     rows, few = [], 0
@@ -108,10 +114,11 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
     note="Which directions of a layer's gradient are found again with other data. A band is an interval over "
     "replicates; the null is what chance shows.",
     monitor="spectra",
+    summary=summary,
 )
 def spectra(source: Source) -> Drawn | NotMeasured:
     """Return the tables of the layers, by signal share."""
-    found = source.spectra
+    found = spectra_of(source)
     if not found.layers:
         return NotMeasured(
             source.reason(
@@ -119,11 +126,9 @@ def spectra(source: Source) -> Drawn | NotMeasured:
                 otherwise='No spectra recorded: watch(..., monitors=("spectra",)), or backlight spectra.',
             )
         )
-    data, remarks = explorer(found, source.muon)
+    data, remarks = explorer(found)
     if not data["layers"]:
         return NotMeasured("The arrays of the spectra were lost; the numbers of the layers are below.")
-    if source.muon is None:
-        remarks.append("Muon's curve is not available.")
     if found.left_out:
         reasons = sorted(set(found.left_out.values()))
         remarks.append(f"{count(len(found.left_out), 'parameter')} left out: {'; '.join(reasons[:3])}.")
@@ -162,7 +167,7 @@ def spectra_ranks(source: Source) -> Drawn | NotMeasured:
 def _lines(source: Source, named: Sequence[tuple[str, str, Axis]], otherwise: str) -> Drawn | NotMeasured:
     charts, remarks = [], []
     for name, title, axis in named:
-        lines, remark = lines_over_steps(source.spectra, name)
+        lines, remark = lines_over_steps(spectra_of(source), name)
         remarks += remark
         if lines:
             charts.append(chart(lines, axis, title=title))

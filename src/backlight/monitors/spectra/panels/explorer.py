@@ -1,9 +1,9 @@
-"""Spectra over replicates as the page shows them: the explorer, lines over steps, and figures."""
+"""Spectra over replicates as the page shows them: the explorer, lines over steps, and the summary."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.measure.spectra.shrinkage import muon
 from backlight.report.charts import Line
-from backlight.store.format.spectra import MEASURED, Layer, Measurement, Table
+from backlight.report.panel import Figures, Summary
+from backlight.report.source import Source
 from backlight.store.format.spectra import NUMBERS as STORED_NUMBERS
+from backlight.store.format.spectra import Layer, Measurement, Table
 from backlight.store.read import spectra
 from backlight.store.read.run import Run
-from backlight.text import number, visible
+from backlight.text import count, number, visible
 
 Floats = NDArray[np.float64]
-
-Curve = Callable[[Floats, float], Floats]
-"""Singular values of a matrix and its Frobenius norm → singular values of the update that is made of it."""
 
 FIELDS = (
     "singular_value",
@@ -81,23 +81,19 @@ class Spectra:
         """Steps at which any layer was measured."""
         return np.unique([one.step for of in self.measured.values() for one in of]).astype(np.int64)
 
-    def tables(self, layer: Layer) -> tuple[Table, ...]:
-        """Return the tables of a layer at the steps that are shown."""
-        at = {one.step for one in self.measured[layer.parameter]}
-        return tuple(t for t in spectra.tables(self.run, layer.parameter) if t.measurement.step in at)
+
+def spectra_of(source: Source) -> Spectra:
+    """Return the spectra of a run, read once, without their tables."""
+    return source.once(_read)
 
 
-def read_spectra(run: Run, attempt: int | None = None) -> Spectra:
-    """Read what was measured, without the tables; of one attempt, or of all."""
-    known = {layer.parameter: layer for layer in spectra.layers(run)}
+def _read(source: Source) -> Spectra:
+    known = {layer.parameter: layer for layer in spectra.layers(source.run)}
     if not known:
-        return Spectra(run)
-    here = None
-    if attempt is not None:
-        here = {(e.step, e.payload["parameter"]) for e in run.events(MEASURED) if e.attempt == attempt}
+        return Spectra(source.run)
     measured: dict[str, list[Measurement]] = {}
-    for one in spectra.measurements(run):
-        if one.parameter in known and (here is None or (one.step, one.parameter) in here):
+    for one in spectra.measurements(source.run):
+        if one.parameter in known:
             measured.setdefault(one.parameter, []).append(one)
 
     def signal(name: str) -> tuple[float, int]:
@@ -106,7 +102,7 @@ def read_spectra(run: Run, attempt: int | None = None) -> Spectra:
 
     ranked = sorted(measured, key=signal)
     return Spectra(
-        run, tuple(known[name] for name in ranked), {name: tuple(measured[name]) for name in ranked}
+        source.run, tuple(known[name] for name in ranked), {name: tuple(measured[name]) for name in ranked}
     )
 
 
@@ -149,7 +145,7 @@ def numbers_of(found: Spectra, name: str) -> tuple[list[tuple[Layer, NDArray[np.
     return lines[:LINES], len(lines)
 
 
-def explorer(found: Spectra, muon: Curve | None) -> tuple[dict[str, Any], list[str]]:
+def explorer(found: Spectra) -> tuple[dict[str, Any], list[str]]:
     """Return the tables of the layers as the drawer ``spectra`` takes them, and what was left out of them."""
     remarks = []
     layers = found.layers[:LAYERS]
@@ -160,7 +156,11 @@ def explorer(found: Spectra, muon: Curve | None) -> tuple[dict[str, Any], list[s
         )
     width = max(min(layer.directions, DIRECTIONS) for layer in layers)
     each = max(2, NUMBERS // (len(layers) * width * (len(FIELDS) + len(VALUES))))
-    packed = [one for layer in layers if (one := _layer(layer, found.tables(layer), each, muon))]
+    packed = [
+        one
+        for layer in layers
+        if (one := _layer(layer, tuple(spectra.tables(found.run, layer.parameter)), each))
+    ]
     if any(one["of"] > len(one["steps"]) for one in packed):
         most = max(one["of"] for one in packed)
         remarks.append(f"Of up to {most:,} measured steps {each:,} are shown, evenly spread.")
@@ -170,7 +170,7 @@ def explorer(found: Spectra, muon: Curve | None) -> tuple[dict[str, Any], list[s
     return data, remarks
 
 
-def _layer(layer: Layer, tables: tuple[Table, ...], most: int, muon: Curve | None) -> dict[str, Any]:
+def _layer(layer: Layer, tables: tuple[Table, ...], most: int) -> dict[str, Any]:
     if not tables:
         return {}
     places = np.unique(np.linspace(0, len(tables) - 1, min(most, len(tables))).round().astype(np.int64))
@@ -190,7 +190,7 @@ def _layer(layer: Layer, tables: tuple[Table, ...], most: int, muon: Curve | Non
         "figures": np.array(
             [[table.measurement[name] for name in STORED_NUMBERS] for table in chosen], np.float64
         ),
-        "table": np.stack([_fields(table, muon)[:, directions] for table in chosen]).astype(np.float32),
+        "table": np.stack([_fields(table)[:, directions] for table in chosen]).astype(np.float32),
         "spectrum": np.stack([_spectrum(table)[:, ranks] for table in chosen]).astype(np.float32),
     }
 
@@ -201,13 +201,13 @@ def _width(values: Floats) -> int:
     return int(seen[-1]) + 1 if seen.size else 0
 
 
-def _fields(table: Table, muon: Curve | None) -> Floats:
+def _fields(table: Table) -> Floats:
     """Return ``[F, D]`` by the names of :data:`FIELDS`."""
     D = table.layer.directions
     value, strength = table["singular_value"], table["strength"]
     norm = frobenius(table)
     made = {
-        "muon": muon(value, norm) if muon is not None and norm > 0 else np.full(D, np.nan),
+        "muon": muon(value, norm) if norm > 0 else np.full(D, np.nan),
         "gap": _gaps(value, table.measurement["noise_sigma"]),
         "strength_gap": _gaps(np.where(strength > 0, strength, np.nan), table.measurement["noise_sigma"]),
     }
@@ -246,33 +246,30 @@ def lines_over_steps(found: Spectra, name: str) -> tuple[list[Line], list[str]]:
     return lines, remarks
 
 
-def figures_of(found: Spectra) -> list[dict[str, str]]:
-    """Return the numbers under the verdict of a run of which spectra alone were measured."""
+def summary(source: Source) -> Summary | None:
+    """Return the summary of a run of which spectra were measured, and no gradients."""
+    found = spectra_of(source)
+    if source.run.has("gradient") or not len(found.steps):
+        return None
+    layers, steps = count(len(found.layers), "layer"), count(len(found.steps), "step")
+    return Summary(f"Spectra of {layers} over replicates were measured at {steps}.", _figures)
+
+
+def _figures(source: Source) -> Figures:
+    found = spectra_of(source)
     last = [found.measured[layer.parameter][-1] for layer in found.layers]
-    shares = [one["signal_share"] for one in last if not math.isnan(one["signal_share"])]
-    scales = [one["noise_scale"] for one in last if not math.isnan(one["noise_scale"])]
     fewest, most = min(one.replicates for one in last), max(one.replicates for one in last)
-    steps = found.steps
-    return [
-        {"label": "layers", "value": number(len(last)), "note": ""},
-        {
-            "label": "steps",
-            "value": number(len(steps)),
-            "note": f"{number(int(steps[0]))} to {number(int(steps[-1]))}",
-        },
-        {
-            "label": "replicates",
-            "value": number(most) if fewest == most else f"{number(fewest)} to {number(most)}",
-            "note": "at the last step of each layer",
-        },
-        {
-            "label": "signal share",
-            "value": number(median(shares), 3) if shares else "not measured",
-            "note": "median of the layers",
-        },
-        {
-            "label": "noise scale",
-            "value": number(median(scales), 3) if scales else "not measured",
-            "note": "samples, median of the layers",
-        },
-    ]
+    first_step, last_step = (number(int(found.steps[at])) for at in (0, -1))
+
+    def median_of(name: str) -> str:
+        values = [one[name] for one in last if not math.isnan(one[name])]
+        return number(median(values), 3) if values else "not measured"
+
+    replicates = number(most) if fewest == most else f"{number(fewest)} to {number(most)}"
+    return (
+        ("layers", number(len(last)), ""),
+        ("steps", number(len(found.steps)), f"{first_step} to {last_step}"),
+        ("replicates", replicates, "at the last step of each layer"),
+        ("signal share", median_of("signal_share"), "median of the layers"),
+        ("noise scale", median_of("noise_scale"), "samples, median of the layers"),
+    )
