@@ -7,6 +7,7 @@ on.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import json
 import os
@@ -27,7 +28,7 @@ from backlight.monitors.stalls.instrument.ddp_buckets import assignment, wrapper
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.instrument.stack_sampler import StackSampler
 from backlight.monitors.stalls.model import runtime_dir
-from backlight.monitors.stalls.model.observation import describe_exception
+from backlight.monitors.stalls.model.observation import exit_reason_of
 from backlight.monitors.stalls.model.shared_state import RankStatus, SharedState
 from backlight.monitors.stalls.model.stacks import DUMP_SIGNAL
 from backlight.monitors.stalls.model.timeouts import StallLimits
@@ -51,15 +52,7 @@ _starting: list[subprocess.Popen[bytes]] = []
 
 
 class StallMonitor(Monitor):
-    """Publishes the progress of this rank, and starts the watchdog process that reads it.
-
-    Parameters
-    ----------
-    stall_s:
-        Seconds without progress that the user allows, None to follow the run.
-    thresholds:
-        Overrides of the monitor's thresholds.
-    """
+    """Publishes the progress of this rank, and starts the watchdog process that reads it."""
 
     name = "stalls"
     records = "stalls"
@@ -107,7 +100,6 @@ class StallMonitor(Monitor):
         self._register_dump()
         self._sampler = StackSampler(
             self.heartbeat,
-            shared_state.path,
             StallLimits().override(self._thresholds),
             self._document("stacks"),
             self._document("graph"),
@@ -131,7 +123,7 @@ class StallMonitor(Monitor):
         if error is not None:
             # A third-party exception may fail to be printed.
             with contextlib.suppress(Exception):
-                runtime_dir.write_document(self._document("exit"), describe_exception(error))
+                runtime_dir.write_document(self._document("exit"), dataclasses.asdict(exit_reason_of(error)))
         self.pause()
         self._sampler.stop()
         self.heartbeat.shared_state.close(RankStatus.FINISHED if error is None else RankStatus.FAILED)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import json
 import threading
 import time
 import traceback
 
 from backlight.monitors.stalls.instrument.stack_sampler import probe_bytecode, take_sample
-from backlight.monitors.stalls.model.stacks import parse_sampler_stacks, user_frame
+from backlight.monitors.stalls.model.stacks import StackSample, parse_samples, user_frame
 
 
 def test_probe_distinguishes_python_from_native_code() -> None:
@@ -46,11 +48,12 @@ def test_sample_holds_the_line_of_every_thread() -> None:
     thread = threading.Thread(target=gate.wait, name="waiting")
     thread.start()
     try:
-        taken: list[dict[str, object]] = []
+        taken: list[StackSample] = []
         sampler = threading.Thread(target=lambda: taken.append(take_sample(1)))
         sampler.start()
         sampler.join()
-        (found,) = parse_sampler_stacks(taken)
+        (found,) = taken
+        assert parse_samples(json.loads(json.dumps([dataclasses.asdict(found)]))) == (found,)
         named = {t.name: t for t in found.threads}
         assert named["waiting"].frames[0].function.endswith("wait")
         mine = user_frame(named["MainThread"])

@@ -151,14 +151,41 @@ def test_thread_that_queues_for_a_processor_is_not_blocked() -> None:
     assert waiting.kind is DiagnosisKind.BLOCKED
 
 
-def test_thread_that_computes_on_an_overloaded_machine_spins() -> None:
+@pytest.mark.parametrize(
+    "frames", [(OURS, ENGINE, TOP), (ENGINE, TOP)], ids=["a line of Python", "native code"]
+)
+@pytest.mark.parametrize("source", ["sampler", "faulthandler"])
+def test_samples_of_a_thread_that_waits_for_a_core_show_nothing(
+    frames: tuple[Frame, ...], source: str
+) -> None:
+    state = snapshot(position_hooks=50, node_since=0 if frames[0] is ENGINE else 960 * S)
+    same = {"samples": samples(*frames, runs_bytecode=True, source=source), "scheduled": 0.95}
+    for ran in (0.01, 0.2, 0.45):
+        starved = diagnose(observation(state, thread_cpu=ran, cpu=ran, **same), LIMITS)
+        assert starved is not None
+        assert (starved.kind, starved.line) == (DiagnosisKind.UNKNOWN, None)
+        assert "it waits for a core most of the time" in starved.claim
+    ran_on = diagnose(observation(state, thread_cpu=0.55, cpu=0.55, **same), LIMITS)
+    assert ran_on is not None
+    assert ran_on.kind is (DiagnosisKind.LONG_OP if frames[0] is ENGINE else DiagnosisKind.SPIN)
+
+
+def test_thread_that_pauses_is_unknown() -> None:
     busy = {"thread_cpu": 0.2, "cpu": 0.2, "samples": samples(OURS, ENGINE, TOP, runs_bytecode=True)}
-    starved = diagnose(observation(scheduled=0.95, **busy), LIMITS)
     pausing = diagnose(observation(scheduled=0.25, **busy), LIMITS)
-    assert starved is not None
-    assert starved.kind is DiagnosisKind.SPIN
     assert pausing is not None
     assert pausing.kind is DiagnosisKind.UNKNOWN
+    assert "neither waits nor computes" in pausing.claim
+
+
+def test_starved_phase_names_no_line_in_every_sample() -> None:
+    state = snapshot(phase=Phase.FORWARD, heartbeat=500 * S, phase_since=500 * S, node_since=0)
+    for scheduled, when in ((0.9, "now at train.py:5"), (0.3, "in every sample at train.py:5")):
+        found = diagnose(
+            observation(state, samples=samples(TOP), thread_cpu=0.25, cpu=0.25, scheduled=scheduled), LIMITS
+        )
+        assert found is not None
+        assert when in found.claim
 
 
 def test_thread_that_competes_for_the_interpreter_lock_is_not_blocked() -> None:

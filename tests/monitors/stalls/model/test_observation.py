@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ import pytest
 from backlight.monitors.stalls.model.observation import (
     ExitReason,
     Observation,
-    describe_exception,
+    exit_reason_of,
     name_reductions,
-    parse_buckets,
-    parse_exit_reason,
 )
 from backlight.monitors.stalls.model.shared_state import SharedState, Slot, StateSnapshot, read_state
 from backlight.records import Phase
@@ -42,9 +39,7 @@ def raised(error: BaseException, file: str = "/home/me/train.py", name: str = "m
 
 
 def exit_reason(error: BaseException, **where: str) -> ExitReason:
-    found = parse_exit_reason(describe_exception(raised(error, **where)))
-    assert found is not None
-    return found
+    return exit_reason_of(raised(error, **where))
 
 
 def test_error_of_the_rank_with_its_line() -> None:
@@ -100,12 +95,6 @@ def test_interrupt() -> None:
     assert exit_reason(KeyboardInterrupt()).interrupted
 
 
-def test_malformed_exit_reason_is_none(tmp_path: Path) -> None:
-    assert parse_exit_reason(None) is None
-    assert parse_exit_reason({"nothing": 1}) is None
-    assert parse_exit_reason(vars(SimpleNamespace(error="E", at=1.0))) == ExitReason("E", 1.0)
-
-
 @pytest.fixture
 def state(tmp_path: Path) -> StateSnapshot:
     shared = SharedState(tmp_path / "rank-00000.state")
@@ -142,11 +131,6 @@ def test_undetermined_bucket_is_not_named(state: StateSnapshot) -> None:
     assert reductions(observation(state, 0, "0001")) == [UNKNOWN]
     assert reductions(dataclasses.replace(observation(state, 0, "1111"), buckets=())) == [UNKNOWN]
     assert reductions(observation(state, 0, "1111", phase=Phase.FORWARD)) == [UNKNOWN]
-
-
-def test_malformed_buckets_are_empty() -> None:
-    assert parse_buckets([[0, 1], [2]]) == ((0, 1), (2,))
-    assert parse_buckets(None) == parse_buckets([["x"]]) == parse_buckets(7) == ()
 
 
 @pytest.mark.alone

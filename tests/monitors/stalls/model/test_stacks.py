@@ -15,7 +15,6 @@ from backlight.monitors.stalls.model.stacks import (
     find_working_thread,
     parse_faulthandler,
     parse_py_spy,
-    parse_sampler_stacks,
     user_frame,
 )
 
@@ -85,8 +84,6 @@ def test_stacks_of_each_source_are_parsed() -> None:
     dump = parse_faulthandler(text, 5)
     assert [t.ident for t in dump.threads] == [0x7F01, 0x7F02]
     assert dump.threads[1].frames[1].line == 0
-    assert parse_sampler_stacks([{"at": 1}, "nonsense"]) == ()
-    assert parse_sampler_stacks(None) == ()
     native = [
         {
             "thread_id": 1,

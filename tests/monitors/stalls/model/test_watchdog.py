@@ -50,9 +50,8 @@ def watchdog_pid(base: Path) -> int:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         for found in base.glob("backlight-*/watchdog.json"):
-            data = runtime_dir.read_document(found)
-            if data:
-                return int(data["pid"])
+            if pid := runtime_dir.watchdog_pid(found.parent):
+                return pid
         time.sleep(0.02)
     pytest.fail("no watchdog was started")
 
@@ -74,7 +73,7 @@ def test_state_follows_the_training_and_is_removed(tmp_path: Path, directory: Pa
         assert (state.step, state.backwards, state.forwards) == (3, 3, 3)
         assert (state.reached, state.expected, state.status) == (4, 4, RankStatus.RUNNING)
         assert state.nodes_total > 5
-        names = runtime_dir.read_document(path.with_name("rank-00000.names.json"))
+        names = runtime_dir.read_document(path.with_name("rank-00000.names.json"), list)
         assert names[state.row] in {"0.weight", "0.bias"}
         # No child: a script that waits for all its children must not wait for it.
         parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1]

@@ -29,6 +29,7 @@ from torch.autograd import function
 
 from backlight.capture.hooks import Patches
 from backlight.capture.hub import Listener
+from backlight.monitors.stalls.model.graph_samples import GraphBuild
 from backlight.monitors.stalls.model.shared_state import MAX_ROWS, PHASES, SharedState, Slot
 from backlight.records import Phase
 
@@ -98,15 +99,12 @@ class BackwardPosition:
             self._sealed = max(self._sealed, next_number())
 
     def end(self, seconds: float, *, keeps: bool = False) -> None:
-        """Forget the graph, unless it ``keeps`` growing, as after ``torch.autograd.grad``.
-
-        Recomputation inside backward has made nodes that are not the next step's.
-        """
+        """Forget the graph, unless it ``keeps`` growing, as after ``torch.autograd.grad``."""
         self._due = self._due or seconds > SLOW_BACKWARD_S
         self._root = -1
         if keeps:
             return
-        self._base = next_number()
+        self._base = next_number()  # after the nodes of recomputation inside backward
         self._hooked.clear()
         self._made = []
 
@@ -140,12 +138,8 @@ class BackwardPosition:
             node = max(below, key=lambda pair: pair[0])[1] if below else None
 
     def sample(self, stack: tuple[Any, ...] = ()) -> bool:
-        """Hook the newest node, from the sampler thread; return whether there are new ones.
-
-        A new tensor is among the collector's young objects. Hooks are only added to nodes with which no
-        backward has begun, under a lock that each begin takes, so that the engine never meets a node that is
-        being changed. ``stack`` is that of the training thread.
-        """
+        """Hook the newest node, from the sampler thread; return whether there are new ones."""
+        # A new tensor is among the collector's young objects.
         if gc.get_count()[0] > MAX_YOUNG_OBJECTS:
             return False
         newest, node = -1, None
@@ -162,22 +156,19 @@ class BackwardPosition:
         if len(made) > MAX_SAMPLES:
             del made[1::2]
         if newest not in self._hooked and len(self._hooked) < MAX_HOOKS:
+            # Only where no backward has begun: the engine must not meet a node that is being changed.
             with self._lock:
                 if newest >= self._sealed:
                     self._hook(node, newest)
         return True
 
-    def graph_build(self) -> dict[str, Any]:
-        """Return the samples of the construction of this graph, as a document."""
+    def graph_build(self) -> GraphBuild:
+        """Return the samples of the construction of this graph."""
         samples = list(self._made)
         stacks = list(dict.fromkeys(stack for _, stack in samples))
         index = {stack: i for i, stack in enumerate(stacks)}
-        return {
-            "base": self._base,
-            "root": self._root,
-            "samples": [[number, index[stack]] for number, stack in samples],
-            "stacks": stacks,
-        }
+        numbered = tuple((number, index[stack]) for number, stack in samples)
+        return GraphBuild(self._base, self._root, numbered, tuple(stacks))
 
 
 def _number(node: Any) -> int:
@@ -196,16 +187,8 @@ _PROGRESS, _BEAT, _SINCE = int(Slot.PROGRESS), int(Slot.HEARTBEAT), int(Slot.NOD
 class Heartbeat(Listener):
     """Writes the shared state of this process.
 
-    Parameters
-    ----------
-    shared_state:
-        The shared state, open.
-    scope:
-        The watched parameters.
-    on_parameters:
-        Called with their names after a change.
-    on_buckets:
-        Called at the begin of the first backward passes, until it returns False: DDP rebuilds its buckets.
+    ``on_parameters`` is called with the names of the watched parameters after a change, ``on_buckets`` at the
+    begin of the first backward passes, until it returns False: DDP rebuilds its buckets.
     """
 
     def __init__(
@@ -276,10 +259,6 @@ class Heartbeat(Listener):
         self._source = source
         if self._slots[Slot.PHASE] == _EVALUATION and source == self._training_data:
             self._enter(_DATA)
-
-    def batch(self, index: int, seconds: float) -> None:
-        """A batch has been loaded."""
-        self._slots[Slot.BATCHES] += 1
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Backward begins: count its nodes."""

@@ -13,6 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.model.runtime_dir import write_document
 from backlight.monitors.stalls.model.shared_state import PHASES, Slot, StateSnapshot, read_state
+from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack
 from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious
 from backlight.records import Phase
 from backlight.user_code import is_user_code
@@ -55,30 +58,18 @@ _SWITCH_OPCODES = frozenset(
 
 
 class StackSampler:
-    """Samples the stacks of this process in a thread.
-
-    Parameters
-    ----------
-    heartbeat, path, limits:
-        Heartbeat of this process, file of its shared state, and the thresholds that decide when to take
-        samples.
-    stacks, graph_build:
-        Documents for the latest samples, and for those of graph construction.
-    every_period:
-        Called once per period, for instance to check that the watchdog lives; must not raise.
-    """
+    """Writes stacks of this process into the documents ``stacks`` and ``graph_build``, in a thread."""
 
     def __init__(
         self,
         heartbeat: Heartbeat,
-        path: Path,
         limits: StallLimits,
         stacks: Path,
         graph_build: Path,
         every_period: Callable[[], None],
     ) -> None:
         self._heartbeat = heartbeat
-        self._path = path
+        self._path = heartbeat.shared_state.path
         self._limits = limits
         self._stacks = stacks
         self._graph_build = graph_build
@@ -87,7 +78,7 @@ class StackSampler:
         self._stop = threading.Event()
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
         self._phase_since = 0
-        self._user_frames: tuple[tuple[str, int, str], ...] = ()
+        self._user_frames: tuple[Frame, ...] = ()
         self._num_written = -1
         self._own_heartbeat = -1
         self._thread = threading.Thread(target=self._run, name="backlight-stack-sampler", daemon=True)
@@ -152,12 +143,8 @@ class StackSampler:
             self._phase_since = state.phase_since
             self._samples.clear()
             self._num_written = -1
-        taken = take_sample(state.taken)
         ident = state.backward_ident if state.phase is Phase.BACKWARD else state.main_ident
-        for thread in taken["threads"]:
-            if thread["ident"] == ident and not thread["runs_bytecode"]:
-                thread["runs_bytecode"] = probe_bytecode(thread["tid"])
-        self._samples.append(taken)
+        self._samples.append(asdict(take_sample(state.taken, probed=ident)))
         try:
             if state.phase is Phase.BACKWARD:
                 self._write_graph_build(ident)
@@ -168,37 +155,34 @@ class StackSampler:
     def _write_graph_build(self, ident: int) -> None:
         """Write how the graph of the current backward pass was built, where that is new."""
         found = self._heartbeat.position.graph_build()
-        if len(found["samples"]) != self._num_written:
-            self._num_written = len(found["samples"])
+        if len(found.samples) != self._num_written:
+            self._num_written = len(found.samples)
             engine = None
-            for frame in _outwards(sys._current_frames().get(ident), None):
+            for frame in _outwards(sys._current_frames().get(ident)):
                 if frame.f_code.co_name.endswith("_engine_run_backward"):
                     engine = frame  # the outermost: what lies inside may be recomputation
-            write_document(self._graph_build, {**found, "caller": user_frames(engine)})
+            write_document(self._graph_build, asdict(replace(found, caller=user_frames(engine))))
 
 
-def _outwards(frame: FrameType | None, limit: int | None) -> Iterator[FrameType]:
-    while frame is not None and limit != 0:
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
         yield frame
-        frame, limit = frame.f_back, limit if limit is None else limit - 1
+        frame = frame.f_back
 
 
-def _row(frame: FrameType) -> tuple[str, int, str]:
-    return frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_qualname
+def _frame(frame: FrameType) -> Frame:
+    return Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_qualname)
 
 
-def user_frames(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:
+def user_frames(frame: FrameType | None) -> tuple[Frame, ...]:
     """Return the frames of the user's code, innermost first; those of libraries between them are left out."""
-    found = (_row(f) for f in _outwards(frame, 2 * MAX_FRAMES) if is_user_code(f.f_code.co_filename))
-    return tuple(row for row, _ in zip(found, range(MAX_USER_FRAMES), strict=False))
+    near = islice(_outwards(frame), 2 * MAX_FRAMES)
+    found = (_frame(f) for f in near if is_user_code(f.f_code.co_filename))
+    return tuple(islice(found, MAX_USER_FRAMES))
 
 
-def take_sample(now: int) -> dict[str, Any]:
-    """Return the Python stacks of all other threads of this process, innermost frame first.
-
-    ``runs_bytecode`` of a thread is True where its innermost frame is at an instruction at which only threads
-    that run Python are switched, None where it is in a call.
-    """
+def take_sample(now: int, probed: int = 0) -> StackSample:
+    """Return the Python stacks of all other threads; of thread ``probed``, also whether it runs Python."""
     own = threading.get_ident()
     names = {t.ident: (t.name, t.native_id) for t in threading.enumerate()}
     threads = []
@@ -207,20 +191,21 @@ def take_sample(now: int) -> dict[str, Any]:
         if ident == own or name.startswith("backlight-"):
             continue
         code, at = frame.f_code.co_code, frame.f_lasti
+        # At such an instruction only threads that run Python are switched; elsewhere it may be in a call.
         runs_bytecode = True if 0 <= at < len(code) and code[at] in _SWITCH_OPCODES else None
-        frames = [_row(f) for f in _outwards(frame, MAX_FRAMES)]
-        threads.append(
-            {"ident": ident, "name": name, "tid": tid, "runs_bytecode": runs_bytecode, "frames": frames}
-        )
-    return {"at": now, "source": "sampler", "threads": threads}
+        frames = tuple(map(_frame, islice(_outwards(frame), MAX_FRAMES)))
+        threads.append(ThreadStack(ident, frames, name, tid, runs_bytecode))
+    for index, thread in enumerate(threads):
+        if thread.ident == probed and not thread.runs_bytecode:
+            threads[index] = replace(thread, runs_bytecode=probe_bytecode(thread.tid))
+    return StackSample(now, "sampler", tuple(threads))
 
 
 def probe_bytecode(tid: int | None) -> bool | None:
     """Return whether a thread runs Python, by requesting the interpreter lock a few times.
 
     A thread that runs Python releases the lock only after the switch interval, and then waits for it itself,
-    which the kernel counts. A thread in native code that has released the lock does neither. None where the
-    two signs disagree, as on an overloaded machine.
+    which the kernel counts; a thread in native code does neither. None where the two signs disagree.
     """
     before = _voluntary_switches(tid)
     delays = []
@@ -252,5 +237,5 @@ def _is_compiling() -> bool:
     return "torch._dynamo" in sys.modules and any(
         f.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
         for frame in sys._current_frames().values()
-        for f in _outwards(frame, 200)
+        for f in islice(_outwards(frame), 200)
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from backlight import processes
 from backlight.monitors.stalls.model import runtime_dir, stacks
-from backlight.monitors.stalls.model.diagnosis import diagnose
+from backlight.monitors.stalls.model.diagnosis import STARVED, diagnose, is_starved, wait_words
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis
 from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.monitors.stalls.model.shared_state import read_state
@@ -35,31 +35,20 @@ class ProcessNotFoundError(ValueError):
 
 @dataclass(frozen=True)
 class Attached:
-    """Result of :func:`attach`.
-
-    ``threads`` is a table of the threads as text, ``unseen`` holds what is not observable and why. ``spins``:
-    the main thread held the interpreter lock on one line in every sample.
-    """
+    """Result of :func:`attach`."""
 
     pid: int
     diagnosis: Diagnosis
-    threads: str
+    threads: str  # a table
     samples: tuple[StackSample, ...]
-    unseen: tuple[str, ...]
-    spins: bool = False
+    unseen: tuple[str, ...]  # what is not observable, and why
+    spins: bool = False  # the main thread ran, and held the interpreter lock on one line in every sample
 
 
 def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> Attached:
     """Observe a process for some seconds and diagnose what it does.
 
-    Parameters
-    ----------
-    pid:
-        The process.
-    duration_s:
-        Duration; naming a line needs several samples.
-    native:
-        Also take native stacks at the end, which pauses the process for a moment.
+    ``native``: also take native stacks at the end, which pauses the process for a moment.
 
     Raises
     ------
@@ -82,7 +71,7 @@ def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> 
         threads = processes.format_threads(pid)
         return Attached(pid, _diagnose_ended(process), threads, (), tuple(unseen))
     samples: list[StackSample] = []
-    before, begin = _cpu_times(pid), time.monotonic()
+    before, begin = _threads(pid), time.monotonic()
     for _ in range(NUM_SAMPLES):
         sample, reason = stacks.dump_by_py_spy(pid)
         if sample is None:
@@ -91,7 +80,7 @@ def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> 
             break
         samples.append(sample)
         time.sleep(duration_s / NUM_SAMPLES)
-    after, passed = _cpu_times(pid), time.monotonic() - begin
+    after, passed = _threads(pid), time.monotonic() - begin
     natives: list[StackSample] = []
     if native and samples:
         sample, reason = stacks.dump_by_py_spy(pid, native=True)
@@ -99,18 +88,25 @@ def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> 
             unseen.append(f"native stacks: {reason}")
         else:
             natives.append(sample)
-    cpu = {tid: (after[tid] - before.get(tid, 0.0)) / passed for tid in after}
-    diagnosis = diagnose_unwatched(pid, samples, natives, cpu, processes.wait_reason(pid, pid))
+    # Of threads that are new, their whole time counts.
+    cpu = {
+        tid: (t.cpu_s - (before[tid].cpu_s if tid in before else 0.0)) / passed for tid, t in after.items()
+    }
+    starved = False
+    if pid in before and pid in after and after[pid].slices:
+        ran = (after[pid].ran_ns - before[pid].ran_ns) / 1e9 / passed
+        starved = is_starved(ran, ran + (after[pid].queued_ns - before[pid].queued_ns) / 1e9 / passed)
+    diagnosis = _diagnose_unwatched(pid, samples, natives, cpu, starved=starved)
     main = [_main_thread(sample, pid) for sample in samples]
     # The whole stack: the user's line alone also stays the same throughout a long import.
     held = {thread.frames if thread is not None and thread.holds_gil else None for thread in main}
-    spins = len(samples) > 1 and len(held) == 1 and None not in held
+    spins = len(samples) > 1 and len(held) == 1 and None not in held and not starved
     shown = (*samples[-1:], *natives)
     return Attached(pid, diagnosis, processes.format_threads(pid), shown, tuple(unseen), spins=spins)
 
 
-def diagnose_unwatched(
-    pid: int, samples: list[StackSample], natives: list[StackSample], cpu: dict[int, float], wait: str
+def _diagnose_unwatched(
+    pid: int, samples: list[StackSample], natives: list[StackSample], cpu: dict[int, float], *, starved: bool
 ) -> Diagnosis:
     """Diagnose a process by its stacks and CPU usage (cores by thread) alone, which decides less."""
     threads = [t for sample in samples if (t := _main_thread(sample, pid)) is not None]
@@ -125,8 +121,10 @@ def diagnose_unwatched(
     elif len(frames) < 3 or any(f != frame for f in frames):
         words = f"its stack changes between samples, so it moves; in {phase} now{at}"
         confidence, refuted_if = MEDIUM, "no step has ended after a while"
+    elif starved:
+        words = STARVED
     elif used <= 0.05:
-        doing = "sleeps" if wait == "a sleep" else f"waits for {wait}" if wait else "waits"
+        doing = wait_words(processes.wait_reason(pid, pid))
         kind, confidence, refuted_if = DiagnosisKind.BLOCKED, HIGH, "it moves on by itself"
         words = f"in {phase}, the main thread {doing}{at}"
     elif cpu.get(pid, used) >= 0.6 and stacks.in_native_backward(threads[-1]):
@@ -211,5 +209,5 @@ def _attach_watched(pid: int, directory: Path, rank: int, duration_s: float, *, 
     return Attached(pid, diagnosis, processes.format_threads(pid), shown, obs.not_collected)
 
 
-def _cpu_times(pid: int) -> dict[int, float]:
-    return {thread.tid: thread.cpu_s for thread in processes.read_threads(pid)}
+def _threads(pid: int) -> dict[int, processes.Thread]:
+    return {thread.tid: thread for thread in processes.read_threads(pid)}

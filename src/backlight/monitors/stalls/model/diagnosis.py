@@ -29,8 +29,14 @@ PAUSE_FACTOR = 2.0
 MIN_PAUSE_S = 0.3
 """Silence that is always ordinary: snapshots are this far apart."""
 
-STARVED = 0.2
-"""Share of the time on a processor or in its queue above which a thread does not just wait."""
+MAX_IDLE_SCHEDULED = 0.2
+"""Share of the time on a core or in its queue above which a thread does not just wait."""
+
+MIN_CORE_SHARE = 0.5
+"""Share of its runnable time for which a thread had a core, below which its samples show where it waits."""
+
+STARVED = "it is slow: it waits for a core most of the time, so its stacks do not show what it does"
+"""Why nothing follows from the stacks of a thread that hardly ran between them."""
 
 COMPETES_PER_S = 50.0
 """Time slices per second above which a thread does not just wait for a lock."""
@@ -56,14 +62,7 @@ class StackSummary:
 def diagnose(obs: Observation, limits: StallLimits, timeout_s: float | None = None) -> Diagnosis | None:
     """Return the diagnosis of a rank, None where there is nothing to report.
 
-    Parameters
-    ----------
-    obs:
-        The observation.
-    limits:
-        StallLimits of the monitor.
-    timeout_s:
-        Timeout to apply in place of the rank's own, where other ranks wait for it.
+    ``timeout_s`` applies in place of the rank's own timeout, where other ranks wait for it.
     """
     state = obs.state
     if obs.ended:
@@ -125,6 +124,7 @@ def summarize_stacks(obs: Observation, limits: StallLimits) -> StackSummary:
         threads = [sample.threads[-1] for sample in samples if sample.threads]
     known = tuple(t for t in threads if t is not None)
     enough = len(known) >= limits.looks and (samples[-1].at - samples[0].at) / 1e9 >= limits.window
+    enough = enough and not is_starved(obs.thread_cpu, obs.scheduled)  # it has hardly run between the samples
     frames = [stacks.user_frame(t) for t in known]
     newest = frames[-1] if frames else None
     bytecode = [t.runs_bytecode for t in known if t.runs_bytecode is not None]
@@ -267,7 +267,7 @@ def _outside_backward(
         when = "in every sample" if summary.same_line else "now"
         parts.append(f"{when} at {frame.location} in {frame.qualified_name}")
     if obs.wait and _is_idle(obs, limits):
-        parts.append(f"it {_wait_words(obs)}")
+        parts.append(f"it {wait_words(obs.wait)}")
     if obs.workers and phase is Phase.DATA:
         parts.append(obs.workers)
     return Diagnosis(
@@ -303,6 +303,8 @@ def _in_backward(
         return _unknown(known, "it is starved of the interpreter lock by other threads of the process", tail)
     if _is_idle(obs, limits):
         return _blocked(obs, state, summary, known, inside, tail)
+    if is_starved(obs.thread_cpu, obs.scheduled):
+        return _unknown(known, STARVED, tail)
     if not _is_busy(obs, limits):
         return _unknown(known, "it neither waits nor computes without a pause", tail)
     if summary.native:
@@ -340,7 +342,7 @@ def _blocked(
         return _unknown(known, "the host waits; whether the device computes is not observable", tail)
     node = f" in {_class_name(state.node)}" if state.node_since and not inside else ""
     where = inside if summary.same_line else node
-    words = _wait_words(obs)
+    words = wait_words(obs.wait)
     for_ranks = summary.native and state.world_size > 1
     if for_ranks:
         words = f"waits in native code of backward, where it waits for {obs.reducing}"
@@ -394,18 +396,24 @@ def _used_cpu(obs: Observation) -> float | None:
 
 def _is_idle(obs: Observation, limits: StallLimits) -> bool:
     used = _used_cpu(obs)
-    starved = obs.scheduled is not None and obs.scheduled > STARVED
-    return used is not None and used <= limits.idle and not starved and (obs.cpu is None or obs.cpu <= 1.0)
+    queues = obs.scheduled is not None and obs.scheduled > MAX_IDLE_SCHEDULED
+    return used is not None and used <= limits.idle and not queues and (obs.cpu is None or obs.cpu <= 1.0)
+
+
+def is_starved(ran: float | None, scheduled: float | None) -> bool:
+    """Return whether a thread, by its shares of the time, waited longer for a core than it had one."""
+    if ran is None or scheduled is None:
+        return False
+    return scheduled > MAX_IDLE_SCHEDULED and ran < MIN_CORE_SHARE * scheduled
 
 
 def _is_busy(obs: Observation, limits: StallLimits) -> bool:
     used = _used_cpu(obs)
     if used is None:
         return False
-    # On an overloaded machine a thread that computes queues most of the time.
-    often = obs.runnable is not None and obs.runnable >= 0.8
+    # On an overloaded machine a thread that computes also queues.
     queues = obs.scheduled is not None and obs.scheduled >= limits.busy
-    return used >= limits.busy or (used > limits.idle and (often or queues))
+    return used >= limits.busy or (used > limits.idle and queues)
 
 
 def _competes_for_gil(obs: Observation, limits: StallLimits) -> bool:
@@ -415,10 +423,9 @@ def _competes_for_gil(obs: Observation, limits: StallLimits) -> bool:
     return is_busy and obs.wait == "a lock" and wakes
 
 
-def _wait_words(obs: Observation) -> str:
-    if obs.wait == "a sleep":
-        return "sleeps"
-    return f"waits for {obs.wait}" if obs.wait else "waits"
+def wait_words(reason: str) -> str:
+    """Return in words that a thread waits for ``reason``, which may be empty."""
+    return "sleeps" if reason == "a sleep" else f"waits for {reason}" if reason else "waits"
 
 
 def _thread_words(summary: StackSummary, state: StateSnapshot) -> str:

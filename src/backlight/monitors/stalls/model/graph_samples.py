@@ -12,12 +12,13 @@ from __future__ import annotations
 import ast
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from backlight.monitors.stalls.model.stacks import Frame
+from backlight.monitors.stalls.model.stacks import Frame, parse_frames
 
 MIN_SAMPLES = 8
 """Samples without which no share is reported."""
@@ -33,18 +34,13 @@ _Location = tuple[str, int, bool]
 
 @dataclass(frozen=True)
 class GraphBuild:
-    """Samples of the construction of a graph whose nodes have the numbers ``base`` to ``root``.
-
-    ``samples`` are pairs of a node number and an index into ``stacks``, which hold the user's frames,
-    innermost first. Numbers beyond ``root`` belong to recomputation in backward. ``caller`` is the stack that
-    called backward.
-    """
+    """Samples of the construction of a graph whose nodes have the numbers ``base`` to ``root``."""
 
     base: int
-    root: int
-    samples: tuple[tuple[int, int], ...]
-    stacks: tuple[tuple[Frame, ...], ...]
-    caller: tuple[Frame, ...] = ()
+    root: int  # what lies beyond belongs to recomputation in backward
+    samples: tuple[tuple[int, int], ...]  # number of a node, index into the stacks
+    stacks: tuple[tuple[Frame, ...], ...]  # the user's frames, innermost first
+    caller: tuple[Frame, ...] = ()  # the stack that called backward
 
     @property
     def recomputed(self) -> int:
@@ -75,15 +71,11 @@ class NodeShare:
         return f"{amount} come from {where}, by {self.samples} samples of {when}"
 
 
-def parse_graph_build(data: Any) -> GraphBuild | None:
-    """Parse the document of the sampler thread, None for none or a malformed one."""
-    try:
-        stacks = tuple(tuple(Frame(str(f), int(n), str(q)) for f, n, q in stack) for stack in data["stacks"])
-        caller = tuple(Frame(str(f), int(n), str(q)) for f, n, q in data["caller"])
-        samples = tuple((int(number), int(index)) for number, index in data["samples"])
-        return GraphBuild(int(data["base"]), int(data["root"]), samples, stacks, caller)
-    except (KeyError, TypeError, ValueError):
-        return None
+def parse_graph_build(data: Any) -> GraphBuild:
+    """Return the document of the sampler thread as a record."""
+    samples = tuple((int(number), int(index)) for number, index in data["samples"])
+    stacks = tuple(map(parse_frames, data["stacks"]))
+    return GraphBuild(int(data["base"]), int(data["root"]), samples, stacks, parse_frames(data["caller"]))
 
 
 def find_largest_share(build: GraphBuild | None) -> NodeShare | None:
@@ -104,23 +96,21 @@ def _largest(
         return None
     step_loops = {loop for frame in build.caller for loop in enclosing_loops(frame.file, frame.line)}
     located = [(number, _locate(build.stacks[index], step_loops)) for number, index in samples]
-    counts: dict[_Location, float] = {}
-    halves: dict[_Location, float] = {}
+    counts, halves = Counter[_Location](), Counter[_Location]()
     for (number, a), (later, b) in itertools.pairwise(located):
         for location in (a, b):
             if location is not None:
-                counts[location] = counts.get(location, 0.0) + (later - number) / 2
-                if a != b:
-                    halves[location] = halves.get(location, 0.0) + (later - number) / 2
+                counts[location] += later - number
+                halves[location] += (later - number) * (a != b)
     sampled = samples[-1][0] - samples[0][0]
     if not counts or sampled <= 0:
         return None
-    largest = max(counts, key=lambda key: counts[key])
-    share = counts[largest] / sampled
+    ((largest, twice),) = counts.most_common(1)
+    share = twice / 2 / sampled
     chance = 2 * math.sqrt(max(share * (1 - share), 0.0) / len(samples))
     unsampled = max(1 - sampled / (end - begin), 0.0)
     # Alternating samples are a random sample; consecutive ones bound each change of line.
-    margin = min(chance, halves.get(largest, 0.0) / sampled) + unsampled
+    margin = min(chance, halves[largest] / 2 / sampled) + unsampled
     if margin > MAX_MARGIN:
         return None
     return NodeShare(*largest, share, max(margin, 0.01), len(samples), recomputed)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
+import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any
 
 from backlight.monitors.stalls.model.graph_samples import GraphBuild
@@ -33,88 +33,45 @@ Buckets = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class ExitReason:
-    """The exception by which a rank left its training.
+    """The exception by which a rank left its training."""
 
-    Attributes
-    ----------
-    error, at:
-        Type and message in one line, and when (monotonic seconds).
-    line, function:
-        The innermost line of the user's code on its way, None where there is none.
-    inside:
-        ``a collective`` or ``backward`` where the exception blames another rank or the network; empty for an
-        error of this rank.
-    interrupted, out_of_memory:
-        Whether the user interrupted it, and whether memory ran out.
-    """
-
-    error: str
-    at: float
-    line: str | None = None
+    error: str  # type and message in one line
+    at: float  # monotonic seconds
+    line: str | None = None  # the innermost line of the user's code
     function: str = ""
-    inside: str = ""
+    inside: str = ""  # `a collective` or `backward` where it blames another rank or the network
     interrupted: bool = False
     out_of_memory: bool = False
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Observations of one rank over the last seconds.
-
-    Attributes
-    ----------
-    snapshots, history:
-        Snapshots of its shared state in the last moments of this phase, and all that are kept, oldest first.
-    samples, native_samples:
-        Its Python stacks; and stacks with native frames, where they were taken.
-    cpu, thread_cpu:
-        Cores in use by all its threads, and by the working thread; None where not known.
-    runnable:
-        Share of the moments at which the working thread was running or ready to run.
-    scheduled, slices_per_s:
-        Share of the time in which the working thread ran or queued for a processor, and time slices per
-        second. A thread that waits does neither; a starved one queues; one that competes for the interpreter
-        lock of its own process wakes at every switch.
-    wait:
-        What the working thread sleeps for, as the kernel reports it.
-    ended, ended_at, terminated, stopped:
-        How the process ended (empty while it lives), when (monotonic seconds), whether by a signal that
-        people and launchers use to end a job; whether a signal has stopped it.
-    names:
-        Names of its parameters by row.
-    not_collected:
-        What could not be collected, and why.
-    workers:
-        State of its child processes, in words.
-    graph_build:
-        How the graph of the current backward pass was built.
-    buckets, reducing:
-        Buckets of DDP, and in words the reduction for which it would wait.
-    exit_reason:
-        The exception by which it left its training.
-    """
+    """Observations of one rank over the last seconds."""
 
     rank: int
-    snapshots: tuple[StateSnapshot, ...] = ()
-    history: tuple[StateSnapshot, ...] = ()
+    snapshots: tuple[StateSnapshot, ...] = ()  # the last moments of this phase, oldest first
+    history: tuple[StateSnapshot, ...] = ()  # all that are kept
     samples: tuple[StackSample, ...] = ()
     native_samples: tuple[StackSample, ...] = ()
+    # Cores in use by all its threads, and by the working thread; None where not known.
     cpu: float | None = None
     thread_cpu: float | None = None
-    runnable: float | None = None
+    # Share of the time in which the working thread ran or queued for a core, and time slices per second. A
+    # thread that waits does neither; a starved one queues; one that competes for the interpreter lock of its
+    # own process wakes at every switch.
     scheduled: float | None = None
     slices_per_s: float | None = None
-    wait: str = ""
-    ended: str = ""
-    ended_at: float = 0.0
-    terminated: bool = False
+    wait: str = ""  # what the working thread sleeps for, as the kernel reports it
+    ended: str = ""  # empty while it lives
+    ended_at: float = 0.0  # monotonic seconds
+    terminated: bool = False  # by a signal that people and launchers use to end a job
     stopped: bool = False
-    names: tuple[str, ...] = ()
-    not_collected: tuple[str, ...] = ()
-    workers: str = ""
+    names: tuple[str, ...] = ()  # of its parameters by row
+    not_collected: tuple[str, ...] = ()  # and why
+    workers: str = ""  # state of its child processes, in words
     graph_build: GraphBuild | None = None
     buckets: Buckets = ()
-    reducing: str = "a reduction inside backward"
+    reducing: str = "a reduction inside backward"  # for which it would wait
     exit_reason: ExitReason | None = None
 
     @property
@@ -170,37 +127,30 @@ _PEER_ERROR = re.compile(
     r"|remote (process|worker)",
     re.IGNORECASE,
 )
-_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemory|out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE
+)
 
 
-def describe_exception(error: BaseException) -> dict[str, Any]:
-    """Return how ``error`` ends a training run, as a document for :func:`parse_exit_reason`."""
-    frames = _frames(error.__traceback__)
-    stack = ThreadStack(0, frames)
+def exit_reason_of(error: BaseException) -> ExitReason:
+    """Return how ``error`` ends a training run."""
+    frames = [
+        Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    stack = ThreadStack(0, tuple(reversed(frames)))
     user = user_frame(stack)
     text = " ".join(str(error).split())[:MAX_MESSAGE_CHARS]
     kind = type(error).__name__
-    return asdict(
-        ExitReason(
-            error=f"{kind}: {text}" if text else kind,
-            at=time.monotonic(),
-            line=str(user) if user is not None else None,
-            function=user.qualified_name if user is not None else "",
-            inside=_where_peers_failed(error, stack, text),
-            interrupted=isinstance(error, (KeyboardInterrupt, GeneratorExit)),
-            out_of_memory=isinstance(error, MemoryError)
-            or "OutOfMemory" in kind
-            or bool(_OUT_OF_MEMORY.search(text)),
-        )
+    return ExitReason(
+        error=f"{kind}: {text}" if text else kind,
+        at=time.monotonic(),
+        line=str(user) if user is not None else None,
+        function=user.qualified_name if user is not None else "",
+        inside=_where_peers_failed(error, stack, text),
+        interrupted=isinstance(error, (KeyboardInterrupt, GeneratorExit)),
+        out_of_memory=isinstance(error, MemoryError) or bool(_OUT_OF_MEMORY.search(f"{kind} {text}")),
     )
-
-
-def parse_exit_reason(document: Any) -> ExitReason | None:
-    """Return the content of a document of :func:`describe_exception`, None if it is malformed."""
-    try:
-        return ExitReason(**document)
-    except TypeError:
-        return None
 
 
 def _where_peers_failed(error: BaseException, stack: ThreadStack, text: str) -> str:
@@ -215,26 +165,14 @@ def _where_peers_failed(error: BaseException, stack: ThreadStack, text: str) -> 
     return ""
 
 
-def _frames(traceback: TracebackType | None) -> tuple[Frame, ...]:
-    found = []
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        found.append(Frame(code.co_filename, traceback.tb_lineno, code.co_qualname))
-        traceback = traceback.tb_next
-    return tuple(reversed(found))
-
-
 # Reductions of DDP: the reducer works in native code and waits for all buckets at the end of backward. A rank
 # starts the reduction of a bucket once it has all its gradients, so a rank waits for the buckets that another
 # lacks.
 
 
 def parse_buckets(data: Any) -> Buckets:
-    """Return the buckets that a rank has written, empty for none or a malformed document."""
-    try:
-        return tuple(tuple(int(row) for row in bucket) for bucket in data or ())
-    except (TypeError, ValueError):
-        return ()
+    """Return the buckets that a rank has written."""
+    return tuple(tuple(map(int, bucket)) for bucket in data)
 
 
 def name_reductions(observations: Sequence[Observation]) -> list[Observation]:

@@ -12,8 +12,9 @@ import os
 import select
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from backlight import processes
 from backlight.monitors.stalls.model import runtime_dir, stacks
@@ -23,13 +24,14 @@ from backlight.monitors.stalls.model.observation import (
     ExitReason,
     Observation,
     parse_buckets,
-    parse_exit_reason,
 )
 from backlight.monitors.stalls.model.shared_state import RankStatus, StateSnapshot, read_state
 from backlight.monitors.stalls.model.stacks import StackSample
 from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious, timeout_of
 from backlight.processes import Thread
 from backlight.records import Phase
+
+T = TypeVar("T")
 
 SAMPLER_SILENCE_S = 0.7
 """Silence of the sampler thread after which the process is asked by a signal."""
@@ -146,7 +148,7 @@ class RankObserver:
     def exit_reason(self) -> ExitReason | None:
         """The exception by which it left its training, None where there is none."""
         if self._exit_reason is None and self.state is not None and self.state.status is RankStatus.FAILED:
-            self._exit_reason = parse_exit_reason(self._document("exit"))
+            self._exit_reason = self._read("exit", lambda data: ExitReason(**data))
         return self._exit_reason
 
     @property
@@ -155,8 +157,8 @@ class RankObserver:
         reported = self.state is not None and self.state.is_closed
         return bool(self.ended) and not reported and self.ended != "ended with exit code 0"
 
-    def _document(self, kind: str) -> Any:
-        return runtime_dir.read_document(runtime_dir.document_path(self._directory, self.rank, kind))
+    def _read(self, kind: str, parse: Callable[[Any], T]) -> T | None:
+        return runtime_dir.read_document(runtime_dir.document_path(self._directory, self.rank, kind), parse)
 
     def _check_end(self) -> bool:
         """Return whether the process has ended, and record how while its parent has not reaped it yet."""
@@ -181,7 +183,7 @@ class RankObserver:
         threads = {t.tid: t for t in processes.read_threads(state.pid)}
         self._usages.append((time.monotonic_ns(), self._process.cpu_s if self._process else 0.0, threads))
         newest = self._dumps[-1].at if self._dumps else 0
-        is_silent = min(state.sampler_silence_s, 1e6) > SAMPLER_SILENCE_S
+        is_silent = (state.taken - state.sampler) / 1e9 > SAMPLER_SILENCE_S
         is_stopped = self._process is not None and self._process.is_stopped
         is_due = (state.taken - newest) / 1e9 > DUMP_PERIOD_S
         if is_silent and not is_stopped and is_due and self.pidfd >= 0:
@@ -213,7 +215,7 @@ class RankObserver:
             recent = tuple(s for s in phase if (state.taken - s.taken) / 1e9 < RECENT_S)
             observed["snapshots"] = recent or (state,)
             if state.phase is Phase.BACKWARD:
-                observed["graph_build"] = parse_graph_build(self._document("graph"))
+                observed["graph_build"] = self._read("graph", parse_graph_build)
         samples = self._samples()
         if state is not None and not self.ended:
             tid = self._working_tid(state, samples)
@@ -232,8 +234,8 @@ class RankObserver:
             ended=self.ended if self.died else "",
             ended_at=self.ended_at,
             terminated=self.was_terminated,
-            names=tuple(self._document("names") or ()),
-            buckets=parse_buckets(self._document("buckets")),
+            names=self._read("names", tuple) or (),
+            buckets=self._read("buckets", parse_buckets) or (),
             not_collected=tuple(self._not_collected),
             exit_reason=self.exit_reason,
             **observed,
@@ -249,7 +251,7 @@ class RankObserver:
         return True
 
     def _samples(self) -> tuple[StackSample, ...]:
-        samples = stacks.parse_sampler_stacks(self._document("stacks"))
+        samples = self._read("stacks", stacks.parse_samples) or ()
         recent = [s for s in samples if self.state is not None and s.at >= self.state.heartbeat]
         # Old samples of the sampler thread do not show a process in which it has become silent since.
         if self._dumps and (not recent or recent[-1].at < self._dumps[0].at):
@@ -273,19 +275,18 @@ class RankObserver:
 
     def _cpu_usage(self, tid: int) -> dict[str, float | None]:
         """Return the CPU fields of an observation, of the process and of one thread."""
-        states = [threads[tid].state for _, _, threads in self._usages if tid in threads]
-        usage: dict[str, float | None] = {}
-        if len(states) >= 4:
-            usage["runnable"] = states.count("R") / len(states)
         pair = self._usage_pair()
         if pair is None:
-            return usage
+            return {}
         (_, cpu_before, threads_before), (_, cpu_after, threads_after), passed = pair
-        usage["cpu"] = (cpu_after - cpu_before) / passed
+        usage: dict[str, float | None] = {"cpu": (cpu_after - cpu_before) / passed}
         before, after = threads_before.get(tid), threads_after.get(tid)
         if before is None or after is None:
             return usage
         usage["thread_cpu"] = (after.cpu_s - before.cpu_s) / passed
+        states = [threads[tid].state for _, _, threads in self._usages if tid in threads]
+        if len(states) >= 4:  # a kernel without run-queue delays: moments at which it ran or was ready to
+            usage["scheduled"] = states.count("R") / len(states)
         if after.slices:
             scheduled_ns = after.ran_ns + after.queued_ns - before.ran_ns - before.queued_ns
             usage["scheduled"] = scheduled_ns / 1e9 / passed

@@ -14,9 +14,9 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from backlight import processes
 from backlight.monitors.stalls.model.shared_state import read_state
@@ -26,6 +26,8 @@ MIN_AGE_S = 60.0
 
 WATCHDOG = "watchdog.json"
 """Document that holds the pid of the watchdog process."""
+
+T = TypeVar("T")
 
 _STATE = re.compile(r"rank-(\d{5,9})\.state")
 
@@ -49,13 +51,7 @@ def runtime_directories() -> Iterator[Path]:
 
 
 def create(directory: Path) -> None:
-    """Create the directory, for its owner alone.
-
-    Raises
-    ------
-    PermissionError
-        If it belongs to another user.
-    """
+    """Create the directory, for its owner alone; raise PermissionError where it belongs to another user."""
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
     if directory.is_symlink() or directory.stat().st_uid != os.getuid():
@@ -103,7 +99,7 @@ def ranks_in(directory: Path) -> list[int]:
 
 def watchdog_pid(directory: Path) -> int:
     """Return the pid of the watchdog process, 0 where none has started."""
-    return int((read_document(directory / WATCHDOG) or {}).get("pid", 0))
+    return read_document(directory / WATCHDOG, lambda data: int(data["pid"])) or 0
 
 
 def write_document(path: Path, content: Any) -> None:
@@ -113,9 +109,9 @@ def write_document(path: Path, content: Any) -> None:
     temporary.replace(path)
 
 
-def read_document(path: Path) -> Any:
-    """Return a document, None where there is none or it is malformed."""
+def read_document(path: Path, parse: Callable[[Any], T]) -> T | None:
+    """Return a document as ``parse`` turns it into a record, None where there is none or it is malformed."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return parse(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

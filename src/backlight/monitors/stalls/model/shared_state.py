@@ -7,6 +7,7 @@ are monotonic nanoseconds, which all processes of a machine share.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import mmap
 import os
@@ -14,6 +15,7 @@ import struct
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from backlight.records import Phase
 
@@ -29,51 +31,25 @@ PHASES = tuple(Phase)
 """Phases by their number in the page."""
 
 _MAGIC = 0x42_41_43_4B_4C_49_54_45
-_LAYOUT = 2
-_COLLECTIVE_SLOTS = 10
-_COLLECTIVES_AT = 128  # in slots
-_TEXTS_AT, _TEXT_BYTES = 4096, 96
-_NODE_AT, _NODE_BYTES = 3840, 128
+_LAYOUT = 3
+
+Slot = enum.IntEnum(
+    "Slot",
+    "MAGIC LAYOUT PID RANK WORLD_SIZE STATUS MAIN_IDENT MAIN_TID TIMEOUT DEVICE DISTRIBUTED ROWS "
+    "HEARTBEAT PROGRESS PHASE PHASE_SINCE STEP FORWARDS BACKWARDS RAISED SAMPLER COLLECTIVES INSIDE "
+    "BACKWARD_IDENT NODES_TOTAL NODES_DONE POSITION_HOOKS ROW REACHED EXPECTED NODE_SINCE NODE_CALLS "
+    "TYPICAL",  # the last, one per phase
+    start=0,
+)
+"""Positions in the page, in units of eight bytes."""
+
+# A collective: its number in the page (-1 while it is being written), then the fields of `Collective`.
+_CALL = struct.Struct("=9q96s")
+_CALL_LEFT, _CALL_FAILED = 6, 8
+_CALLS_AT = 1024
+_NODE = struct.Struct("128s")
+_NODE_AT = _CALLS_AT + MAX_COLLECTIVES * _CALL.size
 _ROWS_AT = PAGE_BYTES - MAX_ROWS
-
-
-class Slot(enum.IntEnum):
-    """Positions in the page, in units of eight bytes."""
-
-    MAGIC = 0
-    LAYOUT = 1
-    PID = 2
-    RANK = 3
-    WORLD_SIZE = 4
-    STATUS = 5
-    MAIN_IDENT = 6
-    MAIN_TID = 7
-    HEARTBEAT = 8
-    PROGRESS = 9
-    PHASE = 10
-    PHASE_SINCE = 11
-    STEP = 12
-    BACKWARDS = 13
-    NODES_TOTAL = 14
-    NODES_DONE = 15
-    POSITION_HOOKS = 16
-    ROW = 17
-    REACHED = 18
-    EXPECTED = 19
-    NODE_SINCE = 20
-    NODE_CALLS = 21
-    BACKWARD_IDENT = 22
-    COLLECTIVES = 23
-    INSIDE = 24
-    SAMPLER = 25
-    DEVICE = 26
-    DISTRIBUTED = 27
-    TIMEOUT = 28
-    BATCHES = 29
-    FORWARDS = 30
-    RAISED = 31
-    ROWS = 32
-    TYPICAL = 40  # one per phase
 
 
 class RankStatus(enum.IntEnum):
@@ -87,19 +63,14 @@ class RankStatus(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective call of a rank.
-
-    ``number`` counts the calls of one group, ``left`` is 0 while the call runs, ``failed`` if it raised.
-    ``group``, ``kind`` and ``shape`` are checksums of texts that are the same on every rank; ``text`` is for
-    people.
-    """
+    """One collective call of a rank; ``group``, ``kind`` and ``shape`` are checksums that all ranks share."""
 
     group: int
-    number: int
+    number: int  # counts the calls of one group
     kind: int
     shape: int
     entered: int
-    left: int
+    left: int  # 0 while the call runs
     text: str
     asynchronous: bool = False
     failed: bool = False
@@ -112,30 +83,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """The shared state of a rank at one moment; times are monotonic nanoseconds.
-
-    Attributes
-    ----------
-    heartbeat, progress:
-        Time of the last sign of progress, and number of all so far.
-    nodes_total, nodes_done, position_hooks:
-        Autograd nodes of this backward pass, how many are done, and how many report their position.
-    row, reached, expected, arrived:
-        Row of the parameter whose gradient arrived last (-1: none), number of gradients that have arrived and
-        of those expected, and a byte per row, 1 where it has arrived.
-    node, node_since, node_calls:
-        Custom function at work, since when (0: none), and number of calls in this backward pass.
-    inside:
-        Whether a blocking collective runs.
-    sampler:
-        Time at which the sampler thread last ran, 0 if never.
-    timeout_s:
-        Stall timeout of the user, None to derive it from the run.
-    typical:
-        Moving mean of the duration of each phase, in seconds.
-    raised:
-        Backward passes that ended with an exception.
-    """
+    """The shared state of a rank at one moment; times are monotonic nanoseconds."""
 
     taken: int
     pid: int
@@ -144,32 +92,34 @@ class StateSnapshot:
     status: RankStatus
     main_ident: int
     main_tid: int
-    heartbeat: int
+    heartbeat: int  # time of the last sign of progress
     progress: int
     phase: Phase
     phase_since: int
     step: int
     backwards: int
-    nodes_total: int
+    nodes_total: (
+        int  # autograd nodes of this backward pass, how many are done, how many report their position
+    )
     nodes_done: int
     position_hooks: int
-    row: int
+    row: int  # row of the parameter whose gradient arrived last, -1: none
     reached: int
     expected: int
-    node: str
+    node: str  # custom function at work, since when (0: none), and number of calls in this backward pass
     node_since: int
     node_calls: int
     backward_ident: int
-    inside: bool
-    sampler: int
+    inside: bool  # whether a blocking collective runs
+    sampler: int  # time at which the sampler thread last ran, 0: never
     device: bool
     distributed: bool
-    timeout_s: float | None
+    timeout_s: float | None  # of the user
     forwards: int
-    typical: dict[Phase, float]
+    typical: dict[Phase, float]  # moving mean of the duration of each phase, in seconds
     collectives: tuple[Collective, ...] = ()
-    raised: int = 0
-    arrived: bytes = field(default=b"", repr=False)
+    raised: int = 0  # backward passes that ended with an exception
+    arrived: bytes = field(default=b"", repr=False)  # a byte per row, 1 where the gradient has arrived
 
     @property
     def silence_s(self) -> float:
@@ -180,11 +130,6 @@ class StateSnapshot:
     def phase_s(self) -> float:
         """Seconds since the phase began."""
         return max(self.taken - self.phase_since, 0) / 1e9
-
-    @property
-    def sampler_silence_s(self) -> float:
-        """Seconds since the sampler thread last ran, infinite if it never did."""
-        return (self.taken - self.sampler) / 1e9 if self.sampler else float("inf")
 
     @property
     def working_ident(self) -> int:
@@ -200,25 +145,18 @@ class StateSnapshot:
     @property
     def current_call(self) -> Collective | None:
         """The newest blocking collective that has not returned, None where there is none."""
-        waiting = [c for c in self.collectives if c.inside and not c.asynchronous]
-        return waiting[-1] if waiting else None
+        return next((c for c in reversed(self.collectives) if c.inside and not c.asynchronous), None)
 
 
 class SharedState:
     """The writing end; ``slots`` is the array itself, for writers on the step's path."""
 
     def __init__(self, path: Path) -> None:
-        """Create the page.
-
-        Raises
-        ------
-        OSError
-            If the file exists or the memory is full: the page is reserved here, because a store into a page
-            that cannot be allocated would kill the process.
-        """
+        """Create the page; raise OSError where the file exists or the memory is full."""
         self.path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
+            # Reserved here: a store into a page that cannot be allocated would kill the process.
             os.posix_fallocate(descriptor, 0, PAGE_BYTES)
             self._map = mmap.mmap(descriptor, PAGE_BYTES)
         except BaseException:
@@ -233,55 +171,53 @@ class SharedState:
         self, *, rank: int, world_size: int, main_ident: int, main_tid: int, timeout_s: float | None
     ) -> None:
         """Write the identity of the rank; from now on it is watched."""
-        slots, now = self.slots, time.monotonic_ns()
+        slots = self.slots
         slots[Slot.PID], slots[Slot.RANK], slots[Slot.WORLD_SIZE] = os.getpid(), rank, world_size
         slots[Slot.MAIN_IDENT], slots[Slot.MAIN_TID] = main_ident, main_tid
         slots[Slot.TIMEOUT] = 0 if timeout_s is None else int(timeout_s * 1e9)
         slots[Slot.PHASE] = PHASES.index(Phase.OTHER)
-        slots[Slot.HEARTBEAT] = slots[Slot.PHASE_SINCE] = now
+        slots[Slot.HEARTBEAT] = slots[Slot.PHASE_SINCE] = time.monotonic_ns()
         slots[Slot.STATUS] = RankStatus.RUNNING
         slots[Slot.LAYOUT], slots[Slot.MAGIC] = _LAYOUT, _MAGIC
 
     def write_node(self, name: bytes) -> None:
         """Write the name of the custom function at work."""
-        self._map[_NODE_AT : _NODE_AT + _NODE_BYTES] = name[: _NODE_BYTES - 1].ljust(_NODE_BYTES, b"\0")
+        _NODE.pack_into(self._map, _NODE_AT, name)
 
     def enter_collective(
         self, group: int, number: int, kind: int, shape: int, text: bytes, *, blocking: bool
     ) -> int:
         """Record the begin of a collective; return its index, for :meth:`leave_collective`."""
-        slots = self.slots
-        count = slots[Slot.COLLECTIVES]
+        count, now = self.slots[Slot.COLLECTIVES], time.monotonic_ns()
         index = count % MAX_COLLECTIVES
-        at = _COLLECTIVES_AT + index * _COLLECTIVE_SLOTS
-        now = time.monotonic_ns()
-        slots[at + 6] = -1  # invalid while the record is being written
-        slots[at], slots[at + 1], slots[at + 2], slots[at + 3] = group, number, kind, shape
-        slots[at + 4], slots[at + 5], slots[at + 7], slots[at + 8] = now, 0, 0 if blocking else 1, 0
-        begin = _TEXTS_AT + index * _TEXT_BYTES
-        self._map[begin : begin + _TEXT_BYTES] = text[: _TEXT_BYTES - 1].ljust(_TEXT_BYTES, b"\0")
-        slots[at + 6] = count
-        slots[Slot.COLLECTIVES] = count + 1
-        if blocking:
-            slots[Slot.INSIDE] += 1
-        slots[Slot.PROGRESS] += 1
-        slots[Slot.HEARTBEAT] = now
+        at = _CALLS_AT + index * _CALL.size
+        _CALL.pack_into(self._map, at, -1, group, number, kind, shape, now, 0, not blocking, False, text)
+        self.slots[at // 8] = count
+        self.slots[Slot.COLLECTIVES] = count + 1
+        self._move(now, inside=blocking)
         return index
 
     def leave_collective(self, index: int, *, blocking: bool, failed: bool = False) -> None:
         """Record that a collective has returned, or raised."""
-        slots, now = self.slots, time.monotonic_ns()
-        at = _COLLECTIVES_AT + index * _COLLECTIVE_SLOTS
-        slots[at + 8] = failed
-        slots[at + 5] = now
-        if blocking:
-            slots[Slot.INSIDE] = max(slots[Slot.INSIDE] - 1, 0)
-        slots[Slot.PROGRESS] += 1
-        slots[Slot.HEARTBEAT] = now
+        at, now = (_CALLS_AT + index * _CALL.size) // 8, time.monotonic_ns()
+        self.slots[at + _CALL_FAILED] = failed
+        self.slots[at + _CALL_LEFT] = now
+        self._move(now, inside=-blocking)
+
+    def _move(self, now: int, inside: int) -> None:
+        self.slots[Slot.INSIDE] = max(self.slots[Slot.INSIDE] + inside, 0)
+        self.slots[Slot.PROGRESS] += 1
+        self.slots[Slot.HEARTBEAT] = now
 
     def close(self, status: RankStatus) -> None:
         """Write that watching has ended; the page stays for the reader."""
         self.slots[Slot.STATUS] = status
+
+
+_PLAIN = {
+    f.name: slot for f in dataclasses.fields(StateSnapshot) for slot in Slot if slot.name == f.name.upper()
+}
+"""Fields of a snapshot that are slots of the same name."""
 
 
 def read_state(path: Path, now: int | None = None) -> StateSnapshot | None:
@@ -292,60 +228,36 @@ def read_state(path: Path, now: int | None = None) -> StateSnapshot | None:
         return None
     if len(raw) < PAGE_BYTES:
         return None
-    slots = struct.unpack(f"={PAGE_BYTES // 8}q", raw[:PAGE_BYTES])
+    slots = memoryview(raw[:PAGE_BYTES]).cast("q")
     if slots[Slot.MAGIC] != _MAGIC or slots[Slot.LAYOUT] != _LAYOUT:
         return None
-    return StateSnapshot(
-        taken=time.monotonic_ns() if now is None else now,
-        pid=slots[Slot.PID],
-        rank=slots[Slot.RANK],
-        world_size=slots[Slot.WORLD_SIZE],
-        status=RankStatus(slots[Slot.STATUS]),
-        main_ident=slots[Slot.MAIN_IDENT],
-        main_tid=slots[Slot.MAIN_TID],
-        heartbeat=slots[Slot.HEARTBEAT],
-        progress=slots[Slot.PROGRESS],
-        phase=PHASES[slots[Slot.PHASE] % len(PHASES)],
-        phase_since=slots[Slot.PHASE_SINCE],
-        step=slots[Slot.STEP],
-        backwards=slots[Slot.BACKWARDS],
-        nodes_total=slots[Slot.NODES_TOTAL],
-        nodes_done=slots[Slot.NODES_DONE],
-        position_hooks=slots[Slot.POSITION_HOOKS],
-        row=slots[Slot.ROW] - 1,
-        reached=slots[Slot.REACHED],
-        expected=slots[Slot.EXPECTED],
-        node=_read_text(raw, _NODE_AT, _NODE_BYTES),
-        node_since=slots[Slot.NODE_SINCE],
-        node_calls=slots[Slot.NODE_CALLS],
-        backward_ident=slots[Slot.BACKWARD_IDENT],
-        inside=slots[Slot.INSIDE] > 0,
-        sampler=slots[Slot.SAMPLER],
-        device=bool(slots[Slot.DEVICE]),
-        distributed=bool(slots[Slot.DISTRIBUTED]),
-        timeout_s=slots[Slot.TIMEOUT] / 1e9 if slots[Slot.TIMEOUT] else None,
-        forwards=slots[Slot.FORWARDS],
-        typical={p: slots[Slot.TYPICAL + i] / 1e9 for i, p in enumerate(PHASES)},
-        collectives=_read_collectives(raw, slots),
-        raised=slots[Slot.RAISED],
-        arrived=raw[_ROWS_AT : _ROWS_AT + min(slots[Slot.ROWS], MAX_ROWS)],
-    )
+    values: dict[str, Any] = {name: slots[slot] for name, slot in _PLAIN.items()}
+    values |= {
+        "taken": time.monotonic_ns() if now is None else now,
+        "status": RankStatus(slots[Slot.STATUS]),
+        "phase": PHASES[slots[Slot.PHASE] % len(PHASES)],
+        "row": slots[Slot.ROW] - 1,
+        "node": _text(_NODE.unpack_from(raw, _NODE_AT)[0]),
+        "inside": slots[Slot.INSIDE] > 0,
+        "device": bool(slots[Slot.DEVICE]),
+        "distributed": bool(slots[Slot.DISTRIBUTED]),
+        "timeout_s": slots[Slot.TIMEOUT] / 1e9 or None,
+        "typical": {p: slots[Slot.TYPICAL + i] / 1e9 for i, p in enumerate(PHASES)},
+        "collectives": _read_collectives(raw, slots[Slot.COLLECTIVES]),
+        "arrived": raw[_ROWS_AT : _ROWS_AT + min(slots[Slot.ROWS], MAX_ROWS)],
+    }
+    return StateSnapshot(**values)
 
 
-def _read_collectives(raw: bytes, slots: tuple[int, ...]) -> tuple[Collective, ...]:
-    count = slots[Slot.COLLECTIVES]
+def _read_collectives(raw: bytes, count: int) -> tuple[Collective, ...]:
     found = []
     for number in range(max(count - MAX_COLLECTIVES, 0), count):
-        index = number % MAX_COLLECTIVES
-        at = _COLLECTIVES_AT + index * _COLLECTIVE_SLOTS
-        if slots[at + 6] != number:
-            continue  # overwritten while it was read
-        text = _read_text(raw, _TEXTS_AT + index * _TEXT_BYTES, _TEXT_BYTES)
-        group, number_in_group, kind, shape, entered, left = slots[at : at + 6]
-        flags = bool(slots[at + 7]), bool(slots[at + 8])
-        found.append(Collective(group, number_in_group, kind, shape, entered, left, text, *flags))
+        at = _CALLS_AT + number % MAX_COLLECTIVES * _CALL.size
+        written, *fields, asynchronous, failed, text = _CALL.unpack_from(raw, at)
+        if written == number:  # else it was overwritten while it was read
+            found.append(Collective(*fields, _text(text), bool(asynchronous), bool(failed)))
     return tuple(found)
 
 
-def _read_text(raw: bytes, at: int, size: int) -> str:
-    return raw[at : at + size].split(b"\0", 1)[0].decode("utf-8", "replace")
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode("utf-8", "replace")

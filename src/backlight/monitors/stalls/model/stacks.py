@@ -6,6 +6,7 @@ py-spy.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -16,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from backlight import processes
 from backlight.records import Phase
@@ -33,8 +34,7 @@ _TRACING_DENIED = (
 )
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """One frame of a stack."""
 
     file: str
@@ -58,18 +58,14 @@ class Frame:
 
 @dataclass(frozen=True)
 class ThreadStack:
-    """The stack of one thread, innermost frame first.
-
-    ``runs_bytecode``: the innermost frame is not in a call; ``native`` are frames of C code above the Python
-    ones. What the source does not report is None.
-    """
+    """The stack of one thread, innermost frame first; what the source does not report is None."""
 
     ident: int
     frames: tuple[Frame, ...]
     name: str = ""
     tid: int | None = None
-    runs_bytecode: bool | None = None
-    native: tuple[Frame, ...] = ()
+    runs_bytecode: bool | None = None  # the innermost frame is not in a call
+    native: tuple[Frame, ...] = ()  # frames of C code above the Python ones
     holds_gil: bool | None = None
 
 
@@ -89,25 +85,21 @@ class StackSample:
 # Parsing
 
 
-def parse_sampler_stacks(data: Any) -> tuple[StackSample, ...]:
-    """Parse the samples that the sampler thread writes; malformed ones are skipped."""
-    samples = []
-    for item in data if isinstance(data, list) else ():
-        try:
-            threads = tuple(
-                ThreadStack(
-                    int(t["ident"]),
-                    tuple(Frame(str(f), int(line), str(name)) for f, line, name in t["frames"]),
-                    str(t["name"]),
-                    t["tid"],
-                    t["runs_bytecode"],
-                )
-                for t in item["threads"]
-            )
-            samples.append(StackSample(int(item["at"]), str(item["source"]), threads))
-        except (KeyError, TypeError, ValueError):
-            continue
-    return tuple(samples)
+def parse_frames(rows: Iterable[Any]) -> tuple[Frame, ...]:
+    """Return frames from JSON."""
+    return tuple(Frame(str(file), int(line), str(function)) for file, line, function in rows)
+
+
+def parse_samples(data: Any) -> tuple[StackSample, ...]:
+    """Return the samples of the sampler thread from JSON."""
+    return tuple(
+        StackSample(int(s["at"]), str(s["source"]), tuple(map(_parse_thread, s["threads"]))) for s in data
+    )
+
+
+def _parse_thread(data: Any) -> ThreadStack:
+    frames = {name: parse_frames(data[name]) for name in ("frames", "native")}
+    return ThreadStack(**{**data, **frames})
 
 
 _THREAD = re.compile(
@@ -160,10 +152,8 @@ def parse_py_spy(data: Iterable[Mapping[str, Any]], at: int = 0) -> StackSample:
 
 
 def dump_by_signal(pidfd: int, pid: int, dump: Path) -> tuple[StackSample | None, str]:
-    """Make a watched process dump its stacks into ``dump``; return them, or None and the reason.
-
-    The signal is only sent to a process that handles it: it would end any other.
-    """
+    """Make a watched process dump its stacks into ``dump``; return them, or None and the reason."""
+    # The signal would end a process that does not handle it.
     if not DUMP_SIGNAL or not processes.handles_signal(pid, DUMP_SIGNAL):
         return None, "the process has no handler for the signal that dumps stacks"
     try:
@@ -227,22 +217,21 @@ def dump_by_py_spy(
 # Reading
 
 _ENGINE = "_engine_run_backward"
+_ENGINE_FILES = (
+    "torch/autograd/", "torch/utils/checkpoint", "backlight/monitors/stalls/instrument/heartbeat.py",
+)  # fmt: skip
 _BACKLIGHT = str(Path(__file__).resolve().parents[3]).replace("\\", "/") + "/"
 _LAUNCHER = _BACKLIGHT + "launch/"
 
 
 def user_frame(stack: ThreadStack) -> Frame | None:
-    """Return the innermost frame of the user's code.
-
-    Where there is none: the outermost of a third-party package, else the innermost outside of backlight.
-    """
-    for frame in stack.frames:
-        if is_user_code(frame.file):
-            return frame
-    for frame in reversed(stack.frames):
-        if is_third_party(frame.file):
-            return frame
-    return next((f for f in stack.frames if not _is_backlight(f)), None)
+    """Return the user's innermost frame, else a package's outermost, else the innermost not of backlight."""
+    candidates = (
+        *(f for f in stack.frames if is_user_code(f.file)),
+        *(f for f in reversed(stack.frames) if is_third_party(f.file)),
+        *(f for f in stack.frames if not _is_backlight(f)),
+    )
+    return next(iter(candidates), None)
 
 
 def _is_backlight(frame: Frame) -> bool:
@@ -260,25 +249,13 @@ def in_native_backward(stack: ThreadStack) -> bool:
 
 
 def find_working_thread(sample: StackSample, ident: int) -> ThreadStack | None:
-    """Return the thread that does the work of the training step.
-
-    That is the one with ``ident``, unless it waits in the engine while a thread of the engine runs Python:
-    deeply nested backward passes, and those of other devices, have their own.
-    """
+    """Return the thread that does the work of the step: ``ident``, unless it waits for one of the engine."""
     main = sample.thread(ident)
     if main is None or not in_native_backward(main):
         return main
-    for thread in sample.threads:
-        if thread.ident != ident and thread.frames and _is_entered_by_engine(thread.frames[-1]):
-            return thread
-    return main
-
-
-def _is_entered_by_engine(outermost: Frame) -> bool:
-    return _has(
-        (outermost,),
-        ("torch/autograd/", "torch/utils/checkpoint", "backlight/monitors/stalls/instrument/heartbeat.py"),
-    )
+    # Deeply nested backward passes, and those of other devices, have threads of their own.
+    others = (t for t in sample.threads if t.ident != ident and _has(t.frames[-1:], _ENGINE_FILES))
+    return next(others, main)
 
 
 def native_operation(sample: StackSample) -> str | None:
@@ -321,14 +298,12 @@ def is_compiling(stack: ThreadStack) -> bool:
 
 
 def in_collective(stack: ThreadStack) -> bool:
-    """Return whether the innermost frames are those of a collective call.
-
-    DDP's wrapper calls the model as well: only where it is innermost does it wait for other ranks.
-    """
+    """Return whether the innermost frames are those of a collective call."""
     return (
         _has(stack.frames[:4], ("torch/distributed/distributed_c10d.py",))
         # Tensor parallelism: a Python operator of torch lies between this file and the wait.
         or _has(stack.frames[:8], ("torch/distributed/_functional_collectives.py",))
+        # DDP's wrapper calls the model as well: only where it is innermost does it wait for other ranks.
         or _has(stack.frames[:1], ("torch/nn/parallel/distributed.py",))
     )
 
@@ -355,11 +330,8 @@ def _has(frames: Iterable[Frame], parts: tuple[str, ...]) -> bool:
 
 def strip_backlight(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """Return the frames of a script alone, without its launcher and the wrappers of backlight."""
-    for index, frame in enumerate(frames):
-        if frame.file.replace("\\", "/").startswith(_LAUNCHER):
-            frames = frames[:index]
-            break
-    return tuple(f for f in frames if not _is_backlight(f))
+    inside = itertools.takewhile(lambda f: not f.file.replace("\\", "/").startswith(_LAUNCHER), frames)
+    return tuple(f for f in inside if not _is_backlight(f))
 
 
 def format_sample(sample: StackSample) -> str:

@@ -191,8 +191,8 @@ class Watchdog:
     def _groups(self) -> dict[int, list[int]]:
         groups: dict[int, list[int]] = {}
         for rank in self._ranks:
-            found = runtime_dir.read_document(runtime_dir.document_path(self._directory, rank, "groups"))
-            groups.update({int(key): ranks for key, ranks in (found or {}).items()})
+            path = runtime_dir.document_path(self._directory, rank, "groups")
+            groups |= runtime_dir.read_document(path, lambda d: {int(k): v for k, v in d.items()}) or {}
         return groups
 
     def _examine_closely(self) -> None:
