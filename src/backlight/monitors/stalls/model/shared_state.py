@@ -253,9 +253,12 @@ def _read_collectives(raw: bytes, count: int) -> tuple[Collective, ...]:
     found = []
     for number in range(max(count - MAX_COLLECTIVES, 0), count):
         at = _CALLS_AT + number % MAX_COLLECTIVES * _CALL.size
-        written, *fields, asynchronous, failed, text = _CALL.unpack_from(raw, at)
+        written, group, count_in_group, kind, shape, entered, left, *flags, text = _CALL.unpack_from(raw, at)
         if written == number:  # else it was overwritten while it was read
-            found.append(Collective(*fields, _text(text), bool(asynchronous), bool(failed)))
+            call = Collective(
+                group, count_in_group, kind, shape, entered, left, _text(text), *map(bool, flags)
+            )
+            found.append(call)
     return tuple(found)
 
 
